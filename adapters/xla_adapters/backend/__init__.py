@@ -1,0 +1,45 @@
+"""The seam between this package and the device runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from xla_adapters.backend.interface import Backend, Metrics, SeamEvent
+
+__all__ = ["Backend", "Metrics", "SeamEvent", "get_backend", "initialize", "using_backend"]
+
+_backend: Backend | None = None
+
+
+def get_backend() -> Backend:
+    """The backend in use: torch_xla, imported at the first call."""
+    global _backend
+    if _backend is None:
+        from xla_adapters.backend.pjrt import PJRTBackend
+
+        _backend = PJRTBackend()
+    return _backend
+
+
+def initialize(*, spmd: bool = False) -> None:
+    """Starts the device runtime now. Trainers and steps do it themselves.
+
+    Args:
+        spmd: drive all devices of the process as one (needed for sharding).
+
+    Raises:
+        RuntimeOrderError: a device was already used without SPMD.
+    """
+    get_backend().initialize(spmd=spmd)
+
+
+@contextmanager
+def using_backend(backend: Backend) -> Iterator[Backend]:
+    """Puts another backend in place for the duration of the context (tests, successors)."""
+    global _backend
+    previous, _backend = _backend, backend
+    try:
+        yield backend
+    finally:
+        _backend = previous

@@ -1,0 +1,274 @@
+"""PyTorch/XLA on any PJRT device: the only file of the distribution that imports torch_xla.
+
+Written against torch_xla 2.9. Calls into `torch_xla._XLAC` are private; `tests/contract` pins each one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as xla_metrics
+import torch_xla.debug.profiler as xla_profiler
+import torch_xla.runtime as xr
+import torch_xla.utils.checkpoint as xla_checkpoint
+
+from xla_adapters.backend.interface import Metrics, SeamEvent
+from xla_adapters.errors import ConfigError, RuntimeOrderError
+
+_C = torch_xla._XLAC
+_NANOSECONDS = 1e-9
+_SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
+
+
+class PJRTBackend:
+    """The seam on torch_xla's lazy tensors."""
+
+    name = "torch_xla"
+    dynamo_backend = "openxla"
+
+    def __init__(self) -> None:
+        self._initialized = False
+        self._device: torch.device | None = None
+
+    # ---- runtime -------------------------------------------------------------------------------
+
+    def initialize(self, *, spmd: bool = False) -> None:
+        """Starts the runtime, SPMD first if asked for.
+
+        Raises:
+            RuntimeOrderError: SPMD is wanted, but a device was already used without it.
+            ConfigError: the environment switches functionalization off.
+        """
+        if self._initialized and (not spmd or xr.is_spmd()):
+            return
+        if os.environ.get("XLA_DISABLE_FUNCTIONALIZATION", "0").lower() in ("1", "true"):
+            raise ConfigError(
+                "XLA_DISABLE_FUNCTIONALIZATION is set: without functionalization a failed step cannot be undone. "
+                "Unset it before torch_xla is imported."
+            )
+        if spmd and not xr.is_spmd():
+            if _C._xla_get_spmd_config_is_locked():
+                raise RuntimeOrderError(
+                    "SPMD was asked for after the XLA runtime had started without it: tensors already on the device "
+                    "would be unreadable. Create the trainer (or call xla_adapters.initialize(spmd=True)) before the "
+                    "first tensor or model is moved to the XLA device."
+                )
+            xr.use_spmd()
+        # Under SPMD the device alone does not start the runtime; counting devices does.
+        xr.global_runtime_device_count()
+        self._device = torch_xla.device()
+        self._initialized = True
+
+    def device(self) -> torch.device:
+        """The device a training process computes on (the virtual device under SPMD)."""
+        self.initialize()
+        assert self._device is not None
+        return self._device
+
+    def hardware(self) -> str:
+        """The PJRT device type: `CPU`, `TPU`, `NEURON`, ..."""
+        return str(xr.device_type())
+
+    def device_count(self) -> int:
+        """Devices of all processes together."""
+        return int(xr.global_runtime_device_count())
+
+    def world_size(self) -> int:
+        """Training replicas, each with a process (or thread) of its own; 1 under SPMD."""
+        return int(xr.world_size())
+
+    def process_index(self) -> int:
+        """The replica this process is, from 0."""
+        return int(xr.global_ordinal())
+
+    def is_backend_tensor(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lives on an XLA device."""
+        return tensor.device.type == "xla"
+
+    # ---- modes ---------------------------------------------------------------------------------
+
+    def eager(self) -> bool:
+        """Whether operations execute at once."""
+        return bool(_C._get_use_eager_mode())
+
+    def set_eager(self, enabled: bool) -> None:
+        """Executes operations at once from now on, or traces them."""
+        _C._set_use_eager_mode(enabled)
+
+    def execution_allowed(self) -> bool:
+        """Whether a pending graph may be executed."""
+        return bool(_C._get_allow_execution())
+
+    def set_execution_allowed(self, allowed: bool) -> None:
+        """If not allowed, an execution raises inside torch_xla."""
+        _C._set_allow_execution(allowed)
+
+    def graph_name(self) -> str:
+        """The name that graphs get in dumps and debug output."""
+        return str(_C._get_current_graph_name())
+
+    def set_graph_name(self, name: str) -> None:
+        """Names the graphs traced from now on."""
+        _C._set_current_graph_name(name)
+
+    # ---- the pending graph -----------------------------------------------------------------------
+
+    def pending_count(self) -> int:
+        """How many live tensors have been traced but not computed."""
+        return sum(_C._check_device_tensor_need_materialization(str(self.device())))
+
+    def is_pending(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor has been traced but not computed."""
+        return bool(_C._check_tensor_need_materialization([tensor])[0])
+
+    def flush(self) -> None:
+        """Executes what is pending. Unlike `torch_xla.sync` it leaves the random stream alone."""
+        _C._xla_sync_live_tensors(str(self.device()), [], False)
+
+    def finish_step(self) -> None:
+        """Executes the pending graph as one step.
+
+        The profiler's scopes are left alone, so a step may stand inside an open `xp.Trace`.
+        """
+        torch_xla.sync(reset_scope=False)
+
+    def discard_pending(self) -> None:
+        """Forgets what is pending; the tensors concerned can no longer be read."""
+        _C._clear_pending_irs(str(self.device()))
+
+    def wait(self) -> None:
+        """Blocks until the device is idle."""
+        xm.wait_device_ops()
+
+    @contextmanager
+    def graph_limit(self, session: str, limit: int) -> Iterator[None]:
+        """Raises on the sync that would compile graph number `limit + 1` of this session."""
+        previous = _C._dynamic_shape_detector_get_max_different_graphs()
+        _C._dynamic_shape_detector_set_max_different_graphs(limit)
+        _C._dynamic_shape_detector_start_session(session)
+        try:
+            yield
+        finally:
+            _C._dynamic_shape_detector_end_session()
+            _C._dynamic_shape_detector_set_max_different_graphs(previous)
+
+    @contextmanager
+    def scalars_as_inputs(self) -> Iterator[None]:
+        """Python scalars become inputs of the graph, 0 and 1 too (else these two are constants)."""
+        previous = _C._get_xla_handle_special_scalars()
+        _C._set_xla_handle_special_scalars(False)
+        try:
+            yield
+        finally:
+            _C._set_xla_handle_special_scalars(previous)
+
+    def is_forbidden_execution(self, error: BaseException) -> bool:
+        """Whether the error is torch_xla's refusal to execute while execution is not allowed."""
+        return isinstance(error, RuntimeError) and "Unexpected execution happens inside" in str(error)
+
+    def is_graph_limit(self, error: BaseException) -> bool:
+        """Whether the error is the one `graph_limit` provokes."""
+        return isinstance(error, RuntimeError) and "Maximum number of different graphs allowed" in str(error)
+
+    # ---- values --------------------------------------------------------------------------------
+
+    def snapshot(self, tensor: torch.Tensor, *, written_through: bool = False) -> torch.Tensor:
+        """The tensor's present value; costs no copy, since XLA values never change in place.
+
+        Args:
+            tensor: the tensor.
+            written_through: an operation is about to change the inner tensor itself (batch norm does
+                so with its running statistics) instead of pointing `tensor` at a new one. Then a twin
+                that shares the buffer is kept. It is not the rule, because to torch_xla a twin is
+                another tensor: put back, it is another graph.
+        """
+        inner = torch._from_functional_tensor(tensor)
+        return torch._from_functional_tensor(inner.clone()) if written_through else inner
+
+    def restore(self, tensor: torch.Tensor, snapshot: torch.Tensor) -> None:
+        """Gives the tensor a former value back, seen through its views and aliases too."""
+        torch._functionalize_replace(tensor, snapshot)
+        torch._functionalize_commit_update(tensor)
+
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of all tensors on the host, in one transfer."""
+        if not tensors:
+            return []
+        copies: list[torch.Tensor] = _C._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
+        return [copy.detach() for copy in copies]
+
+    # ---- random numbers --------------------------------------------------------------------------
+
+    def seed(self) -> int:
+        """The state of the device's random stream."""
+        return int(xm.get_rng_state())
+
+    def set_seed(self, seed: int) -> None:
+        """Sets the device's random stream; the seed is an input of graphs, so no new graph results."""
+        xm.set_rng_state(seed)
+
+    # ---- observation -----------------------------------------------------------------------------
+
+    def metrics(self) -> Metrics:
+        """The totals; waits for the device, since executions are counted when they end."""
+        xm.wait_device_ops()
+        compiles, seconds = self.compile_totals()
+        return Metrics(
+            compiles=compiles,
+            compile_seconds=seconds,
+            executions=_samples("ExecuteTime") + _samples("ExecuteReplicatedTime"),
+            transfers_to_host=_samples("TransferFromDeviceTime"),
+            transfers_to_device=_samples("TransferToDeviceTime"),
+            eager_compiles=_samples("EagerOpCompileTime"),
+            eager_ops=_samples("EagerOpExecuteTime"),
+        )
+
+    def compile_totals(self) -> tuple[int, float]:
+        """Graphs compiled so far and the seconds it took."""
+        data = xla_metrics.metric_data("CompileTime")
+        return (0, 0.0) if data is None else (int(data[0]), float(data[1]) * _NANOSECONDS)
+
+    @contextmanager
+    def intercept(self, notify: Callable[[SeamEvent, object], None]) -> Iterator[None]:
+        """Reports syncs, waits and profiler scopes to `notify` before they happen, until the exit.
+
+        `notify` may raise: the call then does not take place.
+        """
+
+        def reporting(event: SeamEvent, call: Callable[..., Any]) -> Callable[..., Any]:
+            def reported(*args: Any, **kwargs: Any) -> Any:
+                notify(event, args[0] if args else None)
+                return call(*args, **kwargs)
+
+            return reported
+
+        patches: list[tuple[Any, str, SeamEvent]] = [(_C, name, SeamEvent.SYNC) for name in _SYNC_CALLS]
+        patches.append((_C, "_xla_wait_device_ops", SeamEvent.WAIT))
+        patches.append((xla_profiler.Trace, "__enter__", SeamEvent.PROFILER_ENTER))
+        patches.append((xla_profiler.Trace, "__exit__", SeamEvent.PROFILER_EXIT))
+        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+        for owner, name, event in patches:
+            setattr(owner, name, reporting(event, getattr(owner, name)))
+        try:
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+
+    # ---- activation checkpointing ------------------------------------------------------------------
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Recomputes `function` in the backward pass, behind barriers XLA cannot optimise away."""
+        kwargs["use_reentrant"] = True
+        return xla_checkpoint.checkpoint(function, *args, **kwargs)
+
+
+def _samples(metric: str) -> int:
+    data = xla_metrics.metric_data(metric)
+    return 0 if data is None else int(data[0])

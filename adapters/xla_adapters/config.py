@@ -1,0 +1,91 @@
+"""`XLAConfig`: the options both adapters and hand-written loops share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from xla_adapters.errors import ConfigError
+
+XLAMode = Literal["eager", "eager+compile", "eager+dynamo", "lazy"]
+OnGraphBreak = Literal["error", "warn", "allow"]
+Accumulation = Literal["per_micro_batch", "unrolled"]
+FreeGrads = Literal["auto"] | bool
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ConfigError(f"{name}={value!r} is not a valid value; valid values: {listed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class XLAConfig:
+    """How training steps are traced and executed.
+
+    Args:
+        xla_mode: `"eager"` runs every operation at once, step included. `"eager+compile"` runs
+            everything eagerly but the step, which is one compiled graph. `"eager+dynamo"` compiles
+            the model with `torch.compile(backend="openxla")` and the optimizer step as a graph of
+            its own. `"lazy"` is classic lazy tracing with a sync at each step.
+        on_graph_break: what a read, save or sync inside a step does: `"error"` raises with the
+            line that did it; `"warn"` executes what is pending once, goes on, and says so once per
+            line; `"allow"` does the same in silence.
+        compile_eval: whether evaluation and prediction steps are compiled graphs too.
+        max_graphs: the number of different graphs one step may compile before `GraphLimitError`;
+            `None` for no limit.
+        free_grads: whether gradients are dropped inside the step, so that they are not outputs of
+            its graph (less memory); `"auto"` does so when nothing can look at them afterwards.
+        accumulation: under gradient accumulation, `"per_micro_batch"` executes one graph per micro
+            batch; `"unrolled"` traces all micro batches of an optimizer step into one graph.
+
+    Raises:
+        ConfigError: a value is not one of those listed.
+    """
+
+    xla_mode: XLAMode = "eager+compile"
+    on_graph_break: OnGraphBreak = "error"
+    compile_eval: bool = True
+    max_graphs: int | None = None
+    free_grads: FreeGrads = "auto"
+    accumulation: Accumulation = "per_micro_batch"
+
+    def __post_init__(self) -> None:
+        _check_choice("xla_mode", self.xla_mode, get_args(XLAMode))
+        _check_choice("on_graph_break", self.on_graph_break, get_args(OnGraphBreak))
+        _check_choice("compile_eval", self.compile_eval, (True, False))
+        _check_choice("free_grads", self.free_grads, ("auto", True, False))
+        _check_choice("accumulation", self.accumulation, get_args(Accumulation))
+        limit = self.max_graphs
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+            raise ConfigError(f"max_graphs={limit!r} is not a valid value; valid values: None or an integer >= 1")
+        if self.accumulation == "unrolled" and self.xla_mode != "eager+compile":
+            raise ConfigError(
+                f"accumulation='unrolled' needs xla_mode='eager+compile' (it is {self.xla_mode!r}): "
+                "the other modes have no step graph to unroll micro batches into"
+            )
+        if self.max_graphs is not None and self.xla_mode != "eager+compile":
+            raise ConfigError(
+                f"max_graphs={self.max_graphs} needs xla_mode='eager+compile' (it is {self.xla_mode!r}): "
+                "only there does the step own its graphs and can count them"
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> XLAConfig:
+        """Builds a config from plain values (JSON, YAML); an unknown key lists the valid ones."""
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown option(s) {', '.join(unknown)}; valid options: {', '.join(known)}")
+        return cls(**values)
+
+    @property
+    def compiles_step(self) -> bool:
+        """Whether training steps run as one compiled graph."""
+        return self.xla_mode == "eager+compile"
+
+    @property
+    def eager_by_default(self) -> bool:
+        """Whether operations outside steps execute at once."""
+        return self.xla_mode != "lazy"

@@ -1,0 +1,99 @@
+"""The exception tree: everything this package raises on purpose derives from `XLAAdapterError`."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class XLAAdapterError(Exception):
+    """Base of every error raised by xla-adapters."""
+
+
+class ConfigError(XLAAdapterError, ValueError):
+    """An option has a value that cannot work; the message lists what can."""
+
+
+class UnsupportedOptionError(ConfigError):
+    """An option of the host framework cannot work on XLA; the message names the alternative."""
+
+
+class RuntimeOrderError(XLAAdapterError, RuntimeError):
+    """The XLA runtime was touched too early or too late for what is asked of it now."""
+
+
+class GraphLimitError(XLAAdapterError, RuntimeError):
+    """A step was about to compile more different graphs than `max_graphs` allows."""
+
+
+class DeviceOutOfMemoryError(XLAAdapterError, RuntimeError):
+    """The device has too little memory for the step; the step was discarded."""
+
+
+class BreakKind(str, Enum):
+    """What would have broken the one graph of a step."""
+
+    TENSOR_READ = "tensor read"
+    CHECKPOINT_SAVE = "checkpoint save"
+    DEVICE_SYNC = "device sync"
+    COLLECTIVE_READ = "collective read"
+    PROFILER_SCOPE = "profiler scope"
+    HIDDEN_EXECUTION = "hidden execution"
+
+
+class GraphBreakError(XLAAdapterError, RuntimeError):
+    """Something inside a step would have split its graph.
+
+    Attributes:
+        kind: what happened.
+        filename, lineno: the line of the user's code that caused it (`None` if it has no such line).
+    """
+
+    kind: BreakKind = BreakKind.HIDDEN_EXECUTION
+
+    def __init__(self, message: str, *, filename: str | None = None, lineno: int | None = None) -> None:
+        super().__init__(message)
+        self.filename = filename
+        self.lineno = lineno
+
+
+class TensorReadError(GraphBreakError):
+    """A value was read on the host (`.item()`, `.cpu()`, `print`, `bool(t)`, numpy) inside a step."""
+
+    kind = BreakKind.TENSOR_READ
+
+
+class CheckpointSaveError(GraphBreakError):
+    """Tensors were saved inside a step: the file would hold a half-done update."""
+
+    kind = BreakKind.CHECKPOINT_SAVE
+
+
+class DeviceSyncError(GraphBreakError):
+    """The device was synchronised (`torch_xla.sync`, `mark_step`, `wait_device_ops`) inside a step."""
+
+    kind = BreakKind.DEVICE_SYNC
+
+
+class CollectiveReadError(GraphBreakError):
+    """The result of a collective was read on the host inside a step."""
+
+    kind = BreakKind.COLLECTIVE_READ
+
+
+class ProfilerScopeError(GraphBreakError):
+    """A profiler scope was opened or closed across the edge of a step."""
+
+    kind = BreakKind.PROFILER_SCOPE
+
+
+GRAPH_BREAK_ERRORS: dict[BreakKind, type[GraphBreakError]] = {
+    cls.kind: cls
+    for cls in (
+        GraphBreakError,
+        TensorReadError,
+        CheckpointSaveError,
+        DeviceSyncError,
+        CollectiveReadError,
+        ProfilerScopeError,
+    )
+}

@@ -1,0 +1,119 @@
+"""Finds the line of the user's code an event came from."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+
+_OWN_FOLDER = str(Path(__file__).resolve().parent)
+_STDLIB = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+_SITE = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+# The layers a read passes through on its way down: never the place that decided to read.
+_PLUMBING = ("torch", "torch_xla", "numpy", "_pytest", "pluggy", "accelerate", "safetensors")
+_plumbing_prefixes: list[str] = [f"{site}/{package}/" for site in _SITE for package in _PLUMBING]
+_framework_prefixes: list[str] = [_OWN_FOLDER + "/"]
+
+
+def hide_folder(folder: str | Path) -> None:
+    """Counts the files below `folder` as this package's own (the adapters call it for themselves)."""
+    _framework_prefixes.append(str(Path(folder).resolve()) + "/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Location:
+    """A line of source.
+
+    Attributes:
+        filename, lineno, function: where.
+        is_user_code: whether the file lies outside the standard library and site-packages.
+        called_from: for a line in a library, the line of the user's code that led there.
+    """
+
+    filename: str
+    lineno: int
+    function: str
+    is_user_code: bool
+    called_from: Location | None = None
+
+    @property
+    def source(self) -> str:
+        """The text of the line, stripped (empty if the file cannot be read)."""
+        return linecache.getline(self.filename, self.lineno).strip()
+
+    def __str__(self) -> str:
+        text = f"{self.filename}:{self.lineno} in {self.function}"
+        if self.source:
+            text += f": {self.source}"
+        if self.called_from is not None:
+            text += f"\n         called from {self.called_from}"
+        return text
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith("<") or filename.startswith(_SITE) or filename.startswith(_STDLIB)
+
+
+def _is_plumbing(filename: str) -> bool:
+    if filename.startswith(tuple(_framework_prefixes)) or filename.startswith(tuple(_plumbing_prefixes)):
+        return True
+    return filename.startswith("<") or (filename.startswith(_STDLIB) and not filename.startswith(_SITE))
+
+
+def _locate(frames: Iterable[tuple[CodeType, int]]) -> Location | None:
+    """`frames` run from the innermost to the outermost."""
+    site: tuple[CodeType, int] | None = None
+    for code, lineno in frames:
+        filename = code.co_filename
+        if site is None:
+            if _is_plumbing(filename):
+                continue
+            site = (code, lineno)
+        if not _is_library(filename) and not filename.startswith(tuple(_framework_prefixes)):
+            user = Location(filename=filename, lineno=lineno, function=code.co_name, is_user_code=True)
+            if site == (code, lineno):
+                return user
+            return Location(
+                filename=site[0].co_filename,
+                lineno=site[1],
+                function=site[0].co_name,
+                is_user_code=False,
+                called_from=user,
+            )
+    if site is None:
+        return None
+    return Location(filename=site[0].co_filename, lineno=site[1], function=site[0].co_name, is_user_code=False)
+
+
+def stack_frames(start: FrameType | None = None) -> Iterator[FrameType]:
+    """The frames of the running thread, innermost first, without this package's own lowest ones."""
+    frame = start if start is not None else sys._getframe(1)
+    current: FrameType | None = frame
+    while current is not None:
+        yield current
+        current = current.f_back
+
+
+def current_location() -> Location | None:
+    """The line that the running call came from, library plumbing skipped; `None` if there is none."""
+    return _locate((frame.f_code, frame.f_lineno) for frame in stack_frames(sys._getframe(1)))
+
+
+def location_of(traceback: TracebackType | None) -> Location | None:
+    """The line an exception came from, library plumbing skipped; `None` if there is none.
+
+    The traceback of an exception ends where it was caught, so the frames above are added from there.
+    """
+    frames: list[tuple[CodeType, int]] = []
+    outermost = traceback.tb_frame if traceback is not None else None
+    while traceback is not None:
+        frames.append((traceback.tb_frame.f_code, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    frames.reverse()
+    if outermost is not None:
+        frames.extend((frame.f_code, frame.f_lineno) for frame in stack_frames(outermost.f_back) if outermost.f_back)
+    return _locate(frames)

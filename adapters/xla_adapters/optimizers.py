@@ -1,0 +1,194 @@
+"""Makes an optimizer's first step the same graph as all later ones."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import LBFGS, SGD, Adafactor, Optimizer, SparseAdam
+
+from xla_adapters.backend import Backend, get_backend
+
+StateInit = Callable[[Optimizer, dict[str, Any], torch.Tensor], dict[str, Any] | None]
+
+_EAGER: dict[type[Optimizer], tuple[str, Callable[[Any], bool]]] = {
+    LBFGS: ("it evaluates the closure until a line search on the host is content", lambda _: True),
+    Adafactor: (
+        "it reads the norms of every parameter on the host (transformers.optimization.Adafactor can be traced)",
+        lambda _: True,
+    ),
+    SparseAdam: ("it works on sparse gradients, which XLA does not have", lambda _: True),
+}
+_STATE_INITS: dict[type[Optimizer], StateInit] = {}
+_warned: set[type[Optimizer]] = set()
+
+
+class EagerOptimizerWarning(UserWarning):
+    """An optimizer that cannot be part of the step's graph runs eagerly."""
+
+
+def register_eager_optimizer(
+    cls: type[Optimizer], reason: str, *, when: Callable[[Any], bool] = lambda optimizer: True
+) -> None:
+    """Lets an optimizer that reads values on the host run eagerly, outside the step's graph.
+
+    Args:
+        cls: the optimizer's class; subclasses count too.
+        reason: completes "runs eagerly: ..." in the warning its users see.
+        when: given the optimizer, whether this applies (all of its kind by default).
+    """
+    _EAGER[cls] = (reason, when)
+
+
+def register_state_init(cls: type[Optimizer], init: StateInit) -> None:
+    """Says how the state of an optimizer from outside `torch.optim` begins.
+
+    Args:
+        cls: the optimizer's class.
+        init: called with (optimizer, param group, parameter); returns the state as it stands before
+            the first update, its tensors on the parameter's device, or `None` if there is none.
+    """
+    _STATE_INITS[cls] = init
+
+
+def eager_reason(optimizer: Optimizer) -> str | None:
+    """Why this optimizer cannot be traced, or `None` if it can."""
+    for cls in type(optimizer).__mro__:
+        if cls in _EAGER:
+            reason, applies = _EAGER[cls]
+            return reason if applies(optimizer) else None
+    return None
+
+
+def warn_eager(optimizer: Optimizer, reason: str) -> None:
+    """Tells once per optimizer class that it runs eagerly."""
+    if type(optimizer) in _warned:
+        return
+    _warned.add(type(optimizer))
+    warnings.warn(
+        f"{type(optimizer).__name__} runs eagerly: {reason}. Forward and backward stay one compiled graph; "
+        "the update is executed operation by operation.",
+        EagerOptimizerWarning,
+        stacklevel=2,
+    )
+
+
+def prime(optimizer: Optimizer) -> int:
+    """Creates the state the optimizer would create in its first step, without stepping.
+
+    Steps do this by themselves when they meet a new optimizer. Parameters, hyper-parameters, random
+    numbers and the course of the training are as without it.
+
+    Args:
+        optimizer: any `torch.optim` optimizer (others: see `register_state_init`).
+
+    Returns:
+        How many parameters got a state.
+    """
+    return _prime(optimizer, lambda parameter: parameter.requires_grad)
+
+
+def prepare_for_tracing(optimizer: Optimizer, backend: Backend) -> None:
+    """Gives the optimizer the state of its steady course; called when it steps inside a step."""
+    _prime(optimizer, lambda parameter: parameter.grad is not None)
+    _move_counts_to_host(optimizer, backend)
+
+
+def _prime(optimizer: Optimizer, wanted: Callable[[torch.Tensor], bool]) -> int:
+    init = _find_state_init(optimizer)
+    if init is None:
+        return 0
+    primed = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if wanted(parameter) and not optimizer.state.get(parameter):
+                state = init(optimizer, group, parameter)
+                if state:
+                    optimizer.state[parameter] = state
+                    primed += 1
+                else:
+                    optimizer.state.pop(parameter, None)
+    return primed
+
+
+def _find_state_init(optimizer: Optimizer) -> StateInit | None:
+    for cls in type(optimizer).__mro__:
+        if cls in _STATE_INITS:
+            return _STATE_INITS[cls]
+    if isinstance(optimizer, SGD):
+        return _sgd_state
+    # A subclass of a torch optimizer that brings its own step may keep another state.
+    if hasattr(optimizer, "_init_group") and not _overrides_step(type(optimizer)):
+        return _torch_state
+    return None
+
+
+def _overrides_step(cls: type[Optimizer]) -> bool:
+    for base in cls.__mro__:
+        if "step" in vars(base):
+            return not base.__module__.startswith("torch.optim")
+    return True
+
+
+def _sgd_state(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any] | None:
+    # torch starts the buffer as a copy of the first gradient. Zeros give the same values, unless
+    # dampening scales every gradient but the first.
+    if group["momentum"] == 0 or group["dampening"] != 0:
+        return None
+    return {"momentum_buffer": torch.zeros(parameter.shape, dtype=parameter.dtype).to(parameter.device)}
+
+
+def _torch_state(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any] | None:
+    """Lets the optimizer initialise stand-ins of the parameter: on `meta` to learn which parts of the
+    state belong on the parameter's device, on the host for the values."""
+    placed = _init_stand_in(optimizer, group, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+    values = _init_stand_in(optimizer, group, torch.empty(parameter.shape, dtype=parameter.dtype))
+    state = {}
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor) and placed[key].device.type == "meta":
+            value = value.to(parameter.device)
+        state[key] = value
+    return state
+
+
+def _init_stand_in(optimizer: Any, group: dict[str, Any], stand_in: torch.Tensor) -> dict[str, Any]:
+    stand_in.requires_grad_(True)
+    stand_in.grad = torch.zeros((), dtype=stand_in.dtype, device=stand_in.device).expand(stand_in.shape)
+    lists = list(inspect.signature(optimizer._init_group).parameters)[1:]
+    optimizer._init_group({**group, "params": [stand_in]}, *([] for _ in lists))
+    state: dict[str, Any] = optimizer.state.pop(stand_in, {})
+    return state
+
+
+def _move_counts_to_host(optimizer: Optimizer, backend: Backend) -> None:
+    """Brings step counts back to the host, where optimizers that are not capturable expect them.
+
+    A loader that sends a whole state dict to the device (accelerate does) would otherwise cost one
+    read per parameter and step.
+    """
+    stray: list[tuple[dict[str, Any], torch.Tensor]] = []
+    for group in optimizer.param_groups:
+        if group.get("capturable") or group.get("fused"):
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            count = state.get("step") if isinstance(state, dict) else None
+            if isinstance(state, dict) and isinstance(count, torch.Tensor) and backend.is_backend_tensor(count):
+                stray.append((state, count))
+    for (state, _), host in zip(stray, backend.to_host([count for _, count in stray]), strict=True):
+        state["step"] = host
+
+
+
+__all__ = [
+    "EagerOptimizerWarning",
+    "eager_reason",
+    "prepare_for_tracing",
+    "prime",
+    "register_eager_optimizer",
+    "register_state_init",
+    "warn_eager",
+]

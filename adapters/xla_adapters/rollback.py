@@ -1,0 +1,186 @@
+"""`StepJournal`: what a step changed, so that a step that fails can be undone to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from xla_adapters.backend import Backend
+
+
+@dataclass
+class _TensorEntry:
+    tensor: torch.Tensor
+    value: torch.Tensor
+    on_device: bool
+
+
+@dataclass
+class _OptimizerEntry:
+    optimizer: Optimizer
+    state: list[tuple[Any, dict[Any, Any] | Any]]
+    groups: list[dict[str, Any]]
+
+
+class StepJournal:
+    """Records the values that a step is about to replace.
+
+    XLA tensors are functional underneath: an in-place operation points the tensor at a new value.
+    The journal keeps the old one, which costs no copy. It is filled just before a value changes, so
+    it holds what the step touched and nothing else.
+    """
+
+    def __init__(self, backend: Backend, *, keep_pending: bool = False) -> None:
+        """
+        Args:
+            backend: the seam.
+            keep_pending: also record tensors that are not computed yet (a step inside a step).
+        """
+        self._backend = backend
+        self._keep_pending = keep_pending
+        self._tensors: dict[int, _TensorEntry] = {}
+        self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._optimizers: dict[int, _OptimizerEntry] = {}
+
+    def record(self, tensor: torch.Tensor, *, written_through: bool = False) -> None:
+        """Keeps the present value of a tensor that is about to be written in place.
+
+        Args:
+            tensor: on the device or the host.
+            written_through: see `PJRTBackend.snapshot`.
+        """
+        key = id(tensor)
+        if key in self._tensors:
+            return
+        base = tensor._base
+        if base is not None:
+            # Writing into a view changes its base; the view itself may be a value nobody computed yet.
+            self.record(base, written_through=written_through)
+            return
+        if self._backend.is_backend_tensor(tensor):
+            # A tensor that is still pending was made inside this step: there is nothing to go back to,
+            # and holding its value would turn an intermediate result into an output of the graph.
+            if not self._keep_pending and self._backend.is_pending(tensor):
+                return
+            self._tensors[key] = _TensorEntry(tensor, self._backend.snapshot(tensor, written_through=written_through), True)
+        elif tensor.device.type == "cpu":
+            self._tensors[key] = _TensorEntry(tensor, tensor.detach().clone(), False)
+
+    def record_leaf(self, leaf: torch.Tensor) -> None:
+        """Keeps a parameter that takes part in the step, and its gradient."""
+        if id(leaf) in self._leaves:
+            return
+        self._leaves[id(leaf)] = (leaf, leaf.grad)
+        self.record(leaf)
+        if leaf.grad is not None:
+            self.record(leaf.grad)
+
+    def record_optimizer(self, optimizer: Optimizer) -> None:
+        """Keeps an optimizer's whole state before it steps."""
+        if id(optimizer) in self._optimizers:
+            return
+        inner_state = optimizer.state
+        state = [(key, dict(value) if isinstance(value, dict) else value) for key, value in inner_state.items()]
+        groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+        self._optimizers[id(optimizer)] = _OptimizerEntry(optimizer, state, groups)
+        for group in groups:
+            for parameter in group["params"]:
+                self.record_leaf(parameter)
+            for value in group.values():
+                if isinstance(value, torch.Tensor):
+                    self.record(value)
+        for _, values in state:
+            if isinstance(values, dict):
+                for value in _tensors_in(values.values()):
+                    self.record(value)
+
+    def forget_executed(self) -> None:
+        """Drops what can no longer be undone, because it is about to be executed in mid-step."""
+        self._tensors = {
+            key: entry
+            for key, entry in self._tensors.items()
+            if not (entry.on_device and self._backend.is_pending(entry.tensor))
+        }
+
+    def clear(self) -> None:
+        """Forgets everything: what was done so far stays done."""
+        self._tensors.clear()
+        self._leaves.clear()
+        self._optimizers.clear()
+
+    def free_grads(self) -> None:
+        """Drops the gradients of all parameters that took part."""
+        for leaf, _ in self._leaves.values():
+            leaf.grad = None
+
+    def merge_into(self, outer: StepJournal) -> None:
+        """Hands the entries to the journal of the enclosing step, where older ones win."""
+        for key, entry in self._tensors.items():
+            outer._tensors.setdefault(key, entry)
+        for key, leaf in self._leaves.items():
+            outer._leaves.setdefault(key, leaf)
+        for key, optimizer in self._optimizers.items():
+            outer._optimizers.setdefault(key, optimizer)
+        # Values that were pending when recorded belong to the enclosing step: keeping them alive
+        # would make them outputs of its graph.
+        for key in [key for key, entry in self._tensors.items() if entry.on_device and self._keep_pending]:
+            entry = outer._tensors[key]
+            if entry is self._tensors[key] and self._backend.is_pending(entry.value):
+                del outer._tensors[key]
+
+    def undo(self, *, discard: bool) -> None:
+        """Puts every recorded value back.
+
+        Args:
+            discard: forget the pending graph too. Without it (a step inside a step) what the
+                enclosing step has traced so far stays.
+        """
+        backend = self._backend
+        if discard:
+            backend.discard_pending()
+        for entry in self._optimizers.values():
+            _restore_optimizer(entry)
+        for leaf, grad in self._leaves.values():
+            leaf.grad = grad
+        with torch.no_grad():
+            restored = []
+            for item in self._tensors.values():
+                if item.on_device:
+                    backend.restore(item.tensor, item.value)
+                    restored.append(item.tensor)
+                else:
+                    item.tensor.copy_(item.value)
+        # A value restored through a view comes back as a pending update of the view's base.
+        if discard and any(backend.is_pending(tensor) for tensor in restored):
+            backend.flush()
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
+        elif isinstance(value, dict):
+            yield from _tensors_in(value.values())
+
+
+def _restore_optimizer(entry: _OptimizerEntry) -> None:
+    state = entry.optimizer.state
+    before = dict(entry.state)
+    for key in [key for key in state if key not in before]:
+        del state[key]
+    for key, values in before.items():
+        if isinstance(values, dict) and isinstance(state.get(key), dict):
+            state[key].clear()
+            state[key].update(values)
+        else:
+            state[key] = values
+    for group, saved in zip(entry.optimizer.param_groups, entry.groups, strict=False):
+        group.clear()
+        group.update(saved)
+    del entry.optimizer.param_groups[len(entry.groups) :]

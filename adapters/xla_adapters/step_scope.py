@@ -1,0 +1,334 @@
+"""`StepScope`: the code inside it is traced; leaving it executes the one graph, once.
+
+Implements what RFC pytorch/xla#6751 asks of a step: nothing executes between its edges, everything
+has executed behind them, and whoever leaves early leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from xla_adapters.backend import Backend, SeamEvent, get_backend
+from xla_adapters.breaks import BreakPolicy, classify_read
+from xla_adapters.config import XLAConfig
+from xla_adapters.errors import BreakKind, GraphBreakError, GraphLimitError
+from xla_adapters.location import location_of
+from xla_adapters.optimizers import eager_reason, prepare_for_tracing, warn_eager
+from xla_adapters.rng import StepSeed
+from xla_adapters.rollback import StepJournal
+from xla_adapters.watch import StepWatch
+
+
+class _Current(threading.local):
+    scope: StepScope | None = None
+
+
+_current = _Current()
+
+
+def current_scope() -> StepScope | None:
+    """The step scope this thread is in, the outermost one; `None` outside."""
+    return _current.scope
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScopeReport:
+    """What leaving a scope cost: graphs newly compiled, and the seconds that took."""
+
+    compiles: int
+    compile_seconds: float
+
+
+class StepScope:
+    """One pass through a step. Use `xla_adapters.step()`; adapters open and close it themselves.
+
+    Args:
+        name: of the step, for messages and graph dumps.
+        config: the options; `XLAConfig()` if not given.
+        seed: the random stream of this pass; the device's own stream goes on if not given.
+        hint: where the host framework offers a place for reads, for messages.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = "step",
+        config: XLAConfig | None = None,
+        seed: StepSeed | None = None,
+        hint: str = "",
+    ) -> None:
+        self.name = name
+        self.config = config if config is not None else XLAConfig()
+        self._seed = seed
+        self._policy = BreakPolicy(self.config.on_graph_break, name, hint)
+        self._backend: Backend = get_backend()
+        self._outer: StepScope | None = None
+        self._outer_journal: StepJournal | None = None
+        self._journal = StepJournal(self._backend)
+        self._eager_journals: list[StepJournal] = []
+        self._watch: StepWatch | None = None
+        self._restores = ExitStack()
+        self._optimizer_step = ExitStack()
+        self._profiler_scopes: list[object] = []
+        self._totals_before = (0, 0.0)
+        self._is_open = False
+        self._executing = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the scope has been opened and neither closed nor aborted."""
+        return self._is_open
+
+    # ---- edges ---------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Starts tracing. Inside another scope it only marks a point to fall back to."""
+        if self._is_open:
+            raise RuntimeError(f"the step {self.name!r} is open already")
+        outer = _current.scope
+        self._is_open = True
+        if outer is not None:
+            self._outer = outer
+            assert outer._watch is not None
+            self._outer_journal = outer._watch.journal
+            self._journal = outer._watch.journal = StepJournal(self._backend, keep_pending=True)
+            return
+        try:
+            self._start_tracing()
+        except BaseException:
+            self._stop_tracing()
+            raise
+        _current.scope = self
+
+    def close(self) -> ScopeReport:
+        """Stops tracing and executes the graph.
+
+        Raises:
+            ProfilerScopeError: a profiler scope opened inside is still open; the step is discarded.
+            GraphLimitError: the graph would be one more than `max_graphs`; the step is discarded.
+        """
+        if not self._is_open:
+            return ScopeReport(compiles=0, compile_seconds=0.0)
+        if self._outer is not None:
+            self._leave_inner()
+            assert self._outer_journal is not None
+            self._journal.merge_into(self._outer_journal)
+            return ScopeReport(compiles=0, compile_seconds=0.0)
+        try:
+            self._refuse_open_profiler_scopes()
+            self._report_hidden_executions()
+            if self.config.free_grads is True:
+                self._journal.free_grads()
+            self._watch_off()
+            self._backend.set_execution_allowed(True)
+            self._executing = True
+            before = self._backend.compile_totals()
+            self._backend.finish_step()
+            after = self._backend.compile_totals()
+        except BaseException as error:
+            self.abort()
+            if self._backend.is_graph_limit(error):
+                raise GraphLimitError(self._graph_limit_message()) from error
+            raise
+        self._stop_tracing()
+        return ScopeReport(compiles=after[0] - before[0], compile_seconds=after[1] - before[1])
+
+    def abort(self) -> None:
+        """Stops tracing, forgets the graph, and puts everything back as it was before the scope."""
+        if not self._is_open:
+            return
+        if self._outer is not None:
+            self._leave_inner()
+            with torch._C.DisableTorchFunction():
+                self._journal.undo(discard=False)
+            return
+        self._stop_tracing()
+        self._journal.undo(discard=True)
+
+    def __enter__(self) -> StepScope:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        translated = self.translate(error)
+        self.abort()
+        if translated is not None:
+            raise translated from error
+
+    def translate(self, error: BaseException) -> GraphBreakError | None:
+        """The graph break behind an error of the backend, or `None` if it is something else."""
+        if not self._backend.is_forbidden_execution(error):
+            return None
+        location = location_of(error.__traceback__)
+        return self._policy.error(
+            BreakKind.HIDDEN_EXECUTION,
+            "an operation whose result depends on values (nonzero, a boolean index, unique, ...)",
+            location,
+            self._backend.pending_count(),
+        )
+
+    # ---- tracing -------------------------------------------------------------------------------
+
+    def _start_tracing(self) -> None:
+        backend = self._backend
+        backend.initialize()
+        if backend.pending_count():
+            # Work from before the step is not part of its graph, and must survive a discarded step.
+            backend.flush()
+        restores = self._restores
+        restores.callback(backend.set_graph_name, backend.graph_name())
+        restores.callback(backend.set_execution_allowed, backend.execution_allowed())
+        restores.callback(backend.set_eager, backend.eager())
+        backend.set_graph_name(self.name)
+        backend.set_eager(False)
+        # Backward in this thread: seen by the watch, open to Ctrl-C, and independent of whether a CPU
+        # backward ran before the runtime started (torch sizes its device queues only once).
+        restores.enter_context(torch.autograd.set_multithreading_enabled(False))
+        if self.config.max_graphs is not None:
+            restores.enter_context(backend.graph_limit(self.name, self.config.max_graphs))
+        restores.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
+        restores.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
+        restores.callback(self._optimizer_step.close)
+        restores.enter_context(backend.intercept(self._on_seam_event))
+        backend.set_execution_allowed(self.config.on_graph_break != "error")
+        self._totals_before = backend.compile_totals()
+        if self._seed is not None:
+            backend.set_seed(self._seed.value())
+        self._watch_on(self._journal)
+
+    def _stop_tracing(self) -> None:
+        self._is_open = self._executing = False
+        if _current.scope is self:
+            _current.scope = None
+        self._watch_off()
+        self._restores.close()
+
+    def _leave_inner(self) -> None:
+        self._is_open = False
+        assert self._outer is not None and self._outer_journal is not None
+        if self._outer._watch is not None:
+            self._outer._watch.journal = self._outer_journal
+
+    def _watch_on(self, journal: StepJournal) -> None:
+        self._watch = StepWatch(journal, self._on_read)
+        self._watch.__enter__()
+
+    def _watch_off(self) -> None:
+        if self._watch is not None:
+            self._watch.detach()
+            self._watch = None
+
+    # ---- graph breaks ----------------------------------------------------------------------------
+
+    def _on_read(self, what: str, tensor: torch.Tensor) -> None:
+        pending = self._backend.is_pending(tensor)
+        self._policy.meet(classify_read(), what, self._backend, ready=not pending)
+        if pending:
+            self._flush()
+
+    def _on_seam_event(self, event: SeamEvent, subject: object) -> None:
+        if _current.scope is not self or self._executing:
+            return
+        if event is SeamEvent.PROFILER_ENTER:
+            self._profiler_scopes.append(subject)
+        elif event is SeamEvent.PROFILER_EXIT:
+            if subject in self._profiler_scopes:
+                self._profiler_scopes.remove(subject)
+            else:
+                what = f"the profiler scope {_profiler_name(subject)} was opened before the step and is closed inside"
+                self._policy.meet(BreakKind.PROFILER_SCOPE, what, self._backend)
+        else:
+            kind = classify_read()
+            kind = BreakKind.DEVICE_SYNC if kind is BreakKind.TENSOR_READ else kind
+            what = "wait for the device" if event is SeamEvent.WAIT else "sync (mark_step)"
+            self._policy.meet(kind, what, self._backend)
+            if event is SeamEvent.SYNC:
+                self._flush()
+
+    def _flush(self) -> None:
+        """Executes what is pending, once and whole, so that the rest need not compute it again."""
+        for journal in {id(journal): journal for journal in self._journals()}.values():
+            journal.forget_executed()
+        before = self._backend.compile_totals()
+        allowed = self._backend.execution_allowed()
+        self._backend.set_execution_allowed(True)
+        self._executing = True
+        try:
+            self._backend.flush()
+        finally:
+            self._executing = False
+            self._backend.set_execution_allowed(allowed)
+        compiled = self._backend.compile_totals()[0] - before[0]
+        self._totals_before = (self._totals_before[0] + compiled, self._totals_before[1])
+
+    def _journals(self) -> list[StepJournal]:
+        return [self._journal] if self._watch is None else [self._journal, self._watch.journal]
+
+    def _report_hidden_executions(self) -> None:
+        if self.config.on_graph_break == "warn" and self._backend.compile_totals()[0] > self._totals_before[0]:
+            what = "an operation read a value inside C++, where its line cannot be told"
+            self._policy.warn(BreakKind.HIDDEN_EXECUTION, what, None, self._backend.pending_count())
+
+    def _refuse_open_profiler_scopes(self) -> None:
+        if self._profiler_scopes:
+            what = f"the profiler scope {_profiler_name(self._profiler_scopes[-1])} was opened inside and is still open"
+            self._policy.meet(BreakKind.PROFILER_SCOPE, what, self._backend)
+
+    def _graph_limit_message(self) -> str:
+        return (
+            f"the step {self.name!r} was about to compile graph number {(self.config.max_graphs or 0) + 1}, and "
+            f"max_graphs={self.config.max_graphs}. Each new combination of shapes, dtypes and Python values in the "
+            "step is a graph of its own: pad batches to a fixed length, drop the partial last batch, or raise "
+            "max_graphs. The step was discarded; parameters are as before it."
+        )
+
+    # ---- optimizers ------------------------------------------------------------------------------
+
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if _current.scope is not self:
+            return
+        reason = eager_reason(optimizer)
+        with torch._C.DisableTorchFunction():
+            for journal in self._journals():
+                journal.record_optimizer(optimizer)
+            if reason is None:
+                prepare_for_tracing(optimizer, self._backend)
+        if reason is None:
+            # A learning rate of exactly 0 or 1 would be a constant of the graph, and cost a compile.
+            self._optimizer_step.enter_context(self._backend.scalars_as_inputs())
+            return
+        warn_eager(optimizer, reason)
+        self._eager_journals = self._journals()
+        self._watch_off()
+        self._flush()
+        self._backend.set_execution_allowed(True)
+        self._backend.set_eager(True)
+        self._optimizer_step.callback(self._backend.set_eager, False)
+        self._optimizer_step.callback(self._backend.set_execution_allowed, self.config.on_graph_break != "error")
+
+    def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if _current.scope is not self:
+            return
+        self._optimizer_step.close()
+        if self._watch is None:
+            # What ran eagerly is done; there is nothing older to go back to.
+            for journal in self._eager_journals:
+                journal.clear()
+            self._watch_on(self._eager_journals[-1])
+
+
+def _profiler_name(scope: object) -> str:
+    return repr(getattr(scope, "name", "?"))

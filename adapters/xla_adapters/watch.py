@@ -1,0 +1,142 @@
+"""`StepWatch`: sees every torch call inside a step, to catch reads and to journal writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from xla_adapters.rollback import StepJournal
+
+_Tensor = torch.Tensor
+_CALL = Callable[..., Any]
+
+# Calls that need the value of a tensor on the host, whatever their other arguments.
+_READS: dict[_CALL, str] = {
+    _Tensor.item: ".item()",
+    _Tensor.tolist: ".tolist()",
+    _Tensor.numpy: ".numpy()",
+    _Tensor.cpu: ".cpu()",
+    _Tensor.__array__: "numpy conversion",
+    _Tensor.__bool__: "bool(tensor)",
+    _Tensor.__int__: "int(tensor)",
+    _Tensor.__float__: "float(tensor)",
+    _Tensor.__index__: "use as an index",
+    _Tensor.__complex__: "complex(tensor)",
+    _Tensor.__repr__: "print / repr",
+    _Tensor.__format__: "formatting",
+    _Tensor.__contains__: "`in` on a tensor",
+    _Tensor.__reduce_ex__: "pickling",
+    _Tensor.equal: "torch.equal",
+    torch.equal: "torch.equal",
+    _Tensor.allclose: "torch.allclose",
+    torch.allclose: "torch.allclose",
+    _Tensor.is_nonzero: "is_nonzero",
+    torch.is_nonzero: "is_nonzero",
+}
+# Calls that read only if they move a tensor from the device to the host.
+_MOVES: frozenset[_CALL] = frozenset({_Tensor.to, _Tensor.copy_, _Tensor.type})
+# Calls that write some of their arguments in place without saying so in their name.
+_HIDDEN_WRITES: frozenset[_CALL] = frozenset({_Tensor.data.__set__, _Tensor.__setitem__})  # type: ignore[attr-defined]
+_NORMS: frozenset[_CALL] = frozenset(
+    {torch.batch_norm, torch.instance_norm, torch.nn.functional.batch_norm, torch.nn.functional.instance_norm}
+)
+
+
+def _writes_in_place(function: _CALL) -> bool:
+    if function in _HIDDEN_WRITES:
+        return True
+    name = getattr(function, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__index__", "__int__", "__iter__", "__invert__", "__init__")
+    return name.endswith("_")
+
+
+class StepWatch(TorchFunctionMode):
+    """Reports reads to `on_read` and keeps the journal up to date while it is active.
+
+    Only calls made from Python are seen; what happens inside C++ (the engine's accumulation of
+    gradients, a read inside an operator) is covered by the journal's record of the leaves and by
+    the backend's refusal to execute.
+    """
+
+    def __init__(self, journal: StepJournal, on_read: Callable[[str, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.journal = journal
+        self._on_read = on_read
+        self._writes: dict[_CALL, bool] = {}
+
+    def __torch_function__(
+        self, func: _CALL, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _READS:
+            if args[0].device.type == "xla":
+                self._on_read(_READS[func], args[0])
+        elif func in _MOVES:
+            self._check_move(func, args, kwargs)
+        elif func in _NORMS:
+            self._journal_leaves((*args, *kwargs.values()))
+            for value in (*args[1:], *kwargs.values()):
+                if isinstance(value, _Tensor) and not value.requires_grad:
+                    self.journal.record(value, written_through=True)
+        else:
+            writes = self._writes.get(func)
+            if writes is None:
+                writes = self._writes[func] = _writes_in_place(func)
+            if writes or "out" in kwargs:
+                self._journal_writes(args, kwargs)
+            else:
+                self._journal_leaves(args)
+        return func(*args, **kwargs)
+
+    def _check_move(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensor = args[0]
+        if func is _Tensor.copy_:
+            source = args[1] if len(args) > 1 else kwargs.get("src")
+            if isinstance(source, _Tensor) and source.device.type == "xla" and tensor.device.type != "xla":
+                self._on_read("copy_ to the host", source)
+            self.journal.record(tensor)
+            return
+        if tensor.device.type != "xla":
+            return
+        for target in (*args[1:], *kwargs.values()):
+            if isinstance(target, _Tensor):
+                to_host = target.device.type == "cpu"
+            elif isinstance(target, torch.device):
+                to_host = target.type == "cpu"
+            else:
+                to_host = isinstance(target, str) and (target.startswith("cpu") or target.startswith("torch."))
+            if to_host:
+                self._on_read(".to('cpu')", tensor)
+                return
+
+    def _journal_writes(self, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, _Tensor):
+                self.journal.record(value)
+            elif isinstance(value, (list, tuple)):
+                self._journal_writes(value, {})
+
+    def _journal_leaves(self, args: Iterable[Any]) -> None:
+        for value in args:
+            kind = type(value)
+            if kind is Parameter or kind is _Tensor:
+                if value.requires_grad and value.is_leaf:
+                    self.journal.record_leaf(value)
+            elif kind is list or kind is tuple:
+                self._journal_leaves(value)
+
+    def detach(self) -> None:
+        """Leaves the mode, wherever it stands in the thread's stack of modes."""
+        above: list[TorchFunctionMode] = []
+        while torch.overrides._len_torch_function_stack() > 0:
+            mode = torch.overrides._pop_mode()
+            if mode is self:
+                break
+            above.append(mode)
+        for mode in reversed(above):
+            torch.overrides._push_mode(mode)

@@ -1,0 +1,11 @@
+"""HuggingFace Trainer on XLA devices."""
+
+from hf_trainer.arguments import XLAArguments
+from hf_trainer.callbacks import XLAStatsCallback
+from hf_trainer.mixin import XLATrainerMixin
+from hf_trainer.optimizers import register_transformers_optimizers
+from hf_trainer.trainer import Trainer
+
+__all__ = ["Trainer", "XLAArguments", "XLAStatsCallback", "XLATrainerMixin"]
+
+register_transformers_optimizers()

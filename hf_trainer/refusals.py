@@ -1,0 +1,67 @@
+"""Options of `TrainingArguments` that cannot work on XLA, refused before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from xla_adapters import XLAConfig
+from xla_adapters.errors import UnsupportedOptionError
+
+
+def check_arguments(args: TrainingArguments, config: XLAConfig) -> None:
+    """Raises on what cannot work, naming what can.
+
+    Raises:
+        UnsupportedOptionError: with the option and its alternative.
+    """
+    if args.use_cpu or args.device.type != "xla":
+        raise UnsupportedOptionError(
+            f"the training device is {args.device} (use_cpu={args.use_cpu}), and this trainer drives XLA devices: leave "
+            "use_cpu off (PJRT_DEVICE=CPU runs XLA on the CPU), or use transformers.Trainer for plain CPU training"
+        )
+    if args.fp16 or args.fp16_full_eval:
+        option = "fp16" if args.fp16 else "fp16_full_eval"
+        raise UnsupportedOptionError(
+            f"{option}=True: its gradient scaler reads the gradients on the host at every step, and XLA devices "
+            f"compute in bfloat16; use {option.replace('fp16', 'bf16')}=True"
+        )
+    if args.torch_compile:
+        raise UnsupportedOptionError(
+            "torch_compile=True: the step is compiled by XLA already (xla_mode='eager+compile'); for the model "
+            "compiled by dynamo use xla_mode='eager+dynamo'"
+        )
+    if args.deepspeed:
+        raise UnsupportedOptionError("deepspeed: it drives CUDA devices; XLA shards by SPMD instead")
+    if args.fsdp:
+        raise UnsupportedOptionError(
+            "fsdp: transformers' FSDP on XLA never creates the optimizer (5.23) and cannot train; leave it off, this "
+            "version trains on one device per process"
+        )
+    if args.use_liger_kernel:
+        raise UnsupportedOptionError("use_liger_kernel=True: its kernels are Triton kernels for CUDA; leave it off")
+    if "fused" in (args.optim_args or ""):
+        _refuse_fused(f"optim_args={args.optim_args!r}")
+    if args.torch_empty_cache_steps is not None:
+        raise UnsupportedOptionError("torch_empty_cache_steps: XLA devices have no such cache; leave it off")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer | None, cls_and_kwargs: tuple[Any, dict[str, Any]] | None) -> None:
+    """Raises if an optimizer handed in asks for a fused CUDA kernel.
+
+    Raises:
+        UnsupportedOptionError: with the alternative.
+    """
+    if cls_and_kwargs is not None and cls_and_kwargs[1].get("fused"):
+        _refuse_fused(f"optimizer_cls_and_kwargs has fused=True for {cls_and_kwargs[0].__name__}")
+    if optimizer is not None and any(group.get("fused") for group in optimizer.param_groups):
+        _refuse_fused(f"the optimizer {type(optimizer).__name__} was made with fused=True")
+
+
+def _refuse_fused(where: str) -> None:
+    raise UnsupportedOptionError(
+        f"{where}: torch has no fused optimizer kernel for XLA. Leave it out: inside the compiled step XLA fuses the "
+        "update by itself"
+    )

@@ -1,0 +1,38 @@
+"""Imports everything once, so that tests can fork; and fails tests that leak into their neighbours."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import datasets  # noqa: F401, E402
+import peft  # noqa: F401, E402
+import pytest  # noqa: E402
+import sklearn.datasets  # noqa: F401, E402
+import torch  # noqa: F401, E402
+import torch_xla  # noqa: F401, E402
+import transformers  # noqa: F401, E402
+
+import hf_trainer  # noqa: F401, E402
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    """A test must leave the environment and the threads of this process as they were."""
+    environment, threads = dict(os.environ), set(threading.enumerate())
+    yield
+    changed = {
+        name
+        for name in {*environment, *os.environ}
+        if environment.get(name) != os.environ.get(name) and name != "PYTEST_CURRENT_TEST"
+    }
+    started = [thread.name for thread in set(threading.enumerate()) - threads if not thread.daemon]
+    assert not changed, f"the test changed environment variables: {sorted(changed)}"
+    assert not started, f"the test left threads running: {started}"
+    assert not torch_xla._XLAC._xla_runtime_is_initialized(), "the test touched the XLA runtime outside a child"
