@@ -79,6 +79,7 @@ class StepScope:
         self._optimizer_step = ExitStack()
         self._profiler_scopes: list[object] = []
         self._totals_before = (0, 0.0)
+        self._seed_before = 0
         self._is_open = False
         self._executing = False
 
@@ -152,6 +153,8 @@ class StepScope:
             return
         self._stop_tracing()
         self._journal.undo(discard=True)
+        # The random stream too: left as it is, it would be a value of the discarded graph.
+        self._backend.set_seed(self._seed_before)
 
     def __enter__(self) -> StepScope:
         self.open()
@@ -205,6 +208,7 @@ class StepScope:
         restores.enter_context(backend.intercept(self._on_seam_event))
         backend.set_execution_allowed(self.config.on_graph_break != "error")
         self._totals_before = backend.compile_totals()
+        self._seed_before = backend.seed()
         if self._seed is not None:
             backend.set_seed(self._seed.value())
         self._watch_on(self._journal)
