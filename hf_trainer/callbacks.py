@@ -44,28 +44,14 @@ class LastCallback(TrainerCallback):
 
 
 class XLAStatsCallback(TrainerCallback):
-    """Prints what the training cost when it ends: compiles, executions per step, throughput.
+    """Prints what a training cost when it ends: compiles, executions per step, throughput.
 
     Attributes:
-        stats: the numbers, filled in when training ends.
+        stats: the numbers; the trainer it is given to fills them in.
     """
 
     def __init__(self) -> None:
         self.stats = RunStats()
-        self._last_step = 0
-        self._tokens_per_step = 0
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._last_step = state.global_step
-        self.stats.start()
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        self.stats.count_step(samples=samples, tokens=samples * self._sequence_length(kwargs.get("train_dataloader")))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -73,6 +59,3 @@ class XLAStatsCallback(TrainerCallback):
         self.stats.stop()
         if state.is_world_process_zero:
             print(f"\nwhat the training cost\n{self.stats.summary()}", file=sys.stderr)
-
-    def _sequence_length(self, loader: Any) -> int:
-        return 0

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.training_args import OptimizerNames
 
 from hf_trainer.arguments import XLAArguments, resolve_config
-from hf_trainer.callbacks import FirstCallback, LastCallback
+from hf_trainer.callbacks import FirstCallback, LastCallback, XLAStatsCallback
 from hf_trainer.evaluation import to_host_in_one_transfer
 from hf_trainer.framework_patches import as_if_compiling, trainer_patches
 from hf_trainer.refusals import check_arguments, check_optimizer
@@ -24,6 +25,7 @@ from hf_trainer.tokens import count_input_tokens
 from xla_adapters import XLAConfig, get_backend
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.modes import eager, uploading
+from xla_adapters.run_stats import RunStats
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -81,6 +83,7 @@ class XLATrainerMixin(_Base):
         check_optimizer((kwargs.get("optimizers") or (None, None))[0], kwargs.get("optimizer_cls_and_kwargs"))
         self._keep_inputs_on_host = False
         self._session_depth = 0
+        self.run_stats = RunStats()
         self._queued_for_counting: list[Mapping[str, Any]] = []
         with trainer_patches():
             super().__init__(*args, **kwargs)
@@ -123,8 +126,15 @@ class XLATrainerMixin(_Base):
         if self._last_callback in callbacks:
             callbacks.remove(self._last_callback)
         callbacks.append(self._last_callback)
+        for callback in callbacks:
+            if isinstance(callback, XLAStatsCallback):
+                callback.stats = self.run_stats
         with self._session():
-            return super().train(*args, **kwargs)
+            self.run_stats.start()
+            try:
+                return super().train(*args, **kwargs)
+            finally:
+                self.run_stats.stop()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As `Trainer.evaluate`."""
@@ -212,6 +222,7 @@ class XLATrainerMixin(_Base):
         """As `Trainer.training_step`; opens the step that `on_optimizer_step` closes."""
         if self._tr_loss.ndim == 0:
             self._tr_loss = self._zero_loss()
+        self.run_stats.count_batch(samples=find_batch_size(inputs) or 0, tokens=_token_count(inputs))
         self._steps.begin_micro_step(
             inputs,
             step=self.state.global_step,
@@ -240,6 +251,7 @@ class XLATrainerMixin(_Base):
 
     def close_update(self) -> None:
         """The optimizer has stepped: the step ends (called by the first callback)."""
+        self.run_stats.count_step()
         self._steps.end_update(self.model, free_grads=self._frees_grads())
         self._count_queued_tokens()
 
@@ -356,6 +368,11 @@ def _values(batch: Any) -> Iterator[Any]:
         yield from batch.values()
     elif isinstance(batch, (list, tuple)):
         yield from batch
+
+
+def _token_count(inputs: Mapping[str, Any]) -> int:
+    ids = inputs.get("input_ids")
+    return int(ids.numel()) if isinstance(ids, torch.Tensor) else 0
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer | None:

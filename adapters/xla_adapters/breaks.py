@@ -11,7 +11,12 @@ from xla_adapters.config import OnGraphBreak
 from xla_adapters.errors import GRAPH_BREAK_ERRORS, BreakKind, GraphBreakError
 from xla_adapters.location import Location, current_location, stack_frames
 
-_SAVING_FILES = ("torch/serialization.py", "safetensors/", "torch/distributed/checkpoint/", "torch_xla/utils/serialization")
+_SAVING_FILES = (
+    "torch/serialization.py",
+    "safetensors/",
+    "torch/distributed/checkpoint/",
+    "torch_xla/utils/serialization",
+)
 _SAVING_NAMES = frozenset(
     {"save", "save_file", "save_model", "save_pretrained", "save_checkpoint", "_save_checkpoint", "save_state"}
 )
@@ -107,9 +112,7 @@ class BreakPolicy:
             lineno=where.lineno if where else None,
         )
 
-    def warn(
-        self, kind: BreakKind, what: str, location: Location | None, pending: int, *, ready: bool = False
-    ) -> None:
+    def warn(self, kind: BreakKind, what: str, location: Location | None, pending: int, *, ready: bool = False) -> None:
         """Says so once per line of the process."""
         key = (kind.value, location.filename if location else what, location.lineno if location else 0)
         if key in _warned:

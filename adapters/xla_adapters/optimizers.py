@@ -182,7 +182,6 @@ def _move_counts_to_host(optimizer: Optimizer, backend: Backend) -> None:
         state["step"] = host
 
 
-
 __all__ = [
     "EagerOptimizerWarning",
     "eager_reason",

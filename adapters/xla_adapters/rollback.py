@@ -66,7 +66,9 @@ class StepJournal:
             # and holding its value would turn an intermediate result into an output of the graph.
             if not self._keep_pending and self._backend.is_pending(tensor):
                 return
-            self._tensors[key] = _TensorEntry(tensor, self._backend.snapshot(tensor, written_through=written_through), True)
+            self._tensors[key] = _TensorEntry(
+                tensor, self._backend.snapshot(tensor, written_through=written_through), True
+            )
         elif tensor.device.type == "cpu":
             self._tensors[key] = _TensorEntry(tensor, tensor.detach().clone(), False)
 

@@ -32,9 +32,12 @@ class RunStats:
         self.before, self.after = get_backend().metrics(), None
         self._started = self.clock()
 
-    def count_step(self, *, samples: int = 0, tokens: int = 0) -> None:
-        """Counts one optimizer step and what it consumed."""
+    def count_step(self) -> None:
+        """Counts one optimizer step."""
         self.steps += 1
+
+    def count_batch(self, *, samples: int = 0, tokens: int = 0) -> None:
+        """Counts what one batch held."""
         self.samples += samples
         self.tokens += tokens
 
