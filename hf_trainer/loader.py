@@ -25,6 +25,9 @@ class DeviceLoader:
     def __init__(self, dataloader: Any, device: torch.device) -> None:
         self.dataloader = dataloader
         self.device = device
+        for loader in (dataloader, getattr(dataloader, "base_dataloader", dataloader)):
+            # Pinned memory is CUDA's; torch warns at each epoch that there is none.
+            loader.pin_memory = False
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.dataloader)

@@ -36,6 +36,7 @@ class StepDriver:
         self.train = StepProgram("train_step", scope_config, hint=_HINT)
         self.optimizer = StepProgram("optimizer_step", scope_config, hint=_HINT)
         self.evaluation = StepProgram("eval_step", replace(scope_config, max_graphs=None), hint=_HINT)
+        self.generation = StepProgram("generate", replace(scope_config, max_graphs=None), hint=_HINT)
         self._micro_step = 0
         self._eval_step = 0
 
@@ -115,6 +116,7 @@ class StepDriver:
         self.train.abort()
         self.optimizer.abort()
         self.evaluation.abort()
+        self.generation.abort()
 
     def translate(self, error: BaseException) -> Exception | None:
         """The graph break behind an error, or `None`."""
