@@ -1,0 +1,152 @@
+"""What a benchmark says: tables, targets with their limits, a JSON file, an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import operator
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+Comparison = Literal["at least", "at most", "exactly"]
+_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
+    "at least": operator.ge,
+    "at most": operator.le,
+    "exactly": operator.eq,
+}
+_PACKAGES = ("torch", "torch_xla", "transformers", "accelerate", "xla-adapters")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure and what it must be.
+
+    Args:
+        name: what is measured.
+        value: what was measured; `None` if it could not be, which misses the target.
+        comparison: how value and limit must stand.
+        limit: what was asked for.
+    """
+
+    name: str
+    value: float | None
+    comparison: Comparison
+    limit: float
+
+    @property
+    def met(self) -> bool:
+        """Whether the value satisfies the limit."""
+        return self.value is not None and _COMPARE[self.comparison](self.value, self.limit)
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Aligned plain text: numbers to the right, words to the left."""
+    cells = [[_text(value) for value in row] for row in rows]
+    widths = [max(len(line[i]) for line in [list(headers), *cells]) for i in range(len(headers))]
+    right = [
+        bool(rows) and all(row[i] is None or isinstance(row[i], (int, float)) for row in rows)
+        for i in range(len(headers))
+    ]
+
+    def line(values: Sequence[str]) -> str:
+        padded = [v.rjust(w) if r else v.ljust(w) for v, w, r in zip(values, widths, right, strict=True)]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(headers), "  ".join("-" * width for width in widths), *map(line, cells)])
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        if value != 0 and abs(value) < 1e-3:
+            return f"{value:.1e}"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
+
+
+@dataclass
+class Report:
+    """Collects what a program found, prints it, and decides the exit code.
+
+    Args:
+        name: of the benchmark.
+        settings: what it ran with.
+        results: everything measured, as plain JSON values.
+        targets: figures with limits.
+    """
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
+    targets: list[Target] = field(default_factory=list)
+
+    def target(self, name: str, value: float | None, comparison: Comparison, limit: float) -> None:
+        """Adds a target."""
+        self.targets.append(Target(name, value, comparison, limit))
+
+    def target_table(self) -> str:
+        """Every target, met or not."""
+        rows = [
+            (t.name, t.value, f"{t.comparison} {_text(t.limit)}", "met" if t.met else "MISSED") for t in self.targets
+        ]
+        return table(("target", "value", "limit", ""), rows)
+
+    def write_json(self, path: Path) -> None:
+        """Everything, with the versions and the machine it was measured on."""
+        targets = [
+            {"name": t.name, "value": t.value, "comparison": t.comparison, "limit": t.limit, "met": t.met}
+            for t in self.targets
+        ]
+        document = {
+            "benchmark": self.name,
+            "environment": environment(),
+            "settings": self.settings,
+            "results": self.results,
+            "targets": targets,
+        }
+        path.write_text(json.dumps(document, indent=2) + "\n")
+
+    def finish(self, options: argparse.Namespace, out: TextIO = sys.stdout) -> int:
+        """Prints the targets, writes the file that was asked for, and returns the exit code.
+
+        That is 1 under `--check` if a target is missed (or there is none to check), else 0.
+        """
+        if options.json is not None:
+            self.write_json(options.json)
+        if options.check:
+            print(f"\n{self.target_table()}", file=out)
+            return 0 if self.targets and all(target.met for target in self.targets) else 1
+        return 0
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, for the JSON file."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "versions": versions,
+        "python": platform.python_version(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "pjrt_device": os.environ.get("PJRT_DEVICE", "unset"),
+    }
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """With the options every benchmark has."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
+    made.add_argument("--check", action="store_true", help="print every target; exit with 1 if one is missed")
+    return made

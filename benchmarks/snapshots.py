@@ -1,0 +1,58 @@
+"""Counts a training run at the edges of its steps, through the same callbacks for every trainer."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from xla_adapters import get_backend
+from xla_adapters.backend import Metrics
+
+
+def difference(before: Metrics, after: Metrics) -> dict[str, float]:
+    """What happened between two readings."""
+    older, newer = asdict(before), asdict(after)
+    return {name: newer[name] - older[name] for name in newer}
+
+
+@dataclass
+class StepSnapshots(TrainerCallback):
+    """Reads the counters where steps begin, end, and are logged. Reading them moves no data.
+
+    Attributes:
+        steps: per step, from `on_step_begin` to `on_step_end`: the step alone.
+        logged: per step, from `on_step_begin` to `on_log`: with what logging it cost.
+        losses: as logged.
+    """
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+    logged: list[dict[str, float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    first: Metrics | None = None
+    last: Metrics | None = None
+    _begin: Metrics | None = None
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._begin = get_backend().metrics()
+        self.first = self.first or self._begin
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        assert self._begin is not None
+        self.last = get_backend().metrics()
+        self.steps.append(difference(self._begin, self.last))
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+    ) -> None:
+        if logs is None or "loss" not in logs or self._begin is None:
+            return
+        self.last = get_backend().metrics()
+        self.logged.append(difference(self._begin, self.last))
+        self.losses.append(float(logs["loss"]))
+
+    def between(self) -> dict[str, float]:
+        """From the first step's begin to the last step's end, its logging included."""
+        assert self.first is not None and self.last is not None
+        return difference(self.first, self.last)
