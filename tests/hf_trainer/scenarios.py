@@ -1,0 +1,254 @@
+"""Tiny models, data and runs that the trainer's tests share; and the same runs on plain CPU torch.
+
+Everything here computes with torch, so it is only called inside isolated tests.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
+
+import hf_trainer
+import xla_adapters
+from xla_adapters import StepCounters, get_backend
+
+VOCABULARY = 64
+TOLERANCE = 1e-5
+Sample = dict[str, Any]
+
+
+# ---- models and data ---------------------------------------------------------------------------------
+
+
+def gpt2(*, dropout: float = 0.0, layers: int = 1, seed: int = 0, **options: Any) -> GPT2LMHeadModel:
+    """A causal language model with every part of the real one."""
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=16,
+        n_embd=16,
+        n_layer=layers,
+        n_head=2,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+        **options,
+    )
+    return GPT2LMHeadModel(config)
+
+
+class Classifier(nn.Module):
+    """A classifier of a few operations, for tests of the loop around the model."""
+
+    def __init__(self, dropout: float = 0.0, seed: int = 0, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, 3))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.layers(x)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def token_samples(count: int, *, length: int = 8, seed: int = 0) -> list[Sample]:
+    """Random token sequences with themselves as labels."""
+    tokens = torch.randint(0, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": row.clone()} for row in tokens]
+
+
+def vector_samples(count: int, *, seed: int = 0) -> list[Sample]:
+    """Samples for `Classifier`: the class is a function of the vector, so it can be learned."""
+    vectors = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
+    return [{"x": row, "labels": int(row[:3].argmax())} for row in vectors]
+
+
+# ---- runs --------------------------------------------------------------------------------------------
+
+
+class CountEachStep(TrainerCallback):
+    """Counts what happens on the device from the first micro batch to the end of the optimizer step."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepCounters] = []
+        self._stack: Any = None
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._stack = xla_adapters.count()
+        self.steps.append(self._stack.__enter__())
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._stack.__exit__(None, None, None)
+
+
+@dataclass
+class Run:
+    """A finished training run.
+
+    Attributes:
+        trainer: the trainer, for whatever else is to be checked.
+        counts: what the whole of `train()` cost.
+        steps: what each optimizer step cost, logging not included.
+    """
+
+    trainer: Any
+    counts: StepCounters = field(default_factory=StepCounters)
+    steps: list[StepCounters] = field(default_factory=list)
+
+    def logged(self, name: str) -> list[float]:
+        """The values logged under a name, in order."""
+        return [entry[name] for entry in self.trainer.state.log_history if name in entry]
+
+    @property
+    def losses(self) -> list[float]:
+        return self.logged("loss")
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Copies of the parameters on the host."""
+        return {name: value.detach().cpu() for name, value in self.trainer.model.state_dict().items()}
+
+    def assert_one_graph(self, steps: int, *, graphs: int = 1, executions_per_step: int = 1) -> None:
+        """One compile in all, one execution per step, nothing eager and no read inside a step."""
+        assert len(self.steps) == steps
+        assert self.counts.compiles == graphs, self.explain()
+        assert [step.executions for step in self.steps] == [executions_per_step] * steps, self.explain()
+        assert all(step.eager_ops == step.transfers_to_host == 0 for step in self.steps), self.explain()
+
+    def explain(self) -> str:
+        """The counts and the reason of every compile, for a failing test."""
+        program = self.trainer._steps.train
+        lines = [f"in all: {self.counts}"]
+        lines += [f"step {index}: {step}" for index, step in enumerate(self.steps)]
+        return "\n".join(lines + [f"compile: {event}" for event in program.events])
+
+
+def arguments(folder: str | None = None, **options: Any) -> TrainingArguments:
+    """Training arguments of a short quiet run that logs every step."""
+    defaults: dict[str, Any] = {
+        "output_dir": folder or tempfile.mkdtemp(),
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(**{**defaults, **options})
+
+
+def train(trainer: Any, **options: Any) -> Run:
+    """Trains and counts. Options are those of `Trainer.train`."""
+    counting = CountEachStep()
+    trainer.add_callback(counting)
+    with xla_adapters.count() as counts:
+        trainer.train(**options)
+    return Run(trainer, counts, counting.steps)
+
+
+def ours(
+    model: nn.Module,
+    data: Any,
+    *,
+    args: TrainingArguments | None = None,
+    trainer_class: Callable[..., Any] = hf_trainer.Trainer,
+    train_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Run:
+    """A run of our trainer. Options are those of the trainer."""
+    get_backend().initialize()
+    trainer = trainer_class(model=model, args=args or arguments(), train_dataset=data, **options)
+    return train(trainer, **(train_options or {}))
+
+
+@contextmanager
+def without_xla() -> Iterator[None]:
+    """Lets transformers and accelerate believe that torch_xla is not installed.
+
+    With torch_xla installed they train on the XLA device even under `use_cpu=True`.
+    """
+    # A CPU backward before the XLA runtime starts would break later XLA backwards.
+    get_backend().initialize()
+    patched = [
+        (module, vars(module)["is_torch_xla_available"])
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in ("transformers", "accelerate") and "is_torch_xla_available" in vars(module)
+    ]
+    for module, _ in patched:
+        module.is_torch_xla_available = lambda *args, **kwargs: False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module, original in patched:
+            module.is_torch_xla_available = original  # type: ignore[attr-defined]
+
+
+@contextmanager
+def on_cpu(
+    model: nn.Module, data: Any, *, args: dict[str, Any] | None = None, **options: Any
+) -> Iterator[transformers.Trainer]:
+    """Stock `transformers.Trainer` on plain CPU torch."""
+    with without_xla():
+        # pickling of args apart, nothing here may know of XLA
+        trainer = transformers.Trainer(
+            model=model, args=arguments(use_cpu=True, **(args or {})), train_dataset=data, **options
+        )
+        assert trainer.args.device.type == "cpu"
+        assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+        yield trainer
+
+
+def reference(model: nn.Module, data: Any, *, args: dict[str, Any] | None = None, **options: Any) -> Run:
+    """The run on plain CPU torch that ours is compared with."""
+    with on_cpu(model, data, args=args, **options) as trainer:
+        trainer.train()
+    return Run(trainer)
+
+
+def assert_close(actual: list[float], expected: list[float], tolerance: float = TOLERANCE) -> None:
+    """Compares losses (or other logged values) one by one."""
+    assert len(actual) == len(expected) > 0, f"{actual} and {expected} differ in length"
+    worst = max(abs(one - other) for one, other in zip(actual, expected, strict=True))
+    assert worst <= tolerance, f"differ by {worst}, more than {tolerance}:\n  {actual}\n  {expected}"
+
+
+def assert_parity(
+    make_model: Callable[[], nn.Module],
+    data: Any,
+    *,
+    tolerance: float = TOLERANCE,
+    args: dict[str, Any] | None = None,
+    xla: dict[str, Any] | None = None,
+    **options: Any,
+) -> Run:
+    """Trains on CPU and on XLA from the same start and compares the logged losses.
+
+    Args:
+        make_model: makes the model, the same at each call.
+        data: the training data.
+        tolerance: on each loss.
+        args: options of `TrainingArguments`, for both.
+        xla: options of our trainer alone.
+        **options: options of the trainer, for both.
+
+    Returns:
+        Our run.
+    """
+    expected = reference(make_model(), data, args=args, **options)
+    actual = ours(make_model(), data, args=arguments(**(args or {})), **{**options, **(xla or {})})
+    assert_close(actual.losses, expected.losses, tolerance)
+    return actual

@@ -1,0 +1,276 @@
+"""Whatever goes wrong inside a step: nothing of it happens, and the process is as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import accelerate.data_loader
+import accelerate.utils.operations
+import pytest
+import torch
+import transformers.trainer_pt_utils
+from transformers import TrainerCallback
+
+import hf_trainer
+import xla_adapters
+from tests.hf_trainer.scenarios import (
+    Classifier,
+    Sample,
+    arguments,
+    assert_close,
+    ours,
+    reference,
+    vector_samples,
+)
+from tests.isolation import isolated
+from xla_adapters import GraphLimitError, TensorReadError, get_backend
+
+
+def _patchable() -> dict[str, Any]:
+    """Everything the trainer replaces while it runs."""
+    return {
+        "MpDeviceLoaderWrapper": accelerate.data_loader.MpDeviceLoaderWrapper,
+        "_tpu_gather": accelerate.utils.operations._tpu_gather,
+        "nested_xla_mesh_reduce": transformers.trainer_pt_utils.nested_xla_mesh_reduce,
+        "_is_compiling_flag": torch.compiler._is_compiling_flag,
+        "eager": get_backend().eager(),
+        "execution_allowed": get_backend().execution_allowed(),
+        "graph_name": get_backend().graph_name(),
+        "modes": torch.overrides._len_torch_function_stack(),
+    }
+
+
+def _state(trainer: Any) -> dict[str, torch.Tensor]:
+    tensors = {name: value.detach().cpu() for name, value in trainer.model.state_dict().items()}
+    for index, values in enumerate(trainer.optimizer.state.values()):
+        tensors |= {f"{index}.{name}": torch.as_tensor(value).cpu().clone() for name, value in values.items()}
+    return tensors
+
+
+class Snapshot(TrainerCallback):
+    """Keeps the state as it stands before each step, and counts from there."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.state: dict[str, torch.Tensor] = {}
+        self.executions = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.state = _state(self.trainer)
+        self.executions = get_backend().metrics().executions
+
+
+class FailsAt(TrainerCallback):
+    """Raises in one of the loop's events, once."""
+
+    def __init__(self, event: str, error: BaseException) -> None:
+        self.armed = True
+
+        def fail(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2 and self.armed:
+                self.armed = False
+                raise error
+
+        setattr(self, event, fail)
+
+
+class FailingTrainer(hf_trainer.Trainer):
+    """Raises in the second half of a loss, once, after the model's forward was traced."""
+
+    error: BaseException | None = None
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        if self.state.global_step == 2 and self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return loss
+
+
+def _trainer(where: str, error: BaseException, **options: Any) -> Any:
+    snapshot = Snapshot()
+    callbacks: list[TrainerCallback] = [snapshot]
+    if where.startswith("on_"):
+        callbacks.append(FailsAt(where, error))
+    trainer = FailingTrainer(
+        model=Classifier(dropout=0.2),
+        args=arguments(max_steps=5),
+        train_dataset=vector_samples(20),
+        callbacks=callbacks,
+        **options,
+    )
+    snapshot.trainer = trainer
+    if where == "compute_loss":
+        trainer.error = error
+    return trainer, snapshot
+
+
+@isolated
+@pytest.mark.parametrize("where", ["compute_loss", "on_pre_optimizer_step"])
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
+@pytest.mark.parametrize("options", [{}, {"accumulation": "unrolled"}], ids=["plain", "unrolled"])
+def test_exception_leaves_everything_as_before(where: str, error: BaseException, options: dict[str, Any]) -> None:
+    get_backend().initialize()
+    before = _patchable()
+    trainer, snapshot = _trainer(where, error, **options)
+    if options:
+        trainer.args.gradient_accumulation_steps = 2
+    with pytest.raises(type(error)) as raised:
+        trainer.train()
+    assert raised.value is error
+    # The read of the state below executes nothing either: nothing is pending.
+    assert get_backend().pending_count() == 0
+    assert get_backend().metrics().executions == snapshot.executions
+    after = _state(trainer)
+    assert trainer.state.global_step == 2
+    assert snapshot.state.keys() == after.keys()
+    assert all(torch.equal(snapshot.state[name], after[name]) for name in after)
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    assert _patchable() == before
+    # Training starts again in the same process, at the first step, and needs no new graph.
+    trainer.train()
+    assert trainer.state.global_step == 5
+    assert trainer._steps.train.graphs == 1
+    assert _patchable() == before
+
+
+@isolated
+@pytest.mark.parametrize("event", ["on_optimizer_step", "on_step_end", "on_log"])
+def test_exception_behind_the_step_keeps_the_step(event: str) -> None:
+    """The update is done then; but the process is restored all the same."""
+    get_backend().initialize()
+    before = _patchable()
+    trainer, snapshot = _trainer(event, ValueError("mine"))
+    with pytest.raises(ValueError, match="mine"):
+        trainer.train()
+    after = _state(trainer)
+    assert any(not torch.equal(snapshot.state[name], after[name]) for name in after)
+    assert _patchable() == before
+    assert get_backend().pending_count() == 0
+    trainer.train()
+    assert trainer.state.global_step == 5
+
+
+class Reads(TrainerCallback):
+    """Reads tensors in an event, as logging callbacks do."""
+
+    def __init__(self, event: str, read: Callable[[Any], Any]) -> None:
+        self.values: list[Any] = []
+
+        def act(args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            self.values.append(read(model))
+
+        setattr(self, event, act)
+
+
+def _first_weight(model: Any) -> float:
+    return float(next(model.parameters()).sum().item())
+
+
+@isolated
+@pytest.mark.parametrize("event", ["on_step_begin", "on_optimizer_step", "on_step_end", "on_log", "on_epoch_end"])
+def test_callbacks_may_read_tensors_outside_the_step(event: str) -> None:
+    expected_reads, reads = Reads(event, _first_weight), Reads(event, _first_weight)
+    expected = reference(Classifier(), vector_samples(16), callbacks=[expected_reads])
+    run = ours(Classifier(), vector_samples(16), callbacks=[reads])
+    assert_close(run.losses, expected.losses)
+    assert_close(reads.values, expected_reads.values)
+    assert run.trainer._steps.train.graphs == 1
+
+
+@isolated
+def test_read_inside_the_step_is_an_error_with_its_line() -> None:
+    trainer, _ = _trainer("nowhere", ValueError())
+    trainer.add_callback(Reads("on_pre_optimizer_step", _first_weight))
+    with pytest.raises(TensorReadError) as raised:
+        trainer.train()
+    assert raised.value.filename == __file__
+    assert raised.value.lineno == _first_weight.__code__.co_firstlineno + 1
+    assert "on_step_end" in str(raised.value)
+
+
+@isolated
+def test_read_inside_the_step_works_under_warn() -> None:
+    expected_reads = Reads("on_pre_optimizer_step", _first_weight)
+    expected = reference(Classifier(), vector_samples(16), callbacks=[expected_reads])
+    reads = Reads("on_pre_optimizer_step", _first_weight)
+    with pytest.warns(xla_adapters.GraphBreakWarning) as warned:
+        run = ours(Classifier(), vector_samples(16), callbacks=[reads], on_graph_break="warn")
+    assert len(warned) == 1
+    assert_close(run.losses, expected.losses)
+    assert_close(reads.values, expected_reads.values)
+    # What is pending at the read, and the rest; and neither is computed twice.
+    assert [step.executions for step in run.steps] == [2] * 4
+
+
+def _norms(model: Any) -> list[float] | None:
+    if any(parameter.grad is None for parameter in model.parameters()):
+        return None
+    return [float(parameter.grad.norm().item()) for parameter in model.parameters()]
+
+
+@isolated
+def test_callbacks_may_read_gradients_in_on_optimizer_step() -> None:
+    expected_reads, reads = Reads("on_optimizer_step", _norms), Reads("on_optimizer_step", _norms)
+    expected = reference(Classifier(), vector_samples(16), callbacks=[expected_reads])
+    run = ours(Classifier(), vector_samples(16), callbacks=[reads])
+    assert_close(run.losses, expected.losses)
+    for ours_, theirs in zip(reads.values, expected_reads.values, strict=True):
+        assert_close(ours_, theirs)
+    # Said so explicitly, gradients are freed in the step all the same.
+    gone = Reads("on_optimizer_step", _norms)
+    ours(Classifier(), vector_samples(16), callbacks=[gone], free_grads=True)
+    assert gone.values == [None] * 4
+
+
+@isolated
+@pytest.mark.parametrize("workers", [0, 2])
+def test_dataset_exceptions_reach_the_user(workers: int) -> None:
+    class Broken(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int) -> Sample:
+            if index == 13:
+                raise ValueError("sample 13 is broken")
+            return vector_samples(20)[index]
+
+    args = arguments(max_steps=5, dataloader_num_workers=workers, train_sampling_strategy="sequential")
+    trainer = hf_trainer.Trainer(model=Classifier(), args=args, train_dataset=Broken())
+    with pytest.raises(ValueError, match="sample 13 is broken"):
+        trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def _two_lengths() -> list[Sample]:
+    """Batches of 4 vectors, then a partial one of 2."""
+    return vector_samples(10)
+
+
+@isolated
+def test_new_shape_is_announced(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="xla_adapters"):
+        run = ours(Classifier(), _two_lengths(), args=arguments(max_steps=6))
+    told = [record.getMessage() for record in caplog.records if "compiled graph 2" in record.getMessage()]
+    assert len(told) == 1
+    assert "x: (4, 4) float32 -> (2, 4) float32" in told[0]
+    assert run.counts.compiles == 2
+    assert [step.compiles for step in run.steps] == [1, 0, 1, 0, 0, 0]
+
+
+@isolated
+def test_max_graphs() -> None:
+    trainer = hf_trainer.Trainer(
+        model=Classifier(), args=arguments(max_steps=6), train_dataset=_two_lengths(), max_graphs=1
+    )
+    snapshot = Snapshot()
+    snapshot.trainer = trainer
+    trainer.add_callback(snapshot)
+    with pytest.raises(GraphLimitError, match="max_graphs=1"):
+        trainer.train()
+    after = _state(trainer)
+    assert trainer.state.global_step == 2
+    assert all(torch.equal(snapshot.state[name], after[name]) for name in after)
+    enough = ours(Classifier(), _two_lengths(), args=arguments(max_steps=6), max_graphs=2)
+    assert len(enough.losses) == 6
