@@ -7,8 +7,10 @@ from xla_adapters.counters import StepCounters, count
 from xla_adapters.errors import (
     CheckpointSaveError,
     CollectiveReadError,
+    ConcurrentStepError,
     ConfigError,
     DeviceSyncError,
+    DiscardedTensorError,
     GraphBreakError,
     GraphLimitError,
     ProfilerScopeError,
@@ -27,8 +29,10 @@ from xla_adapters.step_scope import StepScope
 __all__ = [
     "CheckpointSaveError",
     "CollectiveReadError",
+    "ConcurrentStepError",
     "ConfigError",
     "DeviceSyncError",
+    "DiscardedTensorError",
     "EagerOptimizerWarning",
     "GraphBreakError",
     "GraphBreakWarning",

@@ -24,6 +24,8 @@ _COLLECTIVE_NAMES = frozenset(
     {"mesh_reduce", "rendezvous", "gather", "gather_object", "gather_for_metrics", "all_gather_object", "reduce"}
 )
 _COLLECTIVE_FILES = ("torch_xla/core/", "accelerate/", "torch/distributed/", "lightning/")
+# StepTrace syncs when it closes.
+_PROFILER_FILE = "torch_xla/debug/profiler.py"
 
 _COSTS = {
     BreakKind.TENSOR_READ: "the value is not computed yet: the {pending} traced so far would be compiled and executed "
@@ -63,6 +65,8 @@ def classify_read() -> BreakKind:
         filename = code.co_filename.replace("\\", "/")
         if any(part in filename for part in _SAVING_FILES) or code.co_name in _SAVING_NAMES:
             return BreakKind.CHECKPOINT_SAVE
+        if code.co_name == "__exit__" and filename.endswith(_PROFILER_FILE):
+            return BreakKind.PROFILER_SCOPE
         if code.co_name in _COLLECTIVE_NAMES and any(part in filename for part in _COLLECTIVE_FILES):
             return BreakKind.COLLECTIVE_READ
     return BreakKind.TENSOR_READ

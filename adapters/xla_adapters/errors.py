@@ -29,6 +29,14 @@ class DeviceOutOfMemoryError(XLAAdapterError, RuntimeError):
     """The device has too little memory for the step; the step was discarded."""
 
 
+class DiscardedTensorError(XLAAdapterError, RuntimeError):
+    """A tensor was used that a discarded step had made: it never got a value."""
+
+
+class ConcurrentStepError(XLAAdapterError, RuntimeError):
+    """A step was opened while another thread is inside one, or edges of steps cross."""
+
+
 class BreakKind(str, Enum):
     """What would have broken the one graph of a step."""
 

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from xla_adapters.backend import Backend
+from xla_adapters.discarded import mark_discarded, pending_tensors
 
 
 @dataclass
@@ -17,6 +18,12 @@ class _TensorEntry:
     tensor: torch.Tensor
     value: torch.Tensor
     on_device: bool
+
+
+@dataclass
+class _ModuleEntry:
+    module: torch.nn.Module
+    buffers: dict[str, torch.Tensor | None]
 
 
 @dataclass
@@ -34,16 +41,18 @@ class StepJournal:
     it holds what the step touched and nothing else.
     """
 
-    def __init__(self, backend: Backend, *, keep_pending: bool = False) -> None:
+    def __init__(self, backend: Backend, *, enclosing: StepJournal | None = None) -> None:
         """
         Args:
             backend: the seam.
-            keep_pending: also record tensors that are not computed yet (a step inside a step).
+            enclosing: the journal of the step around this one. Then tensors that are not computed
+                yet are recorded too, since they may be the enclosing step's.
         """
         self._backend = backend
-        self._keep_pending = keep_pending
+        self._enclosing = enclosing
         self._tensors: dict[int, _TensorEntry] = {}
         self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._modules: dict[int, _ModuleEntry] = {}
         self._optimizers: dict[int, _OptimizerEntry] = {}
 
     def record(self, tensor: torch.Tensor, *, written_through: bool = False) -> None:
@@ -64,7 +73,7 @@ class StepJournal:
         if self._backend.is_backend_tensor(tensor):
             # A tensor that is still pending was made inside this step: there is nothing to go back to,
             # and holding its value would turn an intermediate result into an output of the graph.
-            if not self._keep_pending and self._backend.is_pending(tensor):
+            if self._enclosing is None and self._backend.is_pending(tensor):
                 return
             self._tensors[key] = _TensorEntry(
                 tensor, self._backend.snapshot(tensor, written_through=written_through), True
@@ -76,19 +85,31 @@ class StepJournal:
         """Keeps a parameter that takes part in the step, and its gradient."""
         if id(leaf) in self._leaves:
             return
-        self._leaves[id(leaf)] = (leaf, leaf.grad)
+        grad = leaf.grad
         self.record(leaf)
-        if leaf.grad is not None:
-            self.record(leaf.grad)
+        if grad is not None:
+            self.record(grad)
+        self._leaves[id(leaf)] = (leaf, grad)
+
+    def record_enclosing_leaves(self) -> None:
+        """Keeps the gradients of what the enclosing steps have computed with: a backward comes."""
+        enclosing = self._enclosing
+        while enclosing is not None:
+            for leaf, _ in list(enclosing._leaves.values()):
+                self.record_leaf(leaf)
+            enclosing = enclosing._enclosing
+
+    def record_module(self, module: torch.nn.Module) -> None:
+        """Keeps which tensors a module's buffers are: its forward may bind them anew."""
+        if module._buffers and id(module) not in self._modules:
+            self._modules[id(module)] = _ModuleEntry(module, dict(module._buffers))
 
     def record_optimizer(self, optimizer: Optimizer) -> None:
         """Keeps an optimizer's whole state before it steps."""
         if id(optimizer) in self._optimizers:
             return
-        inner_state = optimizer.state
-        state = [(key, dict(value) if isinstance(value, dict) else value) for key, value in inner_state.items()]
+        state = [(key, dict(value) if isinstance(value, dict) else value) for key, value in optimizer.state.items()]
         groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-        self._optimizers[id(optimizer)] = _OptimizerEntry(optimizer, state, groups)
         for group in groups:
             for parameter in group["params"]:
                 self.record_leaf(parameter)
@@ -99,20 +120,35 @@ class StepJournal:
             if isinstance(values, dict):
                 for value in _tensors_in(values.values()):
                     self.record(value)
+        # Last: whoever is interrupted in between has recorded too little.
+        self._optimizers[id(optimizer)] = _OptimizerEntry(optimizer, state, groups)
+
+    def merge_up_to(self, outermost: StepJournal) -> None:
+        """Merges this journal and those around it into the outermost: steps were left open inside."""
+        journal = self
+        while journal is not outermost and journal._enclosing is not None:
+            journal.merge_into(journal._enclosing)
+            journal = journal._enclosing
 
     def forget_executed(self) -> None:
-        """Drops what can no longer be undone, because it is about to be executed in mid-step."""
+        """Drops what is about to be executed in mid-step: the old values' buffers are reused then.
+
+        What was done so far stays done; a gradient that did not exist before can still be dropped.
+        """
         self._tensors = {
             key: entry
             for key, entry in self._tensors.items()
-            if not (entry.on_device and self._backend.is_pending(entry.tensor))
+            if entry.on_device and not self._backend.is_pending(entry.tensor)
         }
+        self._optimizers.clear()
+        self._modules.clear()
 
     def clear(self) -> None:
         """Forgets everything: what was done so far stays done."""
         self._tensors.clear()
         self._leaves.clear()
         self._optimizers.clear()
+        self._modules.clear()
 
     def free_grads(self) -> None:
         """Drops the gradients of all parameters that took part."""
@@ -127,9 +163,11 @@ class StepJournal:
             outer._leaves.setdefault(key, leaf)
         for key, optimizer in self._optimizers.items():
             outer._optimizers.setdefault(key, optimizer)
+        for key, module in self._modules.items():
+            outer._modules.setdefault(key, module)
         # Values that were pending when recorded belong to the enclosing step: keeping them alive
         # would make them outputs of its graph.
-        for key in [key for key, entry in self._tensors.items() if entry.on_device and self._keep_pending]:
+        for key in [key for key, entry in self._tensors.items() if entry.on_device]:
             entry = outer._tensors[key]
             if entry is self._tensors[key] and self._backend.is_pending(entry.value):
                 del outer._tensors[key]
@@ -142,10 +180,14 @@ class StepJournal:
                 enclosing step has traced so far stays.
         """
         backend = self._backend
+        orphans = pending_tensors(backend) if discard and backend.pending_count() else []
         if discard:
             backend.discard_pending()
         for entry in self._optimizers.values():
             _restore_optimizer(entry)
+        for module in self._modules.values():
+            module.module._buffers.clear()
+            module.module._buffers.update(module.buffers)
         for leaf, grad in self._leaves.values():
             leaf.grad = grad
         with torch.no_grad():
@@ -159,6 +201,7 @@ class StepJournal:
         # A value restored through a view comes back as a pending update of the view's base.
         if discard and any(backend.is_pending(tensor) for tensor in restored):
             backend.flush()
+        mark_discarded(orphans, restored)
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterable[torch.Tensor]:

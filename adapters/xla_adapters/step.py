@@ -10,6 +10,7 @@ from typing import Any, TypeVar, overload
 
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ConfigError
+from xla_adapters.interrupts import at_edge
 from xla_adapters.modes import EagerScope, LazyScope
 from xla_adapters.rng import StepSeed
 from xla_adapters.step_scope import StepScope
@@ -37,12 +38,14 @@ class Step:
         seed = self._seed() if callable(self._seed) else self._seed
         return StepScope(name=self._name or "step", config=self._config, seed=seed, hint=self._hint)
 
+    @at_edge
     def __enter__(self) -> Step:
         scope = self._scope()
         scope.__enter__()
         self._entered.append(scope)
         return self
 
+    @at_edge
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:

@@ -13,13 +13,15 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from xla_adapters.backend import Backend, SeamEvent, get_backend
 from xla_adapters.breaks import BreakPolicy, classify_read
 from xla_adapters.config import XLAConfig
-from xla_adapters.errors import BreakKind, GraphBreakError, GraphLimitError
+from xla_adapters.errors import BreakKind, ConcurrentStepError, GraphBreakError, GraphLimitError
+from xla_adapters.interrupts import InterruptGuard, at_edge
 from xla_adapters.location import location_of
 from xla_adapters.optimizers import eager_reason, prepare_for_tracing, warn_eager
 from xla_adapters.rng import StepSeed
@@ -32,6 +34,9 @@ class _Current(threading.local):
 
 
 _current = _Current()
+# The switches a step sets belong to the process, so only one thread can be inside a step.
+_claim = threading.Lock()
+_claimed: tuple[threading.Thread, StepScope] | None = None
 
 
 def current_scope() -> StepScope | None:
@@ -75,11 +80,13 @@ class StepScope:
         self._journal = StepJournal(self._backend)
         self._eager_journals: list[StepJournal] = []
         self._watch: StepWatch | None = None
+        self._interrupts = InterruptGuard()
         self._restores = ExitStack()
         self._optimizer_step = ExitStack()
         self._profiler_scopes: list[object] = []
         self._totals_before = (0, 0.0)
-        self._seed_before = 0
+        self._seeds_before: tuple[int, torch.Tensor] | None = None
+        self._dynamic_met = False
         self._is_open = False
         self._executing = False
 
@@ -90,27 +97,39 @@ class StepScope:
 
     # ---- edges ---------------------------------------------------------------------------------
 
+    @at_edge
     def open(self) -> None:
-        """Starts tracing. Inside another scope it only marks a point to fall back to."""
+        """Starts tracing. Inside another scope it only marks a point to fall back to.
+
+        Raises:
+            ConcurrentStepError: another thread is inside a step, or this scope is open already.
+        """
         if self._is_open:
-            raise RuntimeError(f"the step {self.name!r} is open already")
+            raise ConcurrentStepError(f"the step {self.name!r} is open already")
         outer = _current.scope
         self._is_open = True
         if outer is not None:
             self._outer = outer
             assert outer._watch is not None
             self._outer_journal = outer._watch.journal
-            self._journal = outer._watch.journal = StepJournal(self._backend, keep_pending=True)
+            self._journal = outer._watch.journal = StepJournal(self._backend, enclosing=self._outer_journal)
             return
+        self._claim_process()
+        self._interrupts.install()
         try:
             self._start_tracing()
         except BaseException:
             self._stop_tracing()
+            self._interrupts.remove()
             raise
         _current.scope = self
 
+    @at_edge
     def close(self) -> ScopeReport:
         """Stops tracing and executes the graph.
+
+        An error after the graph was handed to the device (Ctrl-C while it compiles) leaves the step
+        done; any other discards it.
 
         Raises:
             ProfilerScopeError: a profiler scope opened inside is still open; the step is discarded.
@@ -119,10 +138,17 @@ class StepScope:
         if not self._is_open:
             return ScopeReport(compiles=0, compile_seconds=0.0)
         if self._outer is not None:
+            if not self._outer.is_open:
+                self._is_open = False
+                raise ConcurrentStepError(
+                    f"the step {self.name!r} lies inside {self._outer.name!r}, which has ended before it; steps must "
+                    "be left in the reverse order of their entry (a generator that is suspended inside a step?)"
+                )
             self._leave_inner()
             assert self._outer_journal is not None
             self._journal.merge_into(self._outer_journal)
             return ScopeReport(compiles=0, compile_seconds=0.0)
+        self._merge_inner_journals()
         try:
             self._refuse_open_profiler_scopes()
             self._report_hidden_executions()
@@ -135,31 +161,49 @@ class StepScope:
             self._backend.finish_step()
             after = self._backend.compile_totals()
         except BaseException as error:
+            if self._executing and not self._backend.pending_count():
+                # The graph has been executed, and the old values' buffers are gone: nothing to go back to.
+                self._journal.clear()
+                self._stop_tracing()
+                self._interrupts.finish()
+                raise
             self.abort()
             if self._backend.is_graph_limit(error):
                 raise GraphLimitError(self._graph_limit_message()) from error
             raise
         self._stop_tracing()
+        self._interrupts.finish()
         return ScopeReport(compiles=after[0] - before[0], compile_seconds=after[1] - before[1])
 
+    @at_edge
     def abort(self) -> None:
         """Stops tracing, forgets the graph, and puts everything back as it was before the scope."""
         if not self._is_open:
             return
         if self._outer is not None:
+            was_traced = self._outer.is_open
             self._leave_inner()
-            with torch._C.DisableTorchFunction():
-                self._journal.undo(discard=False)
+            if was_traced:
+                with torch._C.DisableTorchFunction():
+                    self._journal.undo(discard=False)
             return
+        self._merge_inner_journals()
         self._stop_tracing()
-        self._journal.undo(discard=True)
-        # The random stream too: left as it is, it would be a value of the discarded graph.
-        self._backend.set_seed(self._seed_before)
+        try:
+            self._journal.undo(discard=True)
+            if self._seeds_before is not None:
+                # The device's too: left as it is, it would be a value of the discarded graph.
+                self._backend.set_seed(self._seeds_before[0])
+                torch.set_rng_state(self._seeds_before[1])
+        finally:
+            self._interrupts.finish()
 
+    @at_edge
     def __enter__(self) -> StepScope:
         self.open()
         return self
 
+    @at_edge
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -202,23 +246,52 @@ class StepScope:
         restores.enter_context(torch.autograd.set_multithreading_enabled(False))
         if self.config.max_graphs is not None:
             restores.enter_context(backend.graph_limit(self.name, self.config.max_graphs))
+        restores.callback(register_module_forward_pre_hook(self._before_forward).remove)
         restores.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
         restores.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
         restores.callback(self._optimizer_step.close)
         restores.enter_context(backend.intercept(self._on_seam_event))
         backend.set_execution_allowed(self.config.on_graph_break != "error")
         self._totals_before = backend.compile_totals()
-        self._seed_before = backend.seed()
+        self._seeds_before = (backend.seed(), torch.get_rng_state())
         if self._seed is not None:
             backend.set_seed(self._seed.value())
         self._watch_on(self._journal)
 
     def _stop_tracing(self) -> None:
+        global _claimed
         self._is_open = self._executing = False
         if _current.scope is self:
             _current.scope = None
         self._watch_off()
-        self._restores.close()
+        try:
+            self._restores.close()
+        finally:
+            if _claimed is not None and _claimed[1] is self:
+                _claimed = None
+
+    def _claim_process(self) -> None:
+        global _claimed
+        thread = threading.current_thread()
+        try:
+            with _claim:
+                if _claimed is not None:
+                    owner, scope = _claimed
+                    if owner.is_alive():
+                        raise ConcurrentStepError(
+                            f"the step {self.name!r} cannot begin in thread {thread.name!r}: thread {owner.name!r} is "
+                            f"inside the step {scope.name!r}, and what a step traces belongs to the whole process. Run "
+                            "steps in one thread, or take turns with a lock."
+                        )
+                    scope.abort()
+                _claimed = (thread, self)
+        except BaseException:
+            self._is_open = False
+            raise
+
+    def _merge_inner_journals(self) -> None:
+        if self._watch is not None:
+            self._watch.journal.merge_up_to(self._journal)
 
     def _leave_inner(self) -> None:
         self._is_open = False
@@ -227,7 +300,7 @@ class StepScope:
             self._outer._watch.journal = self._outer_journal
 
     def _watch_on(self, journal: StepJournal) -> None:
-        self._watch = StepWatch(journal, self._on_read)
+        self._watch = StepWatch(journal, self._on_read, self._on_dynamic)
         self._watch.__enter__()
 
     def _watch_off(self) -> None:
@@ -240,6 +313,13 @@ class StepScope:
     def _on_read(self, what: str, tensor: torch.Tensor) -> None:
         pending = self._backend.is_pending(tensor)
         self._policy.meet(classify_read(), what, self._backend, ready=not pending)
+        if pending:
+            self._flush()
+
+    def _on_dynamic(self, what: str, tensor: torch.Tensor) -> None:
+        pending = self._backend.is_pending(tensor)
+        self._policy.meet(BreakKind.HIDDEN_EXECUTION, what, self._backend, ready=not pending)
+        self._dynamic_met = True
         if pending:
             self._flush()
 
@@ -258,6 +338,8 @@ class StepScope:
             kind = classify_read()
             kind = BreakKind.DEVICE_SYNC if kind is BreakKind.TENSOR_READ else kind
             what = "wait for the device" if event is SeamEvent.WAIT else "sync (mark_step)"
+            if kind is BreakKind.PROFILER_SCOPE:
+                what = "a profiler scope that syncs the device when it closes (StepTrace)"
             self._policy.meet(kind, what, self._backend)
             if event is SeamEvent.SYNC:
                 self._flush()
@@ -282,6 +364,8 @@ class StepScope:
         return [self._journal] if self._watch is None else [self._journal, self._watch.journal]
 
     def _report_hidden_executions(self) -> None:
+        if self._dynamic_met:
+            return
         if self.config.on_graph_break == "warn" and self._backend.compile_totals()[0] > self._totals_before[0]:
             what = "an operation read a value inside C++, where its line cannot be told"
             self._policy.warn(BreakKind.HIDDEN_EXECUTION, what, None, self._backend.pending_count())
@@ -299,7 +383,11 @@ class StepScope:
             "max_graphs. The step was discarded; parameters are as before it."
         )
 
-    # ---- optimizers ------------------------------------------------------------------------------
+    # ---- modules and optimizers ------------------------------------------------------------------
+
+    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if _current.scope is self and self._watch is not None:
+            self._watch.journal.record_module(module)
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _current.scope is not self:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from xla_adapters.rollback import StepJournal
@@ -37,6 +36,21 @@ _READS: dict[_CALL, str] = {
     _Tensor.is_nonzero: "is_nonzero",
     torch.is_nonzero: "is_nonzero",
 }
+# Operations whose result has a shape that depends on values.
+_DYNAMIC: dict[_CALL, str] = {
+    function: name
+    for name, functions in {
+        "nonzero": (_Tensor.nonzero, torch.nonzero, _Tensor.argwhere, torch.argwhere),
+        "masked_select": (_Tensor.masked_select, torch.masked_select),
+        "unique": (_Tensor.unique, torch.unique),
+        "unique_consecutive": (_Tensor.unique_consecutive, torch.unique_consecutive),
+        "bincount": (_Tensor.bincount, torch.bincount),
+    }.items()
+    for function in functions
+}
+_INDEXING: frozenset[_CALL] = frozenset({_Tensor.__getitem__, _Tensor.__setitem__})
+_REPEATS: frozenset[_CALL] = frozenset({_Tensor.repeat_interleave, torch.repeat_interleave})
+_MASKS = (torch.bool, torch.uint8)
 # Calls that read only if they move a tensor from the device to the host.
 _MOVES: frozenset[_CALL] = frozenset({_Tensor.to, _Tensor.copy_, _Tensor.type})
 # Calls that write some of their arguments in place without saying so in their name.
@@ -63,10 +77,16 @@ class StepWatch(TorchFunctionMode):
     the backend's refusal to execute.
     """
 
-    def __init__(self, journal: StepJournal, on_read: Callable[[str, torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        journal: StepJournal,
+        on_read: Callable[[str, torch.Tensor], None],
+        on_dynamic: Callable[[str, torch.Tensor], None],
+    ) -> None:
         super().__init__()
         self.journal = journal
         self._on_read = on_read
+        self._on_dynamic = on_dynamic
         self._writes: dict[_CALL, bool] = {}
 
     def __torch_function__(
@@ -76,6 +96,8 @@ class StepWatch(TorchFunctionMode):
         if func in _READS:
             if args[0].device.type == "xla":
                 self._on_read(_READS[func], args[0])
+        elif func is _Tensor.backward:
+            return self._backward(*args, **kwargs)
         elif func in _MOVES:
             self._check_move(func, args, kwargs)
         elif func in _NORMS:
@@ -84,6 +106,9 @@ class StepWatch(TorchFunctionMode):
                 if isinstance(value, _Tensor) and not value.requires_grad:
                     self.journal.record(value, written_through=True)
         else:
+            dynamic = self._dynamic(func, args, kwargs)
+            if dynamic is not None:
+                self._on_dynamic(*dynamic)
             writes = self._writes.get(func)
             if writes is None:
                 writes = self._writes[func] = _writes_in_place(func)
@@ -91,7 +116,38 @@ class StepWatch(TorchFunctionMode):
                 self._journal_writes(args, kwargs)
             else:
                 self._journal_leaves(args)
+                if kwargs:
+                    self._journal_leaves(kwargs.values())
         return func(*args, **kwargs)
+
+    def _backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Runs the engine with the watch on, which torch switches off inside a call it has reported."""
+        self.journal.record_enclosing_leaves()
+        if type(tensor) is not _Tensor:
+            return _Tensor.backward(tensor, *args, **kwargs)
+        if "gradient" in kwargs:
+            # The method's name for what the engine calls grad_tensors.
+            kwargs["grad_tensors"] = kwargs.pop("gradient")
+        with self:
+            return torch.autograd.backward(tensor, *args, **kwargs)
+
+    def _dynamic(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, torch.Tensor] | None:
+        """The operation and the tensor it must look into, if its result has no fixed shape."""
+        if func in _DYNAMIC:
+            name, looked_into = _DYNAMIC[func], args[0]
+        elif func in _INDEXING:
+            name = "a boolean index"
+            looked_into = _mask_in(args[1])
+        elif func in _REPEATS and kwargs.get("output_size") is None:
+            name = "repeat_interleave without output_size"
+            looked_into = kwargs.get("repeats", args[1] if len(args) > 1 else args[0])
+        elif func is torch.where and len(args) == 1 and not kwargs:
+            name, looked_into = "torch.where with one argument", args[0]
+        else:
+            return None
+        if isinstance(looked_into, _Tensor) and looked_into.device.type == "xla":
+            return name, looked_into
+        return None
 
     def _check_move(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensor = args[0]
@@ -108,8 +164,11 @@ class StepWatch(TorchFunctionMode):
                 to_host = target.device.type == "cpu"
             elif isinstance(target, torch.device):
                 to_host = target.type == "cpu"
+            elif isinstance(target, str):
+                to_host = target.startswith("cpu") or (target.startswith("torch.") and ".xla." not in target)
             else:
-                to_host = isinstance(target, str) and (target.startswith("cpu") or target.startswith("torch."))
+                # torch.FloatTensor and its kin, which `.type()` takes.
+                to_host = isinstance(target, type) and func is _Tensor.type
             if to_host:
                 self._on_read(".to('cpu')", tensor)
                 return
@@ -123,11 +182,10 @@ class StepWatch(TorchFunctionMode):
 
     def _journal_leaves(self, args: Iterable[Any]) -> None:
         for value in args:
-            kind = type(value)
-            if kind is Parameter or kind is _Tensor:
+            if isinstance(value, _Tensor):
                 if value.requires_grad and value.is_leaf:
                     self.journal.record_leaf(value)
-            elif kind is list or kind is tuple:
+            elif isinstance(value, (list, tuple)):
                 self._journal_leaves(value)
 
     def detach(self) -> None:
@@ -140,3 +198,10 @@ class StepWatch(TorchFunctionMode):
             above.append(mode)
         for mode in reversed(above):
             torch.overrides._push_mode(mode)
+
+
+def _mask_in(index: Any) -> torch.Tensor | None:
+    for part in index if isinstance(index, tuple) else (index,):
+        if isinstance(part, _Tensor) and part.dtype in _MASKS:
+            return part
+    return None

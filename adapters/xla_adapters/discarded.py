@@ -1,0 +1,51 @@
+"""What is left in the user's hands of a step that was discarded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from xla_adapters.backend import Backend
+from xla_adapters.errors import DiscardedTensorError
+
+
+class DiscardedTensor(torch.Tensor):
+    """A tensor whose value was never computed, because its step was discarded. Any use raises.
+
+    torch_xla itself would end the process when the value of such a tensor is read.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        raise DiscardedTensorError(
+            f"{name}: this tensor was made in a step that was discarded (an exception, or Ctrl-C, ended it early), "
+            "so it has no value. Use what the step made only after the step has ended normally."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return "<tensor of a discarded step>"
+
+
+def pending_tensors(backend: Backend) -> list[torch.Tensor]:
+    """Every tensor that Python code can reach and that has no value yet."""
+    tensors = [tensor for tensor in backend.live_tensors() if not isinstance(tensor, DiscardedTensor)]
+    with torch._C.DisableTorchFunction():
+        return [tensor for tensor in tensors if backend.is_pending(tensor)]
+
+
+def mark_discarded(tensors: Iterable[torch.Tensor], restored: Iterable[torch.Tensor]) -> None:
+    """Makes every use of the tensors an error, but of those that share memory with a restored one."""
+    with torch._C.DisableTorchFunction():
+        alive = {_storage(tensor) for tensor in restored}
+        for tensor in tensors:
+            if _storage(tensor) in alive:
+                continue
+            tensor.grad = None
+            tensor.__class__ = DiscardedTensor
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
