@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from hf_trainer.evaluation import to_host_in_one_transfer
 from hf_trainer.framework_patches import as_if_compiling

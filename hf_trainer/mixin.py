@@ -22,6 +22,7 @@ from hf_trainer.framework_patches import as_if_compiling, trainer_patches
 from hf_trainer.refusals import check_arguments, check_optimizer
 from hf_trainer.step_driver import StepDriver
 from hf_trainer.tokens import count_input_tokens
+from hf_trainer.weights import load_renamed_weights
 from xla_adapters import XLAConfig, get_backend
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.modes import eager, uploading
@@ -191,6 +192,30 @@ class XLATrainerMixin(_Base):
         for module in self.model.modules():
             if hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = partial(self._backend.checkpoint, **options)
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+
+    _loading_from: str | None = None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._loading_from = resume_from_checkpoint
+        try:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        finally:
+            self._loading_from = None
+
+    def _load_best_model(self) -> None:
+        self._loading_from = self.state.best_model_checkpoint
+        try:
+            super()._load_best_model()
+        finally:
+            self._loading_from = None
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        if load_result.unexpected_keys and self._loading_from and isinstance(self.model, transformers.PreTrainedModel):
+            load_renamed_weights(self.model, self._loading_from)
+            return
+        super()._issue_warnings_after_load(load_result)
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:

@@ -23,9 +23,10 @@ class Trainer(XLATrainerMixin, transformers.Trainer):
         Returns:
             As `model.generate`, on the host.
         """
-        self.model.eval()
+        model: Any = self.model
+        model.eval()
         with self._session():
-            return generation.generate(self.model, inputs, program=self._steps.generation, **kwargs)
+            return generation.generate(model, inputs, program=self._steps.generation, **kwargs)
 
 
 class Seq2SeqTrainer(XLATrainerMixin, transformers.Seq2SeqTrainer):
@@ -33,7 +34,7 @@ class Seq2SeqTrainer(XLATrainerMixin, transformers.Seq2SeqTrainer):
 
     generate = Trainer.generate
 
-    def prediction_step(
+    def prediction_step(  # type: ignore[override]
         self,
         model: torch.nn.Module,
         inputs: dict[str, Any],
@@ -42,7 +43,7 @@ class Seq2SeqTrainer(XLATrainerMixin, transformers.Seq2SeqTrainer):
         **gen_kwargs: Any,
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """As `Seq2SeqTrainer.prediction_step`."""
-        generates = self.args.predict_with_generate and not prediction_loss_only
+        generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
         if not generates or not (self.xla_config.compiles_step and self.xla_config.compile_eval):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         return self._generating_prediction_step(model, inputs, ignore_keys, gen_kwargs)
@@ -56,23 +57,25 @@ class Seq2SeqTrainer(XLATrainerMixin, transformers.Seq2SeqTrainer):
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """The base class's step on host tensors, its two uses of the model compiled."""
         program = self._steps.generation
-        model_generate = self.model.generate
+        owner: Any = self.model
+        model_generate = owner.generate
 
         def generate(inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
-            self.model.generate = model_generate
+            owner.generate = model_generate
             try:
-                return generation.generate(self.model, inputs, program=program, **kwargs)
+                return generation.generate(owner, inputs, program=program, **kwargs)
             finally:
-                self.model.generate = generate
+                owner.generate = generate
 
         keeps_on_host, self._keep_inputs_on_host = self._keep_inputs_on_host, True
-        self.model.generate = generate
+        owner.generate = generate
         try:
             with generation.compiled_forward(model, program, results_on_host=True):
-                results: tuple[torch.Tensor | None, Any, Any] = transformers.Seq2SeqTrainer.prediction_step(
+                results: Any = transformers.Seq2SeqTrainer.prediction_step(
                     self, model, inputs, False, ignore_keys, **gen_kwargs
                 )
         finally:
-            del self.model.generate
+            del owner.generate
             self._keep_inputs_on_host = keeps_on_host
-        return results
+        loss, tokens, labels = results
+        return loss, tokens, labels

@@ -1,0 +1,35 @@
+"""Each example runs, at a small size."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.isolation import isolated
+
+
+@isolated(timeout=400)
+def test_byte_lm(tmp_path: Path) -> None:
+    from examples import byte_lm
+
+    small = ["--steps", "8", "--batch", "4", "--block", "32", "--width", "32", "--layers", "1"]
+    metrics = byte_lm.main([*small, "--characters", "60000", "--output-dir", str(tmp_path)])
+    assert metrics["eval_loss"] < math.log(384)
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-8"}
+
+
+@pytest.mark.slow
+@isolated(timeout=600)
+def test_digits_reach_95_percent() -> None:
+    from examples import digits_vit
+
+    assert digits_vit.main([])["eval_accuracy"] > 0.95
+
+
+@isolated(timeout=400)
+def test_digits_run() -> None:
+    from examples import digits_vit
+
+    assert digits_vit.main(["--epochs", "2"])["eval_accuracy"] > 0.2

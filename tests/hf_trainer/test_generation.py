@@ -1,0 +1,131 @@
+"""Generation on the device gives the tokens plain CPU generation gives, at one graph per token."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+
+import hf_trainer
+import xla_adapters
+from tests.isolation import isolated
+
+_NEW_TOKENS = 8
+
+
+def build(name: str) -> Any:
+    transformers.set_seed(0)
+    if name == "gpt2":
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                n_layer=2, n_embd=32, n_head=2, vocab_size=64, bos_token_id=1, eos_token_id=2, pad_token_id=0
+            )
+        )
+    if name == "llama":
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                num_hidden_layers=2,
+                hidden_size=32,
+                intermediate_size=64,
+                num_attention_heads=2,
+                vocab_size=64,
+                bos_token_id=1,
+                eos_token_id=2,
+                pad_token_id=0,
+            )
+        )
+    if name == "t5":
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                num_layers=2, d_model=32, d_kv=16, d_ff=64, num_heads=2, vocab_size=64, decoder_start_token_id=0
+            )
+        )
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            vocab_size=64,
+            max_position_embeddings=64,
+            decoder_start_token_id=2,
+            forced_eos_token_id=None,
+        )
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bart"])
+@isolated
+def test_tokens_equal_plain_cpu_generation(name: str, tmp_path: Path) -> None:
+    model = build(name).eval()
+    reference = copy.deepcopy(model)
+    prompt = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(prompt)
+    mask[0, :2] = 0
+    trainer = hf_trainer.Trainer(model, transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[]))
+    for options in ({"do_sample": False}, {"do_sample": True, "top_k": 20}, {"num_beams": 2, "do_sample": False}):
+        options["max_new_tokens"] = _NEW_TOKENS
+        transformers.set_seed(1)
+        wanted = reference.generate(prompt, attention_mask=mask, **options)
+        transformers.set_seed(1)
+        with xla_adapters.count() as counters:
+            written = trainer.generate(prompt, attention_mask=mask, **options)
+        assert torch.equal(written, wanted), options
+        assert counters.eager_ops == 0
+        if "num_beams" not in options:
+            steps = written.shape[1] - (1 if model.config.is_encoder_decoder else prompt.shape[1])
+            encoder = 1 if model.config.is_encoder_decoder else 0
+            assert counters.executions == steps + encoder
+            assert counters.transfers_to_host <= 2 * steps
+    with xla_adapters.count() as again:
+        trainer.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=_NEW_TOKENS)
+    assert again.compiles == 0
+    assert "forward" not in vars(trainer.model)
+
+
+@isolated(timeout=400)
+def test_predict_with_generate(tmp_path: Path) -> None:
+    tokens = torch.randint(3, 64, (6, 5), generator=torch.Generator().manual_seed(0))
+    columns = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    data = Dataset.from_dict({name: value.tolist() for name, value in columns.items()}).with_format("torch")
+    model = build("t5").eval()
+    wanted = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_length=7, do_sample=False).numpy()
+    wanted_loss = model(**columns).loss.item()
+    shapes: list[tuple[int, ...]] = []
+
+    def metrics(prediction: transformers.EvalPrediction) -> dict[str, float]:
+        shapes.append(prediction.predictions.shape)
+        return {"matches": float((prediction.predictions[:, : wanted.shape[1]] == wanted).mean())}
+
+    trainer = hf_trainer.Seq2SeqTrainer(
+        model,
+        transformers.Seq2SeqTrainingArguments(
+            output_dir=str(tmp_path),
+            report_to=[],
+            per_device_eval_batch_size=3,
+            predict_with_generate=True,
+            generation_max_length=7,
+        ),
+        eval_dataset=data,
+        compute_metrics=metrics,
+    )
+    first = trainer.evaluate()
+    with xla_adapters.count() as counters:
+        second = trainer.evaluate()
+    assert first["eval_matches"] == second["eval_matches"] == 1.0
+    assert abs(first["eval_loss"] - wanted_loss) < 1e-5
+    assert counters.compiles == counters.eager_ops == 0
+    # Per batch: the encoder, six tokens, and the forward for the loss.
+    assert counters.executions == 2 * (1 + 6 + 1)
+    predictions = trainer.predict(data).predictions
+    assert np.array_equal(predictions[:, : wanted.shape[1]], wanted)
+    assert "generate" not in vars(trainer.model)
