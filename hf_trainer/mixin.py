@@ -293,7 +293,7 @@ class XLATrainerMixin(_Base):
         if self.xla_config.free_grads != "auto":
             return bool(self.xla_config.free_grads)
         return not any(
-            type(callback).on_optimizer_step is not TrainerCallback.on_optimizer_step
+            getattr(callback.on_optimizer_step, "__func__", None) is not TrainerCallback.on_optimizer_step
             for callback in self.callback_handler.callbacks
             if not isinstance(callback, FirstCallback)
         )
