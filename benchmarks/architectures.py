@@ -7,48 +7,24 @@ CPU torch over the same weights and batches. Dropout is off, so that the losses 
 
 from __future__ import annotations
 
-import benchmarks.environment  # noqa: F401, I001 (before torch_xla and transformers)
-
 import copy
 import functools
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
-from torch.utils.data import Dataset
-from transformers import TrainingArguments
 
 from benchmarks import report, zoo
 from benchmarks.children import run_in_child
 from benchmarks.snapshots import StepSnapshots
+from benchmarks.training import LEARNING_RATE, Batches, arguments, only_item
 from hf_trainer import Trainer
 from xla_adapters import count
 from xla_adapters.errors import GraphBreakError
 
-LEARNING_RATE = 1e-3
 TOLERANCE = 1e-4
 WANTED = 20
-
-
-class Batches(Dataset[Any]):
-    """Hands out ready batches: one sample is one batch."""
-
-    def __init__(self, batches: list[zoo.Batch]) -> None:
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getitem__(self, index: int) -> zoo.Batch:
-        return self._batches[index]
-
-
-def only_item(samples: list[zoo.Batch]) -> zoo.Batch:
-    """The collator for `Batches`."""
-    (batch,) = samples
-    return batch
 
 
 @dataclass
@@ -102,22 +78,9 @@ def train(architecture: zoo.Architecture, steps: int, xla_mode: str = "eager+com
     snapshots = StepSnapshots()
     try:
         with tempfile.TemporaryDirectory() as folder, count() as counters:
-            arguments = TrainingArguments(
-                output_dir=folder,
-                per_device_train_batch_size=1,
-                num_train_epochs=1,
-                learning_rate=LEARNING_RATE,
-                lr_scheduler_type="constant",
-                train_sampling_strategy="sequential",
-                logging_steps=1,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-                remove_unused_columns=False,
-            )
             trainer = Trainer(
                 model,
-                arguments,
+                arguments(folder),
                 train_dataset=Batches(batches),
                 data_collator=only_item,
                 callbacks=[snapshots],
@@ -207,14 +170,14 @@ def table_of(rows: list[Row]) -> str:
     return text + ("\n\nnot ok, and why:\n" + "\n".join(failed) if failed else "")
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(command: list[str] | None = None) -> int:
     """The program."""
     parser = report.parser(str(__doc__))
     parser.add_argument("--only", default="", metavar="NAMES", help="comma-separated parts of names")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=240, help="seconds per architecture")
     parser.add_argument("--at-least", type=int, default=WANTED, help="how many must be ok")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(command)
     chosen = zoo.named(options.only)
     for architecture in chosen:
         architecture.load_classes()
@@ -227,7 +190,9 @@ def main(arguments: list[str] | None = None) -> int:
     made = report.Report("architectures", settings={"steps": options.steps, "learning_rate": LEARNING_RATE})
     made.results["rows"] = [asdict(row) | {"ok": row.ok} for row in rows]
     good = [row for row in rows if row.ok]
-    made.target("architectures with 1 compile, 1 execution per step, CPU's loss", len(good), "at least", options.at_least)
+    made.target(
+        "architectures with 1 compile, 1 execution per step, CPU's loss", len(good), "at least", options.at_least
+    )
     unexplained = sum(1 for row in rows if not row.ok and not row.reason)
     made.target("architectures that fail without a reason", unexplained, "exactly", 0)
     differences = [row.difference for row in good if row.difference is not None]

@@ -106,7 +106,7 @@ def _be_child(function: Callable[[], Any], output: str, result: str, env: Mappin
     value, error = None, None
     try:
         value = function()
-    except BaseException:  # reported to the parent, whatever it is
+    except BaseException:  # noqa: BLE001 (reported to the parent, whatever it is)
         error = traceback.format_exc()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -54,5 +54,6 @@ class StepSnapshots(TrainerCallback):
 
     def between(self) -> dict[str, float]:
         """From the first step's begin to the last step's end, its logging included."""
-        assert self.first is not None and self.last is not None
+        assert self.first is not None
+        assert self.last is not None
         return difference(self.first, self.last)

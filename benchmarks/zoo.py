@@ -411,7 +411,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 
 
 def named(names: str) -> list[Architecture]:
-    """The architectures whose name contains one of these words (comma separated); all if empty.
+    """The architectures of these names, or whose name contains the word (comma separated); all if empty.
 
     Raises:
         ValueError: a word matches none; the message lists what there is.
@@ -420,8 +420,11 @@ def named(names: str) -> list[Architecture]:
         return list(ARCHITECTURES)
     chosen: list[Architecture] = []
     for word in (part.strip().lower() for part in names.split(",")):
-        found = [a for a in ARCHITECTURES if word in a.name.lower()]
+        found = [a for a in ARCHITECTURES if word == a.name.lower()]
+        found = found or [a for a in ARCHITECTURES if word in a.name.lower()]
         if not found:
-            raise ValueError(f"no architecture is called {word!r}; there are {', '.join(a.name for a in ARCHITECTURES)}")
+            raise ValueError(
+                f"no architecture is called {word!r}; there are {', '.join(a.name for a in ARCHITECTURES)}"
+            )
         chosen.extend(a for a in found if a not in chosen)
     return chosen

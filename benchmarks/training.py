@@ -1,0 +1,49 @@
+"""Data and arguments that the trainers are compared under."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import Dataset
+from transformers import TrainingArguments
+
+from benchmarks.zoo import Batch
+
+LEARNING_RATE = 1e-3
+
+
+class Batches(Dataset[Any]):
+    """Hands out ready batches: one sample is one batch."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._batches[index]
+
+
+def only_item(samples: list[Batch]) -> Batch:
+    """The collator for `Batches`."""
+    (batch,) = samples
+    return batch
+
+
+def arguments(folder: str, **options: Any) -> TrainingArguments:
+    """One epoch over `Batches` in their order; everything else as transformers has it, but for `options`."""
+    values: dict[str, Any] = {
+        "output_dir": folder,
+        "per_device_train_batch_size": 1,
+        "num_train_epochs": 1,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+    }
+    return TrainingArguments(**{**values, **options})
