@@ -14,6 +14,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 
 import torch
+import transformers
 
 from benchmarks import report, zoo
 from benchmarks.children import run_in_child
@@ -97,20 +98,32 @@ def train(architecture: zoo.Architecture, steps: int, xla_mode: str = "eager+com
     row.eager_ops = int(sum(step["eager_ops"] for step in snapshots.steps))
     row.first_loss, row.last_loss = snapshots.losses[0], snapshots.losses[-1]
     # After the run on XLA: a backward on the CPU before it would start torch's threads too early for it.
-    expected = plain_losses(reference, batches)
+    expected = plain_losses(reference, batches, [_loss_arguments(trainer, batch) for batch in batches])
     if len(expected) == len(snapshots.losses):
         row.difference = max(abs(a - b) for a, b in zip(expected, snapshots.losses, strict=True))
     row.judge()
     return row
 
 
-def plain_losses(model: torch.nn.Module, batches: list[zoo.Batch]) -> list[float]:
+def _loss_arguments(trainer: transformers.Trainer, batch: zoo.Batch) -> zoo.Batch:
+    """What transformers' Trainer hands to the model's loss: the number of labels to average over.
+
+    Counted by transformers' own rule. Where that is not the number of labels predicted (it counts
+    GPT-2's first label, which is never predicted), the mean is off in every trainer alike.
+    """
+    if not trainer.model_accepts_loss_kwargs:
+        return {}
+    labels = transformers.Trainer._get_num_items_in_batch(trainer, [batch], torch.device("cpu"))
+    return {} if labels is None else {"num_items_in_batch": labels}
+
+
+def plain_losses(model: torch.nn.Module, batches: list[zoo.Batch], loss_arguments: list[zoo.Batch]) -> list[float]:
     """The losses of an ordinary loop on the CPU with the trainer's defaults: AdamW, clipping at 1."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     losses = []
     model.train()
-    for batch in batches:
-        loss = model(**batch).loss
+    for batch, extra in zip(batches, loss_arguments, strict=True):
+        loss = model(**batch, **extra).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

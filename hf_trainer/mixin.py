@@ -177,6 +177,9 @@ class XLATrainerMixin(_Base):
         check_optimizer(_innermost(self.optimizer), None)
         if self.args.activation_checkpointing:
             self._use_xla_checkpointing()
+        if self.xla_config.eager_by_default and self._backend.pending_count():
+            # Moving the model was traced (integer buffers are converted there): not the first step's work.
+            self._backend.flush()
         return prepared
 
     def _use_xla_checkpointing(self) -> None:
