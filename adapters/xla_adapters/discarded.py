@@ -29,23 +29,20 @@ class DiscardedTensor(torch.Tensor):
         return "<tensor of a discarded step>"
 
 
-def pending_tensors(backend: Backend) -> list[torch.Tensor]:
-    """Every tensor that Python code can reach and that has no value yet."""
+def mark_discarded(backend: Backend, kept: Iterable[torch.Tensor]) -> None:
+    """Makes every use of a tensor without a value an error; called before the pending graph is discarded.
+
+    Args:
+        backend: the seam.
+        kept: tensors that will get a value again; what shares memory with them will, too.
+    """
     tensors = [tensor for tensor in backend.live_tensors() if not isinstance(tensor, DiscardedTensor)]
     with torch._C.DisableTorchFunction():
-        return [tensor for tensor in tensors if backend.is_pending(tensor)]
-
-
-def mark_discarded(tensors: Iterable[torch.Tensor], restored: Iterable[torch.Tensor]) -> None:
-    """Makes every use of the tensors an error, but of those that share memory with a restored one."""
-    with torch._C.DisableTorchFunction():
-        alive = {_storage(tensor) for tensor in restored}
+        storages = {_storage(tensor) for tensor in kept}
         for tensor in tensors:
-            if _storage(tensor) in alive:
-                continue
-            tensor.grad = None
-            tensor.__class__ = DiscardedTensor
+            if backend.is_pending(tensor) and _storage(tensor) not in storages:
+                tensor.__class__ = DiscardedTensor
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, SGD, Adafactor, Optimizer, SparseAdam
 
-from xla_adapters.backend import Backend, get_backend
+from xla_adapters.backend import Backend
 
 StateInit = Callable[[Optimizer, dict[str, Any], torch.Tensor], dict[str, Any] | None]
 
@@ -22,6 +22,8 @@ _EAGER: dict[type[Optimizer], tuple[str, Callable[[Any], bool]]] = {
     ),
     SparseAdam: ("it works on sparse gradients, which XLA does not have", lambda _: True),
 }
+# Numbers of the update rule. torch's ASGD puts all of them on the parameter's device, and reads them there.
+_HOST_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 _STATE_INITS: dict[type[Optimizer], StateInit] = {}
 _warned: set[type[Optimizer]] = set()
 
@@ -148,7 +150,7 @@ def _torch_state(optimizer: Optimizer, group: dict[str, Any], parameter: torch.T
     values = _init_stand_in(optimizer, group, torch.empty(parameter.shape, dtype=parameter.dtype))
     state = {}
     for key, value in values.items():
-        if isinstance(value, torch.Tensor) and placed[key].device.type == "meta":
+        if isinstance(value, torch.Tensor) and placed[key].device.type == "meta" and not _counts(group, key, value):
             value = value.to(parameter.device)
         state[key] = value
     return state
@@ -163,23 +165,28 @@ def _init_stand_in(optimizer: Any, group: dict[str, Any], stand_in: torch.Tensor
     return state
 
 
+def _counts(group: dict[str, Any], key: str, value: Any) -> bool:
+    """Whether an entry of the state is a number that the optimizer reads on the host at each step."""
+    on_device = group.get("capturable") or group.get("fused")
+    return key in _HOST_NUMBERS and isinstance(value, torch.Tensor) and value.ndim == 0 and not on_device
+
+
 def _move_counts_to_host(optimizer: Optimizer, backend: Backend) -> None:
     """Brings step counts back to the host, where optimizers that are not capturable expect them.
 
     A loader that sends a whole state dict to the device (accelerate does) would otherwise cost one
     read per parameter and step.
     """
-    stray: list[tuple[dict[str, Any], torch.Tensor]] = []
+    stray: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for group in optimizer.param_groups:
-        if group.get("capturable") or group.get("fused"):
-            continue
         for parameter in group["params"]:
             state = optimizer.state.get(parameter)
-            count = state.get("step") if isinstance(state, dict) else None
-            if isinstance(state, dict) and isinstance(count, torch.Tensor) and backend.is_backend_tensor(count):
-                stray.append((state, count))
-    for (state, _), host in zip(stray, backend.to_host([count for _, count in stray]), strict=True):
-        state["step"] = host
+            if isinstance(state, dict):
+                for key, value in state.items():
+                    if _counts(group, key, value) and backend.is_backend_tensor(value):
+                        stray.append((state, key, value))
+    for (state, key, _), host in zip(stray, backend.to_host([value for _, _, value in stray]), strict=True):
+        state[key] = host
 
 
 __all__ = [

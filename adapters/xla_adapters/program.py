@@ -143,7 +143,7 @@ class StepProgram:
             self._open = None
 
     def translate(self, error: BaseException) -> Exception | None:
-        """The graph break behind an error raised in the pass, or `None` if it is something else."""
+        """What an error raised in the pass means, or `None` if it is not the backend's."""
         return self._open.translate(error) if self._open is not None else None
 
     def _record(self, report: ScopeReport) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from xla_adapters.backend import Backend
-from xla_adapters.discarded import mark_discarded, pending_tensors
+from xla_adapters.discarded import mark_discarded
 
 
 @dataclass
@@ -18,6 +18,7 @@ class _TensorEntry:
     tensor: torch.Tensor
     value: torch.Tensor
     on_device: bool
+    twin: torch.Tensor | None = None
 
 
 @dataclass
@@ -60,10 +61,12 @@ class StepJournal:
 
         Args:
             tensor: on the device or the host.
-            written_through: see `PJRTBackend.snapshot`.
+            written_through: the operation may change the kept value itself; see `PJRTBackend.twin`.
         """
-        key = id(tensor)
-        if key in self._tensors:
+        entry = self._tensors.get(id(tensor))
+        if entry is not None:
+            if written_through and entry.on_device and entry.twin is None and not self._backend.is_pending(entry.value):
+                entry.twin = self._backend.twin(entry.value)
             return
         base = tensor._base
         if base is not None:
@@ -75,11 +78,11 @@ class StepJournal:
             # and holding its value would turn an intermediate result into an output of the graph.
             if self._enclosing is None and self._backend.is_pending(tensor):
                 return
-            self._tensors[key] = _TensorEntry(
-                tensor, self._backend.snapshot(tensor, written_through=written_through), True
-            )
+            value = self._backend.snapshot(tensor)
+            twin = self._backend.twin(value) if written_through else None
+            self._tensors[id(tensor)] = _TensorEntry(tensor, value, True, twin)
         elif tensor.device.type == "cpu":
-            self._tensors[key] = _TensorEntry(tensor, tensor.detach().clone(), False)
+            self._tensors[id(tensor)] = _TensorEntry(tensor, tensor.detach().clone(), False)
 
     def record_leaf(self, leaf: torch.Tensor) -> None:
         """Keeps a parameter that takes part in the step, and its gradient."""
@@ -180,7 +183,15 @@ class StepJournal:
                 enclosing step has traced so far stays.
         """
         backend = self._backend
-        orphans = pending_tensors(backend) if discard and backend.pending_count() else []
+        with torch.no_grad():
+            for item in self._tensors.values():
+                if item.twin is not None:
+                    backend.rewrite(item.value, item.twin)
+        changed = [
+            item for item in self._tensors.values() if not (item.on_device and backend.holds(item.tensor, item.value))
+        ]
+        if discard and backend.pending_count():
+            mark_discarded(backend, [entry.tensor for entry in self._tensors.values() if entry.on_device])
         if discard:
             backend.discard_pending()
         for entry in self._optimizers.values():
@@ -192,16 +203,16 @@ class StepJournal:
             leaf.grad = grad
         with torch.no_grad():
             restored = []
-            for item in self._tensors.values():
+            for item in changed:
                 if item.on_device:
                     backend.restore(item.tensor, item.value)
                     restored.append(item.tensor)
                 else:
                     item.tensor.copy_(item.value)
-        # A value restored through a view comes back as a pending update of the view's base.
-        if discard and any(backend.is_pending(tensor) for tensor in restored):
+        # A value restored through a view (gradients of biases are such) is a pending update of the view's
+        # base. All of them are brought up to date here: later, in eager mode, each would be an execution.
+        if any([backend.is_pending(tensor) for tensor in restored]) and discard:
             backend.flush()
-        mark_discarded(orphans, restored)
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterable[torch.Tensor]:

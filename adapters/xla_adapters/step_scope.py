@@ -20,7 +20,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from xla_adapters.backend import Backend, SeamEvent, get_backend
 from xla_adapters.breaks import BreakPolicy, classify_read
 from xla_adapters.config import XLAConfig
-from xla_adapters.errors import BreakKind, ConcurrentStepError, GraphBreakError, GraphLimitError
+from xla_adapters.errors import (
+    BreakKind,
+    ConcurrentStepError,
+    DeviceOutOfMemoryError,
+    GraphLimitError,
+    XLAAdapterError,
+)
 from xla_adapters.interrupts import InterruptGuard, at_edge
 from xla_adapters.location import location_of
 from xla_adapters.optimizers import eager_reason, prepare_for_tracing, warn_eager
@@ -167,9 +173,10 @@ class StepScope:
                 self._stop_tracing()
                 self._interrupts.finish()
                 raise
+            translated = self.translate(error)
             self.abort()
-            if self._backend.is_graph_limit(error):
-                raise GraphLimitError(self._graph_limit_message()) from error
+            if translated is not None:
+                raise translated from error
             raise
         self._stop_tracing()
         self._interrupts.finish()
@@ -190,7 +197,13 @@ class StepScope:
         self._merge_inner_journals()
         self._stop_tracing()
         try:
-            self._journal.undo(discard=True)
+            eager = self._backend.eager()
+            # Looking at a tensor may bring its views up to date: an operation, to be discarded with the rest.
+            self._backend.set_eager(False)
+            try:
+                self._journal.undo(discard=True)
+            finally:
+                self._backend.set_eager(eager)
             if self._seeds_before is not None:
                 # The device's too: left as it is, it would be a value of the discarded graph.
                 self._backend.set_seed(self._seeds_before[0])
@@ -215,8 +228,16 @@ class StepScope:
         if translated is not None:
             raise translated from error
 
-    def translate(self, error: BaseException) -> GraphBreakError | None:
-        """The graph break behind an error of the backend, or `None` if it is something else."""
+    def translate(self, error: BaseException) -> XLAAdapterError | None:
+        """What an error of the backend means here, or `None` if it is something else."""
+        if self._backend.is_graph_limit(error):
+            return GraphLimitError(self._graph_limit_message())
+        if self._backend.is_out_of_memory(error):
+            # accelerate's find_executable_batch_size knows it by " out of memory." in its one argument.
+            return DeviceOutOfMemoryError(
+                f"the step {self.name!r}: {self._backend.hardware()} out of memory. The step was discarded; parameters "
+                "are as before it. Make the batch smaller (and accumulate gradients), or checkpoint activations"
+            )
         if not self._backend.is_forbidden_execution(error):
             return None
         location = location_of(error.__traceback__)

@@ -55,6 +55,8 @@ _MASKS = (torch.bool, torch.uint8)
 _MOVES: frozenset[_CALL] = frozenset({_Tensor.to, _Tensor.copy_, _Tensor.type})
 # Calls that write some of their arguments in place without saying so in their name.
 _HIDDEN_WRITES: frozenset[_CALL] = frozenset({_Tensor.data.__set__, _Tensor.__setitem__})  # type: ignore[attr-defined]
+# Of those that write: the ones that may change the value itself (see `PJRTBackend.twin`); batch norm is another.
+_WRITE_THROUGH: frozenset[_CALL] = frozenset({_Tensor.__setitem__, torch._foreach_copy_})
 _NORMS: frozenset[_CALL] = frozenset(
     {torch.batch_norm, torch.instance_norm, torch.nn.functional.batch_norm, torch.nn.functional.instance_norm}
 )
@@ -112,8 +114,8 @@ class StepWatch(TorchFunctionMode):
             writes = self._writes.get(func)
             if writes is None:
                 writes = self._writes[func] = _writes_in_place(func)
-            if writes or "out" in kwargs:
-                self._journal_writes(args, kwargs)
+            if writes or "out" in kwargs or kwargs.get("inplace"):
+                self._journal_writes(args, kwargs, written_through=func in _WRITE_THROUGH)
             else:
                 self._journal_leaves(args)
                 if kwargs:
@@ -155,7 +157,7 @@ class StepWatch(TorchFunctionMode):
             source = args[1] if len(args) > 1 else kwargs.get("src")
             if isinstance(source, _Tensor) and source.device.type == "xla" and tensor.device.type != "xla":
                 self._on_read("copy_ to the host", source)
-            self.journal.record(tensor)
+            self.journal.record(tensor, written_through=True)
             return
         if tensor.device.type != "xla":
             return
@@ -173,12 +175,12 @@ class StepWatch(TorchFunctionMode):
                 self._on_read(".to('cpu')", tensor)
                 return
 
-    def _journal_writes(self, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
+    def _journal_writes(self, args: Iterable[Any], kwargs: dict[str, Any], *, written_through: bool) -> None:
         for value in (*args, *kwargs.values()):
             if isinstance(value, _Tensor):
-                self.journal.record(value)
+                self.journal.record(value, written_through=written_through)
             elif isinstance(value, (list, tuple)):
-                self._journal_writes(value, {})
+                self._journal_writes(value, {}, written_through=written_through)
 
     def _journal_leaves(self, args: Iterable[Any]) -> None:
         for value in args:

@@ -193,20 +193,33 @@ class PJRTBackend:
         """Whether the error is the one `graph_limit` provokes."""
         return isinstance(error, RuntimeError) and "Maximum number of different graphs allowed" in str(error)
 
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether the device had too little memory, to compile for or to execute in."""
+        return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
     # ---- values --------------------------------------------------------------------------------
 
-    def snapshot(self, tensor: torch.Tensor, *, written_through: bool = False) -> torch.Tensor:
-        """The tensor's present value; costs no copy, since XLA values never change in place.
+    def snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor's present value; costs no copy, since XLA values never change in place."""
+        torch._sync(tensor)  # type: ignore[no-untyped-call]
+        return torch._from_functional_tensor(tensor)
 
-        Args:
-            tensor: the tensor.
-            written_through: an operation is about to change the inner tensor itself (batch norm does
-                so with its running statistics) instead of pointing `tensor` at a new one. Then a twin
-                that shares the buffer is kept. It is not the rule, because to torch_xla a twin is
-                another tensor: put back, it is another graph.
+    def twin(self, snapshot: torch.Tensor) -> torch.Tensor:
+        """Another tensor of the same value, which shares the buffer.
+
+        Some operations (batch norm on its running statistics, `copy_`) change the inner tensor itself
+        instead of pointing the outer one at a new value, and a snapshot with it.
         """
-        inner = torch._from_functional_tensor(tensor)
-        return torch._from_functional_tensor(inner.clone()) if written_through else inner
+        return torch._from_functional_tensor(snapshot.clone())
+
+    def rewrite(self, snapshot: torch.Tensor, twin: torch.Tensor) -> None:
+        """Gives a snapshot the value of its twin. The twin itself put back would be another graph."""
+        snapshot.copy_(twin)
+
+    def holds(self, tensor: torch.Tensor, snapshot: torch.Tensor) -> bool:
+        """Whether the tensor has the snapshot's value still (asked before the graph is discarded)."""
+        inner = self.snapshot(tensor)
+        return bool(_C._xla_get_tensor_id(inner) == _C._xla_get_tensor_id(snapshot)) and not self.is_pending(inner)
 
     def restore(self, tensor: torch.Tensor, snapshot: torch.Tensor) -> None:
         """Gives the tensor a former value back, seen through its views and aliases too."""
