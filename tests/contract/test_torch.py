@@ -1,0 +1,57 @@
+"""The private names of torch the core stands on."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+_OPTIMIZERS = [
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+]
+
+
+@pytest.mark.parametrize("name", _OPTIMIZERS)
+def test_optimizers_initialise_a_group_apart_from_stepping(name: str) -> None:
+    parameters = list(inspect.signature(getattr(torch.optim, name)._init_group).parameters)
+    assert parameters[:2] == ["self", "group"]
+    assert len(parameters) > 2
+
+
+def test_function_modes_can_be_left_out_of_order() -> None:
+    assert callable(torch.overrides._push_mode)
+    assert callable(torch.overrides._pop_mode)
+
+    class Mode(TorchFunctionMode):
+        pass
+
+    depth = torch.overrides._len_torch_function_stack()
+    mode = Mode()
+    mode.__enter__()
+    assert torch.overrides._len_torch_function_stack() == depth + 1
+    assert torch.overrides._pop_mode() is mode
+    assert torch.overrides._len_torch_function_stack() == depth
+
+
+def test_functionalization_calls_exist() -> None:
+    for name in ("_from_functional_tensor", "_functionalize_replace", "_functionalize_commit_update"):
+        assert callable(getattr(torch, name))
+
+
+def test_optimizer_hooks_are_removable() -> None:
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        register(lambda optimizer, args, kwargs: None).remove()

@@ -1,0 +1,161 @@
+"""The private calls of torch_xla the seam stands on: they exist, and behave as the seam expects."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.profiler as xp
+import torch_xla.runtime as xr
+
+from tests.isolation import isolated
+
+_C = torch_xla._XLAC
+
+
+def _start() -> str:
+    xr.global_runtime_device_count()
+    return str(torch_xla.device())
+
+
+@isolated
+def test_pending_discard_and_restore() -> None:
+    device = _start()
+    tensor = torch.ones(3).to(device)
+    assert _C._check_tensor_need_materialization([tensor]) == [False]
+    inner = torch._from_functional_tensor(tensor)
+    tensor.add_(1)
+    assert _C._check_tensor_need_materialization([tensor]) == [True]
+    assert sum(_C._check_device_tensor_need_materialization(device)) == 1
+    torch._functionalize_replace(tensor, inner)
+    torch._functionalize_commit_update(tensor)
+    _C._clear_pending_irs(device)
+    assert sum(_C._check_device_tensor_need_materialization(device)) == 0
+    assert tensor.cpu().tolist() == [1, 1, 1]
+
+
+@isolated
+def test_restored_value_shows_through_views_and_aliases() -> None:
+    device = _start()
+    tensor = torch.ones(4).to(device)
+    view, alias = tensor[:2], tensor.detach()
+    inner = torch._from_functional_tensor(tensor)
+    tensor.mul_(3)
+    _C._clear_pending_irs(device)
+    torch._functionalize_replace(tensor, inner)
+    torch._functionalize_commit_update(tensor)
+    assert view.cpu().tolist() == [1, 1]
+    assert alias.cpu().tolist() == [1, 1, 1, 1]
+
+
+@isolated
+def test_flush_executes_without_moving_the_random_stream() -> None:
+    device = _start()
+    xm.set_rng_state(7)
+    tensor = torch.ones(3).to(device) + 1
+    _C._xla_sync_live_tensors(device, [], False)
+    assert _C._check_tensor_need_materialization([tensor]) == [False]
+    assert xm.get_rng_state() == 7
+    torch_xla.sync()
+    assert xm.get_rng_state() != 7
+
+
+@isolated
+def test_execution_can_be_forbidden() -> None:
+    device = _start()
+    tensor = torch.ones(3).to(device) + 1
+    assert _C._get_allow_execution()
+    _C._set_allow_execution(False)
+    with pytest.raises(RuntimeError, match="Unexpected execution happens inside"):
+        tensor.sum().item()
+    _C._set_allow_execution(True)
+    assert tensor.sum().item() == 6
+
+
+@isolated
+def test_eager_flag_and_graph_name() -> None:
+    _start()
+    assert not _C._get_use_eager_mode()
+    _C._set_use_eager_mode(True)
+    assert _C._get_use_eager_mode()
+    _C._set_current_graph_name("a_name")
+    assert _C._get_current_graph_name() == "a_name"
+
+
+@isolated
+def test_several_tensors_come_in_one_transfer() -> None:
+    import torch_xla.debug.metrics as metrics
+
+    device = _start()
+    tensors = [torch.ones(3).to(device), torch.zeros(2, 2).to(device)]
+    copies = _C._xla_get_cpu_tensors(tensors)
+    assert [copy.device.type for copy in copies] == ["cpu", "cpu"]
+    assert torch.equal(copies[0], torch.ones(3))
+    assert metrics.metric_data("TransferFromDeviceTime")[0] == 1
+
+
+@isolated
+def test_scalars_can_be_inputs_of_the_graph() -> None:
+    import torch_xla.debug.metrics as metrics
+
+    device = _start()
+    tensor = torch.ones(3).to(device)
+
+    def compiles(factor: float) -> int:
+        before = metrics.metric_data("CompileTime")
+        result = tensor * factor
+        torch_xla.sync()
+        assert result.cpu()[0].item() == factor
+        return int(metrics.metric_data("CompileTime")[0]) - (int(before[0]) if before else 0)
+
+    previous = _C._get_xla_handle_special_scalars()
+    _C._set_xla_handle_special_scalars(False)
+    assert [compiles(factor) for factor in (0.5, 0.0, 1.0, 0.25)] == [1, 0, 0, 0]
+    _C._set_xla_handle_special_scalars(previous)
+    assert compiles(0.0) == 1
+
+
+@isolated
+def test_graph_limit_raises_before_compiling() -> None:
+    device = _start()
+    assert isinstance(_C._dynamic_shape_detector_get_max_different_graphs(), int)
+    _C._dynamic_shape_detector_set_max_different_graphs(1)
+
+    def graph(size: int) -> None:
+        _C._dynamic_shape_detector_start_session("step")
+        tensor = torch.ones(size).to(device) * 2
+        torch_xla.sync()
+        _C._dynamic_shape_detector_end_session()
+        assert tensor.shape == (size,)
+
+    graph(2)
+    with pytest.raises(RuntimeError, match="Maximum number of different graphs allowed"):
+        graph(3)
+
+
+@isolated
+def test_uploaded_scalars_are_shared_and_vectors_are_not() -> None:
+    """Why the trainer's running loss has shape (1,): a shared buffer is never donated."""
+    import torch_xla.debug.metrics as metrics
+
+    device = _start()
+
+    def graphs(shape: tuple[int, ...]) -> int:
+        total = torch.full(shape, 0.5).to(device)
+        before = metrics.metric_data("CompileTime")
+        for _ in range(3):
+            total += 2.5
+            torch_xla.sync()
+        return int(metrics.metric_data("CompileTime")[0]) - (int(before[0]) if before else 0)
+
+    assert graphs(()) == 2
+    assert graphs((1,)) == 1
+
+
+def test_spmd_lock_and_profiler_hooks_exist() -> None:
+    assert callable(_C._xla_get_spmd_config_is_locked)
+    for name in ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors", "_xla_wait_device_ops"):
+        assert callable(getattr(_C, name))
+    assert "__enter__" in vars(xp.Trace)
+    assert "__exit__" in vars(xp.Trace)
