@@ -173,8 +173,9 @@ class StepProgram:
         same_phase = [old for old in self._seen if old.phase == self._signature.phase]
         if not same_phase:
             return f"first pass of the phase {self._signature.phase!r}"
-        nearest = min(same_phase, key=lambda old: len(self._signature.difference(old)) if self._signature else 0)
-        changes = self._signature.difference(nearest)
+        signature = self._signature
+        nearest = min(reversed(same_phase), key=lambda old: len(signature.difference(old)))
+        changes = signature.difference(nearest)
         if changes:
             return "; ".join(changes)
         return (

@@ -1,0 +1,95 @@
+"""A step that is run many times explains each compile."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import xla_adapters
+from tests.isolation import isolated
+from xla_adapters import GraphLimitError, StepProgram, XLAConfig
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelno, record.getMessage()))
+
+
+@isolated
+def test_each_new_graph_is_explained_once() -> None:
+    records = Records()
+    logger = logging.getLogger("xla_adapters")
+    logger.addHandler(records)
+    logger.setLevel(logging.INFO)
+    program = StepProgram("train", XLAConfig())
+    weight = torch.ones(4).to("xla")
+    with xla_adapters.eager():
+        for phase, rows, dtype, fact in (
+            ("update", 2, torch.float32, 1),
+            ("update", 2, torch.float32, 1),
+            ("update", 3, torch.float32, 1),
+            ("update", 3, torch.bfloat16, 1),
+            ("accumulate", 2, torch.float32, 2),
+            ("update", 2, torch.float32, 1),
+        ):
+            batch = {"x": torch.ones(rows, 4, dtype=dtype)}
+            program.open(inputs=batch, phase=phase, facts={"frozen": fact})
+            result = (batch["x"].to("xla") * weight).sum()
+            result = result.sin() if phase == "accumulate" else result
+            program.close()
+            assert torch.isfinite(result).item()
+    assert [event.number for event in program.events] == [1, 2, 3, 4]
+    assert program.passes == 6
+    assert program.graphs == 4
+    levels = [level for level, _ in records.lines]
+    assert levels == [logging.INFO, logging.WARNING, logging.WARNING, logging.INFO]
+    texts = [text for _, text in records.lines]
+    assert "first pass of the phase 'update'" in texts[0]
+    assert "x: (2, 4) float32 -> (3, 4) float32" in texts[1]
+    assert "x: (3, 4) float32 -> (3, 4) bfloat16" in texts[2]
+    assert "first pass of the phase 'accumulate'" in texts[3]
+
+
+@isolated
+def test_a_change_the_batch_does_not_show_is_said_to_be_one() -> None:
+    program = StepProgram("train", XLAConfig())
+    weight = torch.ones(4).to("xla")
+    with xla_adapters.eager():
+        for power in (2, 3):
+            program.open(inputs={"x": weight})
+            result = weight**power
+            program.close()
+            assert result.sum().item() == 4
+    assert "the batch looks as before" in program.events[1].reason
+
+
+@isolated
+def test_max_graphs_refuses_the_next_one_and_undoes_the_step() -> None:
+    program = StepProgram("train", XLAConfig(max_graphs=1))
+    weight = torch.ones(4).to("xla")
+    with xla_adapters.eager():
+        for _ in range(2):
+            program.open()
+            weight.mul_(torch.full((4,), 2.0).to("xla"))
+            program.close()
+        with xla_adapters.count() as counters:
+            program.open()
+            # torch_xla notices at the first operation that differs, before anything is compiled.
+            with pytest.raises(RuntimeError) as caught:
+                weight.mul_(torch.full((1,), 2.0).to("xla"))
+            translated = program.translate(caught.value)
+            program.abort()
+        assert isinstance(translated, GraphLimitError)
+        assert "max_graphs=1" in str(translated)
+        assert counters.compiles == counters.executions == 0
+        assert weight.tolist() == [4.0] * 4
+        program.open()
+        weight.mul_(torch.full((4,), 2.0).to("xla"))
+        program.close()
+        assert weight.tolist() == [8.0] * 4
