@@ -92,7 +92,7 @@ class StepScope:
         self._profiler_scopes: list[object] = []
         self._totals_before = (0, 0.0)
         self._seeds_before: tuple[int, torch.Tensor] | None = None
-        self._dynamic_met = False
+        self._break_met = False
         self._is_open = False
         self._executing = False
 
@@ -334,13 +334,15 @@ class StepScope:
     def _on_read(self, what: str, tensor: torch.Tensor) -> None:
         pending = self._backend.is_pending(tensor)
         self._policy.meet(classify_read(), what, self._backend, ready=not pending)
+        # Reads made of several operations execute more than what is flushed here; that is reported already.
+        self._break_met = True
         if pending:
             self._flush()
 
     def _on_dynamic(self, what: str, tensor: torch.Tensor) -> None:
         pending = self._backend.is_pending(tensor)
         self._policy.meet(BreakKind.HIDDEN_EXECUTION, what, self._backend, ready=not pending)
-        self._dynamic_met = True
+        self._break_met = True
         if pending:
             self._flush()
 
@@ -385,7 +387,7 @@ class StepScope:
         return [self._journal] if self._watch is None else [self._journal, self._watch.journal]
 
     def _report_hidden_executions(self) -> None:
-        if self._dynamic_met:
+        if self._break_met:
             return
         if self.config.on_graph_break == "warn" and self._backend.compile_totals()[0] > self._totals_before[0]:
             what = "an operation read a value inside C++, where its line cannot be told"

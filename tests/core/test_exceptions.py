@@ -102,8 +102,10 @@ PLACES = [
 ]
 
 
-def raises_cleanly(loop: Loop, place: Callable[[Loop, type[BaseException]], None], error: type[BaseException]) -> None:
-    with unchanged(loop.model, loop.optimizer):
+def raises_cleanly(
+    loop: Loop, place: Callable[[Loop, type[BaseException]], None], error: type[BaseException], executions: int = 0
+) -> None:
+    with unchanged(loop.model, loop.optimizer, executions=executions):
         with pytest.raises(error), xla_adapters.step():
             place(loop, error)
 
