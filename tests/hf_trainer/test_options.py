@@ -1,0 +1,176 @@
+"""The trainer's options: three ways to give them, and what is refused at construction."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+
+import hf_trainer
+from hf_trainer import XLAArguments
+from tests.hf_trainer.scenarios import Classifier, arguments, gpt2, ours, token_samples, vector_samples
+from tests.isolation import isolated
+from xla_adapters import ConfigError, UnsupportedOptionError, XLAConfig, get_backend
+
+_VALUES: dict[str, Any] = {
+    "xla_mode": "eager+compile",
+    "on_graph_break": "warn",
+    "compile_eval": False,
+    "max_graphs": 3,
+    "free_grads": "false",
+    "accumulation": "unrolled",
+}
+_CONFIG = XLAConfig(on_graph_break="warn", compile_eval=False, max_graphs=3, free_grads=False, accumulation="unrolled")
+
+
+@isolated
+def test_command_line() -> None:
+    line = ["--output_dir", "out"]
+    for name, value in _VALUES.items():
+        line += [f"--{name}", str(value)]
+    parsed, args = HfArgumentParser((XLAArguments, TrainingArguments)).parse_args_into_dataclasses(line)
+    assert parsed.to_config() == _CONFIG
+    assert args.output_dir == "out"
+
+
+def test_defaults_on_the_command_line() -> None:
+    (parsed,) = HfArgumentParser(XLAArguments).parse_args_into_dataclasses([])
+    assert parsed.to_config() == XLAConfig()
+
+
+@pytest.mark.parametrize("free_grads", ["auto", "true", "false", True, False])
+@pytest.mark.parametrize("kind", ["json", "yaml"])
+def test_files(kind: str, free_grads: Any, tmp_path: Path) -> None:
+    path = tmp_path / f"options.{kind}"
+    # JSON is YAML.
+    path.write_text(json.dumps({**_VALUES, "free_grads": free_grads}))
+    parser = HfArgumentParser(XLAArguments)
+    (parsed,) = parser.parse_json_file(str(path)) if kind == "json" else parser.parse_yaml_file(str(path))
+    expected = {"auto": "auto", "true": True, "false": False}.get(free_grads, free_grads)
+    assert parsed.to_config() == XLAConfig(**{**_VALUES, "free_grads": expected})
+
+
+def test_native_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text("xla_mode: eager+compile\nmax_graphs: null\nfree_grads: true\ncompile_eval: off\n")
+    (parsed,) = HfArgumentParser(XLAArguments).parse_yaml_file(str(path))
+    assert parsed.to_config() == XLAConfig(free_grads=True, compile_eval=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("xla_mode", "compile"),
+        ("on_graph_break", "raise"),
+        ("accumulation", "per_step"),
+        ("free_grads", "sometimes"),
+        ("max_graphs", 0),
+    ],
+)
+def test_unknown_values_list_the_valid_ones(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as raised:
+        XLAArguments(**{name: value})
+    assert f"{name}={value!r}" in str(raised.value)
+    valid = {"xla_mode": "'eager+dynamo'", "on_graph_break": "'allow'", "accumulation": "'unrolled'"}
+    assert valid.get(name, "valid values") in str(raised.value)
+
+
+def _construct(**options: Any) -> hf_trainer.Trainer:
+    get_backend().initialize()
+    args = options.pop("args", None) or arguments()
+    return hf_trainer.Trainer(model=Classifier(), args=args, train_dataset=vector_samples(8), **options)
+
+
+@isolated
+def test_the_three_ways_are_one() -> None:
+    assert _construct(xla_args=XLAArguments(**_VALUES)).xla_config == _CONFIG
+    assert _construct(xla_args=_CONFIG).xla_config == _CONFIG
+    assert _construct(**_VALUES).xla_config == _CONFIG
+    assert _construct().xla_config == XLAConfig()
+
+
+@isolated
+def test_options_given_twice() -> None:
+    with pytest.raises(ConfigError, match=r"twice.*max_graphs=, xla_mode="):
+        _construct(xla_args=XLAArguments(), xla_mode="lazy", max_graphs=1)
+
+
+@isolated
+def test_unknown_mode_lists_the_valid_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'eager', 'eager\+compile', 'eager\+dynamo', 'lazy'"):
+        _construct(xla_mode="jit")
+    with pytest.raises(ConfigError, match=r"unrolled.*needs xla_mode='eager\+compile'"):
+        _construct(xla_mode="lazy", accumulation="unrolled")
+
+
+# What cannot work, and what the refusal names instead.
+_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "fp16": ({"fp16": True}, "bf16=True"),
+    "fp16 evaluation": ({"fp16_full_eval": True}, "bf16_full_eval=True"),
+    "torch_compile": ({"torch_compile": True}, r"xla_mode='eager\+dynamo'"),
+    "torch_compile_backend": ({"torch_compile_backend": "inductor"}, r"xla_mode='eager\+dynamo'"),
+    "fused": ({"optim": "adamw_torch", "optim_args": "fused=True"}, "Leave it out"),
+    "use_cpu": ({"use_cpu": True}, "PJRT_DEVICE=CPU"),
+    "fsdp": ({"fsdp": "full_shard"}, "leave it off"),
+    "fsdp on XLA": (
+        {"fsdp": "full_shard", "fsdp_config": {"xla": True, "xla_fsdp_v2": True}},
+        "leave it off",
+    ),
+    "liger": ({"use_liger_kernel": True}, "leave it off"),
+    "empty cache": ({"torch_empty_cache_steps": 2}, "leave it off"),
+}
+
+
+@isolated
+@pytest.mark.parametrize("name", sorted(_REFUSED))
+def test_refused_arguments(name: str) -> None:
+    options, alternative = _REFUSED[name]
+    with pytest.raises(UnsupportedOptionError, match=alternative):
+        _construct(args=arguments(**options))
+
+
+@isolated
+def test_deepspeed_is_refused() -> None:
+    args = arguments()
+    # Without the package installed transformers refuses the option when it is parsed.
+    args.deepspeed = "config.json"
+    with pytest.raises(UnsupportedOptionError, match="SPMD"):
+        _construct(args=args)
+
+
+@isolated
+def test_fused_optimizers_are_refused() -> None:
+    with pytest.raises(UnsupportedOptionError, match=r"optimizer_cls_and_kwargs.*Leave it out"):
+        _construct(optimizer_cls_and_kwargs=(torch.optim.AdamW, {"lr": 0.1, "fused": True}))
+    model = Classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with pytest.raises(UnsupportedOptionError, match=r"AdamW was made with fused=True.*Leave it out"):
+        hf_trainer.Trainer(model=model, args=arguments(), train_dataset=vector_samples(8), optimizers=(optimizer, None))
+
+
+@isolated
+def test_auto_sharding_is_refused() -> None:
+    with pytest.raises(UnsupportedOptionError, match="leave it off"):
+        _construct(auto_sharding=True)
+    with pytest.raises(UnsupportedOptionError, match="leave it off"):
+        XLAArguments(auto_sharding=True)
+
+
+@isolated
+def test_a_refused_trainer_leaves_the_process_usable() -> None:
+    with pytest.raises(UnsupportedOptionError):
+        _construct(args=arguments(fp16=True))
+    run = ours(Classifier(), vector_samples(16))
+    run.assert_one_graph(4)
+
+
+@isolated
+def test_checkpoint_offload_is_refused() -> None:
+    args = arguments(gradient_checkpointing=True, activation_checkpointing_kwargs={"offload": True})
+    trainer = hf_trainer.Trainer(model=gpt2(), args=args, train_dataset=token_samples(8))
+    with pytest.raises(UnsupportedOptionError, match="leave offload off"):
+        trainer.train()
