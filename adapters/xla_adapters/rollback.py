@@ -19,6 +19,7 @@ class _TensorEntry:
     value: torch.Tensor
     on_device: bool
     twin: torch.Tensor | None = None
+    was_pending: bool = False
 
 
 @dataclass
@@ -76,11 +77,12 @@ class StepJournal:
         if self._backend.is_backend_tensor(tensor):
             # A tensor that is still pending was made inside this step: there is nothing to go back to,
             # and holding its value would turn an intermediate result into an output of the graph.
-            if self._enclosing is None and self._backend.is_pending(tensor):
+            pending = self._backend.is_pending(tensor)
+            if self._enclosing is None and pending:
                 return
             value = self._backend.snapshot(tensor)
             twin = self._backend.twin(value) if written_through else None
-            self._tensors[id(tensor)] = _TensorEntry(tensor, value, True, twin)
+            self._tensors[id(tensor)] = _TensorEntry(tensor, value, True, twin, pending)
         elif tensor.device.type == "cpu":
             self._tensors[id(tensor)] = _TensorEntry(tensor, tensor.detach().clone(), False)
 
@@ -96,11 +98,9 @@ class StepJournal:
 
     def record_enclosing_leaves(self) -> None:
         """Keeps the gradients of what the enclosing steps have computed with: a backward comes."""
-        enclosing = self._enclosing
-        while enclosing is not None:
+        for enclosing in self.chain()[1:]:
             for leaf, _ in list(enclosing._leaves.values()):
                 self.record_leaf(leaf)
-            enclosing = enclosing._enclosing
 
     def record_module(self, module: torch.nn.Module) -> None:
         """Keeps which tensors a module's buffers are: its forward may bind them anew."""
@@ -126,12 +126,19 @@ class StepJournal:
         # Last: whoever is interrupted in between has recorded too little.
         self._optimizers[id(optimizer)] = _OptimizerEntry(optimizer, state, groups)
 
+    def chain(self) -> list[StepJournal]:
+        """This journal and those of the steps around it, from the inside out."""
+        journals, enclosing = [self], self._enclosing
+        while enclosing is not None:
+            journals.append(enclosing)
+            enclosing = enclosing._enclosing
+        return journals
+
     def merge_up_to(self, outermost: StepJournal) -> None:
         """Merges this journal and those around it into the outermost: steps were left open inside."""
-        journal = self
-        while journal is not outermost and journal._enclosing is not None:
-            journal.merge_into(journal._enclosing)
-            journal = journal._enclosing
+        for journal in self.chain():
+            if journal is not outermost and journal._enclosing is not None:
+                journal.merge_into(journal._enclosing)
 
     def forget_executed(self) -> None:
         """Drops what is about to be executed in mid-step: the old values' buffers are reused then.
@@ -170,9 +177,8 @@ class StepJournal:
             outer._modules.setdefault(key, module)
         # Values that were pending when recorded belong to the enclosing step: keeping them alive
         # would make them outputs of its graph.
-        for key in [key for key, entry in self._tensors.items() if entry.on_device]:
-            entry = outer._tensors[key]
-            if entry is self._tensors[key] and self._backend.is_pending(entry.value):
+        for key, entry in self._tensors.items():
+            if entry.was_pending and outer._tensors.get(key) is entry:
                 del outer._tensors[key]
 
     def undo(self, *, discard: bool) -> None:

@@ -369,7 +369,7 @@ class StepScope:
 
     def _flush(self) -> None:
         """Executes what is pending, once and whole, so that the rest need not compute it again."""
-        for journal in {id(journal): journal for journal in self._journals()}.values():
+        for journal in self._journals():
             journal.forget_executed()
         before = self._backend.compile_totals()
         allowed = self._backend.execution_allowed()
@@ -384,7 +384,8 @@ class StepScope:
         self._totals_before = (self._totals_before[0] + compiled, self._totals_before[1])
 
     def _journals(self) -> list[StepJournal]:
-        return [self._journal] if self._watch is None else [self._journal, self._watch.journal]
+        """The journals of all open steps, the innermost first."""
+        return [self._journal] if self._watch is None else self._watch.journal.chain()
 
     def _report_hidden_executions(self) -> None:
         if self._break_met:
@@ -417,8 +418,8 @@ class StepScope:
             return
         reason = eager_reason(optimizer)
         with torch._C.DisableTorchFunction():
-            for journal in self._journals():
-                journal.record_optimizer(optimizer)
+            # In the innermost alone: what an outer one recorded now would be the state in mid-step.
+            self._journals()[0].record_optimizer(optimizer)
             if reason is None:
                 prepare_for_tracing(optimizer, self._backend)
         if reason is None:
@@ -442,7 +443,7 @@ class StepScope:
             # What ran eagerly is done; there is nothing older to go back to.
             for journal in self._eager_journals:
                 journal.clear()
-            self._watch_on(self._eager_journals[-1])
+            self._watch_on(self._eager_journals[0])
 
 
 def _profiler_name(scope: object) -> str:
