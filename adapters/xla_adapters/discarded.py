@@ -25,7 +25,7 @@ class DiscardedTensor(torch.Tensor):
             "so it has no value. Use what the step made only after the step has ended normally."
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return "<tensor of a discarded step>"
 
 

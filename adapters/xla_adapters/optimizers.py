@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import LBFGS, SGD, Adafactor, Optimizer, SparseAdam
+from torch.optim import LBFGS, SGD, Adafactor, Muon, Optimizer, SparseAdam
 
 from xla_adapters.backend import Backend
 
@@ -20,6 +20,7 @@ _EAGER: dict[type[Optimizer], tuple[str, Callable[[Any], bool]]] = {
         "it reads the norms of every parameter on the host (transformers.optimization.Adafactor can be traced)",
         lambda _: True,
     ),
+    Muon: ("torch_xla hands its addmm, scaled by beta, to the CPU", lambda _: True),
     SparseAdam: ("it works on sparse gradients, which XLA does not have", lambda _: True),
 }
 # Numbers of the update rule. torch's ASGD puts all of them on the parameter's device, and reads them there.

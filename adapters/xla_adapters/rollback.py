@@ -217,7 +217,7 @@ class StepJournal:
                     item.tensor.copy_(item.value)
         # A value restored through a view (gradients of biases are such) is a pending update of the view's
         # base. All of them are brought up to date here: later, in eager mode, each would be an execution.
-        if any([backend.is_pending(tensor) for tensor in restored]) and discard:
+        if sum(backend.is_pending(tensor) for tensor in restored) and discard:
             backend.flush()
 
 

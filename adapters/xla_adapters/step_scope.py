@@ -316,13 +316,14 @@ class StepScope:
 
     def _leave_inner(self) -> None:
         self._is_open = False
-        assert self._outer is not None and self._outer_journal is not None
+        assert self._outer is not None
+        assert self._outer_journal is not None
         if self._outer._watch is not None:
             self._outer._watch.journal = self._outer_journal
 
     def _watch_on(self, journal: StepJournal) -> None:
         self._watch = StepWatch(journal, self._on_read, self._on_dynamic)
-        self._watch.__enter__()
+        self._watch.__enter__()  # type: ignore[no-untyped-call]
 
     def _watch_off(self) -> None:
         if self._watch is not None:

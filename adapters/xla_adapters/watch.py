@@ -108,6 +108,10 @@ class StepWatch(TorchFunctionMode):
                 if isinstance(value, _Tensor) and not value.requires_grad:
                     self.journal.record(value, written_through=True)
         else:
+            if func is _Tensor.__setitem__ and _sets_number_by_mask(args):
+                # The same, without looking how many elements it is.
+                mask = args[1].reshape(*args[1].shape, *[1] * (args[0].ndim - args[1].ndim))
+                func, args = _Tensor.masked_fill_, (args[0], mask, args[2])
             dynamic = self._dynamic(func, args, kwargs)
             if dynamic is not None:
                 self._on_dynamic(*dynamic)
@@ -126,7 +130,7 @@ class StepWatch(TorchFunctionMode):
         """Runs the engine with the watch on, which torch switches off inside a call it has reported."""
         self.journal.record_enclosing_leaves()
         if type(tensor) is not _Tensor:
-            return _Tensor.backward(tensor, *args, **kwargs)
+            return _Tensor.backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
         if "gradient" in kwargs:
             # The method's name for what the engine calls grad_tensors.
             kwargs["grad_tensors"] = kwargs.pop("gradient")
@@ -193,13 +197,24 @@ class StepWatch(TorchFunctionMode):
     def detach(self) -> None:
         """Leaves the mode, wherever it stands in the thread's stack of modes."""
         above: list[TorchFunctionMode] = []
-        while torch.overrides._len_torch_function_stack() > 0:
+        while torch.overrides._len_torch_function_stack() > 0:  # type: ignore[attr-defined]
             mode = torch.overrides._pop_mode()
             if mode is self:
                 break
             above.append(mode)
         for mode in reversed(above):
             torch.overrides._push_mode(mode)
+
+
+def _sets_number_by_mask(args: tuple[Any, ...]) -> bool:
+    tensor, index, value = args
+    if not (isinstance(tensor, _Tensor) and tensor.device.type == "xla"):
+        return False
+    if not (isinstance(index, _Tensor) and index.dtype is torch.bool and index.shape == tensor.shape[: index.ndim]):
+        return False
+    return isinstance(value, (bool, int, float)) or (
+        isinstance(value, _Tensor) and value.ndim == 0 and value.device == tensor.device and value.dtype == tensor.dtype
+    )
 
 
 def _mask_in(index: Any) -> torch.Tensor | None:
