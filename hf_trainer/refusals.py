@@ -20,7 +20,7 @@ def check_arguments(args: TrainingArguments, config: XLAConfig) -> None:
     if args.use_cpu or args.device.type != "xla":
         raise UnsupportedOptionError(
             f"the training device is {args.device} (use_cpu={args.use_cpu}), and this trainer drives XLA devices: "
-            "leave use_cpu off (PJRT_DEVICE=CPU runs XLA on the CPU), or use transformers.Trainer for plain CPU training"
+            "leave use_cpu off (PJRT_DEVICE=CPU runs XLA on the CPU), or use transformers.Trainer on the plain CPU"
         )
     if args.fp16 or args.fp16_full_eval:
         option = "fp16" if args.fp16 else "fp16_full_eval"

@@ -1,0 +1,60 @@
+"""Evaluation hooks: each batch is one compiled step, and its results come to the host in one transfer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_trainer.evaluation import to_host_in_one_transfer
+from hf_trainer.framework_patches import as_if_compiling
+from hf_trainer.trainer_hooks import TrainerHooks
+
+
+class EvaluationHooks(TrainerHooks):
+    """Evaluation and prediction."""
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.evaluation_loop`; the results of each batch come to the host in one transfer."""
+        preprocess = self.preprocess_logits_for_metrics
+        if self.args.world_size == 1:
+            # It runs on the device, inside the evaluation step, and not again in the loop.
+            self._preprocess_in_step = preprocess
+            self.preprocess_logits_for_metrics = None
+            self._keep_inputs_on_host = True
+        try:
+            with self._session():
+                return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self._preprocess_in_step = None
+            self._keep_inputs_on_host = False
+            self.preprocess_logits_for_metrics = preprocess
+
+    def prediction_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """As `Trainer.prediction_step`, compiled as one graph under `compile_eval`."""
+        compiled = self.xla_config.compiles_step and self.xla_config.compile_eval
+        keeps_on_host, self._keep_inputs_on_host = self._keep_inputs_on_host, False
+        if compiled:
+            phase = "evaluation, loss only" if prediction_loss_only else "evaluation"
+            self._steps.begin_evaluation_step(inputs, phase)
+        try:
+            with as_if_compiling():
+                loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+                if self._preprocess_in_step is not None and logits is not None:
+                    logits = self._preprocess_in_step(logits, labels)
+        except BaseException as error:
+            translated = self._steps.translate(error)
+            self._steps.abort()
+            if translated is not None:
+                raise translated from error
+            raise
+        finally:
+            self._keep_inputs_on_host = keeps_on_host
+        if compiled:
+            self._steps.evaluation.close()
+        if self.args.world_size > 1:
+            return loss, logits, labels
+        results: tuple[Any, Any, Any] = to_host_in_one_transfer((loss, logits, labels))
+        return results
