@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from xla_adapters.backend import Backend, SeamEvent, get_backend
 from xla_adapters.breaks import BreakPolicy, classify_read
+from xla_adapters.claim import claim_process, release_process
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import (
     BreakKind,
@@ -40,9 +41,6 @@ class _Current(threading.local):
 
 
 _current = _Current()
-# The switches a step sets belong to the process, so only one thread can be inside a step.
-_claim = threading.Lock()
-_claimed: tuple[threading.Thread, StepScope] | None = None
 
 
 def current_scope() -> StepScope | None:
@@ -120,7 +118,11 @@ class StepScope:
             self._outer_journal = outer._watch.journal
             self._journal = outer._watch.journal = StepJournal(self._backend, enclosing=self._outer_journal)
             return
-        self._claim_process()
+        try:
+            claim_process(self)
+        except ConcurrentStepError:
+            self._is_open = False
+            raise
         self._interrupts.install()
         try:
             self._start_tracing()
@@ -280,7 +282,6 @@ class StepScope:
         self._watch_on(self._journal)
 
     def _stop_tracing(self) -> None:
-        global _claimed
         self._is_open = self._executing = False
         if _current.scope is self:
             _current.scope = None
@@ -288,27 +289,7 @@ class StepScope:
         try:
             self._restores.close()
         finally:
-            if _claimed is not None and _claimed[1] is self:
-                _claimed = None
-
-    def _claim_process(self) -> None:
-        global _claimed
-        thread = threading.current_thread()
-        try:
-            with _claim:
-                if _claimed is not None:
-                    owner, scope = _claimed
-                    if owner.is_alive():
-                        raise ConcurrentStepError(
-                            f"the step {self.name!r} cannot begin in thread {thread.name!r}: thread {owner.name!r} is "
-                            f"inside the step {scope.name!r}, and what a step traces belongs to the whole process. Run "
-                            "steps in one thread, or take turns with a lock."
-                        )
-                    scope.abort()
-                _claimed = (thread, self)
-        except BaseException:
-            self._is_open = False
-            raise
+            release_process(self)
 
     def _merge_inner_journals(self) -> None:
         if self._watch is not None:

@@ -201,7 +201,7 @@ class PJRTBackend:
 
     def snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor's present value; costs no copy, since XLA values never change in place."""
-        torch._sync(tensor)  # type: ignore[no-untyped-call]
+        torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
         return torch._from_functional_tensor(tensor)
 
     def twin(self, snapshot: torch.Tensor) -> torch.Tensor:
