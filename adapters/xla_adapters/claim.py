@@ -13,7 +13,8 @@ class Claimant(Protocol):
 
     name: str
 
-    def abort(self) -> None: ...  # noqa: D102
+    def abort(self) -> None:
+        """Discards what it holds."""
 
 
 _lock = threading.Lock()
@@ -34,8 +35,8 @@ def claim_process(claimant: Claimant) -> None:
             if owner.is_alive():
                 raise ConcurrentStepError(
                     f"the step {claimant.name!r} cannot begin in thread {thread.name!r}: thread {owner.name!r} is "
-                    f"inside the step {other.name!r}, and what a step traces belongs to the whole process. Run steps in one "
-                    "thread, or take turns with a lock."
+                    f"inside the step {other.name!r}, and what a step traces belongs to the whole process. Run steps "
+                    "in one thread, or take turns with a lock."
                 )
             other.abort()
         _held = (thread, claimant)
