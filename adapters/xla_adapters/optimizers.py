@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import LBFGS, SGD, Adafactor, Muon, Optimizer, SparseAdam
+from torch.optim import LBFGS, SGD, Adafactor, Adam, AdamW, Muon, Optimizer, SparseAdam
 
 from xla_adapters.backend import Backend
 
@@ -64,6 +64,16 @@ def eager_reason(optimizer: Optimizer) -> str | None:
             reason, applies = _EAGER[cls]
             return reason if applies(optimizer) else None
     return None
+
+
+def needs_no_watch(optimizer: Optimizer) -> bool:
+    """Whether the optimizer is known to read nothing and to write only what `record_optimizer` keeps.
+
+    Watching each of its many small operations would cost more than all the rest of the watch.
+    """
+    return type(optimizer) in (SGD, Adam, AdamW) and not any(
+        isinstance(value, torch.Tensor) for group in optimizer.param_groups for value in group.values()
+    )
 
 
 def warn_eager(optimizer: Optimizer, reason: str) -> None:

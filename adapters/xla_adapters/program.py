@@ -94,6 +94,7 @@ class StepProgram:
     graphs: int = 0
     compile_seconds: float = 0.0
     events: list[CompileEvent] = field(default_factory=list)
+    _graph_names: set[str] = field(default_factory=set)
     _seen: list[StepSignature] = field(default_factory=list)
     _signature: StepSignature | None = None
     _open: StepExecution | None = None
@@ -121,7 +122,9 @@ class StepProgram:
         """
         described = tuple(_describe("", inputs))
         self._signature = StepSignature(phase=phase, inputs=described, facts=tuple((facts or {}).items()))
-        self._open = self.execution(name=self.name, config=self.config, seed=seed, hint=self.hint)
+        self._open = self.execution(
+            name=self.name, config=self.config, seed=seed, hint=self.hint, graphs=self._graph_names
+        )
         self._open.open()
 
     def close(self) -> ScopeReport:
@@ -180,7 +183,8 @@ class StepProgram:
             return "; ".join(changes)
         return (
             "the batch looks as before, so something else in the step changed: a Python value that is part of the "
-            "graph, train/eval mode, frozen parameters, gradients or optimizer state that were absent before"
+            "graph, train/eval mode, frozen parameters, gradients or optimizer state that were absent before, or two "
+            "scalars (a decay rate and a learning rate, say) that happen to be equal and share one input"
         )
 
 

@@ -153,6 +153,11 @@ class StepJournal:
         self._optimizers.clear()
         self._modules.clear()
 
+    def pending_tensors(self) -> list[torch.Tensor]:
+        """The recorded tensors that have a new value, not computed yet."""
+        tensors = [entry.tensor for entry in self._tensors.values() if entry.on_device]
+        return [tensor for tensor in tensors if self._backend.is_pending(tensor)]
+
     def clear(self) -> None:
         """Forgets everything: what was done so far stays done."""
         self._tensors.clear()

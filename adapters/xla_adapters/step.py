@@ -52,6 +52,7 @@ class Step:
         self._entered.pop().__exit__(kind, error, traceback)
 
     def __call__(self, function: _Function) -> _Function:
+        """Decorates a function, or a generator function, whose segments each become a step."""
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise ConfigError(
                 f"{function.__name__} is asynchronous: other code would run inside the step while it awaits. "
@@ -84,7 +85,7 @@ class Step:
                         resume = functools.partial(generator.send, (yield value))
                     except GeneratorExit:
                         raise
-                    except BaseException as error:
+                    except BaseException as error:  # noqa: BLE001 (handed on into the generator)
                         resume = functools.partial(generator.throw, error)
             finally:
                 generator.close()

@@ -25,12 +25,12 @@ from xla_adapters.errors import (
     BreakKind,
     ConcurrentStepError,
     DeviceOutOfMemoryError,
-    GraphLimitError,
     XLAAdapterError,
 )
+from xla_adapters.graph_limit import check_graph_limit, graphs_of
 from xla_adapters.interrupts import InterruptGuard, at_edge
 from xla_adapters.location import location_of
-from xla_adapters.optimizers import eager_reason, prepare_for_tracing, warn_eager
+from xla_adapters.optimizers import eager_reason, needs_no_watch, prepare_for_tracing, warn_eager
 from xla_adapters.rng import StepSeed
 from xla_adapters.rollback import StepJournal
 from xla_adapters.watch import StepWatch
@@ -64,6 +64,7 @@ class StepScope:
         config: the options; `XLAConfig()` if not given.
         seed: the random stream of this pass; the device's own stream goes on if not given.
         hint: where the host framework offers a place for reads, for messages.
+        graphs: the graphs counted against `max_graphs`; by default those of all steps of this name.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class StepScope:
         config: XLAConfig | None = None,
         seed: StepSeed | None = None,
         hint: str = "",
+        graphs: set[str] | None = None,
     ) -> None:
         self.name = name
+        self._graphs = graphs
         self.config = config if config is not None else XLAConfig()
         self._seed = seed
         self._policy = BreakPolicy(self.config.on_graph_break, name, hint)
@@ -163,6 +166,7 @@ class StepScope:
             if self.config.free_grads is True:
                 self._journal.free_grads()
             self._watch_off()
+            self._check_graph_limit()
             self._backend.set_execution_allowed(True)
             self._executing = True
             before = self._backend.compile_totals()
@@ -232,8 +236,6 @@ class StepScope:
 
     def translate(self, error: BaseException) -> XLAAdapterError | None:
         """What an error of the backend means here, or `None` if it is something else."""
-        if self._backend.is_graph_limit(error):
-            return GraphLimitError(self._graph_limit_message())
         if self._backend.is_out_of_memory(error):
             # accelerate's find_executable_batch_size knows it by " out of memory." in its one argument.
             return DeviceOutOfMemoryError(
@@ -267,8 +269,6 @@ class StepScope:
         # Backward in this thread: seen by the watch, open to Ctrl-C, and independent of whether a CPU
         # backward ran before the runtime started (torch sizes its device queues only once).
         restores.enter_context(torch.autograd.set_multithreading_enabled(False))
-        if self.config.max_graphs is not None:
-            restores.enter_context(backend.graph_limit(self.name, self.config.max_graphs))
         restores.callback(register_module_forward_pre_hook(self._before_forward).remove)
         restores.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
         restores.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
@@ -376,18 +376,21 @@ class StepScope:
             what = "an operation read a value inside C++, where its line cannot be told"
             self._policy.warn(BreakKind.HIDDEN_EXECUTION, what, None, self._backend.pending_count())
 
+    def _check_graph_limit(self) -> None:
+        if self.config.max_graphs is None:
+            return
+        # What the step changed names its graph; a step that changes nothing is named by all it made.
+        outputs = self._journal.pending_tensors()
+        if not outputs:
+            with torch._C.DisableTorchFunction():
+                outputs = [tensor for tensor in self._backend.live_tensors() if self._backend.is_pending(tensor)]
+        graphs = graphs_of(self.name) if self._graphs is None else self._graphs
+        check_graph_limit(self.name, self.config.max_graphs, graphs, outputs, self._backend)
+
     def _refuse_open_profiler_scopes(self) -> None:
         if self._profiler_scopes:
             what = f"the profiler scope {_profiler_name(self._profiler_scopes[-1])} was opened inside and is still open"
             self._policy.meet(BreakKind.PROFILER_SCOPE, what, self._backend)
-
-    def _graph_limit_message(self) -> str:
-        return (
-            f"the step {self.name!r} was about to compile graph number {(self.config.max_graphs or 0) + 1}, and "
-            f"max_graphs={self.config.max_graphs}. Each new combination of shapes, dtypes and Python values in the "
-            "step is a graph of its own: pad batches to a fixed length, drop the partial last batch, or raise "
-            "max_graphs. The step was discarded; parameters are as before it."
-        )
 
     # ---- modules and optimizers ------------------------------------------------------------------
 
@@ -407,6 +410,9 @@ class StepScope:
         if reason is None:
             # A learning rate of exactly 0 or 1 would be a constant of the graph, and cost a compile.
             self._optimizer_step.enter_context(self._backend.scalars_as_inputs())
+            if self._watch is not None and self.config.on_graph_break == "error" and needs_no_watch(optimizer):
+                self._watch.detach()
+                self._optimizer_step.callback(self._watch_again)
             return
         warn_eager(optimizer, reason)
         self._eager_journals = self._journals()
@@ -416,6 +422,10 @@ class StepScope:
         self._backend.set_eager(True)
         self._optimizer_step.callback(self._backend.set_eager, False)
         self._optimizer_step.callback(self._backend.set_execution_allowed, self.config.on_graph_break != "error")
+
+    def _watch_again(self) -> None:
+        if self._watch is not None:
+            self._watch.__enter__()  # type: ignore[no-untyped-call]
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _current.scope is not self:

@@ -117,21 +117,17 @@ def test_scalars_can_be_inputs_of_the_graph() -> None:
 
 
 @isolated
-def test_graph_limit_raises_before_compiling() -> None:
+def test_graph_hash_names_the_graph_and_not_its_inputs() -> None:
     device = _start()
-    assert isinstance(_C._dynamic_shape_detector_get_max_different_graphs(), int)
-    _C._dynamic_shape_detector_set_max_different_graphs(1)
 
-    def graph(size: int) -> None:
-        _C._dynamic_shape_detector_start_session("step")
-        tensor = torch.ones(size).to(device) * 2
-        torch_xla.sync()
-        _C._dynamic_shape_detector_end_session()
-        assert tensor.shape == (size,)
+    def name(size: int, factor: float) -> str:
+        tensor = torch.full((size,), factor).to(device) * 2.5
+        graph = str(_C._get_graph_hash([tensor]))
+        assert tensor.cpu()[0].item() == 2.5 * factor
+        return graph
 
-    graph(2)
-    with pytest.raises(RuntimeError, match="Maximum number of different graphs allowed"):
-        graph(3)
+    assert name(2, 3.0) == name(2, 4.0)
+    assert name(2, 3.0) != name(3, 3.0)
 
 
 @isolated

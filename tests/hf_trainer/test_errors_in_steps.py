@@ -278,11 +278,6 @@ def test_max_graphs_discards_the_step() -> None:
     assert trainer._steps.train.graphs == 1
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="torch_xla's shape detector compares traces, and the first step after the optimizer's first update traces "
-    "its weights differently (a permute more), though the graph is the one compiled before",
-)
 @isolated
 def test_max_graphs_counts_graphs() -> None:
     """As many graphs as allowed are no error."""

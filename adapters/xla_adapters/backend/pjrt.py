@@ -163,17 +163,10 @@ class PJRTBackend:
         """Blocks until the device is idle."""
         xm.wait_device_ops()
 
-    @contextmanager
-    def graph_limit(self, session: str, limit: int) -> Iterator[None]:
-        """Raises on the sync that would compile graph number `limit + 1` of this session."""
-        previous = _C._dynamic_shape_detector_get_max_different_graphs()
-        _C._dynamic_shape_detector_set_max_different_graphs(limit)
-        _C._dynamic_shape_detector_start_session(session)
-        try:
-            yield
-        finally:
-            _C._dynamic_shape_detector_end_session()
-            _C._dynamic_shape_detector_set_max_different_graphs(previous)
+    def graph_hash(self, outputs: Sequence[torch.Tensor]) -> str:
+        """Names the pending graph of these tensors: the same operations on the same shapes, the same name."""
+        ordered = sorted(outputs, key=_C._xla_get_tensor_id)
+        return str(_C._get_graph_hash(ordered))
 
     @contextmanager
     def scalars_as_inputs(self) -> Iterator[None]:
@@ -188,10 +181,6 @@ class PJRTBackend:
     def is_forbidden_execution(self, error: BaseException) -> bool:
         """Whether the error is torch_xla's refusal to execute while execution is not allowed."""
         return isinstance(error, RuntimeError) and "Unexpected execution happens inside" in str(error)
-
-    def is_graph_limit(self, error: BaseException) -> bool:
-        """Whether the error is the one `graph_limit` provokes."""
-        return isinstance(error, RuntimeError) and "Maximum number of different graphs allowed" in str(error)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether the device had too little memory, to compile for or to execute in."""
