@@ -11,15 +11,15 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import datasets  # noqa: F401, E402
-import peft  # noqa: F401, E402
-import pytest  # noqa: E402
-import sklearn.datasets  # noqa: F401, E402
-import torch  # noqa: F401, E402
-import torch_xla  # noqa: F401, E402
-import transformers  # noqa: F401, E402
+import datasets  # noqa: F401
+import peft  # noqa: F401
+import pytest
+import sklearn.datasets  # noqa: F401
+import torch  # noqa: F401
+import torch_xla
+import transformers  # noqa: F401
 
-import hf_trainer  # noqa: F401, E402
+import hf_trainer  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
@@ -35,4 +35,6 @@ def _leaves_nothing_behind() -> Iterator[None]:
     started = [thread.name for thread in set(threading.enumerate()) - threads if not thread.daemon]
     assert not changed, f"the test changed environment variables: {sorted(changed)}"
     assert not started, f"the test left threads running: {started}"
-    assert not torch_xla._XLAC._xla_runtime_is_initialized(), "the test touched the XLA runtime outside a child"
+    if torch_xla._XLAC._xla_runtime_is_initialized():
+        # Every child forked from here on would hang.
+        pytest.exit("a test touched the XLA runtime outside a child: decorate it with @isolated", returncode=1)

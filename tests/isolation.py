@@ -100,7 +100,7 @@ def _child(function: Callable[[], Any], output: str, result: str, env: dict[str,
         outcome: tuple[str, Any] = ("returned", function())
     except pytest.skip.Exception as skipped:
         outcome = ("skipped", str(skipped))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 (reported by the parent)
         outcome = ("failed", traceback.format_exc())
     sys.stdout.flush()
     sys.stderr.flush()

@@ -119,12 +119,16 @@ class StepJournal:
             for value in group.values():
                 if isinstance(value, torch.Tensor):
                     self.record(value)
-        for _, values in state:
+        self.record_optimizer_state(optimizer)
+        # Last: whoever is interrupted in between has recorded too little.
+        self._optimizers[id(optimizer)] = _OptimizerEntry(optimizer, state, groups)
+
+    def record_optimizer_state(self, optimizer: Optimizer) -> None:
+        """Keeps the tensors of an optimizer's state; also those created since `record_optimizer`."""
+        for values in optimizer.state.values():
             if isinstance(values, dict):
                 for value in _tensors_in(values.values()):
                     self.record(value)
-        # Last: whoever is interrupted in between has recorded too little.
-        self._optimizers[id(optimizer)] = _OptimizerEntry(optimizer, state, groups)
 
     def chain(self) -> list[StepJournal]:
         """This journal and those of the steps around it, from the inside out."""

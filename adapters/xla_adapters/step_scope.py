@@ -404,9 +404,11 @@ class StepScope:
         reason = eager_reason(optimizer)
         with torch._C.DisableTorchFunction():
             # In the innermost alone: what an outer one recorded now would be the state in mid-step.
-            self._journals()[0].record_optimizer(optimizer)
+            journal = self._journals()[0]
+            journal.record_optimizer(optimizer)
             if reason is None:
                 prepare_for_tracing(optimizer, self._backend)
+                journal.record_optimizer_state(optimizer)
         if reason is None:
             # A learning rate of exactly 0 or 1 would be a constant of the graph, and cost a compile.
             self._optimizer_step.enter_context(self._backend.scalars_as_inputs())
