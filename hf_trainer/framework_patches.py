@@ -16,7 +16,6 @@ import transformers.trainer_pt_utils
 
 from hf_trainer.experts import experts_of_fixed_shape
 from hf_trainer.loader import DeviceLoader
-from hf_trainer.lowerings import traced_lowerings
 from xla_adapters import get_backend
 
 
@@ -66,5 +65,5 @@ def as_if_compiling() -> Iterator[None]:
     In eager PyTorch transformers looks into masks and positions to find a shortcut
     (`masking_utils.find_packed_sequence_indices`, `padding_mask.all()`), one read per forward.
     """
-    with _replaced(torch.compiler, "_is_compiling_flag", True), experts_of_fixed_shape(), traced_lowerings():
+    with _replaced(torch.compiler, "_is_compiling_flag", True), experts_of_fixed_shape():
         yield

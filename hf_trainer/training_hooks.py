@@ -16,6 +16,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_trainer.callbacks import FirstCallback
 from hf_trainer.framework_patches import as_if_compiling
+from hf_trainer.placement import own_scalars
 from hf_trainer.refusals import check_optimizer
 from hf_trainer.tokens import count_input_tokens
 from hf_trainer.trainer_hooks import TrainerHooks
@@ -50,6 +51,8 @@ class TrainingHooks(TrainerHooks):
         if self.xla_config.eager_by_default and self._backend.pending_count():
             # Moving the model was traced (integer buffers are converted there): not the first step's work.
             self._backend.flush()
+        if self.model is not None:
+            own_scalars(self.model)
         return prepared
 
     def _use_xla_checkpointing(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, SGD, Adafactor, Adam, AdamW, Muon, Optimizer, SparseAdam
 
-from xla_adapters.backend import Backend
+from xla_adapters.backend import Backend, get_backend
 
 StateInit = Callable[[Optimizer, dict[str, Any], torch.Tensor], dict[str, Any] | None]
 
@@ -151,7 +151,7 @@ def _sgd_state(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Ten
     # dampening scales every gradient but the first.
     if group["momentum"] == 0 or group["dampening"] != 0:
         return None
-    return {"momentum_buffer": torch.zeros(parameter.shape, dtype=parameter.dtype).to(parameter.device)}
+    return {"momentum_buffer": _place(torch.zeros(parameter.shape, dtype=parameter.dtype), parameter.device)}
 
 
 def _torch_state(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any] | None:
@@ -162,9 +162,14 @@ def _torch_state(optimizer: Optimizer, group: dict[str, Any], parameter: torch.T
     state = {}
     for key, value in values.items():
         if isinstance(value, torch.Tensor) and placed[key].device.type == "meta" and not _counts(group, key, value):
-            value = value.to(parameter.device)
+            value = _place(value, parameter.device)
         state[key] = value
     return state
+
+
+def _place(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    backend = get_backend()
+    return backend.to_device(value) if device == backend.device() else value.to(device)
 
 
 def _init_stand_in(optimizer: Any, group: dict[str, Any], stand_in: torch.Tensor) -> dict[str, Any]:

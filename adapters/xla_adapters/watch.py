@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from xla_adapters.lowerings import LOWERINGS
 from xla_adapters.rollback import StepJournal
 
 _Tensor = torch.Tensor
@@ -95,6 +96,8 @@ class StepWatch(TorchFunctionMode):
         self, func: _CALL, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in LOWERINGS and args and args[0].device.type == "xla":
+            func = LOWERINGS[func]
         if func in _READS:
             if args[0].device.type == "xla":
                 self._on_read(_READS[func], args[0])

@@ -215,6 +215,15 @@ class PJRTBackend:
         torch._functionalize_replace(tensor, snapshot)
         torch._functionalize_commit_update(tensor)
 
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a host tensor on the device, in a buffer of its own.
+
+        `tensor.to("xla")` makes a constant of a scalar 0 or 1, and shares other scalars: what begins
+        its life so and is updated in a step makes the first step another graph than the later ones.
+        """
+        copy: torch.Tensor = _C._xla_tensors_from_aten([tensor.detach()], [str(self.device())], None)[0]
+        return copy
+
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of all tensors on the host, in one transfer."""
         if not tensors:

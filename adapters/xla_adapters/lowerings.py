@@ -1,0 +1,78 @@
+"""Operators that torch_xla does not trace well, written in ones that it does.
+
+Some it hands to the CPU in the middle of the step. `norm` it traces, but what it hashes for it differs
+from one pass to the next (torch_xla 2.9: the graph is the same, its hash is not), which costs a
+compile; `torch.linalg.vector_norm` is the same function without that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def _norm(
+    input: torch.Tensor,
+    p: float | str | None = "fro",
+    dim: int | list[int] | tuple[int, ...] | None = None,
+    keepdim: bool = False,
+    out: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """As `torch.norm` on the CPU, where torch does the same."""
+    result: torch.Tensor
+    if p == "nuc":
+        result = torch.linalg.matrix_norm(input, p, (-2, -1) if dim is None else dim, keepdim, dtype=dtype, out=out)
+    else:
+        order = 2.0 if p is None or p == "fro" else p
+        result = torch.linalg.vector_norm(input, order, dim, keepdim, dtype=dtype, out=out)
+    return result
+
+
+def _norm_except_dim(v: torch.Tensor, pow: int = 2, dim: int = 0) -> torch.Tensor:
+    """As `torch.norm_except_dim`: of shape (1, ..., v.size(dim), ..., 1), or () for `dim=-1`."""
+    others = None if dim == -1 else [other for other in range(v.ndim) if other != dim]
+    result: torch.Tensor = torch.linalg.vector_norm(v, pow, others, keepdim=others is not None)
+    return result
+
+
+def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """As `torch._weight_norm`, in the form torch itself uses where it has no fused kernel."""
+    return v * (g / _norm_except_dim(v, 2, dim))
+
+
+def _normalize(
+    input: torch.Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `torch.nn.functional.normalize`, which is a single call to whoever watches from outside."""
+    length: torch.Tensor = torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps).expand_as(input)
+    return torch.div(input, length, out=out) if out is not None else input / length
+
+
+def _histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    """As `torch.histc`: a scatter instead of a loop over values."""
+    values = input.reshape(-1)
+    low, high = torch.as_tensor(min, device=input.device), torch.as_tensor(max, device=input.device)
+    if min == max:
+        # Its way of saying: from the smallest value to the largest, or one around a single value.
+        # (Not amin and amax: without a dimension torch_xla's reduce nothing.)
+        low, high = values.min(), values.max()
+        single = low == high
+        low, high = torch.where(single, low - 1, low), torch.where(single, high + 1, high)
+    position = ((values - low) * bins / (high - low)).floor().long().clamp(0, bins - 1)
+    inside = (values >= low) & (values <= high)
+    counts = torch.zeros(bins, dtype=input.dtype, device=input.device)
+    return counts.scatter_add(0, position, inside.to(input.dtype))
+
+
+LOWERINGS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
+    torch.norm: _norm,
+    torch.Tensor.norm: _norm,
+    torch.norm_except_dim: _norm_except_dim,
+    torch._weight_norm: _weight_norm,
+    torch.nn.functional.normalize: _normalize,
+    torch.histc: _histc,
+    torch.Tensor.histc: _histc,
+}

@@ -1,0 +1,96 @@
+"""Operators that are replaced inside a step: the values and gradients of torch on the CPU, in one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import xla_adapters
+from tests.isolation import isolated
+
+_CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "norm": lambda x: torch.norm(x),
+    "norm 2, a dim": lambda x: x.norm(2, 1).sum(),
+    "norm 1, kept dim": lambda x: x.norm(p=1, dim=(0, 1), keepdim=True).sum(),
+    "norm inf": lambda x: torch.norm(x, float("inf")),
+    "norm of zero": lambda x: torch.norm(x * 0) + x.sum(),
+    "norm_except_dim": lambda x: torch.norm_except_dim(x, 2, 1).sum(),
+    "norm_except_dim, none": lambda x: torch.norm_except_dim(x, 2, -1).sum(),
+    "weight norm": lambda x: torch._weight_norm(x, x.detach().sum(1, keepdim=True), 0).square().sum(),
+    "normalize": lambda x: (nn.functional.normalize(x, dim=1) * torch.arange(4, device=x.device)).sum(),
+}
+_HISTOGRAMS = {
+    "a range": (4, -1, 2),
+    "the range of the values": (5, 0, 0),
+    "outside": (3, 10, 11),
+}
+
+
+@isolated
+@pytest.mark.parametrize("name", _CALLS)
+def test_value_gradient_and_one_graph(name: str) -> None:
+    call = _CALLS[name]
+    values = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    with xla_adapters.eager():
+        ours = nn.Parameter(values.to("xla"))
+        with xla_adapters.count() as counters:
+            for _ in range(2):
+                ours.grad = None
+                with xla_adapters.step():
+                    result = call(ours)
+                    result.backward()
+        assert (counters.compiles, counters.executions, counters.transfers_to_host) == (1, 2, 0)
+        assert counters.eager_ops == 0
+    plain = nn.Parameter(values.clone())
+    expected = call(plain)
+    expected.backward()
+    torch.testing.assert_close(result.cpu(), expected)
+    torch.testing.assert_close(ours.grad.cpu(), plain.grad)
+
+
+@isolated
+@pytest.mark.parametrize("name", _HISTOGRAMS)
+@pytest.mark.parametrize("single", [False, True])
+def test_histogram(name: str, single: bool) -> None:
+    values = torch.full((6,), 1.5) if single else torch.tensor([-1.0, -0.5, 0.25, 0.25, 2.0, 3.0])
+    bins, low, high = _HISTOGRAMS[name]
+    with xla_adapters.eager():
+        on_device = values.to("xla")
+        with xla_adapters.count() as counters, xla_adapters.step():
+            ours = torch.histc(on_device, bins=bins, min=low, max=high)
+        assert (counters.executions, counters.transfers_to_host, counters.eager_ops) == (1, 0, 0)
+    torch.testing.assert_close(ours.cpu(), torch.histc(values, bins=bins, min=low, max=high))
+
+
+@isolated
+def test_clipping_many_parameters_is_one_graph_for_all_steps() -> None:
+    # torch_xla's own clip_grad_norm_ calls torch.norm, whose hash wandered from step to step.
+    with xla_adapters.eager():
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20))).to("xla")
+        optimizer = torch.optim.AdamW(model.parameters())
+        batch = torch.ones(2, 4).to("xla")
+        with xla_adapters.count() as counters:
+            for _ in range(4):
+                with xla_adapters.step():
+                    model(batch).square().mean().backward()
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert (counters.compiles, counters.executions) == (1, 4)
+
+
+@isolated
+def test_the_state_of_a_scalar_parameter_costs_no_second_graph() -> None:
+    with xla_adapters.eager():
+        scale = nn.Parameter(xla_adapters.get_backend().to_device(torch.tensor(2.5)))
+        optimizer = torch.optim.AdamW([scale])
+        with xla_adapters.count() as counters:
+            for _ in range(4):
+                with xla_adapters.step():
+                    (scale * scale).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert (counters.compiles, counters.executions) == (1, 4)
