@@ -155,3 +155,35 @@ def test_spmd_lock_and_profiler_hooks_exist() -> None:
         assert callable(getattr(_C, name))
     assert "__enter__" in vars(xp.Trace)
     assert "__exit__" in vars(xp.Trace)
+
+
+@isolated
+def test_uploads_with_a_buffer_of_their_own() -> None:
+    """Unlike `.to("xla")`, which makes a constant of a scalar 0 or 1 and shares other scalars."""
+    device = _start()
+    assert sum(_C._check_device_tensor_need_materialization(device)) == 0
+    plain = torch.zeros(()).to(device)
+    assert _C._check_tensor_need_materialization([plain]) == [True]
+    own = _C._xla_tensors_from_aten([torch.zeros(())], [device], None)[0]
+    assert _C._check_tensor_need_materialization([own]) == [False]
+    assert own.item() == 0
+
+
+@isolated
+def test_tensor_ids_name_values() -> None:
+    device = _start()
+    first, second = torch.ones(2).to(device), torch.ones(2).to(device)
+    assert _C._xla_get_tensor_id(first) != _C._xla_get_tensor_id(second)
+    assert _C._xla_get_tensor_id(first) == _C._xla_get_tensor_id(first)
+
+
+@isolated
+def test_a_twin_takes_over_a_value_in_place() -> None:
+    device = _start()
+    tensor = torch.ones(3).to(device)
+    torch._sync(tensor)
+    inner = torch._from_functional_tensor(tensor)
+    twin = torch._from_functional_tensor(inner.clone())
+    inner.add_(1)
+    inner.copy_(twin)
+    assert tensor.cpu().tolist() == [1, 1, 1]
