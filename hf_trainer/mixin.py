@@ -16,6 +16,7 @@ from hf_trainer.step_driver import StepDriver
 from hf_trainer.training_hooks import TrainingHooks
 from xla_adapters import XLAConfig, get_backend
 from xla_adapters.modes import eager
+from xla_adapters.rollback import release_retired
 from xla_adapters.run_stats import RunStats
 
 
@@ -93,6 +94,7 @@ class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks):
             finally:
                 self._session_depth -= 1
                 self._steps.abort()
+                release_retired()
 
     @contextmanager
     def _dynamo(self) -> Iterator[None]:

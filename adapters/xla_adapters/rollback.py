@@ -35,6 +35,14 @@ class _OptimizerEntry:
     groups: list[dict[str, Any]]
 
 
+_retired: list[torch.Tensor | None] = []
+
+
+def release_retired() -> None:
+    """Lets go of the last executed step's old values; may wait for the device."""
+    _retired.clear()
+
+
 class StepJournal:
     """Records the values that a step is about to replace.
 
@@ -161,6 +169,17 @@ class StepJournal:
         """The recorded tensors that have a new value, not computed yet."""
         tensors = [entry.tensor for entry in self._tensors.values() if entry.on_device]
         return [tensor for tensor in tensors if self._backend.is_pending(tensor)]
+
+    def retire(self) -> None:
+        """Ends the journal of a step that was executed, and forgets everything.
+
+        The old values are let go of only after the next step was handed to the device: freeing a
+        buffer that the running step still uses would wait for it, and the next step could not be
+        traced meanwhile.
+        """
+        global _retired
+        _retired = [value for entry in self._tensors.values() for value in (entry.value, entry.twin)]
+        self.clear()
 
     def clear(self) -> None:
         """Forgets everything: what was done so far stays done."""

@@ -185,6 +185,7 @@ class StepScope:
                 raise translated from error
             raise
         self._stop_tracing()
+        self._journal.retire()
         self._interrupts.finish()
         return ScopeReport(compiles=after[0] - before[0], compile_seconds=after[1] - before[1])
 
