@@ -9,6 +9,7 @@ import torch
 from hf_trainer.evaluation import to_host_in_one_transfer
 from hf_trainer.framework_patches import as_if_compiling
 from hf_trainer.trainer_hooks import TrainerHooks
+from xla_adapters.program import discarding
 
 
 class EvaluationHooks(TrainerHooks):
@@ -40,16 +41,10 @@ class EvaluationHooks(TrainerHooks):
             phase = "evaluation, loss only" if prediction_loss_only else "evaluation"
             self._steps.begin_evaluation_step(inputs, phase)
         try:
-            with as_if_compiling():
+            with discarding(self._steps), as_if_compiling():
                 loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
                 if self._preprocess_in_step is not None and logits is not None:
                     logits = self._preprocess_in_step(logits, labels)
-        except BaseException as error:
-            translated = self._steps.translate(error)
-            self._steps.abort()
-            if translated is not None:
-                raise translated from error
-            raise
         finally:
             self._keep_inputs_on_host = keeps_on_host
         if compiled:

@@ -15,6 +15,7 @@ from hf_trainer.evaluation import to_host_in_one_transfer
 from hf_trainer.framework_patches import as_if_compiling
 from xla_adapters import StepProgram, get_backend
 from xla_adapters.modes import eager, uploading
+from xla_adapters.program import discarding
 
 
 @contextmanager
@@ -39,15 +40,8 @@ def compiled_forward(model: torch.nn.Module, program: StepProgram, *, results_on
             args, kwargs = _upload(args), _upload(kwargs)
         phase, cache = _phase(model, kwargs)
         program.open(inputs=_tensors_only(kwargs), phase=phase, facts={"cache": cache})
-        try:
-            with torch.no_grad(), as_if_compiling():
-                results = forward(*args, **kwargs)
-        except BaseException as error:
-            translated = program.translate(error)
-            program.abort()
-            if translated is not None:
-                raise translated from error
-            raise
+        with discarding(program), torch.no_grad(), as_if_compiling():
+            results = forward(*args, **kwargs)
         program.close()
         return _loss_and_logits_on_host(results) if results_on_host else results
 

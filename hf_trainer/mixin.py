@@ -16,6 +16,7 @@ from hf_trainer.step_driver import StepDriver
 from hf_trainer.training_hooks import TrainingHooks
 from xla_adapters import XLAConfig, get_backend
 from xla_adapters.modes import eager
+from xla_adapters.program import discarding
 from xla_adapters.rollback import release_retired
 from xla_adapters.run_stats import RunStats
 
@@ -134,11 +135,5 @@ class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks):
             return super().predict(*args, **kwargs)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with discarding(self._steps):
             return super()._inner_training_loop(*args, **kwargs)
-        except BaseException as error:
-            translated = self._steps.translate(error)
-            self._steps.abort()
-            if translated is not None:
-                raise translated from error
-            raise

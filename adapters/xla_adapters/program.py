@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +30,26 @@ class StepExecution(Protocol):
     def close(self) -> ScopeReport: ...
     def abort(self) -> None: ...
     def translate(self, error: BaseException) -> Exception | None: ...
+
+
+class Discardable(Protocol):
+    """What may be under way when an error comes: a program, or several together."""
+
+    def abort(self) -> None: ...
+    def translate(self, error: BaseException) -> Exception | None: ...
+
+
+@contextmanager
+def discarding(steps: Discardable) -> Iterator[None]:
+    """Discards what is under way if the body raises, and raises what the error means in a step."""
+    try:
+        yield
+    except BaseException as error:
+        translated = steps.translate(error)
+        steps.abort()
+        if translated is not None:
+            raise translated from error
+        raise
 
 
 @dataclass(frozen=True, kw_only=True)
