@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from hf_trainer.evaluation import to_host_in_one_transfer
 from hf_trainer.framework_patches import as_if_compiling
 from hf_trainer.trainer_hooks import TrainerHooks
 from xla_adapters.program import discarding
+from xla_adapters.transfers import to_host_in_one_transfer
 
 
 class EvaluationHooks(TrainerHooks):

@@ -16,17 +16,8 @@ import transformers.trainer_pt_utils
 
 from hf_trainer.experts import experts_of_fixed_shape
 from hf_trainer.loader import DeviceLoader
-from xla_adapters import get_backend
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+from xla_adapters import compiling, get_backend
+from xla_adapters.patching import replaced
 
 
 def _own_batch(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,7 +31,7 @@ def trainer_patches() -> Iterator[None]:
 
     Stock, one process: each logged loss is pickled through a rendezvous (10 operations, 7 transfers).
     """
-    with _replaced(accelerate.data_loader, "MpDeviceLoaderWrapper", DeviceLoader):
+    with replaced(accelerate.data_loader, "MpDeviceLoaderWrapper", DeviceLoader):
         if get_backend().world_size() > 1:
             yield
             return
@@ -52,18 +43,14 @@ def trainer_patches() -> Iterator[None]:
             return tensors
 
         with (
-            _replaced(accelerate.utils.operations, "_tpu_gather", gather),
-            _replaced(transformers.trainer_pt_utils, "nested_xla_mesh_reduce", mesh_reduce),
+            replaced(accelerate.utils.operations, "_tpu_gather", gather),
+            replaced(transformers.trainer_pt_utils, "nested_xla_mesh_reduce", mesh_reduce),
         ):
             yield
 
 
 @contextmanager
 def as_if_compiling() -> Iterator[None]:
-    """Lets models take the path they take under `torch.compile`: the one that reads no tensor.
-
-    In eager PyTorch transformers looks into masks and positions to find a shortcut
-    (`masking_utils.find_packed_sequence_indices`, `padding_mask.all()`), one read per forward.
-    """
-    with _replaced(torch.compiler, "_is_compiling_flag", True), experts_of_fixed_shape():
+    """Lets models take the path they take under `torch.compile`: fixed shapes, and no tensor read."""
+    with compiling.as_if_compiling(), experts_of_fixed_shape():
         yield

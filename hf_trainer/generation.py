@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from transformers.utils.generic import ModelOutput
 
-from hf_trainer.evaluation import to_host_in_one_transfer
 from hf_trainer.framework_patches import as_if_compiling
 from xla_adapters import StepProgram, get_backend
-from xla_adapters.modes import eager, uploading
+from xla_adapters.modes import eager
 from xla_adapters.program import discarding
+from xla_adapters.transfers import to_host_in_one_transfer, uploading
 
 
 @contextmanager

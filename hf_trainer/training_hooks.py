@@ -21,7 +21,7 @@ from hf_trainer.refusals import check_optimizer
 from hf_trainer.tokens import count_input_tokens
 from hf_trainer.trainer_hooks import TrainerHooks
 from xla_adapters.errors import UnsupportedOptionError
-from xla_adapters.modes import uploading
+from xla_adapters.transfers import uploading
 
 
 class TrainingHooks(TrainerHooks):

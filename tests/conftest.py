@@ -12,14 +12,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import datasets  # noqa: F401
+import lightning.pytorch  # noqa: F401
 import peft  # noqa: F401
 import pytest
 import sklearn.datasets  # noqa: F401
 import torch  # noqa: F401
 import torch_xla
+import torchmetrics  # noqa: F401
 import transformers  # noqa: F401
 
 import hf_trainer  # noqa: F401
+import lightning_strategy  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

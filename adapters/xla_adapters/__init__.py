@@ -24,7 +24,7 @@ from xla_adapters.optimizers import EagerOptimizerWarning, prime, register_eager
 from xla_adapters.program import StepProgram
 from xla_adapters.rng import StepSeed
 from xla_adapters.step import step
-from xla_adapters.step_scope import StepScope
+from xla_adapters.step_scope import StepScope, in_step
 
 __all__ = [
     "CheckpointSaveError",
@@ -50,6 +50,7 @@ __all__ = [
     "count",
     "eager",
     "get_backend",
+    "in_step",
     "initialize",
     "prime",
     "register_eager_optimizer",

@@ -80,6 +80,25 @@ class XLAConfig:
             raise ConfigError(f"unknown option(s) {', '.join(unknown)}; valid options: {', '.join(known)}")
         return cls(**values)
 
+    @classmethod
+    def resolve(cls, config: XLAConfig | None, options: Mapping[str, Any]) -> XLAConfig:
+        """The config from either way of giving the options: as a whole, or singly.
+
+        Args:
+            config: the options as a whole.
+            options: single options by name; those that are `None` count as not given.
+
+        Raises:
+            ConfigError: both ways were used, or a value is not valid.
+        """
+        given = {name: value for name, value in options.items() if value is not None}
+        if config is None:
+            return cls.from_dict(given)
+        if given:
+            singly = ", ".join(f"{name}=" for name in sorted(given))
+            raise ConfigError(f"the XLA options were given twice: as an XLAConfig and as {singly}")
+        return config
+
     @property
     def compiles_step(self) -> bool:
         """Whether training steps run as one compiled graph."""

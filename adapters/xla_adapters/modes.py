@@ -24,17 +24,6 @@ def eager(enabled: bool = True) -> Iterator[None]:
         backend.set_eager(previous)
 
 
-@contextmanager
-def uploading() -> Iterator[None]:
-    """For copies from the host to the device.
-
-    In eager mode each would cost an execution; and a scalar of 0 or 1 would become a constant of the
-    graph instead of an input.
-    """
-    with eager(False), get_backend().scalars_as_inputs():
-        yield
-
-
 class EagerScope:
     """A step of `xla_mode="eager"`: every operation executes at once."""
 

@@ -87,6 +87,7 @@ class CompileEvent:
         graphs: graphs compiled in this pass.
         seconds: time spent compiling.
         reason: why, in words.
+        where: the place in the run, e.g. `"batch 7 of epoch 0"`; empty if not known.
     """
 
     number: int
@@ -94,6 +95,7 @@ class CompileEvent:
     graphs: int
     seconds: float
     reason: str
+    where: str = ""
 
 
 @dataclass
@@ -118,6 +120,7 @@ class StepProgram:
     _graph_names: set[str] = field(default_factory=set)
     _seen: list[StepSignature] = field(default_factory=list)
     _signature: StepSignature | None = None
+    _where: str = ""
     _open: StepExecution | None = None
 
     @property
@@ -132,6 +135,7 @@ class StepProgram:
         phase: str = "step",
         seed: StepSeed | None = None,
         facts: Mapping[str, Hashable] | None = None,
+        where: str = "",
     ) -> None:
         """Starts a pass.
 
@@ -140,7 +144,9 @@ class StepProgram:
             phase: which part of the loop this is.
             seed: the pass's random stream.
             facts: further things that shape the graph.
+            where: the place in the run, to announce compiles with.
         """
+        self._where = where
         described = tuple(_describe("", inputs))
         self._signature = StepSignature(phase=phase, inputs=described, facts=tuple((facts or {}).items()))
         self._open = self.execution(
@@ -179,16 +185,18 @@ class StepProgram:
             graphs=report.compiles,
             seconds=report.compile_seconds,
             reason=self._reason(),
+            where=self._where,
         )
         self.events.append(event)
         expected = self._signature is not None and all(old.phase != self._signature.phase for old in self._seen)
         logger.log(
             logging.INFO if expected else logging.WARNING,
-            "%s: compiled graph %d in %.1f s (pass %d): %s",
+            "%s: compiled graph %d in %.1f s (pass %d%s): %s",
             self.name,
             event.number,
             event.seconds,
             event.passes,
+            f", {event.where}" if event.where else "",
             event.reason,
         )
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from xla_adapters.backend import Backend, SeamEvent, get_backend
 from xla_adapters.breaks import BreakPolicy, classify_read
@@ -30,9 +28,9 @@ from xla_adapters.errors import (
 from xla_adapters.graph_limit import check_graph_limit, graphs_of
 from xla_adapters.interrupts import InterruptGuard, at_edge
 from xla_adapters.location import location_of
-from xla_adapters.optimizers import eager_reason, needs_no_watch, prepare_for_tracing, warn_eager
 from xla_adapters.rng import StepSeed
 from xla_adapters.rollback import StepJournal
+from xla_adapters.updates import UpdateGuard
 from xla_adapters.watch import StepWatch
 
 
@@ -46,6 +44,11 @@ _current = _Current()
 def current_scope() -> StepScope | None:
     """The step scope this thread is in, the outermost one; `None` outside."""
     return _current.scope
+
+
+def in_step() -> bool:
+    """Whether this thread is inside a step that is being traced."""
+    return _current.scope is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +88,9 @@ class StepScope:
         self._outer: StepScope | None = None
         self._outer_journal: StepJournal | None = None
         self._journal = StepJournal(self._backend)
-        self._eager_journals: list[StepJournal] = []
         self._watch: StepWatch | None = None
         self._interrupts = InterruptGuard()
         self._restores = ExitStack()
-        self._optimizer_step = ExitStack()
         self._profiler_scopes: list[object] = []
         self._totals_before = (0, 0.0)
         self._seeds_before: tuple[int, torch.Tensor] | None = None
@@ -101,6 +102,16 @@ class StepScope:
     def is_open(self) -> bool:
         """Whether the scope has been opened and neither closed nor aborted."""
         return self._is_open
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this thread is in this scope (the outermost of nested ones)."""
+        return _current.scope is self
+
+    @property
+    def forbids_breaks(self) -> bool:
+        """Whether a graph break is an error."""
+        return self.config.on_graph_break == "error"
 
     # ---- edges ---------------------------------------------------------------------------------
 
@@ -158,6 +169,8 @@ class StepScope:
             self._leave_inner()
             assert self._outer_journal is not None
             self._journal.merge_into(self._outer_journal)
+            # What it holds would be an output of the enclosing step's graph.
+            self._journal.clear()
             return ScopeReport(compiles=0, compile_seconds=0.0)
         self._merge_inner_journals()
         try:
@@ -165,7 +178,7 @@ class StepScope:
             self._report_hidden_executions()
             if self.config.free_grads is True:
                 self._journal.free_grads()
-            self._watch_off()
+            self.drop_watch()
             self._check_graph_limit()
             self._backend.set_execution_allowed(True)
             self._executing = True
@@ -271,22 +284,20 @@ class StepScope:
         # backward ran before the runtime started (torch sizes its device queues only once).
         restores.enter_context(torch.autograd.set_multithreading_enabled(False))
         restores.callback(register_module_forward_pre_hook(self._before_forward).remove)
-        restores.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
-        restores.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
-        restores.callback(self._optimizer_step.close)
+        UpdateGuard(self, backend).install(restores)
         restores.enter_context(backend.intercept(self._on_seam_event))
-        backend.set_execution_allowed(self.config.on_graph_break != "error")
+        backend.set_execution_allowed(not self.forbids_breaks)
         self._totals_before = backend.compile_totals()
         self._seeds_before = (backend.seed(), torch.get_rng_state())
         if self._seed is not None:
             backend.set_seed(self._seed.value())
-        self._watch_on(self._journal)
+        self.watch_into(self._journal)
 
     def _stop_tracing(self) -> None:
         self._is_open = self._executing = False
         if _current.scope is self:
             _current.scope = None
-        self._watch_off()
+        self.drop_watch()
         try:
             self._restores.close()
         finally:
@@ -303,14 +314,26 @@ class StepScope:
         if self._outer._watch is not None:
             self._outer._watch.journal = self._outer_journal
 
-    def _watch_on(self, journal: StepJournal) -> None:
+    def watch_into(self, journal: StepJournal) -> None:
+        """Watches from here on, and records in this journal."""
         self._watch = StepWatch(journal, self._on_read, self._on_dynamic)
         self._watch.__enter__()  # type: ignore[no-untyped-call]
 
-    def _watch_off(self) -> None:
+    def drop_watch(self) -> None:
+        """Ends the watch; what is written from here on is not recorded."""
         if self._watch is not None:
             self._watch.detach()
             self._watch = None
+
+    def pause_watch(self) -> None:
+        """Looks away until `resume_watch`."""
+        if self._watch is not None:
+            self._watch.detach()
+
+    def resume_watch(self) -> None:
+        """Looks again."""
+        if self._watch is not None:
+            self._watch.__enter__()  # type: ignore[no-untyped-call]
 
     # ---- graph breaks ----------------------------------------------------------------------------
 
@@ -320,14 +343,24 @@ class StepScope:
         # Reads made of several operations execute more than what is flushed here; that is reported already.
         self._break_met = True
         if pending:
-            self._flush()
+            self.flush()
 
     def _on_dynamic(self, what: str, tensor: torch.Tensor) -> None:
         pending = self._backend.is_pending(tensor)
         self._policy.meet(BreakKind.HIDDEN_EXECUTION, what, self._backend, ready=not pending)
         self._break_met = True
         if pending:
-            self._flush()
+            self.flush()
+
+    def meet_break(self, kind: BreakKind, what: str) -> None:
+        """Treats something the caller is about to do as `on_graph_break` says: raises, or executes what is pending.
+
+        Raises:
+            GraphBreakError: the subclass for `kind`, under `on_graph_break="error"`.
+        """
+        self._policy.meet(kind, what, self._backend)
+        self._break_met = True
+        self.flush()
 
     def _on_seam_event(self, event: SeamEvent, subject: object) -> None:
         if _current.scope is not self or self._executing:
@@ -348,11 +381,11 @@ class StepScope:
                 what = "a profiler scope that syncs the device when it closes (StepTrace)"
             self._policy.meet(kind, what, self._backend)
             if event is SeamEvent.SYNC:
-                self._flush()
+                self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Executes what is pending, once and whole, so that the rest need not compute it again."""
-        for journal in self._journals():
+        for journal in self.journals():
             journal.forget_executed()
         before = self._backend.compile_totals()
         allowed = self._backend.execution_allowed()
@@ -366,7 +399,7 @@ class StepScope:
         compiled = self._backend.compile_totals()[0] - before[0]
         self._totals_before = (self._totals_before[0] + compiled, self._totals_before[1])
 
-    def _journals(self) -> list[StepJournal]:
+    def journals(self) -> list[StepJournal]:
         """The journals of all open steps, the innermost first."""
         return [self._journal] if self._watch is None else self._watch.journal.chain()
 
@@ -393,52 +426,11 @@ class StepScope:
             what = f"the profiler scope {_profiler_name(self._profiler_scopes[-1])} was opened inside and is still open"
             self._policy.meet(BreakKind.PROFILER_SCOPE, what, self._backend)
 
-    # ---- modules and optimizers ------------------------------------------------------------------
+    # ---- modules ---------------------------------------------------------------------------------
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
         if _current.scope is self and self._watch is not None:
             self._watch.journal.record_module(module)
-
-    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _current.scope is not self:
-            return
-        reason = eager_reason(optimizer)
-        with torch._C.DisableTorchFunction():
-            # In the innermost alone: what an outer one recorded now would be the state in mid-step.
-            journal = self._journals()[0]
-            journal.record_optimizer(optimizer)
-            if reason is None:
-                prepare_for_tracing(optimizer, self._backend)
-                journal.record_optimizer_state(optimizer)
-        if reason is None:
-            # A learning rate of exactly 0 or 1 would be a constant of the graph, and cost a compile.
-            self._optimizer_step.enter_context(self._backend.scalars_as_inputs())
-            if self._watch is not None and self.config.on_graph_break == "error" and needs_no_watch(optimizer):
-                self._watch.detach()
-                self._optimizer_step.callback(self._watch_again)
-            return
-        warn_eager(optimizer, reason)
-        self._eager_journals = self._journals()
-        self._watch_off()
-        self._flush()
-        self._backend.set_execution_allowed(True)
-        self._backend.set_eager(True)
-        self._optimizer_step.callback(self._backend.set_eager, False)
-        self._optimizer_step.callback(self._backend.set_execution_allowed, self.config.on_graph_break != "error")
-
-    def _watch_again(self) -> None:
-        if self._watch is not None:
-            self._watch.__enter__()  # type: ignore[no-untyped-call]
-
-    def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _current.scope is not self:
-            return
-        self._optimizer_step.close()
-        if self._watch is None:
-            # What ran eagerly is done; there is nothing older to go back to.
-            for journal in self._eager_journals:
-                journal.clear()
-            self._watch_on(self._eager_journals[0])
 
 
 def _profiler_name(scope: object) -> str:

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from xla_adapters.lowerings import LOWERINGS
 from xla_adapters.rollback import StepJournal
+from xla_adapters.transfers import upload_scalar
 
 _Tensor = torch.Tensor
 _CALL = Callable[..., Any]
@@ -54,6 +55,8 @@ _REPEATS: frozenset[_CALL] = frozenset({_Tensor.repeat_interleave, torch.repeat_
 _MASKS = (torch.bool, torch.uint8)
 # Calls that read only if they move a tensor from the device to the host.
 _MOVES: frozenset[_CALL] = frozenset({_Tensor.to, _Tensor.copy_, _Tensor.type})
+# Calls that make a tensor of Python numbers, or of tensors of one element.
+_FROM_NUMBERS: frozenset[_CALL] = frozenset({torch.tensor, torch.as_tensor, torch.scalar_tensor})
 # Calls that write some of their arguments in place without saying so in their name.
 _HIDDEN_WRITES: frozenset[_CALL] = frozenset({_Tensor.data.__set__, _Tensor.__setitem__})  # type: ignore[attr-defined]
 # Of those that write: the ones that may change the value itself (see `PJRTBackend.twin`); batch norm is another.
@@ -105,6 +108,12 @@ class StepWatch(TorchFunctionMode):
             return self._backward(*args, **kwargs)
         elif func in _MOVES:
             self._check_move(func, args, kwargs)
+            if func is _Tensor.to:
+                return upload_scalar(func, args, kwargs)
+        elif func in _FROM_NUMBERS:
+            if args and _is_list_of_device_scalars(args[0]):
+                return _stack(args[0], **kwargs)
+            return upload_scalar(func, args, kwargs)
         elif func in _NORMS:
             self._journal_leaves((*args, *kwargs.values()))
             for value in (*args[1:], *kwargs.values()):
@@ -218,6 +227,21 @@ def _sets_number_by_mask(args: tuple[Any, ...]) -> bool:
     return isinstance(value, (bool, int, float)) or (
         isinstance(value, _Tensor) and value.ndim == 0 and value.device == tensor.device and value.dtype == tensor.dtype
     )
+
+
+def _is_list_of_device_scalars(data: Any) -> bool:
+    return (
+        isinstance(data, (list, tuple))
+        and all(isinstance(item, _Tensor) and item.ndim == 0 for item in data)
+        and any(item.device.type == "xla" for item in data)
+    )
+
+
+def _stack(scalars: Any, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
+    """What `torch.tensor(list of scalars)` means, without reading them; the result stays on the device."""
+    place = next(scalar.device for scalar in scalars if scalar.device.type == "xla")
+    stacked = torch.stack([scalar.detach().to(place) for scalar in scalars])
+    return stacked if dtype is None else stacked.to(dtype)
 
 
 def _mask_in(index: Any) -> torch.Tensor | None:

@@ -99,7 +99,7 @@ DYNAMIC: dict[str, Action] = {
 HIDDEN: dict[str, Action] = {
     "slice end": lambda t: t[: t.sum().int()],
     "one_hot": lambda t: torch.nn.functional.one_hot(t.abs().long()),
-    "python list": lambda t: torch.tensor([t.sum(), t.sum()]),
+    "nested list": lambda t: torch.tensor([[t.sum(), t.sum()]]),
     "add to host": lambda t: torch.zeros(3).add_(t),
 }
 ALL: list[tuple[dict[str, Action], type[GraphBreakError]]] = [

@@ -66,6 +66,10 @@ class PJRTBackend:
         self._device = torch_xla.device()
         self._initialized = True
 
+    def runtime_started(self) -> bool:
+        """Whether the runtime runs: from then on SPMD cannot be switched on any more."""
+        return bool(_C._xla_get_spmd_config_is_locked())
+
     def device(self) -> torch.device:
         """The device a training process computes on (the virtual device under SPMD)."""
         self.initialize()
@@ -79,6 +83,20 @@ class PJRTBackend:
     def device_count(self) -> int:
         """Devices of all processes together."""
         return int(xr.global_runtime_device_count())
+
+    def is_spmd(self) -> bool:
+        """Whether all devices of the process are driven as one."""
+        return bool(xr.is_spmd())
+
+    def memory_info(self) -> dict[str, float]:
+        """Bytes of the device's memory by name; empty where the device does not tell (the CPU does not)."""
+        try:
+            info = xm.get_memory_info(str(self.device()))
+        except RuntimeError as error:
+            if "UNIMPLEMENTED" not in str(error):
+                raise
+            return {}
+        return {name: float(value) for name, value in info.items()}
 
     def world_size(self) -> int:
         """Training replicas, each with a process (or thread) of its own; 1 under SPMD."""

@@ -1,0 +1,33 @@
+"""The model under `xla_mode="eager+dynamo"`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torchmetrics import Metric
+
+
+@contextmanager
+def compiled_children(module: LightningModule, backend: str) -> Iterator[None]:
+    """Compiles the module's children with `torch.compile` until the exit.
+
+    The LightningModule itself stays Python: `self.log` and the hooks are no part of a dynamo graph.
+    """
+    children: list[Any] = [child for child in module.children() if not isinstance(child, Metric)]
+    if not children:
+        warnings.warn(
+            f"xla_mode='eager+dynamo': {type(module).__name__} has no submodules, so nothing of it is compiled; put "
+            "the network into an attribute, or use xla_mode='eager+compile'",
+            stacklevel=2,
+        )
+    for child in children:
+        child.compile(backend=backend)
+    try:
+        yield
+    finally:
+        for child in children:
+            child._compiled_call_impl = None

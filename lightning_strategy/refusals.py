@@ -1,0 +1,147 @@
+"""What Lightning offers and XLA cannot do, refused with the alternative."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_strategy.connector import ConnectorFlags
+from xla_adapters import XLAConfig, get_backend
+from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
+
+_GPU_NAMES = ("gpu", "cuda")
+_ONE_DEVICE: tuple[Any, ...] = ("auto", 1, "1", -1, "-1", [0], (0,), "0,")
+
+
+def check_flags(flags: ConnectorFlags, strategy: str) -> None:
+    """Raises on arguments of the Trainer or Fabric that contradict the strategy.
+
+    Raises:
+        UnsupportedOptionError: with the argument and what to give instead.
+    """
+    hardware = get_backend().hardware()
+    accelerator = flags.accelerator
+    if isinstance(accelerator, str) and accelerator not in ("auto", hardware.lower()):
+        is_same = (accelerator in _GPU_NAMES and hardware in ("CUDA", "GPU")) or accelerator == "xla"
+        if not is_same:
+            raise UnsupportedOptionError(
+                f"accelerator={accelerator!r} and {strategy}: this strategy drives the PJRT device of the process, "
+                f"which is {hardware} (PJRT_DEVICE). Leave accelerator out, or give another strategy"
+            )
+    check_devices(flags.devices, strategy)
+    if flags.num_nodes != 1:
+        raise UnsupportedOptionError(
+            f"num_nodes={flags.num_nodes} and {strategy}: this version trains in one process on one node"
+        )
+
+
+def check_devices(devices: Any, strategy: str) -> None:
+    """Raises if more than one device is asked for.
+
+    Raises:
+        UnsupportedOptionError: with the alternative.
+    """
+    if devices not in _ONE_DEVICE:
+        raise UnsupportedOptionError(
+            f"devices={devices!r} and {strategy}: without sharding one process trains on one device; leave devices "
+            "out. (On XLA several devices are driven by sharding, which this version does not do yet)"
+        )
+
+
+def check_runtime(strategy: str, *, auto_sharding: bool) -> None:
+    """Raises if the runtime is in a state the strategy cannot work in.
+
+    Raises:
+        RuntimeOrderError: sharding is wanted and the runtime was started without SPMD, or the reverse.
+        UnsupportedOptionError: sharding is wanted (not in this version), or the process is one of several.
+    """
+    backend = get_backend()
+    if auto_sharding:
+        if backend.runtime_started() and not backend.is_spmd():
+            raise RuntimeOrderError(
+                f"{strategy}(auto_sharding=True) was created after the XLA runtime had started without SPMD (a tensor, "
+                "a model or another strategy used the device already), and SPMD cannot be switched on any more. Create "
+                "this strategy first, before anything is moved to the XLA device"
+            )
+        raise UnsupportedOptionError(
+            f"{strategy}(auto_sharding=True): this version trains on one device per process and does not shard; leave "
+            "it off"
+        )
+    backend.initialize()
+    if backend.is_spmd():
+        raise RuntimeOrderError(
+            f"{strategy}() was created in a process that runs the XLA devices under SPMD, and it does not shard: each "
+            "of the devices would compute the same. Use it in a process of its own, without xr.use_spmd() or "
+            "xla_adapters.initialize(spmd=True)"
+        )
+    if backend.world_size() > 1:
+        raise UnsupportedOptionError(
+            f"{strategy}: {backend.world_size()} processes were launched, and this version trains in one"
+        )
+
+
+def check_nesting(active: Sequence[XLAConfig], config: XLAConfig) -> None:
+    """Raises if a run begins inside another one with other settings (a fit from a callback of a fit, say).
+
+    Raises:
+        ConfigError: with the options that differ.
+    """
+    for outer in active:
+        differing = [
+            f"{field.name}={getattr(outer, field.name)!r} there and {getattr(config, field.name)!r} here"
+            for field in fields(config)
+            if getattr(outer, field.name) != getattr(config, field.name)
+        ]
+        if differing:
+            raise ConfigError(
+                "a run begins while another one in this process is under way with other settings: "
+                f"{'; '.join(differing)}. The mode belongs to the whole process: give both strategies the same "
+                "settings, or start the second run when the first has ended"
+            )
+
+
+def check_trainer(trainer: Trainer, module: LightningModule, config: XLAConfig) -> None:
+    """Raises on what the Trainer and the module want and a compiled step cannot do.
+
+    Raises:
+        UnsupportedOptionError: with the alternative.
+    """
+    if trainer._detect_anomaly and config.compiles_step:
+        raise UnsupportedOptionError(
+            "detect_anomaly=True: it reads every gradient on the host, and inside a compiled step there are none yet. "
+            "Use xla_mode='eager' to look for the anomaly, or EarlyStopping(check_finite=True) to stop at it"
+        )
+    if module.automatic_optimization:
+        return
+    if config.accumulation == "unrolled":
+        raise UnsupportedOptionError(
+            "accumulation='unrolled' with manual optimization: your training_step decides when the optimizer steps; "
+            "leave the option out"
+        )
+    if config.free_grads is True:
+        raise UnsupportedOptionError(
+            "free_grads=True with manual optimization: gradients belong to your training_step; call "
+            "optimizer.zero_grad() at its end instead"
+        )
+
+
+@contextmanager
+def explaining_fused() -> Iterator[None]:
+    """Says what to do about a fused optimizer, which torch refuses for XLA parameters.
+
+    Raises:
+        UnsupportedOptionError: the body asked for one.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "fused=True" not in str(error):
+            raise
+        raise UnsupportedOptionError(
+            "configure_optimizers asks for fused=True: torch has no fused optimizer kernel for XLA. Leave it out: "
+            "inside the compiled step XLA fuses the update by itself"
+        ) from error

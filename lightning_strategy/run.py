@@ -1,0 +1,194 @@
+"""`Run`: one fit, validation, test or prediction of a Trainer on XLA, from its setup to its teardown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_strategy.dynamo import compiled_children
+from lightning_strategy.grads import nobody_sees_grads
+from lightning_strategy.logged_metrics import MetricReader, reading_logged_metrics
+from lightning_strategy.metric_states import MetricStates
+from lightning_strategy.refusals import check_nesting, check_trainer
+from lightning_strategy.step_driver import StepDriver
+from lightning_strategy.step_edges import StepEdges, standing_first
+from lightning_strategy.torchmetrics_in_steps import metrics_without_reads
+from xla_adapters import XLAConfig, get_backend
+from xla_adapters.errors import BreakKind
+from xla_adapters.modes import eager
+from xla_adapters.rollback import release_retired
+from xla_adapters.step_scope import current_scope
+
+_active: list[Run] = []
+
+
+class Run:
+    """Holds what lasts as long as the run: the eager mode, the patches, and the steps.
+
+    Args:
+        trainer: runs the loops.
+        config: the options.
+    """
+
+    def __init__(self, trainer: Trainer, config: XLAConfig) -> None:
+        self.config = config
+        self._trainer = trainer
+        self._backend = get_backend()
+        self._lasting = ExitStack()
+        self._states: MetricStates | None = None
+        self._frees_grads = False
+        self._goes_on = False
+        self.steps = StepDriver(config, base_seed(), before_step=self._before_step, after_discard=self._after_discard)
+        self._reader = MetricReader(lambda: self.steps.is_open)
+
+    @property
+    def _module(self) -> LightningModule:
+        module = self._trainer.lightning_module
+        assert module is not None
+        return module
+
+    # ---- beginning and end ---------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Switches to the run's mode.
+
+        Raises:
+            ConfigError: another run in this process is under way with other settings.
+        """
+        check_nesting([run.config for run in _active], self.config)
+        _active.append(self)
+        self._lasting.callback(_active.remove, self)
+        self._lasting.callback(release_retired)
+        self._lasting.enter_context(eager(self.config.eager_by_default))
+        self._lasting.enter_context(reading_logged_metrics(self._reader))
+        self._lasting.enter_context(metrics_without_reads())
+        self._lasting.enter_context(standing_first(self._trainer, StepEdges(self.steps, self._leaves_open)))
+
+    def check(self) -> None:
+        """Raises on what the module and the Trainer want and a compiled step cannot do."""
+        check_trainer(self._trainer, self._module, self.config)
+
+    def model_is_ready(self, random_state: dict[str, Any] | None) -> None:
+        """The model is on the device and the optimizers are there.
+
+        Args:
+            random_state: of the checkpoint the run resumes from.
+        """
+        self._states = MetricStates(self._trainer, self._module)
+        self._frees_grads = self._decide_free_grads()
+        if self.config.xla_mode == "eager+dynamo":
+            self._lasting.enter_context(compiled_children(self._module, self._backend.dynamo_backend))
+        if random_state is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            self.steps.seed = int(random_state["seed"])
+            self._backend.set_seed(int(random_state["device"]))
+
+    def _decide_free_grads(self) -> bool:
+        if not self.config.compiles_step or not self._module.automatic_optimization:
+            return False
+        if self.config.free_grads == "auto":
+            return nobody_sees_grads(self._trainer, self._module)
+        return bool(self.config.free_grads)
+
+    def random_state(self) -> dict[str, Any]:
+        """What a checkpoint must hold for the random numbers to go on as without it."""
+        return {"seed": self.steps.seed, "device": self._backend.seed()}
+
+    def before_teardown(self) -> None:
+        """Nothing of a step is left; what the progress bar showed last becomes numbers."""
+        self.steps.abort()
+        connector = self._trainer._logger_connector
+        connector._progress_bar_metrics = self._reader.scalars(connector._progress_bar_metrics)
+
+    def end(self) -> None:
+        """Undoes what `begin` did."""
+        self._lasting.close()
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    def before_upload(self) -> None:
+        """A batch is about to be moved to the device."""
+        loop = self._trainer.fit_loop
+        self.steps.before_upload(loop.total_batch_idx + 1 if self._trainer.training else -1)
+
+    def begin_batch(self, batch: Any, batch_idx: int) -> None:
+        """A training batch is about to be computed."""
+        self._goes_on = False
+        loop = self._trainer.fit_loop
+        phase, facts = "manual optimization", {}
+        if self._module.automatic_optimization:
+            first = batch_idx % self._trainer.accumulate_grad_batches == 0
+            micro_batch = loop._should_accumulate() and self.config.accumulation == "per_micro_batch"
+            phase = "accumulate" if micro_batch else "update"
+            facts = {"gradients": "absent" if first else "present"}
+        self.steps.begin_batch(
+            batch, index=loop.total_batch_idx, phase=phase, facts=facts, where=self._where(batch_idx)
+        )
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Around clipping and update (and, but under dynamo, what the closure computes before)."""
+        where = self._where(self._trainer.fit_loop.batch_idx)
+        if self.config.xla_mode == "eager+dynamo":
+            with self.steps.dynamo_update(where):
+                yield
+            return
+        is_own_step = self.steps.begin_update(where)
+        with self.steps.discarding():
+            yield
+            if self._frees_grads:
+                self._module.zero_grad(set_to_none=True)
+            if is_own_step or self._module.automatic_optimization:
+                self.steps.end_batch()
+
+    def _leaves_open(self) -> bool:
+        """Whether the batch that ends is one of several in an unrolled accumulation, and not the last."""
+        unrolled = self.config.accumulation == "unrolled" and self.steps.train.is_open
+        self._goes_on = unrolled and self._module.automatic_optimization and self._trainer.fit_loop._should_accumulate()
+        return self._goes_on
+
+    @contextmanager
+    def evaluation_step(self, name: str, args: tuple[Any, ...]) -> Iterator[None]:
+        """Around one batch of evaluation or prediction."""
+        takes_batch = len(args) > 1 and isinstance(args[1], int)
+        where = f"batch {args[1]}" if takes_batch else ""
+        with self.steps.evaluation_step(name, args[0] if takes_batch else None, where):
+            yield
+
+    def _where(self, batch_idx: int) -> str:
+        return f"batch {batch_idx} of epoch {self._trainer.current_epoch}"
+
+    def _before_step(self) -> None:
+        self._reader.forget()
+        if self._states is not None:
+            self._states.keep()
+
+    def _after_discard(self) -> None:
+        if self._states is not None:
+            self._states.put_back()
+
+    # ---- checkpoints ---------------------------------------------------------------------------
+
+    def before_save(self, path: Any) -> None:
+        """A checkpoint is about to be written.
+
+        Raises:
+            CheckpointSaveError: inside a step.
+        """
+        if self._goes_on:
+            # Between the micro batches of one unrolled step: what there is of it is executed.
+            self.steps.end_batch()
+        scope = current_scope()
+        if scope is not None:
+            scope.meet_break(BreakKind.CHECKPOINT_SAVE, f"the checkpoint {os.fspath(path)}")
+
+
+def base_seed() -> int:
+    """The seed of `seed_everything`, or torch's."""
+    given = os.environ.get("PL_GLOBAL_SEED")
+    return int(given) if given is not None else torch.initial_seed()

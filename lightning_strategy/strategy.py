@@ -1,0 +1,319 @@
+"""`XLAEagerStrategy`: Lightning's Trainer on any PJRT device, each step one compiled graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io import CheckpointIO
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning.pytorch.utilities import find_shared_parameters, set_shared_parameters
+
+from lightning_strategy.accelerator import XLAEagerAccelerator
+from lightning_strategy.checkpoints import RANDOM_STATE, XLAEagerCheckpointIO, on_host
+from lightning_strategy.connector import flags_under_construction
+from lightning_strategy.precision import XLAPrecisionFlag, check_plugin, choose_precision, precision_plugin
+from lightning_strategy.refusals import check_flags, check_runtime, explaining_fused
+from lightning_strategy.run import Run
+from xla_adapters import XLAConfig, get_backend
+from xla_adapters.compiling import as_if_compiling
+from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, XLAMode
+from xla_adapters.optimizers import eager_reason
+from xla_adapters.transfers import uploading
+
+
+class XLAEagerStrategy(SingleDeviceXLAStrategy):
+    """Trains a LightningModule on the PJRT device of the process.
+
+    Everything runs eagerly; training, validation, test and predict steps are one compiled graph each,
+    executed once per batch. A tensor read, a save or a sync inside a step raises, with the line. A step
+    that fails, or is interrupted, leaves everything as it was before it.
+
+        L.Trainer(strategy=XLAEagerStrategy()).fit(module, data)
+        L.Trainer(strategy="xla_eager", precision="bf16-mixed").fit(module, data)
+
+    Args:
+        config: the XLA options as a whole, or singly:
+        xla_mode, on_graph_break, compile_eval, max_graphs, free_grads, accumulation: see `XLAConfig`.
+        precision: `"32-true"`, `"bf16-true"` or `"bf16-mixed"`; the Trainer's `precision=` does the same.
+        auto_sharding: shard over all devices (not in this version).
+        checkpoint_io: writes and reads checkpoints, which it gets with all tensors on the host.
+
+    Raises:
+        ConfigError: an option is not valid, or given twice.
+        UnsupportedOptionError: an option cannot work on XLA.
+        RuntimeOrderError: the runtime was started in another way before.
+    """
+
+    strategy_name = "xla_eager"
+
+    def __init__(
+        self,
+        config: XLAConfig | None = None,
+        *,
+        xla_mode: XLAMode | None = None,
+        on_graph_break: OnGraphBreak | None = None,
+        compile_eval: bool | None = None,
+        max_graphs: int | None = None,
+        free_grads: FreeGrads | None = None,
+        accumulation: Accumulation | None = None,
+        precision: XLAPrecisionFlag | None = None,
+        auto_sharding: bool = False,
+        checkpoint_io: CheckpointIO | None = None,
+    ) -> None:
+        self.xla_config = XLAConfig.resolve(
+            config,
+            {
+                "xla_mode": xla_mode,
+                "on_graph_break": on_graph_break,
+                "compile_eval": compile_eval,
+                "max_graphs": max_graphs,
+                "free_grads": free_grads,
+                "accumulation": accumulation,
+            },
+        )
+        flags = flags_under_construction()
+        own_precision = choose_precision(precision, flags)
+        check_runtime(type(self).__name__, auto_sharding=auto_sharding)
+        self._backend = get_backend()
+        self._precision_given = own_precision if precision is not None or flags is not None else None
+        self._own_accelerator = XLAEagerAccelerator()
+        self._own_plugin: Precision | None = None
+        self._run: Run | None = None
+        self._random_state: dict[str, Any] | None = None
+        SingleDeviceStrategy.__init__(self, device=self._backend.device(), checkpoint_io=checkpoint_io)
+        if flags is not None:
+            # Chosen by name: the Trainer is being constructed around us, and will not ask again.
+            check_flags(flags, type(self).__name__)
+            if flags.connector._precision_plugin_flag is None:
+                flags.connector._precision_plugin_flag = self.precision_plugin
+
+    # ---- what the Trainer asks for when it is constructed --------------------------------------
+
+    @property
+    def _accelerator(self) -> Any:
+        flags = flags_under_construction()
+        if flags is not None:
+            check_flags(flags, type(self).__name__)
+            if flags.accelerator != "auto":
+                # Given explicitly, and the same device; Lightning wants only one of us to name it.
+                return None
+        return self._own_accelerator
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Any) -> None:
+        """Lightning sets what it chose for the flag `"auto"`; the device is ours all the same."""
+
+    @property
+    def _precision_plugin(self) -> Precision | None:
+        flags = flags_under_construction()
+        if flags is not None and self._own_plugin is None:
+            return precision_plugin(choose_precision(self._precision_given, flags), self._backend.device().type)
+        return self._own_plugin
+
+    @_precision_plugin.setter
+    def _precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None:
+            check_plugin(plugin, self._backend.device().type)
+        self._own_plugin = plugin
+
+    @property  # type: ignore[override]
+    def precision_plugin(self) -> Precision:
+        """One of Lightning's own plugins, for the precision in effect."""
+        if self._own_plugin is None:
+            return precision_plugin(self._precision_given or "32-true", self._backend.device().type)
+        return self._own_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        self._precision_plugin = plugin
+
+    @property  # type: ignore[override]
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's, or `XLAEagerCheckpointIO`."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = XLAEagerCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Under the name `"xla_eager"`."""
+        strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
+
+    # ---- a run ---------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        """The fit, validation, test or prediction under way."""
+        if self._run is None:
+            raise RuntimeError(f"{type(self).__name__}: no run is under way; the Trainer starts one")
+        return self._run
+
+    def setup_environment(self) -> None:
+        """Begins a run: eager mode and patches, until `teardown`."""
+        super().setup_environment()
+        if self._run is None:
+            assert self.lightning_module is not None
+            self._run = Run(self.lightning_module.trainer, self.xla_config)
+            self._run.begin()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Moves the model to the device, and creates optimizers."""
+        self.run.check()
+        # Not the parent's: it sets and later deletes PT_XLA_DEBUG.
+        Strategy.setup(self, trainer)
+        self.run.model_is_ready(self._random_state)
+        self._random_state = None
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """As `Strategy.setup_optimizers`."""
+        with explaining_fused():
+            super().setup_optimizers(trainer)
+
+    def model_to_device(self) -> None:
+        """Moves the model; tied weights stay tied."""
+        assert self.model is not None
+        with _keeping_ties(self.model), uploading():
+            self.model.to(self.root_device)
+        self._backend.flush()
+
+    def teardown(self) -> None:
+        """Ends the run: nothing pending, the model on the host, flags and patches as before."""
+        with ExitStack() as stack:
+            if self._run is not None:
+                stack.callback(self._forget_run)
+                self._run.before_teardown()
+            model = self.lightning_module
+            with _keeping_ties(model):
+                SingleDeviceStrategy.teardown(self)
+
+    def _forget_run(self) -> None:
+        run, self._run = self._run, None
+        assert run is not None
+        run.end()
+
+    # ---- data ----------------------------------------------------------------------------------
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """As `Strategy.batch_to_device`; copies cost no execution, transforms on the device one per batch."""
+        if self._run is not None:
+            self._run.before_upload()
+        with uploading():
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    # ---- training ------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Opens the training step."""
+        self.run.begin_batch(batch, batch_idx)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Strategy.training_step`."""
+        with self.run.steps.computing():
+            return super().training_step(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `Strategy.backward`."""
+        with self.run.steps.computing():
+            return super().backward(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """As `Strategy.optimizer_step`; under automatic optimization the step ends behind the update."""
+        if self.xla_config.xla_mode == "eager+dynamo" and eager_reason(_innermost(optimizer)) is None:
+            # The model's graphs are dynamo's; only clipping and update are one of ours.
+            loss = closure()
+            closure = functools.partial(_given, loss)
+        with self.run.update(), as_if_compiling(False):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # ---- evaluation ----------------------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        """Counts the batches of this evaluation."""
+        self.run.steps.begin_evaluation()
+
+    def on_test_start(self) -> None:
+        """Counts the batches of this evaluation."""
+        self.run.steps.begin_evaluation()
+
+    def on_predict_start(self) -> None:
+        """Counts the batches of this prediction."""
+        self.run.steps.begin_evaluation()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Strategy.validation_step`: one graph under `compile_eval`."""
+        with self.run.evaluation_step("validation_step", args):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Strategy.test_step`: one graph under `compile_eval`."""
+        with self.run.evaluation_step("test_step", args):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Strategy.predict_step`: one graph under `compile_eval`."""
+        with self.run.evaluation_step("predict_step", args):
+            return super().predict_step(*args, **kwargs)
+
+    # ---- checkpoints ---------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Saves a copy on the host, with the state of the device's random numbers.
+
+        Raises:
+            CheckpointSaveError: called inside a step.
+        """
+        if self._run is not None:
+            self._run.before_save(filepath)
+            checkpoint = {**checkpoint, RANDOM_STATE: self._run.random_state()}
+        super().save_checkpoint(on_host(checkpoint), filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """As `Strategy.load_checkpoint`."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        self._random_state = checkpoint.get(RANDOM_STATE)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """As `Strategy.load_model_state_dict`; on the device it is one execution, not one per weight."""
+        with uploading():
+            super().load_model_state_dict(checkpoint, strict)
+        self._backend.flush()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """As `Strategy.load_optimizer_state_dict`."""
+        with uploading():
+            super().load_optimizer_state_dict(checkpoint)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leaves nothing behind of the step under way."""
+        if self._run is not None:
+            self._run.steps.abort()
+
+
+@contextmanager
+def _keeping_ties(model: torch.nn.Module | None) -> Iterator[None]:
+    """Moving a module to or from XLA makes a new parameter of each name; shared ones are shared again after it."""
+    shared = find_shared_parameters(model) if model is not None else []
+    yield
+    if model is not None:
+        set_shared_parameters(model, shared)
+
+
+def _innermost(optimizer: Any) -> torch.optim.Optimizer:
+    return getattr(optimizer, "optimizer", optimizer)  # type: ignore[no-any-return]
+
+
+def _given(value: Any) -> Any:
+    return value
