@@ -1,13 +1,325 @@
-"""Training: every row with its counts, and the losses of the plain CPU."""
+"""Automatic optimization: every row with its counts, and the losses of the plain CPU."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import transformers
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+
 from tests.isolation import isolated
-from tests.lightning_strategy.scenarios import Classifier, fit_both
+from tests.lightning_strategy.scenarios import (
+    CLASSES,
+    FEATURES,
+    Classifier,
+    Outcome,
+    assert_close,
+    fit_both,
+)
+from xla_adapters import XLAConfig
+
+
+def assert_steps(run: Outcome, batches: int, *, graphs: int = 1) -> None:
+    """So many batches, each executed once, of so many graphs."""
+    counters = run.counters
+    assert (counters.compiles, counters.executions) == (graphs, batches), (counters, run.compiles)
+    # Of logged values, when an epoch ends; nothing at a batch.
+    assert counters.eager_ops <= 6 * run.trainer.current_epoch, counters
+
+
+def assert_weights_close(ours: Outcome, plain: Outcome, tolerance: float = 2e-6) -> None:
+    for mine, theirs in zip(ours.module.parameters(), plain.module.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=0)
 
 
 @isolated
-def test_automatic_optimization() -> None:
-    ours, _ = fit_both(Classifier)
+def test_automatic_optimization_is_one_graph() -> None:
+    ours, plain = fit_both(Classifier)
+    assert_steps(ours, 12)
+    assert ours.compiles == []
+    assert_weights_close(ours, plain, 1e-5)
+    # The same batches in the second epoch.
+    assert sum(ours.module.losses[6:]) < sum(ours.module.losses[:6])
+
+
+# Graphs: first of an accumulation (no gradients yet), later ones (there are some), and the update.
+@isolated
+@pytest.mark.parametrize(("every", "graphs"), [(2, 2), (4, 3), (8, 3)])
+def test_accumulation_is_a_graph_per_phase(every: int, graphs: int) -> None:
+    ours, plain = fit_both(Classifier, accumulate_grad_batches=every)
+    assert_steps(ours, 12, graphs=graphs)
+    assert ours.trainer.global_step == plain.trainer.global_step
+    assert_weights_close(ours, plain, 1e-5)
+
+
+@isolated
+def test_accumulation_scheduled_by_epoch() -> None:
+    ours, plain = fit_both(Classifier, callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 3})], max_epochs=3)
+    # Update alone; then first, later, and update after them.
+    assert_steps(ours, 18, graphs=4)
+    assert ours.trainer.global_step == plain.trainer.global_step == 6 + 2 + 2
+
+
+@isolated
+@pytest.mark.parametrize("every", [2, 4])
+def test_accumulation_unrolled_is_one_graph_per_update(every: int) -> None:
+    ours, plain = fit_both(Classifier, accumulate_grad_batches=every, config=XLAConfig(accumulation="unrolled"))
+    updates = plain.trainer.global_step
+    assert_steps(ours, updates, graphs=1 if every == 2 else 2)
+    assert_weights_close(ours, plain, 1e-5)
+
+
+@isolated
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_is_part_of_the_graph(algorithm: str) -> None:
+    options = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": algorithm}
+
+    def make() -> Classifier:
+        return Classifier(optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+
+    ours, plain = fit_both(make, **options)
+    assert_steps(ours, 12)
+    assert_weights_close(ours, plain)
+    unclipped, _ = fit_both(make)
+    assert abs(unclipped.module.losses[-1] - ours.module.losses[-1]) > 1e-3
+
+
+class ClipsItself(Classifier):
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        for parameter in self.parameters():
+            parameter.grad = parameter.grad * 0.5
+
+
+@isolated
+def test_configure_gradient_clipping_of_the_user() -> None:
+    ours, _ = fit_both(ClipsItself)
+    assert_steps(ours, 12)
+
+
+class WarmsUp(Classifier):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        scale = min(1.0, self.trainer.global_step / 4)
+        for group in optimizer.param_groups:
+            # From exactly 0 to exactly 1, which torch_xla would make constants of the graph.
+            group["lr"] = scale
+        optimizer.step(closure=optimizer_closure)
+        self.seen = [*getattr(self, "seen", []), optimizer.param_groups[0]["lr"]]
+
+
+@isolated
+def test_optimizer_step_of_the_user_warms_the_learning_rate_up() -> None:
+    ours, plain = fit_both(lambda: WarmsUp(optimizer=lambda p: torch.optim.SGD(p, lr=0.1)))
+    assert_steps(ours, 12)
+    assert ours.module.seen == plain.module.seen == [0.0, 0.25, 0.5, 0.75] + [1.0] * 8
+
+
+class StepsEverySecond(Classifier):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+@isolated
+def test_optimizer_step_of_the_user_that_only_calls_the_closure() -> None:
+    ours, plain = fit_both(StepsEverySecond)
+    assert_steps(ours, 12, graphs=2)
+    assert_weights_close(ours, plain, 1e-5)
+
+
+class SkipsSome(Classifier):
+    """Returns None for some batches, decided by Python."""
+
+    skipped: tuple[int, ...] = (1, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx in self.skipped else super().training_step(batch, batch_idx)
+
+
+@isolated
+def test_training_step_returns_none_sometimes() -> None:
+    ours, plain = fit_both(SkipsSome)
+    # A step without a loss computes nothing.
+    assert (ours.counters.compiles, ours.counters.executions) == (1, 8), ours.counters
+    assert len(ours.module.losses) == 8
+    assert_weights_close(ours, plain, 1e-5)
+
+
+@isolated
+@pytest.mark.parametrize(
+    ("accumulation", "skipped", "counts"),
+    [
+        ("per_micro_batch", (0, 3), (2, 8)),
+        # First, later, update after them, and the update of an older gradient alone.
+        ("per_micro_batch", (1, 2), (4, 10)),
+        ("unrolled", (0, 3), (1, 4)),
+        ("unrolled", (1, 2), (2, 4)),
+    ],
+)
+def test_training_step_returns_none_in_an_accumulation(
+    accumulation: Any, skipped: tuple[int, ...], counts: tuple[int, int]
+) -> None:
+    def make() -> SkipsSome:
+        module = SkipsSome()
+        module.skipped = skipped
+        return module
+
+    ours, plain = fit_both(make, accumulate_grad_batches=3, config=XLAConfig(accumulation=accumulation))
+    assert len(ours.module.losses) == 8
+    assert_weights_close(ours, plain, 1e-5)
+    assert (ours.counters.compiles, ours.counters.executions) == counts, ours.compiles
+
+
+class ReturnsDict(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "batch": batch_idx, "predicted": self.net(batch[0]).argmax(-1), "nested": {"n": [loss]}}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        assert outputs["batch"] == batch_idx
+        self.kept.append(outputs["predicted"].float().mean())
+
+
+@isolated
+def test_training_step_returns_a_dict() -> None:
+    ours, _ = fit_both(ReturnsDict)
     assert ours.counters.compiles == 1
-    assert ours.counters.executions == 12  # batches
+    assert ours.counters.executions == 12
+    assert len(ours.module.losses) == 24
+
+
+class LogsGradients(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self.net, norm_type=2))
+
+
+@isolated
+def test_gradient_norms_are_logged_from_inside_the_step() -> None:
+    ours, plain = fit_both(LogsGradients)
+    assert_steps(ours, 12)
+    mine, theirs = (
+        {name: float(value) for name, value in run.trainer.callback_metrics.items() if "grad" in name}
+        for run in (ours, plain)
+    )
+    assert mine.keys() == theirs.keys()
+    assert_close(list(mine.values()), list(theirs.values()), 1e-5)
+    assert mine["grad_2.0_norm_total"] > 0.01
+
+
+class SeesGradients(Classifier):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.kept.append(self.net[-1].weight.grad.abs().sum())
+
+
+@isolated
+def test_gradients_stay_for_a_user_who_looks_at_them_behind_the_update() -> None:
+    ours, _ = fit_both(SeesGradients)
+    assert ours.counters.compiles == 1
+    assert ours.counters.executions == 12
+
+
+class KeepsLossesInStep(Classifier):
+    """Has no hook behind the update."""
+
+    on_train_batch_end = LightningModule.on_train_batch_end  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.kept.append(loss.detach())
+        return loss
+
+
+@isolated
+@pytest.mark.parametrize(("free_grads", "left"), [("auto", False), (True, False), (False, True)])
+def test_gradients_are_freed_where_nobody_sees_them(free_grads: Any, left: bool) -> None:
+    ours, _ = fit_both(KeepsLossesInStep, config=XLAConfig(free_grads=free_grads))
+    assert_steps(ours, 12)
+    grads = [parameter.grad is not None for parameter in ours.module.parameters()]
+    assert set(grads) == {left}
+
+
+@isolated
+def test_gradients_are_freed_behind_the_update_and_not_within_an_accumulation() -> None:
+    ours, plain = fit_both(KeepsLossesInStep, config=XLAConfig(free_grads=True), accumulate_grad_batches=2)
+    assert_steps(ours, 12, graphs=2)
+    assert_weights_close(ours, plain, 1e-5)
+
+
+class Tied(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(CLASSES, 16)
+        self.head = nn.Linear(16, CLASSES, bias=False)
+        self.head.weight = self.embed.weight
+        self.body = nn.Linear(FEATURES, 16)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        inputs, classes = batch
+        hidden = torch.tanh(self.body(inputs) + self.embed(classes.flip(0)))
+        return nn.functional.cross_entropy(self.head(hidden), classes) + super().loss(batch)
+
+
+@isolated
+def test_tied_weights_stay_tied() -> None:
+    ours, plain = fit_both(Tied)
+    assert_steps(ours, 12)
+    assert ours.module.head.weight is ours.module.embed.weight
+    assert_weights_close(ours, plain, 1e-5)
+
+
+class LanguageModel(L.LightningModule):
+    """A GPT-2 of HuggingFace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.GPT2Config(
+            vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+        self.model = transformers.GPT2LMHeadModel(config)
+        self.kept: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.model(**batch).loss
+        self.kept.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.model(**batch).loss)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    @property
+    def losses(self) -> list[float]:
+        return [float(loss) for loss in self.kept]
+
+
+def token_loader() -> Any:
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for index in range(16):
+        tokens = torch.randint(0, 32, (12,), generator=generator)
+        mask = (torch.arange(12) < 12 - index % 4).long()
+        rows.append({"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)})
+    return torch.utils.data.DataLoader(rows, batch_size=4)
+
+
+@isolated
+def test_language_model_of_huggingface_with_an_attention_mask() -> None:
+    ours, plain = fit_both(LanguageModel, data=token_loader, validation=token_loader)
+    # One graph of training, one of validation.
+    assert_steps(ours, 8 + 8, graphs=2)
+    assert ours.module.model.lm_head.weight is ours.module.model.transformer.wte.weight
+    mine, theirs = (float(run.trainer.callback_metrics["val_loss"]) for run in (ours, plain))
+    assert abs(mine - theirs) < 2e-6
