@@ -6,6 +6,8 @@ copies from the device to the host, and operations executed one by one:
   in all       the whole of `train()`;
   per step     from the begin of the first step to the log of the last one, divided by the steps;
   in the step  from `on_step_begin` to `on_step_end`, the step with most of each: logging is outside.
+
+With `--lightning`, Lightning's Trainer instead: see `benchmarks.lightning_counts`.
 """
 
 from __future__ import annotations
@@ -117,7 +119,15 @@ def main(command: list[str] | None = None) -> int:
     parser.add_argument("--models", default=MODELS, metavar="NAMES", help="comma-separated parts of names in the zoo")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--timeout", type=float, default=300, help="seconds per run")
+    parser.add_argument("--lightning", action="store_true", help="Lightning's Trainer instead, on a small classifier")
     options = parser.parse_args(command)
+    if options.lightning:
+        # Lightning is not among what the comparison of transformers' Trainer needs.
+        from benchmarks import lightning_counts
+
+        if options.steps < lightning_counts.LEAST_STEPS:
+            parser.error(f"--lightning takes at least {lightning_counts.LEAST_STEPS} steps")
+        return lightning_counts.report_on(options)
     chosen = zoo.named(options.models)
     for architecture in chosen:
         architecture.load_classes()

@@ -7,6 +7,9 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torchmetrics import Metric
 
+# Where Lightning gathers values for the progress bar, loggers and callbacks.
+_SHOWN = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics")
+
 
 class MetricStates:
     """Keeps the attributes that `self.log` and metrics bind anew at each update.
@@ -25,10 +28,12 @@ class MetricStates:
         self._results: Any = None
         self._logged: dict[str, Any] = {}
         self._kept: list[tuple[Any, dict[str, Any], dict[str, list[Any]]]] = []
+        self._shown: list[dict[str, Any]] = []
 
     def keep(self) -> None:
         """Remembers how things stand."""
         self._results = self._trainer._results
+        self._shown = [dict(getattr(self._trainer._logger_connector, name)) for name in _SHOWN]
         self._logged = dict(self._results) if self._results is not None else {}
         self._kept = [
             (metric, dict(vars(metric)), {name: list(value) for name, value in _lists(metric)})
@@ -37,6 +42,8 @@ class MetricStates:
 
     def put_back(self) -> None:
         """Makes things stand as when `keep` was called last."""
+        for name, values in zip(_SHOWN, self._shown, strict=True):
+            setattr(self._trainer._logger_connector, name, values)
         if self._results is not None:
             self._results.clear()
             self._results.update(self._logged)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
+from lightning.fabric import plugins as fabric_plugins
 from lightning.fabric.connector import _convert_precision_to_unified_args
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 
@@ -70,13 +71,22 @@ def precision_plugin(precision: str, device_type: str) -> Precision:
     return Precision()
 
 
+def fabric_precision(precision: str, device_type: str) -> fabric_plugins.Precision:
+    """As `precision_plugin`, of Fabric's own."""
+    if precision == "bf16-true":
+        return fabric_plugins.HalfPrecision("bf16-true")
+    if precision == "bf16-mixed":
+        return fabric_plugins.MixedPrecision("bf16-mixed", device_type)
+    return fabric_plugins.Precision()
+
+
 def check_plugin(plugin: Any, device_type: str) -> None:
     """Raises if a plugin handed in by the user cannot be part of a compiled step.
 
     Raises:
         UnsupportedOptionError: with the alternative.
     """
-    if type(plugin) is MixedPrecision and plugin.device != device_type:
+    if type(plugin) in (MixedPrecision, fabric_plugins.MixedPrecision) and plugin.device != device_type:
         raise UnsupportedOptionError(
             f"MixedPrecision(device={plugin.device!r}): autocast would be on for another device than the model's; use "
             "precision='bf16-mixed' instead of the plugin"

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_strategy.connector import ConnectorFlags
@@ -14,6 +15,9 @@ from xla_adapters import XLAConfig, get_backend
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 
 _GPU_NAMES = ("gpu", "cuda")
+_NO_FUSED_KERNEL = (
+    "torch has no fused optimizer kernel for XLA. Leave it out: inside the compiled step XLA fuses the update by itself"
+)
 _ONE_DEVICE: tuple[Any, ...] = ("auto", 1, "1", -1, "-1", [0], (0,), "0,")
 
 
@@ -129,6 +133,16 @@ def check_trainer(trainer: Trainer, module: LightningModule, config: XLAConfig) 
         )
 
 
+def check_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Raises on a fused optimizer, made while its parameters were still on the host.
+
+    Raises:
+        UnsupportedOptionError: it is one.
+    """
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise UnsupportedOptionError(f"{type(optimizer).__name__}(fused=True): {_NO_FUSED_KERNEL}")
+
+
 @contextmanager
 def explaining_fused() -> Iterator[None]:
     """Says what to do about a fused optimizer, which torch refuses for XLA parameters.
@@ -141,7 +155,4 @@ def explaining_fused() -> Iterator[None]:
     except RuntimeError as error:
         if "fused=True" not in str(error):
             raise
-        raise UnsupportedOptionError(
-            "configure_optimizers asks for fused=True: torch has no fused optimizer kernel for XLA. Leave it out: "
-            "inside the compiled step XLA fuses the update by itself"
-        ) from error
+        raise UnsupportedOptionError(f"configure_optimizers asks for fused=True: {_NO_FUSED_KERNEL}") from error

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_strategy.deferred_metrics import DeferredMetrics
 from lightning_strategy.dynamo import compiled_children
 from lightning_strategy.grads import nobody_sees_grads
 from lightning_strategy.logged_metrics import MetricReader, reading_logged_metrics
@@ -44,7 +45,14 @@ class Run:
         self._states: MetricStates | None = None
         self._frees_grads = False
         self._goes_on = False
-        self.steps = StepDriver(config, base_seed(), before_step=self._before_step, after_discard=self._after_discard)
+        self._deferred = DeferredMetrics()
+        self.steps = StepDriver(
+            config,
+            base_seed(),
+            before_step=self._before_step,
+            after_step=self._deferred.after_step,
+            after_discard=self._after_discard,
+        )
         self._reader = MetricReader(lambda: self.steps.is_open)
 
     @property
@@ -81,6 +89,7 @@ class Run:
             random_state: of the checkpoint the run resumes from.
         """
         self._states = MetricStates(self._trainer, self._module)
+        self._lasting.enter_context(self._deferred.of(self._module))
         self._frees_grads = self._decide_free_grads()
         if self.config.xla_mode == "eager+dynamo":
             self._lasting.enter_context(compiled_children(self._module, self._backend.dynamo_backend))
@@ -124,7 +133,7 @@ class Run:
         if self._module.automatic_optimization:
             first = batch_idx % self._trainer.accumulate_grad_batches == 0
             micro_batch = loop._should_accumulate() and self.config.accumulation == "per_micro_batch"
-            phase = "accumulate" if micro_batch else "update"
+            phase = ("accumulate, first" if first else "accumulate") if micro_batch else "update"
             facts = {"gradients": "absent" if first else "present"}
         self.steps.begin_batch(
             batch, index=loop.total_batch_idx, phase=phase, facts=facts, where=self._where(batch_idx)
@@ -169,6 +178,7 @@ class Run:
             self._states.keep()
 
     def _after_discard(self) -> None:
+        self._deferred.discard()
         if self._states is not None:
             self._states.put_back()
 

@@ -29,15 +29,23 @@ class StepDriver:
         config: the options.
         seed: the run's seed.
         before_step: called before each step: keeps what is to be put back if the step is discarded.
+        after_step: called when a step was executed.
         after_discard: called when a step was discarded.
     """
 
     def __init__(
-        self, config: XLAConfig, seed: int, *, before_step: Callable[[], None], after_discard: Callable[[], None]
+        self,
+        config: XLAConfig,
+        seed: int,
+        *,
+        before_step: Callable[[], None],
+        after_step: Callable[[], None],
+        after_discard: Callable[[], None],
     ) -> None:
         self.config = config
         self.seed = seed
         self._before_step = before_step
+        self._after_step = after_step
         self._after_discard = after_discard
         self._backend = get_backend()
         # Whether gradients are freed depends on the phase, so it is decided here and not in the scope.
@@ -100,6 +108,7 @@ class StepDriver:
         with self.discarding():
             yield
             self.update.close()
+        self._after_step()
 
     def end_batch(self) -> None:
         """The training batch is computed: the step ends, if it has not ended behind the update."""
@@ -109,6 +118,7 @@ class StepDriver:
             if program.is_open:
                 with self.discarding():
                     program.close()
+                self._after_step()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -147,6 +157,7 @@ class StepDriver:
         with self.computing():
             yield
             program.close()
+        self._after_step()
 
     # ---- leaving early -------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.plugins.io import CheckpointIO
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
@@ -140,6 +141,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         """The user's, or `XLAEagerCheckpointIO`."""
         if self._checkpoint_io is None:
             self._checkpoint_io = XLAEagerCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
+            self._checkpoint_io.checkpoint_io = XLAEagerCheckpointIO()
         return self._checkpoint_io
 
     @checkpoint_io.setter

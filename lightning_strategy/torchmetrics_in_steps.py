@@ -30,6 +30,7 @@ def metrics_without_reads() -> Iterator[None]:
     - validation of arguments checks shapes and types in a step, but not values;
     - a NaN in MeanMetric and its kin is left out by arithmetic (and not warned of);
     - states that are reset (between steps) do not share buffers with the defaults;
+    - values gathered in a list are not cloned at each step, each time one more;
     - MetricCollection does not compare states to form groups: XLA computes what is equal once.
     """
     with ExitStack() as stack:
@@ -37,6 +38,7 @@ def metrics_without_reads() -> Iterator[None]:
             stack.enter_context(replaced(owner, name, _validating_shapes(function)))
         stack.enter_context(replaced(BaseAggregator, "_cast_and_nan_check_input", _leaving_nan_out()))
         stack.enter_context(replaced(Metric, "reset", _resetting_to_own_buffers()))
+        stack.enter_context(replaced(Metric, "_copy_state_dict", _copying_without_clones()))
         stack.enter_context(replaced(_ResultMetric, "to", _moving_state_only()))
         stack.enter_context(replaced(MetricCollection, "_equal_metric_states", staticmethod(_never_equal_in_steps())))
         yield
@@ -123,6 +125,26 @@ def _resetting_to_own_buffers() -> Callable[[Any], None]:
                 setattr(self, name, backend.to_device(value))
 
     return reset
+
+
+def _copying_without_clones() -> Callable[[Any], dict[str, Any]]:
+    stock = Metric._copy_state_dict
+
+    @functools.wraps(stock)
+    def copied(self: Any) -> dict[str, Any]:
+        if not in_step():
+            return stock(self)
+        lists = {name: getattr(self, name) for name in self._defaults if isinstance(getattr(self, name), list)}
+        for name in lists:
+            setattr(self, name, [])
+        states: dict[str, Any] = stock(self)
+        for name, items in lists.items():
+            setattr(self, name, items)
+            # Nothing changes them in place.
+            states[name] = list(items)
+        return states
+
+    return copied
 
 
 def _moving_state_only() -> Callable[..., Any]:

@@ -76,3 +76,29 @@ LOWERINGS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
     torch.histc: _histc,
     torch.Tensor.histc: _histc,
 }
+
+_BATCH_NORM_ARGUMENTS: dict[Callable[..., Any], tuple[str, ...]] = {
+    torch.nn.functional.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum"),
+    torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum"),
+}
+
+
+def norm_with_torchs_variance(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a normalisation; the running variance of a batch norm is updated as on other devices.
+
+    torch keeps the unbiased variance of the batch (over n - 1), torch_xla 2.9 the biased one (over n): the
+    same training, but another result in evaluation, by n / (n - 1) = 8 / 7 for 8 values per channel.
+    """
+    names = _BATCH_NORM_ARGUMENTS.get(function)
+    given = {**dict(zip(names, args, strict=False)), **kwargs} if names is not None else {}
+    running: torch.Tensor | None = given.get("running_var")
+    if running is None or not given.get("training") or running.device.type != "xla":
+        return function(*args, **kwargs)
+    values = given["input"].numel() // given["input"].shape[1]
+    momentum: float = given.get("momentum", 0.1)
+    with torch.no_grad():
+        kept = running * (1.0 - momentum)
+    result = function(*args, **kwargs)
+    # `.data`: backward keeps the running variance, and checks that nobody wrote to it.
+    running.data.sub_(kept).mul_(values / (values - 1)).add_(kept)
+    return result

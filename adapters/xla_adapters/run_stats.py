@@ -25,12 +25,14 @@ class RunStats:
     before: Metrics | None = field(default=None, repr=False)
     after: Metrics | None = field(default=None, repr=False)
     _started: float = 0.0
+    _last: RunStats | None = field(default=None, repr=False)
 
     def start(self) -> None:
         """Begins, from zero."""
         self.steps = self.samples = self.tokens = 0
         self.before, self.after = get_backend().metrics(), None
         self._started = self.clock()
+        self._last = None
 
     def count_step(self) -> None:
         """Counts one optimizer step."""
@@ -45,6 +47,26 @@ class RunStats:
         """Ends; waits for the device."""
         self.after = get_backend().metrics()
         self.seconds = self.clock() - self._started
+
+    def lap(self) -> dict[str, float]:
+        """As `as_dict`, of what was counted since the last `lap()`, or since `start()`; waits for the device."""
+        now = RunStats(
+            steps=self.steps,
+            samples=self.samples,
+            tokens=self.tokens,
+            after=get_backend().metrics(),
+            seconds=self.clock() - self._started,
+        )
+        last, self._last = self._last or RunStats(after=self.before), now
+        part = RunStats(
+            steps=now.steps - last.steps,
+            samples=now.samples - last.samples,
+            tokens=now.tokens - last.tokens,
+            before=last.after,
+            after=now.after,
+            seconds=now.seconds - last.seconds,
+        )
+        return part.as_dict()
 
     def as_dict(self) -> dict[str, float]:
         """The totals by name: counts, seconds, and rates per second without the time spent compiling."""

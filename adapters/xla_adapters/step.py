@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
@@ -17,7 +18,6 @@ from xla_adapters.step_scope import StepScope
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Seed = StepSeed | Callable[[], StepSeed] | None
-_AnyScope = StepScope | EagerScope | LazyScope
 
 
 class Step:
@@ -28,9 +28,10 @@ class Step:
         self._config = config
         self._seed = seed
         self._hint = hint
-        self._entered: list[_AnyScope] = []
+        self._entered: list[AbstractContextManager[Any]] = []
 
-    def _scope(self) -> _AnyScope:
+    def scope(self) -> AbstractContextManager[Any]:
+        """What the next pass runs in. Adapters that number passes, or explain them, override it."""
         if self._config.xla_mode == "eager":
             return EagerScope()
         if self._config.xla_mode == "lazy":
@@ -40,7 +41,7 @@ class Step:
 
     @at_edge
     def __enter__(self) -> Step:
-        scope = self._scope()
+        scope = self.scope()
         scope.__enter__()
         self._entered.append(scope)
         return self

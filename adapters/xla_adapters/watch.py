@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from xla_adapters.lowerings import LOWERINGS
+from xla_adapters.lowerings import LOWERINGS, norm_with_torchs_variance
 from xla_adapters.rollback import StepJournal
 from xla_adapters.transfers import upload_scalar
 
@@ -119,6 +119,7 @@ class StepWatch(TorchFunctionMode):
             for value in (*args[1:], *kwargs.values()):
                 if isinstance(value, _Tensor) and not value.requires_grad:
                     self.journal.record(value, written_through=True)
+            return norm_with_torchs_variance(func, args, kwargs)
         else:
             if func is _Tensor.__setitem__ and _sets_number_by_mask(args):
                 # The same, without looking how many elements it is.

@@ -1,0 +1,341 @@
+"""What a Lightning step costs on the device: stock beside ours; `python -m benchmarks.step_counts --lightning`.
+
+Both fit the same small classifier on the same batches, every loss logged: Lightning's
+SingleDeviceXLAStrategy with only the check for a TPU lifted (stock) and XLAEagerStrategy (ours), each
+run in a process of its own, in turns. Counted are graphs compiled and executed, copies from the device
+to the host, and operations executed one by one:
+  compiles    in the whole of `fit`, setup and teardown included;
+  per step    from one training batch's begin to the next one's, or to the validation or the end of
+              the epoch that comes first: its logging and the next upload are inside. A step is a batch;
+  after exit  where `training_step` raises: from the begin of that batch until `fit` has raised;
+  difference  the largest between a logged loss and that of the plain CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.accelerators import XLAAccelerator
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import SingleDeviceXLAStrategy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks import report
+from benchmarks.children import run_in_child
+from benchmarks.snapshots import difference
+from lightning_strategy import XLAEagerStrategy
+from xla_adapters import count, get_backend, initialize
+from xla_adapters.backend import Metrics
+
+CPU, STOCK, OURS = "plain CPU", "SingleDeviceXLAStrategy", "XLAEagerStrategy"
+COUNTS = ("compiles", "executions", "transfers_to_host", "eager_ops")
+FEATURES, CLASSES, ROWS = 16, 4, 8
+FAILS_AT = 3
+LEAST_STEPS = FAILS_AT + 1
+TOLERANCE = 2e-6
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One way to train.
+
+    Attributes:
+        name: in the table.
+        graphs: that ours may compile.
+        options: of the Trainer, but for what all have.
+        validation_batches: per epoch; none of them is no validation.
+        fails: whether `training_step` raises at batch `FAILS_AT`.
+        even: whether the number of batches must be even.
+    """
+
+    name: str
+    graphs: int
+    options: dict[str, Any] = field(default_factory=dict)
+    validation_batches: tuple[int, ...] = ()
+    fails: bool = False
+    even: bool = False
+
+
+SCENARIOS = (
+    Scenario("logged every step", 1),
+    Scenario(
+        "validation every 3 steps, 2 then 4 batches",
+        2,
+        {"max_epochs": 2, "val_check_interval": 3, "reload_dataloaders_every_n_epochs": 1},
+        validation_batches=(2, 4),
+    ),
+    Scenario("accumulation of 2", 2, {"accumulate_grad_batches": 2}, even=True),
+    Scenario(f"exception in batch {FAILS_AT}", 1, fails=True),
+)
+
+
+class InTrainingStepError(Exception):
+    """Raised in the middle of a training step."""
+
+
+class LiftedAccelerator(XLAAccelerator):
+    """Lightning's, without its look for TPUs on the PCI bus."""
+
+    @staticmethod
+    def is_available() -> bool:  # type: ignore[override]
+        return True
+
+    @staticmethod
+    def auto_device_count() -> int:  # type: ignore[override]
+        return 1
+
+    @staticmethod
+    def parse_devices(devices: Any) -> int:
+        return 1
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [torch.device("xla", 0)]
+
+
+class Classifier(L.LightningModule):
+    """Two layers; logs every loss."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self._fails = fails
+        self.net = nn.Sequential(nn.Linear(FEATURES, 32), nn.ReLU(), nn.Linear(32, CLASSES))
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        inputs, classes = batch
+        return nn.functional.cross_entropy(self.net(inputs), classes)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self._loss(batch)
+        self.log("loss", loss)
+        if self._fails and batch_idx == FAILS_AT:
+            raise InTrainingStepError
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Data(L.LightningDataModule):
+    """The same rows in every run.
+
+    Args:
+        steps: batches of training per epoch.
+        validation_batches: see `Scenario`.
+    """
+
+    def __init__(self, steps: int, validation_batches: tuple[int, ...]) -> None:
+        super().__init__()
+        self._steps = steps
+        self._validation_batches = validation_batches
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return _batches(self._steps, seed=0)
+
+    def val_dataloader(self) -> Any:
+        if not self._validation_batches:
+            return []
+        assert self.trainer is not None
+        return _batches(self._validation_batches[self.trainer.current_epoch], seed=1)
+
+
+def _batches(number: int, seed: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(number * ROWS, FEATURES, generator=generator)
+    classes = torch.randint(0, CLASSES, (number * ROWS,), generator=generator)
+    return DataLoader(TensorDataset(inputs, classes), batch_size=ROWS)
+
+
+class Losses(Logger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[float] = []
+
+    @property
+    def name(self) -> str:
+        return "losses"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.values += [float(value) for name, value in metrics.items() if name.endswith("loss")]
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """There are none."""
+
+
+class Snapshots(L.Callback):
+    """Reads the counters at the edges of training steps. Reading them moves no data.
+
+    Attributes:
+        steps: one entry per finished step.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.begin: Metrics | None = None
+
+    def _end(self) -> None:
+        if self.begin is not None:
+            self.steps.append(difference(self.begin, get_backend().metrics()))
+            self.begin = None
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._end()
+        self.begin = get_backend().metrics()
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._end()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self._end()
+
+
+@dataclass
+class Run:
+    """One training: the counts, or why there are none."""
+
+    scenario: str
+    strategy: str
+    compiles: int | None = None
+    per_step: dict[str, float] = field(default_factory=dict)
+    most: dict[str, float] = field(default_factory=dict)
+    fewest: dict[str, float] = field(default_factory=dict)
+    after_exit: dict[str, float] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    difference: float | None = None
+    error: str | None = None
+
+
+def train(scenario: Scenario, strategy: str, steps: int) -> Run:
+    """Runs in a child."""
+    run, losses, snapshots = Run(scenario.name, strategy), Losses(), Snapshots()
+    L.seed_everything(0, verbose=False)
+    options: dict[str, Any] = {
+        "max_epochs": 1,
+        "log_every_n_steps": 1,
+        "logger": losses,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        **scenario.options,
+    }
+    fit = functools.partial(_fit, scenario, steps + steps % 2 if scenario.even else steps)
+    if strategy == CPU:
+        fit(L.Trainer(accelerator="cpu", **options))
+    else:
+        initialize()
+        chosen: dict[str, Any] = {"strategy": XLAEagerStrategy()}
+        if strategy == STOCK:
+            chosen = {"strategy": SingleDeviceXLAStrategy(device=0), "accelerator": LiftedAccelerator(), "devices": 1}
+        trainer = L.Trainer(callbacks=[snapshots], **chosen, **options)
+        with count() as counters:
+            fit(trainer)
+            if scenario.fails:
+                assert snapshots.begin is not None
+                run.after_exit = difference(snapshots.begin, get_backend().metrics())
+        run.compiles = counters.compiles
+        done = snapshots.steps
+        run.per_step = {name: sum(step[name] for step in done) / len(done) for name in COUNTS}
+        run.most = {name: max(step[name] for step in done) for name in COUNTS}
+        run.fewest = {name: min(step[name] for step in done) for name in COUNTS}
+    run.losses = losses.values
+    return run
+
+
+def _fit(scenario: Scenario, steps: int, trainer: L.Trainer) -> None:
+    try:
+        trainer.fit(Classifier(scenario.fails), datamodule=Data(steps, scenario.validation_batches))
+    except InTrainingStepError:
+        assert scenario.fails
+    else:
+        assert not scenario.fails
+
+
+def compare(run: Run, plain: Run) -> None:
+    """Sets the difference of the losses; there is none where one of the runs logged fewer."""
+    if run.losses and len(run.losses) == len(plain.losses):
+        run.difference = max(abs(one - other) for one, other in zip(run.losses, plain.losses, strict=True))
+
+
+def measure(steps: int, timeout: float, say: Callable[[str], None]) -> list[Run]:
+    """Every scenario under both strategies; a crash in a child is the row."""
+    runs = []
+    for scenario in SCENARIOS:
+        plain = None
+        for strategy in (CPU, STOCK, OURS):
+            outcome = run_in_child(functools.partial(train, scenario, strategy, steps), timeout=timeout)
+            run = outcome.value if outcome.ok else Run(scenario.name, strategy, error=outcome.short_error)
+            say(f"{scenario.name}, {strategy}: done")
+            if plain is None:
+                plain = run
+                continue
+            compare(run, plain)
+            runs.append(run)
+    return runs
+
+
+def table_of(runs: list[Run]) -> str:
+    """The runs for a person; errors stand below."""
+    headers = ["scenario", "strategy", "compiles", "exec per step", "to host", "eager"]
+    headers += ["exec after exit", "compiles after exit", "difference"]
+    rows = [
+        [
+            run.scenario,
+            run.strategy,
+            run.compiles,
+            *(run.per_step.get(name) for name in ("executions", "transfers_to_host", "eager_ops")),
+            run.after_exit.get("executions"),
+            run.after_exit.get("compiles"),
+            run.difference,
+        ]
+        for run in runs
+    ]
+    crashed = [f"  {run.scenario}, {run.strategy}: crashed: {run.error}" for run in runs if run.error]
+    return report.table(headers, rows) + ("\n" + "\n".join(crashed) if crashed else "")
+
+
+def add_targets(made: report.Report, runs: list[Run]) -> None:
+    """What ours must reach; a run that crashed misses all of it."""
+    scenarios = {scenario.name: scenario for scenario in SCENARIOS}
+    for run in runs:
+        if run.strategy != OURS:
+            continue
+        name, scenario = run.scenario, scenarios[run.scenario]
+        made.target(f"{name}: compiles in all", run.compiles, "exactly", scenario.graphs)
+        made.target(f"{name}: most executions in a step", run.most.get("executions"), "exactly", 1)
+        made.target(f"{name}: fewest executions in a step", run.fewest.get("executions"), "exactly", 1)
+        made.target(f"{name}: most transfers to the host in a step", run.most.get("transfers_to_host"), "at most", 1)
+        made.target(f"{name}: most eager operations in a step", run.most.get("eager_ops"), "exactly", 0)
+        made.target(f"{name}: difference to the plain CPU", run.difference, "at most", TOLERANCE)
+        if scenario.fails:
+            made.target(f"{name}: executions after the exit", run.after_exit.get("executions"), "exactly", 0)
+            made.target(f"{name}: compiles after the exit", run.after_exit.get("compiles"), "exactly", 0)
+
+
+def report_on(options: argparse.Namespace) -> int:
+    """The program, with the options of `benchmarks.step_counts`."""
+    runs = measure(options.steps, options.timeout, lambda line: print(line, file=sys.stderr, flush=True))
+    made = report.Report("lightning_counts", settings={"steps": options.steps, "log_every_n_steps": 1})
+    made.results["runs"] = [asdict(run) for run in runs]
+    add_targets(made, runs)
+    print(str(__doc__).split("\n\n", 1)[1])
+    print(f"{options.steps} steps an epoch (with accumulation, an even number), logging at every step\n")
+    print(table_of(runs))
+    return made.finish(options)

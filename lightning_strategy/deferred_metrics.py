@@ -1,0 +1,236 @@
+"""Metrics that must look at a value to go on: what they do is put off until the step is executed."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning_utilities.core.apply_func import apply_to_collection
+from torchmetrics import Metric
+from torchmetrics.utilities.data import _squeeze_if_scalar
+
+import xla_adapters
+from xla_adapters import in_step
+from xla_adapters.errors import GraphBreakError
+from xla_adapters.patching import replaced
+
+
+class BatchValue:
+    """What a metric returned for a batch, if that is known only when the step is executed.
+
+    Used inside the step it raises the error of the read; behind the step it does what its value does.
+
+    Args:
+        metric: whose value it is.
+        error: what computing it at once raises.
+        compute: computes it behind the step; `None` if it is going to be set.
+    """
+
+    def __init__(self, metric: Metric, error: GraphBreakError, compute: Callable[[], Any] | None = None) -> None:
+        self._metric_name = type(metric).__name__
+        self._error = error
+        self._compute = compute
+        self._value: Any = None
+
+    def set(self, value: Any) -> None:
+        """The value has become known."""
+        self._value = value
+
+    def value(self) -> Any:
+        """The value.
+
+        Raises:
+            GraphBreakError: the step is not executed yet.
+        """
+        if self._value is None:
+            if in_step() or self._compute is None:
+                raise self._error
+            self._value = self._compute()
+        return self._value
+
+    def __repr__(self) -> str:
+        return (
+            f"<the value of {self._metric_name} for this batch, which is known only behind the step: log the metric "
+            "itself, or use the value in on_..._batch_end>"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.value(), name)
+
+    def __float__(self) -> float:
+        return float(self.value())
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = apply_to_collection((args, kwargs or {}), BatchValue, BatchValue.value)
+        return function(*args, **kwargs)
+
+
+class DeferredMetrics:
+    """Lets metrics put off what cannot be traced.
+
+    A value for the batch (which `forward` computes, wanted or not) is computed when somebody asks for
+    it; an update that looks at values is made behind the step, operation by operation.
+    """
+
+    def __init__(self) -> None:
+        # Each with its metric, so that an id stays that metric's.
+        self._traceable: dict[tuple[int, str], Metric] = {}
+        self._untraceable: dict[tuple[int, str], tuple[Metric, GraphBreakError]] = {}
+        self._within_forward: list[Metric] = []
+        self._waiting: list[tuple[Callable[[], Any], BatchValue]] = []
+
+    @contextmanager
+    def of(self, module: LightningModule) -> Iterator[None]:
+        """Watches over the module's metrics until the exit."""
+        with ExitStack() as stack:
+            stack.enter_context(replaced(Metric, "__call__", self._calling(Metric.__call__)))
+            for metric in [part for part in module.modules() if isinstance(part, Metric)]:
+                stack.callback(setattr, metric, "update", metric.update)
+                metric.update = self._updating(metric, metric.update)  # type: ignore[method-assign]
+            cache = staticmethod(_known_behind_steps(_ResultCollection._get_cache))
+            stack.enter_context(replaced(_ResultCollection, "_get_cache", cache))
+            yield
+
+    def after_step(self) -> None:
+        """The step is executed: what waited for it is done."""
+        waiting, self._waiting = self._waiting, []
+        for call, result in waiting:
+            result.set(call())
+
+    def discard(self) -> None:
+        """The step is discarded, and what waited for it too."""
+        self._waiting.clear()
+
+    def _calling(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def call(metric: Metric, *args: Any, **kwargs: Any) -> Any:
+            bound = functools.partial(stock, metric)
+            if not in_step():
+                return bound(*args, **kwargs)
+            self._within_forward.append(metric)
+            try:
+                with self._lazy_batch_value(metric):
+                    error, result = self._attempt(metric, "forward", functools.partial(bound, *args, **kwargs))
+            finally:
+                self._within_forward.pop()
+            return result if error is None else self._later(metric, error, bound, args, kwargs)
+
+        return call
+
+    def _updating(self, metric: Metric, stock: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(stock)
+        def update(*args: Any, **kwargs: Any) -> None:
+            if not in_step():
+                stock(*args, **kwargs)
+                return
+            error, _ = self._attempt(metric, "update", functools.partial(stock, *args, **kwargs))
+            if error is None:
+                return
+            if any(metric is outer for outer in self._within_forward):
+                # `forward` as a whole is to be put off.
+                raise error
+            self._later(metric, error, stock, args, kwargs)
+
+        return update
+
+    def _attempt(self, metric: Metric, name: str, method: Callable[[], Any]) -> tuple[GraphBreakError | None, Any]:
+        """What the method returns, or why it cannot be traced; then everything is as before it."""
+        key = (id(metric), name)
+        if key in self._untraceable:
+            return self._untraceable[key][1], None
+        if key in self._traceable:
+            return None, method()
+        kept, waiting = _attributes(metric), len(self._waiting)
+        try:
+            with xla_adapters.step(name=type(metric).__name__):
+                result = method()
+        except GraphBreakError as error:
+            _put_back(kept)
+            del self._waiting[waiting:]
+            # The frames hold what was traced in vain, and would make it an output of the graph.
+            self._untraceable[key] = metric, error.with_traceback(None)
+            if name == "update":
+                warnings.warn(
+                    f"{type(metric).__name__}: its update looks at values, so it is no part of the compiled step but "
+                    f"runs behind it, operation by operation. ({str(error).splitlines()[0]})",
+                    stacklevel=2,
+                )
+            return error, None
+        self._traceable[key] = metric
+        return None, result
+
+    def _later(
+        self, metric: Metric, error: GraphBreakError, method: Callable[..., Any], args: Any, kwargs: Any
+    ) -> BatchValue:
+        args, kwargs = apply_to_collection((args, kwargs), torch.Tensor, lambda tensor: tensor.detach().clone())
+        result: Any = BatchValue(metric, error)
+        metric._forward_cache = result
+        self._waiting.append((functools.partial(method, *args, **kwargs), result))
+        return result  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _lazy_batch_value(self, metric: Metric) -> Iterator[None]:
+        stock = metric.compute
+
+        def compute() -> Any:
+            error, value = self._attempt(metric, "compute", stock)
+            if error is None:
+                return value
+            if len(_attributes(metric)) > 1:
+                # Its parts go on with other values: `forward` as a whole is to be put off.
+                raise error
+            state = {name: list(value) if isinstance(value, list) else value for name, value in vars(metric).items()}
+            return BatchValue(metric, error, functools.partial(_computed, type(metric), state))
+
+        metric.compute = compute  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            metric.compute = stock  # type: ignore[method-assign]
+
+
+def _computed(kind: type[Metric], state: dict[str, Any]) -> Any:
+    """What the metric would have computed when its attributes were these."""
+    then = kind.__new__(kind)
+    vars(then).update(state)
+    return _squeeze_if_scalar(kind.compute(then))
+
+
+def _known_behind_steps(stock: Callable[[Any, bool], Any]) -> Callable[[Any, bool], Any]:
+    @functools.wraps(stock)
+    def cache(result_metric: Any, on_step: bool) -> Any:
+        if on_step and result_metric.meta.on_step and isinstance(result_metric._forward_cache, BatchValue):
+            result_metric._forward_cache = result_metric._forward_cache.value()
+        return stock(result_metric, on_step)
+
+    return cache
+
+
+_Attributes = list[tuple[Metric, dict[str, Any], dict[str, list[Any]]]]
+
+
+def _attributes(metric: Metric) -> _Attributes:
+    parts = [part for part in metric.modules() if isinstance(part, Metric)]
+    return [
+        (part, dict(vars(part)), {name: list(value) for name, value in vars(part).items() if isinstance(value, list)})
+        for part in parts
+    ]
+
+
+def _put_back(kept: _Attributes) -> None:
+    for metric, attributes, lists in kept:
+        vars(metric).clear()
+        vars(metric).update(attributes)
+        for name, items in lists.items():
+            attributes[name][:] = items

@@ -1,0 +1,89 @@
+"""What the Lightning strategies use of Lightning and torchmetrics without a promise that it stays."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torchmetrics
+from lightning.fabric.connector import _Connector, _convert_precision_to_unified_args
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops import _FitLoop
+from lightning.pytorch.loops.utilities import _no_grad_context
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.call import _call_and_handle_interrupt, _interrupt
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.connectors.logger_connector import logger_connector, result
+from torchmetrics.aggregation import BaseAggregator
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_the_connectors_have_the_flags_as_arguments() -> None:
+    for constructor in (_AcceleratorConnector.__init__, _Connector.__init__):
+        assert {"accelerator", "devices", "num_nodes", "precision"} <= set(parameters(constructor))
+    assert "_precision_plugin_flag" in inspect.getsource(_AcceleratorConnector._check_and_init_precision)
+    assert "_precision_instance" in inspect.getsource(_Connector._check_and_init_precision)
+
+
+def test_the_connector_asks_a_strategy_for_what_it_brings() -> None:
+    source = inspect.getsource(_AcceleratorConnector._check_config_and_set_final_flags)
+    assert "if self._strategy_flag._accelerator:" in source
+    assert "if self._strategy_flag._precision_plugin:" in source
+
+
+def test_precision_flags_have_one_name() -> None:
+    assert _convert_precision_to_unified_args(32) == "32-true"
+    assert _convert_precision_to_unified_args("bf16") == "bf16-mixed"
+
+
+def test_a_batch_begins_and_ends_where_steps_do() -> None:
+    """The step opens in the strategy's hook, behind all others, and closes before any callback looks."""
+    source = inspect.getsource(_FitLoop(Trainer.__new__(Trainer)).epoch_loop.advance)
+    hook = source.index('_call_strategy_hook(trainer, "on_train_batch_start"')
+    compute = source.index("self.automatic_optimization.run(")
+    end = source.index('_call_callback_hooks(trainer, "on_train_batch_end"')
+    assert source.index('_call_lightning_module_hook(trainer, "on_train_batch_start"') < hook < compute < end
+    assert end < source.index("update_train_step_metrics()")
+    assert parameters(_FitLoop._should_accumulate) == ["self"]
+    assert isinstance(_FitLoop.total_batch_idx, property)
+
+
+def test_callbacks_hear_of_an_exception_before_anybody_else() -> None:
+    source = inspect.getsource(_interrupt)
+    assert source.index('_call_callback_hooks(trainer, "on_exception"') < source.index("strategy.on_exception")
+    assert inspect.getsource(_call_and_handle_interrupt).count("trainer._teardown()") == 3
+
+
+def test_evaluation_on_an_xla_accelerator_is_not_inference_mode() -> None:
+    source = inspect.getsource(_no_grad_context)
+    assert "elif isinstance(self.trainer.accelerator, XLAAccelerator):" in source
+
+
+def test_replaced_names_of_the_logger_connector() -> None:
+    assert parameters(result.convert_tensors_to_scalars) == ["data"]
+    assert logger_connector.convert_tensors_to_scalars is result.convert_tensors_to_scalars
+    assert isinstance(logger_connector._LoggerConnector.progress_bar_metrics, property)
+    source = inspect.getsource(logger_connector._LoggerConnector.__init__)
+    for name in ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics"):
+        assert f"self.{name}" in source
+    assert parameters(result._ResultCollection._get_cache) == ["result_metric", "on_step"]
+    assert parameters(result._ResultMetric.to) == ["self", "args", "kwargs"]
+
+
+def test_replaced_names_of_torchmetrics() -> None:
+    assert parameters(BaseAggregator._cast_and_nan_check_input) == ["self", "x", "weight"]
+    assert parameters(torchmetrics.MetricCollection._equal_metric_states) == ["metric1", "metric2"]
+    assert parameters(torchmetrics.Metric.reset) == ["self"]
+    metric = torchmetrics.SumMetric()
+    assert set(metric._defaults) == {"sum_value"}
+
+
+def test_hooks_of_strategies() -> None:
+    assert parameters(Strategy.optimizer_step) == ["self", "optimizer", "closure", "model", "kwargs"]
+    assert parameters(Strategy.on_train_batch_start) == ["self", "batch", "batch_idx"]
+    assert parameters(Strategy.batch_to_device) == ["self", "batch", "device", "dataloader_idx"]
+    assert parameters(Strategy.save_checkpoint) == ["self", "checkpoint", "filepath", "storage_options"]
+    assert parameters(Strategy.load_checkpoint) == ["self", "checkpoint_path", "weights_only"]

@@ -1,0 +1,189 @@
+"""Checkpoints: the plain Trainer's format, exact resume, and never in the middle of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import nn
+
+import xla_adapters
+from lightning_strategy import XLAEagerStrategy
+from tests.isolation import isolated
+from tests.lightning_strategy.scenarios import FEATURES, Classifier, assert_close, fit, loader, trainer
+from xla_adapters.errors import CheckpointSaveError
+
+
+def saves(folder: Path, **options: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(dirpath=folder, **{"save_last": True, "save_top_k": -1, "every_n_epochs": 1, **options})
+
+
+def resumed(make: Any, strategy: Any, path: Path, *, max_epochs: int, seed: int = 99) -> Any:
+    """Fits from a checkpoint, in a process whose seed is another."""
+    L.seed_everything(seed, verbose=False)
+    module = make()
+    run = trainer(strategy, max_epochs=max_epochs)
+    run.fit(module, loader(), ckpt_path=path)
+    return module
+
+
+def dropping() -> Classifier:
+    return Classifier(dropout=0.3)
+
+
+@isolated
+def test_resume_is_exact_with_dropout(tmp_path: Path) -> None:
+    whole = fit(dropping, XLAEagerStrategy(), max_epochs=3)
+    fit(dropping, XLAEagerStrategy(), max_epochs=1, callbacks=lambda: [saves(tmp_path)])
+    rest = resumed(dropping, XLAEagerStrategy(), tmp_path / "last.ckpt", max_epochs=3)
+    assert rest.losses == whole.module.losses[6:]
+    for ours, other in zip(rest.parameters(), whole.module.parameters(), strict=True):
+        assert torch.equal(ours, other)
+
+
+@isolated
+def test_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    every = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    whole = fit(dropping, XLAEagerStrategy(), max_epochs=1, callbacks=lambda: [every])
+    assert [path.name for path in tmp_path.iterdir()] == ["step=4.ckpt"]
+
+    class Skips(Classifier):
+        """What a resumable loader would do: the first batches are gone."""
+
+        def on_fit_start(self) -> None:
+            self.kept.clear()
+
+    L.seed_everything(3)
+    module = Skips(dropout=0.3)
+    inputs, classes = loader().dataset.tensors  # type: ignore[attr-defined]
+    rest = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs[32:], classes[32:]), batch_size=8)
+    run = trainer(XLAEagerStrategy(), max_epochs=1)
+    run.fit(module, rest, ckpt_path=tmp_path / "step=4.ckpt")
+    assert module.losses == whole.module.losses[4:]
+
+
+@isolated
+@pytest.mark.parametrize("direction", ["XLA to CPU", "CPU to XLA"])
+def test_the_other_device_resumes(direction: str, tmp_path: Path) -> None:
+    xla, cpu = (lambda: XLAEagerStrategy()), (lambda: None)
+    first, second = (xla, cpu) if direction == "XLA to CPU" else (cpu, xla)
+    whole = fit(Classifier, cpu(), max_epochs=3)
+    fit(Classifier, first(), max_epochs=1, callbacks=lambda: [saves(tmp_path)])
+    rest = resumed(Classifier, second(), tmp_path / "last.ckpt", max_epochs=3)
+    assert_close(rest.losses, whole.module.losses[6:])
+
+
+@isolated
+def test_the_file_needs_no_xla(tmp_path: Path) -> None:
+    fit(Classifier, XLAEagerStrategy(), max_epochs=1, callbacks=lambda: [saves(tmp_path)])
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    found: list[torch.Tensor] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, dict):
+            for item in value.values():
+                collect(item)
+        elif isinstance(value, list):
+            for item in value:
+                collect(item)
+
+    collect(checkpoint)
+    assert len(found) > 12
+    assert {value.device.type for value in found} == {"cpu"}
+    assert checkpoint["state_dict"]._metadata["net.1"]["version"] == 2
+    loaded = Classifier.load_from_checkpoint(tmp_path / "last.ckpt")
+    assert isinstance(loaded, Classifier)
+
+
+@isolated
+def test_a_save_costs_one_transfer_and_no_execution(tmp_path: Path) -> None:
+    class Saves(Classifier):
+        cost: Any = None
+
+        def on_train_epoch_end(self) -> None:
+            with xla_adapters.count() as cost:
+                self.trainer.save_checkpoint(tmp_path / "by_hand.ckpt")
+            self.cost = cost
+
+    module = fit(Saves, XLAEagerStrategy(), max_epochs=1).module
+    assert (module.cost.transfers_to_host, module.cost.executions, module.cost.eager_ops) == (1, 0, 0)
+
+
+@isolated
+def test_saving_does_not_change_the_run(tmp_path: Path) -> None:
+    plain = fit(dropping, XLAEagerStrategy(), max_epochs=2)
+    saved = fit(
+        dropping,
+        XLAEagerStrategy(),
+        max_epochs=2,
+        callbacks=lambda: [ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1)],
+    )
+    assert len(list(tmp_path.iterdir())) == 12
+    assert saved.module.losses == plain.module.losses
+    assert saved.counters.executions == 12
+
+
+@isolated
+def test_saving_inside_a_step_raises(tmp_path: Path) -> None:
+    class Saves(Classifier):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    with pytest.raises(CheckpointSaveError) as caught:
+        fit(Saves, XLAEagerStrategy())
+    assert caught.value.lineno == Saves.on_before_optimizer_step.__code__.co_firstlineno + 1
+    assert not list(tmp_path.iterdir())
+
+
+@isolated
+def test_tied_weights_stay_one(tmp_path: Path) -> None:
+    class Tied(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES))
+            self.net[1].weight = self.net[0].weight
+
+    ours = fit(Tied, XLAEagerStrategy(), max_epochs=1, callbacks=lambda: [saves(tmp_path)])
+    plain = fit(Tied, None, max_epochs=1)
+    assert_close(ours.module.losses, plain.module.losses)
+    assert ours.module.net[0].weight is ours.module.net[1].weight
+    state = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    assert state["net.0.weight"].data_ptr() == state["net.1.weight"].data_ptr()
+
+
+@isolated
+def test_a_writer_in_the_background_gets_a_copy(tmp_path: Path) -> None:
+    io = AsyncCheckpointIO()
+    ours = fit(
+        Classifier,
+        XLAEagerStrategy(),
+        max_epochs=2,
+        plugins=[io],
+        callbacks=lambda: [saves(tmp_path, filename="{epoch}")],
+    )
+    first = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)
+    last = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)
+    assert not torch.equal(first["state_dict"]["net.0.weight"], last["state_dict"]["net.0.weight"])
+    assert torch.equal(last["state_dict"]["net.0.weight"], ours.module.state_dict()["net.0.weight"])
+
+
+@isolated
+def test_the_best_checkpoint_is_tested(tmp_path: Path) -> None:
+    class Tested(Classifier):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test_loss", self.loss(batch))
+
+    results = []
+    for strategy in (XLAEagerStrategy(), None):
+        best = ModelCheckpoint(dirpath=tmp_path / str(strategy is None), monitor="val_loss", save_top_k=1)
+        options: dict[str, Any] = {"validation": lambda: loader(2, seed=5), "callbacks": lambda best=best: [best]}
+        ours = fit(Tested, strategy, max_epochs=3, **options)
+        results.append(ours.trainer.test(ckpt_path="best", dataloaders=loader(2, seed=6), verbose=False)[0])
+    assert_close([results[0]["test_loss"]], [results[1]["test_loss"]])

@@ -1,0 +1,309 @@
+"""Leaving early: nothing of a dead step is compiled, executed or left behind, whichever hook it dies in."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+
+import xla_adapters
+from lightning_strategy import XLAEagerStrategy
+from tests.isolation import isolated
+from tests.lightning_strategy.scenarios import CLASSES, Classifier, fit, loader, trainer
+from xla_adapters.errors import DiscardedTensorError, TensorReadError
+
+FAILS_AT = 2
+IN_STEP = (
+    "training_step",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+)
+BETWEEN_STEPS = ("on_train_batch_start", "lr_scheduler_step", "on_train_batch_end", "on_after_batch_transfer")
+IN_CALLBACKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+
+
+class Recorder(L.Callback):
+    """Remembers how things stood before the batch that fails."""
+
+    def __init__(self) -> None:
+        self.before: Any = None
+        self.state: dict[str, Any] = {}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == FAILS_AT:
+            self.state = state_of(pl_module, trainer.optimizers)
+            self.before = xla_adapters.get_backend().metrics()
+
+
+def state_of(module: Any, optimizers: list[Any]) -> dict[str, torch.Tensor]:
+    values = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+    for number, optimizer in enumerate(optimizers):
+        for index, entries in optimizer.state_dict()["state"].items():
+            for name, value in entries.items():
+                if isinstance(value, torch.Tensor):
+                    values[f"optimizer {number} {index} {name}"] = value.detach().cpu().clone()
+    return values
+
+
+def assert_same(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == other.keys()
+    changed = [name for name in ours if not torch.equal(ours[name], other[name])]
+    assert not changed, f"changed: {changed}"
+
+
+class Metered(Classifier):
+    """Logs on epoch level and updates a metric, so that a failed step has such state to put back."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, classes = batch
+        scores = self.net(inputs)
+        self.accuracy(scores, classes)
+        self.log("accuracy", self.accuracy, prog_bar=True, on_step=True, on_epoch=True)
+        loss = torch.nn.functional.cross_entropy(scores, classes)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def fail_now(error: type[BaseException] | None) -> None:
+    if error is None:
+        os.kill(os.getpid(), signal.SIGINT)
+    else:
+        raise error("the test's own")
+
+
+def failing(hook: str, error: type[BaseException] | None) -> type[Metered]:
+    """A module whose `hook` fails in batch `FAILS_AT`, after it has done its work."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(Metered, hook)(self, *args, **kwargs)
+        loop = self.trainer.fit_loop
+        if loop.total_batch_idx + (hook == "on_after_batch_transfer") == FAILS_AT:
+            fail_now(error)
+        return result
+
+    return type("Failing", (Metered,), {hook: method})
+
+
+def failing_callback(hook: str) -> L.Callback:
+    def method(self: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == FAILS_AT:
+            fail_now(ValueError)
+
+    return type("Failing", (L.Callback,), {hook: method})()
+
+
+def assert_nothing_left(
+    module: Any, expected: type[BaseException], *, steps: int, callbacks: Any = (), **options: Any
+) -> None:
+    """Fits and fails; `steps` is how many steps of the failing batch were executed before."""
+    backend = xla_adapters.get_backend()
+    backend.initialize()
+    environment, eager = dict(os.environ), backend.eager()
+    recorder = Recorder()
+    run = trainer(XLAEagerStrategy(), callbacks=[recorder, *callbacks], **{"max_epochs": 1, **options})
+    with pytest.raises(expected):
+        run.fit(module, loader())
+    after = backend.metrics()
+    assert recorder.before is not None
+    assert after.executions - recorder.before.executions == steps
+    assert after.compiles == recorder.before.compiles
+    assert backend.pending_count() == 0
+    assert backend.eager() == eager
+    assert backend.execution_allowed()
+    assert dict(os.environ) == environment
+    if not steps:
+        assert any(name.startswith("optimizer") for name in recorder.state)
+        assert_same(state_of(module, run.optimizers), recorder.state)
+
+
+@isolated
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_hooks_inside_the_step(error: type[BaseException]) -> None:
+    expected = SystemExit if error is KeyboardInterrupt else error
+    for hook in IN_STEP:
+        assert_nothing_left(failing(hook, error)(), expected, steps=0)
+
+
+@isolated
+def test_hooks_between_steps() -> None:
+    for hook in BETWEEN_STEPS:
+        module = failing(hook, ValueError)()
+        steps = int(hook in ("lr_scheduler_step", "on_train_batch_end"))
+        if hook == "on_after_batch_transfer":
+            # It is called before the batch is announced to anybody.
+            with pytest.raises(ValueError, match="the test's own"):
+                trainer(XLAEagerStrategy()).fit(module, loader())
+            assert xla_adapters.get_backend().pending_count() == 0
+            continue
+        assert_nothing_left(module, ValueError, steps=steps)
+
+
+@isolated
+def test_hooks_of_callbacks() -> None:
+    for hook in IN_CALLBACKS:
+        assert_nothing_left(Metered(), ValueError, steps=0, callbacks=[failing_callback(hook)])
+
+
+@isolated
+def test_accumulation_and_clipping() -> None:
+    for hook in ("training_step", "on_before_zero_grad", "on_after_backward"):
+        options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+        assert_nothing_left(failing(hook, ValueError)(), ValueError, steps=0, **options)
+
+
+@isolated
+def test_a_real_interrupt_in_the_step() -> None:
+    for hook in ("training_step", "on_after_backward"):
+        assert_nothing_left(failing(hook, None)(), SystemExit, steps=0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@isolated
+def test_manual_optimization() -> None:
+    class Manual(Metered):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer = self.optimizers()
+            loss = super().training_step(batch, batch_idx)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            if batch_idx == FAILS_AT:
+                raise ValueError("the test's own")
+            return loss
+
+    assert_nothing_left(Manual(), ValueError, steps=0)
+
+
+@isolated
+def test_a_read_in_the_step_names_its_line() -> None:
+    class Reads(Metered):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == FAILS_AT:
+                print(loss.item())
+            return loss
+
+    with pytest.raises(TensorReadError) as caught:
+        fit(Reads, XLAEagerStrategy())
+    line = Reads.training_step.__code__.co_firstlineno + 3
+    assert (caught.value.filename, caught.value.lineno) == (__file__, line)
+    assert "on_train_batch_end" in str(caught.value)
+    ours = fit(Reads, XLAEagerStrategy(on_graph_break="allow"), max_epochs=1)
+    assert ours.counters.executions == 7
+
+
+@isolated
+def test_validation_that_fails() -> None:
+    class Fails(Metered):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            super().validation_step(batch, batch_idx)
+            if not self.trainer.sanity_checking and batch_idx == 1:
+                raise ValueError("the test's own")
+
+    backend = xla_adapters.get_backend()
+    backend.initialize()
+    with pytest.raises(ValueError, match="the test's own"):
+        trainer(XLAEagerStrategy()).fit(Fails(), loader(), loader(2))
+    assert backend.pending_count() == 0
+    assert not backend.eager()
+
+
+@isolated
+def test_a_later_fit_goes_on_from_before_the_failed_step() -> None:
+    """Metrics and logged values of the dead step are gone too."""
+
+    class FailsOnce(Metered):
+        fails = True
+
+        def on_after_backward(self) -> None:
+            if self.fails and self.trainer.fit_loop.total_batch_idx == FAILS_AT:
+                self.fails = False
+                raise ValueError("the test's own")
+
+    L.seed_everything(7)
+    module = FailsOnce()
+    with pytest.raises(ValueError, match="the test's own"):
+        trainer(XLAEagerStrategy(), max_epochs=1).fit(module, loader())
+    assert module.accuracy._update_count == FAILS_AT
+    run = trainer(XLAEagerStrategy(), max_epochs=1)
+    run.fit(module, loader())
+    assert all(value.isfinite() for value in run.callback_metrics.values())
+
+
+@isolated
+def test_what_a_dead_step_made_cannot_be_used() -> None:
+    class Keeps(Metered):
+        made: torch.Tensor
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.made = super().training_step(batch, batch_idx)
+            if batch_idx == FAILS_AT:
+                raise ValueError("the test's own")
+            return self.made
+
+    module = Keeps()
+    with pytest.raises(ValueError, match="the test's own"):
+        trainer(XLAEagerStrategy()).fit(module, loader())
+    with pytest.raises(DiscardedTensorError):
+        module.made.item()
+
+
+@isolated
+def test_stopping_in_the_middle_of_an_accumulation() -> None:
+    class Stops(Metered):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.trainer.should_stop = batch_idx == FAILS_AT
+
+    for accumulation in ("per_micro_batch", "unrolled"):
+        strategy = XLAEagerStrategy(accumulation=accumulation)  # type: ignore[arg-type]
+        ours = fit(Stops, strategy, accumulate_grad_batches=4, max_epochs=1, min_epochs=0)
+        executed = 0 if accumulation == "unrolled" else FAILS_AT + 1
+        assert ours.counters.executions == executed
+        assert ours.trainer.global_step == 0
+        assert xla_adapters.get_backend().pending_count() == 0
+
+
+@isolated
+def test_teardown_by_hand_executes_nothing() -> None:
+    """As a user who catches the exception inside a hook and tears the strategy down."""
+    backend = xla_adapters.get_backend()
+
+    class TearsDown(Metered):
+        executions: tuple[int, int] = (0, 0)
+
+        def on_after_backward(self) -> None:
+            if self.trainer.fit_loop.total_batch_idx == 0:
+                before = backend.compile_totals()[0]
+                self.trainer.strategy.teardown()
+                self.executions = (before, backend.compile_totals()[0])
+                raise ValueError("the test's own")
+
+    module = TearsDown()
+    run = trainer(XLAEagerStrategy())
+    with xla_adapters.count() as counters, pytest.raises(ValueError, match="the test's own"):
+        run.fit(module, loader())
+    assert module.executions[0] == module.executions[1]
+    assert counters.executions == 0
+    assert next(module.parameters()).device.type == "cpu"
