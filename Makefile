@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-digits test test-slow lint bench clean
+.PHONY: demo demo-digits demo-lightning test test-slow lint bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.byte_lm
 
 demo-digits: $(STAMP)
 	$(BIN)/python -m examples.digits_vit
+
+demo-lightning: $(STAMP)
+	$(BIN)/python -m examples.lightning_digits
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

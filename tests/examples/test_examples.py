@@ -33,3 +33,33 @@ def test_digits_run() -> None:
     from examples import digits_vit
 
     assert digits_vit.main(["--epochs", "2"])["eval_accuracy"] > 0.2
+
+
+@pytest.mark.slow
+@isolated(timeout=600)
+def test_lightning_digits_reach_97_percent() -> None:
+    from examples import lightning_digits
+
+    assert lightning_digits.main([])["test_accuracy"] > 0.97
+
+
+@isolated(timeout=400)
+def test_lightning_digits_run_with_one_execution_per_step() -> None:
+    from examples import lightning_digits
+
+    results = lightning_digits.main(["--epochs", "2"])
+    assert results["test_accuracy"] > 0.2
+    assert results["executions_per_step"] == 1
+
+
+@isolated(timeout=400)
+def test_lightning_gpt_goes_on_from_where_it_stopped(tmp_path: Path) -> None:
+    from examples import lightning_gpt
+
+    small = ["--batch", "4", "--block", "32", "--width", "32", "--layers", "1", "--characters", "60000"]
+    small += ["--save-every", "2", "--output-dir"]
+    whole = lightning_gpt.main([*small, str(tmp_path / "whole"), "--steps", "4"])
+    lightning_gpt.main([*small, str(tmp_path / "parts"), "--steps", "2"])
+    resumed = lightning_gpt.main([*small, str(tmp_path / "parts"), "--steps", "4", "--resume"])
+    assert resumed["steps"] == whole["steps"] == 4
+    assert resumed["loss"] == whole["loss"]

@@ -1,0 +1,199 @@
+"""Trains a byte-level GPT on Python's standard library in Lightning; stops and resumes where you like.
+
+    python -m examples.lightning_gpt --output-dir runs/gpt             # Ctrl-C saves a checkpoint and leaves
+    python -m examples.lightning_gpt --output-dir runs/gpt --resume    # goes on from the last one
+
+A resumed run sees the bytes that the interrupted one would have seen next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import lightning_strategy  # noqa: F401 (gives Lightning the strategy "xla_eager")
+from examples.stdlib_text import read_sources
+
+BYTES = 256
+_PROMPT = "def read(self, "
+
+
+class RandomBlocks(IterableDataset[torch.Tensor]):
+    """Blocks of a text, without end; which ones depends on their number alone.
+
+    Args:
+        text: as numbers.
+        block: the length of each.
+        first: the number of the first one.
+    """
+
+    def __init__(self, text: torch.Tensor, block: int, first: int) -> None:
+        self._text = text
+        self._block = block
+        self._first = first
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        number = self._first
+        while True:
+            generator = torch.Generator().manual_seed(number)
+            start = int(torch.randint(len(self._text) - self._block, (), generator=generator))
+            yield self._text[start : start + self._block]
+            number += 1
+
+
+class StdlibBytes(L.LightningDataModule):
+    """The sources of the standard library as bytes; the last 2% are held out."""
+
+    def __init__(self, *, characters: int, block: int, batch_size: int) -> None:
+        super().__init__()
+        text = "\n".join(read_sources(characters)).encode()
+        self._bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+        self._held_out = max(len(self._bytes) // 50, block * batch_size)
+        self._block = block
+        self._batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        assert self.trainer is not None
+        blocks = RandomBlocks(self._bytes[: -self._held_out], self._block, self.trainer.global_step * self._batch_size)
+        return DataLoader(blocks, batch_size=self._batch_size)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        held_out = self._bytes[-self._held_out :]
+        blocks = held_out[: len(held_out) // self._block * self._block].view(-1, self._block)
+        return DataLoader(TensorDataset(blocks), batch_size=self._batch_size, drop_last=True)
+
+
+class ByteGPT(L.LightningModule):
+    """GPT-2 from transformers over bytes; nothing in it knows of XLA."""
+
+    def __init__(self, *, width: int, layers: int, block: int, learning_rate: float, warmup_steps: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        sizes = {"n_embd": width, "n_layer": layers, "n_head": 4, "n_positions": block, "vocab_size": BYTES}
+        # No block is seen twice in a run of this length.
+        no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        self.gpt = GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=None, eos_token_id=None))
+
+    def training_step(self, blocks: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.gpt(input_ids=blocks, labels=blocks).loss
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[torch.Tensor], batch_idx: int) -> None:
+        (blocks,) = batch
+        self.log("val_loss", self.gpt(input_ids=blocks, labels=blocks).loss, prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["learning_rate"])
+        warmup = self.hparams["warmup_steps"]
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(warmup, 1)))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def write(self, prompt: str, length: int) -> str:
+        """Goes on from a prompt."""
+        tokens = torch.tensor([list(prompt.encode())], device=self.device)
+        written = self.gpt.eval().generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=length,
+            do_sample=True,
+            temperature=0.7,
+            pad_token_id=0,
+        )
+        return bytes(written[0].tolist()).decode(errors="replace")
+
+
+class Throughput(L.Callback):
+    """Bytes trained per second, without the first step, in which the graph is compiled.
+
+    Args:
+        tokens: per step.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._steps = 0
+        self._started = self._seconds = 0.0
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._steps += 1
+        if self._steps == 1:
+            self._started = time.perf_counter()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._steps > 1:
+            # The last step may still be executing: its loss waits for it.
+            float(trainer.callback_metrics["loss"])
+        self._seconds = time.perf_counter() - self._started
+
+    @property
+    def per_second(self) -> float:
+        """0 if fewer than two steps were trained."""
+        return (self._steps - 1) * self._tokens / self._seconds if self._steps > 1 else 0.0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps in all")
+    parser.add_argument("--batch", type=int, default=16, help="blocks per step")
+    parser.add_argument("--block", type=int, default=128, help="bytes per block")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--characters", type=int, default=1_000_000, help="how much source text to read")
+    parser.add_argument("--precision", default="32-true", help="or bf16-mixed, bf16-true")
+    parser.add_argument("--strategy", default="xla_eager", help="any of Lightning's names; auto is the plain CPU here")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints and validations")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output-dir")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/lightning_gpt"))
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, float]:
+    """Returns the last losses, the steps, and the throughput."""
+    options = parse(arguments)
+    L.seed_everything(0)
+    module = ByteGPT(
+        width=options.width, layers=options.layers, block=options.block, learning_rate=3e-3, warmup_steps=20
+    )
+    data = StdlibBytes(characters=options.characters, block=options.block, batch_size=options.batch)
+    checkpoints = ModelCheckpoint(
+        options.output_dir,
+        every_n_train_steps=options.save_every,
+        save_last=True,
+        save_on_exception=True,
+        # So that "last.ckpt" is always the last one, and no "last-v1.ckpt" beside it is.
+        enable_version_counter=False,
+    )
+    throughput = Throughput(options.batch * options.block)
+    trainer = L.Trainer(
+        strategy=options.strategy,
+        precision=options.precision,
+        max_steps=options.steps,
+        val_check_interval=options.save_every,
+        check_val_every_n_epoch=None,
+        limit_val_batches=4,
+        num_sanity_val_steps=0,
+        gradient_clip_val=1.0,
+        callbacks=[checkpoints, throughput],
+        logger=False,
+        log_every_n_steps=10,
+    )
+    trainer.fit(module, data, ckpt_path=options.output_dir / "last.ckpt" if options.resume else None)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    print(f"\n{throughput.per_second:,.0f} tokens/s; after step {trainer.global_step}, in nats per byte:")
+    print("\n".join(f"  {name} {value:.3f}" for name, value in metrics.items()))
+    print(f"\nwhat it writes:\n{module.write(_PROMPT, options.block - len(_PROMPT))}")
+    return {**metrics, "steps": trainer.global_step, "tokens_per_second": throughput.per_second}
+
+
+if __name__ == "__main__":
+    main()
