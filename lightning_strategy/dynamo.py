@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 
@@ -25,9 +26,18 @@ def compiled_children(module: LightningModule, backend: str) -> Iterator[None]:
             stacklevel=2,
         )
     for child in children:
-        child.compile(backend=backend)
+        child._compiled_call_impl = torch.compile(_in_a_frame(child._call_impl), backend=backend)
     try:
         yield
     finally:
         for child in children:
             child._compiled_call_impl = None
+
+
+def _in_a_frame(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo leaves torch's own containers (`Sequential`) alone where they are the outermost frame."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return forward

@@ -54,6 +54,7 @@ def choose_precision(own: str | None, flags: ConnectorFlags | None) -> str:
     Raises:
         ConfigError: they contradict each other, or are not valid.
     """
+    own = unified_precision(own)
     given = unified_precision(flags.precision) if flags is not None else None
     if own is not None and given is not None and own != given:
         raise ConfigError(

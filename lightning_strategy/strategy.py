@@ -21,7 +21,7 @@ from lightning_strategy.accelerator import XLAEagerAccelerator
 from lightning_strategy.checkpoints import RANDOM_STATE, XLAEagerCheckpointIO, on_host
 from lightning_strategy.connector import flags_under_construction
 from lightning_strategy.precision import XLAPrecisionFlag, check_plugin, choose_precision, precision_plugin
-from lightning_strategy.refusals import check_flags, check_runtime, explaining_fused
+from lightning_strategy.refusals import check_flags, check_fused, check_runtime, explaining_fused
 from lightning_strategy.run import Run
 from xla_adapters import XLAConfig, get_backend
 from xla_adapters.compiling import as_if_compiling
@@ -183,6 +183,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         """As `Strategy.setup_optimizers`."""
         with explaining_fused():
             super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            check_fused(optimizer)
 
     def model_to_device(self) -> None:
         """Moves the model; tied weights stay tied."""

@@ -1,0 +1,215 @@
+"""What the Trainer's arguments and the strategy's mean together: refused with what to give instead, or honoured."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+import xla_adapters
+from lightning_strategy import XLAEagerStrategy
+from tests.isolation import isolated
+from tests.lightning_strategy.scenarios import Classifier, assert_close, fit, loader
+from tests.lightning_strategy.scenarios import trainer as make_trainer
+from xla_adapters import XLAConfig
+from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
+
+
+def given(how: str) -> Any:
+    """The strategy as the user hands it to the Trainer."""
+    return XLAEagerStrategy() if how == "instance" else "xla_eager"
+
+
+both_ways = pytest.mark.parametrize("how", ["instance", "name"])
+
+
+# ---- refused -----------------------------------------------------------------------------------
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        ({"devices": 2}, "devices=2.*leave devices out"),
+        ({"num_nodes": 2}, "num_nodes=2.*one process on one node"),
+        ({"precision": "16-mixed"}, "precision='16-mixed'.*gradient scaler.*use precision='bf16-mixed'"),
+        ({"precision": 16}, "precision=16.*use precision='bf16-mixed'"),
+        ({"precision": "64-true"}, "precision='64-true'.*use precision='32-true'"),
+    ],
+)
+@isolated
+def test_argument_of_the_trainer(options: dict[str, Any], fix: str, how: str) -> None:
+    xla_adapters.initialize()
+    with pytest.raises(UnsupportedOptionError, match=fix):
+        make_trainer(given(how), **options)
+
+
+# By name, Lightning itself looks for a GPU before it asks the strategy.
+@isolated
+def test_another_device_than_the_process_has() -> None:
+    with pytest.raises(UnsupportedOptionError, match=r"accelerator='gpu'.* CPU .*Leave accelerator out"):
+        make_trainer(XLAEagerStrategy(), accelerator="gpu")
+    with pytest.raises(UnsupportedOptionError, match=r"devices=\[0, 1\].*leave devices out"):
+        make_trainer(XLAEagerStrategy(), devices=[0, 1])
+
+
+@isolated
+def test_precision_given_twice_and_differently() -> None:
+    with pytest.raises(ConfigError, match="'bf16-true' to the strategy and 'bf16-mixed' beside it; give it once"):
+        make_trainer(XLAEagerStrategy(precision="bf16-true"), precision="bf16-mixed")
+    same = make_trainer(XLAEagerStrategy(precision="bf16-true"), precision="bf16-true")
+    assert same.precision == "bf16-true"
+
+
+@isolated
+def test_options_of_the_strategy() -> None:
+    def refused(match: str, *args: Any, **options: Any) -> None:
+        with pytest.raises(ConfigError, match=match):
+            XLAEagerStrategy(*args, **options)
+
+    refused("xla_mode='turbo'.*valid values: 'eager', 'eager.compile', 'eager.dynamo', 'lazy'", xla_mode="turbo")
+    refused("given twice: as an XLAConfig and as max_graphs=", XLAConfig(), max_graphs=3)
+    refused("accumulation='unrolled' needs xla_mode='eager.compile'", xla_mode="lazy", accumulation="unrolled")
+    refused("precision='16-mixed'.*use precision='bf16-mixed'", precision="16-mixed")
+    refused("precision='int8'.*valid values: '32-true', 'bf16-true', 'bf16-mixed'", precision="int8")
+
+
+@isolated
+def test_sharding() -> None:
+    with pytest.raises(UnsupportedOptionError, match="does not shard; leave it off"):
+        XLAEagerStrategy(auto_sharding=True)
+    torch.ones(1).to("xla")
+    with pytest.raises(RuntimeOrderError, match=r"after the XLA runtime had started.*Create this strategy first"):
+        XLAEagerStrategy(auto_sharding=True)
+
+
+@both_ways
+@isolated(env={"CPU_NUM_DEVICES": "2"})
+def test_a_process_under_spmd(how: str) -> None:
+    xla_adapters.initialize(spmd=True)
+    with pytest.raises(RuntimeOrderError, match=r"under SPMD.*in a process of its own"):
+        make_trainer(given(how))
+
+
+class FitsAnother(L.Callback):
+    """Fits another module at the end of the first epoch."""
+
+    def __init__(self, strategy: XLAEagerStrategy) -> None:
+        self.strategy = strategy
+        self.inner = Classifier()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 0:
+            make_trainer(self.strategy, max_epochs=1).fit(self.inner, loader())
+
+
+@isolated
+def test_a_run_inside_another_run() -> None:
+    inner = FitsAnother(XLAEagerStrategy(xla_mode="lazy"))
+    with pytest.raises(ConfigError, match=r"xla_mode='eager.compile' there and 'lazy' here.*same settings"):
+        fit(Classifier, XLAEagerStrategy(), callbacks=lambda: [inner])
+    assert inner.inner.losses == []
+    alike = FitsAnother(XLAEagerStrategy())
+    plain = fit(Classifier)
+    outer = fit(Classifier, XLAEagerStrategy(), callbacks=lambda: [alike])
+    assert outer.counters.executions == 12 + 6
+    assert len(alike.inner.losses) == 6
+    assert_close(outer.module.losses, plain.module.losses)
+
+
+@isolated
+def test_anomalies_are_looked_for_in_eager_mode() -> None:
+    with pytest.raises(UnsupportedOptionError, match=r"detect_anomaly=True.*Use xla_mode='eager'"):
+        fit(Classifier, XLAEagerStrategy(), detect_anomaly=True)
+    eager = fit(Classifier, XLAEagerStrategy(xla_mode="eager"), detect_anomaly=True, max_epochs=1)
+    assert_close(eager.module.losses, fit(Classifier, max_epochs=1).module.losses)
+
+
+@isolated
+def test_fused_optimizer() -> None:
+    def make() -> Classifier:
+        return Classifier(optimizer=lambda p: torch.optim.AdamW(p, fused=True))
+
+    with pytest.raises(UnsupportedOptionError, match=r"fused=True.*Leave it out"):
+        fit(make, XLAEagerStrategy())
+
+
+class Manual(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        self.kept.append(loss.detach())
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@isolated
+def test_manual_optimization_decides_itself_about_steps_and_gradients() -> None:
+    for options, match in (
+        ({"accumulation": "unrolled"}, "manual optimization.*leave the option out"),
+        ({"free_grads": True}, "manual optimization.*optimizer.zero_grad"),
+    ):
+        with pytest.raises(UnsupportedOptionError, match=match):
+            fit(Manual, XLAEagerStrategy(**options))
+    ours = fit(Manual, XLAEagerStrategy())
+    assert (ours.counters.compiles, ours.counters.executions) == (1, 12)
+    assert_close(ours.module.losses, fit(Manual).module.losses)
+
+
+# ---- honoured ----------------------------------------------------------------------------------
+
+
+@isolated
+def test_accelerator_cpu_is_the_pjrt_device_of_the_process() -> None:
+    ours = fit(Classifier, XLAEagerStrategy(), accelerator="cpu", devices=1)
+    assert ours.trainer.strategy.root_device.type == "xla"
+    assert (ours.counters.compiles, ours.counters.executions) == (1, 12)
+    assert_close(ours.module.losses, fit(Classifier).module.losses)
+
+
+class LooksAtDtypes(L.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.weights = {parameter.dtype for parameter in pl_module.parameters()}
+        self.environment = dict(os.environ)
+
+
+@both_ways
+@pytest.mark.parametrize(("precision", "weights"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
+@isolated
+def test_bfloat16_by_the_argument_of_the_trainer(precision: Any, weights: torch.dtype, how: str) -> None:
+    looks = LooksAtDtypes()
+    ours = fit(Classifier, given(how), precision=precision, callbacks=lambda: [looks])
+    assert (ours.counters.compiles, ours.counters.executions) == (1, 12), ours.compiles
+    assert looks.weights == {weights}
+    assert "XLA_USE_BF16" not in looks.environment
+    plain = fit(Classifier, precision=precision)
+    assert_close(ours.module.losses, plain.module.losses, 0.02)
+    full = fit(Classifier, given(how))
+    assert ours.module.losses != full.module.losses
+
+
+# Lazily, what lies around the 12 steps is graphs too; under dynamo forward, backward and update are one each.
+@pytest.mark.parametrize(
+    ("mode", "compiles", "executions"), [("eager", 0, 0), ("lazy", 4, 16), ("eager+dynamo", 3, 36)]
+)
+@isolated
+def test_other_modes_train_alike(mode: Any, compiles: int, executions: int) -> None:
+    ours = fit(Classifier, XLAEagerStrategy(xla_mode=mode))
+    assert_close(ours.module.losses, fit(Classifier).module.losses)
+    assert (ours.counters.compiles, ours.counters.executions) == (compiles, executions), ours.compiles
+
+
+@isolated
+def test_unrolled_accumulation_executes_once_per_optimizer_step() -> None:
+    ours = fit(Classifier, XLAEagerStrategy(accumulation="unrolled"), accumulate_grad_batches=3)
+    assert ours.trainer.global_step == ours.counters.executions == 4
+    assert ours.counters.compiles == 1
+    assert_close(ours.module.losses, fit(Classifier, accumulate_grad_batches=3).module.losses)
