@@ -6,7 +6,8 @@ run in a process of its own, in turns. Counted are graphs compiled and executed,
 to the host, and operations executed one by one:
   compiles    in the whole of `fit`, setup and teardown included;
   per step    from one training batch's begin to the next one's, or to the validation or the end of
-              the epoch that comes first: its logging and the next upload are inside. A step is a batch;
+              the epoch that comes first: its logging and the next upload are inside, what Lightning
+              reads when it loads the validation's data anew is not. A step is a batch;
   after exit  where `training_step` raises: from the begin of that batch until `fit` has raised;
   difference  the largest between a logged loss and that of the plain CPU.
 """
@@ -102,11 +103,17 @@ class LiftedAccelerator(XLAAccelerator):
 
 
 class Classifier(L.LightningModule):
-    """Two layers; logs every loss."""
+    """Two layers; logs every loss.
 
-    def __init__(self, fails: bool) -> None:
+    Args:
+        fails: see `Scenario`.
+        before_validation: called before Lightning prepares a validation.
+    """
+
+    def __init__(self, fails: bool, before_validation: Callable[[], None]) -> None:
         super().__init__()
         self._fails = fails
+        self._before_validation = before_validation
         self.net = nn.Sequential(nn.Linear(FEATURES, 32), nn.ReLU(), nn.Linear(32, CLASSES))
 
     def _loss(self, batch: Any) -> torch.Tensor:
@@ -122,6 +129,11 @@ class Classifier(L.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self._loss(batch))
+
+    def on_validation_model_zero_grad(self) -> None:
+        # The first hook of a validation: `on_validation_start` comes behind the loading of its data.
+        self._before_validation()
+        super().on_validation_model_zero_grad()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -190,20 +202,18 @@ class Snapshots(L.Callback):
         self.steps: list[dict[str, float]] = []
         self.begin: Metrics | None = None
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """A step ends here, if one is under way."""
         if self.begin is not None:
             self.steps.append(difference(self.begin, get_backend().metrics()))
             self.begin = None
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self._end()
+        self.end()
         self.begin = get_backend().metrics()
 
-    def on_validation_start(self, *_: Any) -> None:
-        self._end()
-
     def on_train_epoch_end(self, *_: Any) -> None:
-        self._end()
+        self.end()
 
 
 @dataclass
@@ -224,6 +234,8 @@ class Run:
 
 def train(scenario: Scenario, strategy: str, steps: int) -> Run:
     """Runs in a child."""
+    if strategy != CPU:
+        initialize()
     run, losses, snapshots = Run(scenario.name, strategy), Losses(), Snapshots()
     L.seed_everything(0, verbose=False)
     options: dict[str, Any] = {
@@ -236,11 +248,11 @@ def train(scenario: Scenario, strategy: str, steps: int) -> Run:
         "num_sanity_val_steps": 0,
         **scenario.options,
     }
-    fit = functools.partial(_fit, scenario, steps + steps % 2 if scenario.even else steps)
+    data = Data(steps + steps % 2 if scenario.even else steps, scenario.validation_batches)
+    fit = functools.partial(_fit, scenario, Classifier(scenario.fails, snapshots.end), data)
     if strategy == CPU:
         fit(L.Trainer(accelerator="cpu", **options))
     else:
-        initialize()
         chosen: dict[str, Any] = {"strategy": XLAEagerStrategy()}
         if strategy == STOCK:
             chosen = {"strategy": SingleDeviceXLAStrategy(device=0), "accelerator": LiftedAccelerator(), "devices": 1}
@@ -259,9 +271,9 @@ def train(scenario: Scenario, strategy: str, steps: int) -> Run:
     return run
 
 
-def _fit(scenario: Scenario, steps: int, trainer: L.Trainer) -> None:
+def _fit(scenario: Scenario, module: Classifier, data: Data, trainer: L.Trainer) -> None:
     try:
-        trainer.fit(Classifier(scenario.fails), datamodule=Data(steps, scenario.validation_batches))
+        trainer.fit(module, datamodule=data)
     except InTrainingStepError:
         assert scenario.fails
     else:

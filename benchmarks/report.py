@@ -20,7 +20,7 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "at most": operator.le,
     "exactly": operator.eq,
 }
-_PACKAGES = ("torch", "torch_xla", "transformers", "accelerate", "xla-adapters")
+_PACKAGES = ("torch", "torch_xla", "transformers", "accelerate", "lightning", "xla-adapters")
 
 
 @dataclass(frozen=True)
