@@ -79,7 +79,7 @@ class ByteGPT(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         sizes = {"n_embd": width, "n_layer": layers, "n_head": 4, "n_positions": block, "vocab_size": BYTES}
-        # No block is seen twice in a run of this length.
+        # Blocks begin anywhere in the text, so that hardly one is seen twice in a run of this length.
         no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         self.gpt = GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=None, eos_token_id=None))
 
