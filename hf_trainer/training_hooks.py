@@ -20,6 +20,7 @@ from hf_trainer.placement import own_scalars
 from hf_trainer.refusals import check_optimizer
 from hf_trainer.tokens import count_input_tokens
 from hf_trainer.trainer_hooks import TrainerHooks
+from xla_adapters.batches import token_count
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.transfers import uploading
 
@@ -101,7 +102,7 @@ class TrainingHooks(TrainerHooks):
         """As `Trainer.training_step`; opens the step that `on_optimizer_step` closes."""
         if self._tr_loss.ndim == 0:
             self._tr_loss = self._zero_loss()
-        self.run_stats.count_batch(samples=find_batch_size(inputs) or 0, tokens=_token_count(inputs))
+        self.run_stats.count_batch(samples=find_batch_size(inputs) or 0, tokens=token_count(inputs))
         self._steps.begin_micro_step(
             inputs,
             step=self.state.global_step,
@@ -198,11 +199,6 @@ def _values(batch: Any) -> Iterator[Any]:
         yield from batch.values()
     elif isinstance(batch, (list, tuple)):
         yield from batch
-
-
-def _token_count(inputs: Mapping[str, Any]) -> int:
-    ids = inputs.get("input_ids")
-    return int(ids.numel()) if isinstance(ids, torch.Tensor) else 0
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer | None:

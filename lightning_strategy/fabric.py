@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar, overload
 
 import torch
@@ -281,6 +282,9 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
             kwargs["closure"] = as_if_compiling()(closure)
         if self._is_outside("optimizer.step()"):
             return super().optimizer_step(optimizer, **kwargs)
+        if closure is not None and self._is_dynamo_update(optimizer):
+            # The model's graphs are dynamo's; only the update is one of ours.
+            kwargs["closure"] = functools.partial(_given, kwargs["closure"]())
         with self._update("optimizer_step", optimizer), as_if_compiling(False):
             return super().optimizer_step(optimizer, **kwargs)
 
@@ -311,12 +315,12 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
 
     @contextmanager
     def _update(self, name: str, optimizer: Optimizer | None = None) -> Iterator[None]:
+        with self._steps.own_graph(name) if self._is_dynamo_update(optimizer) else nullcontext():
+            yield
+
+    def _is_dynamo_update(self, optimizer: Optimizer | None) -> bool:
         dynamo = self.xla_config.xla_mode == "eager+dynamo" and not in_step()
-        if not dynamo or (optimizer is not None and eager_reason(optimizer) is not None):
-            yield
-            return
-        with self._steps.own_graph(name):
-            yield
+        return dynamo and (optimizer is None or eager_reason(optimizer) is None)
 
     def _is_outside(self, what: str) -> bool:
         outside = self.xla_config.compiles_step and not in_step()
@@ -367,6 +371,10 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
             if random_state is not None and _is_resumable(state):
                 self._steps.resume(random_state)
         return remainder
+
+
+def _given(value: Any) -> Any:
+    return value
 
 
 def _is_resumable(state: dict[str, Any]) -> bool:

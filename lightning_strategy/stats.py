@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning as L
-import torch
 
+from xla_adapters.batches import sample_count, token_count
 from xla_adapters.run_stats import RunStats
 
 
@@ -38,7 +37,7 @@ class XLAStatsCallback(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Counts the batch; logs when it is time to."""
-        self.stats.count_batch(samples=_sample_count(batch), tokens=_token_count(batch))
+        self.stats.count_batch(samples=sample_count(batch), tokens=token_count(batch))
         self.stats.steps = trainer.global_step - self._first_step
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         # Not a remainder: under accumulation a step lasts several batches, with several optimizers a batch is
@@ -62,23 +61,3 @@ class XLAStatsCallback(L.Callback):
         self.stats.stop()
         if trainer.is_global_zero:
             print(f"\nwhat the training cost\n{self.stats.summary()}", file=sys.stderr)
-
-
-def _sample_count(batch: Any) -> int:
-    return next((int(tensor.shape[0]) for tensor in _tensors(batch) if tensor.ndim), 0)
-
-
-def _token_count(batch: Any) -> int:
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    return ids.numel() if isinstance(ids, torch.Tensor) else 0
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

@@ -6,7 +6,10 @@ import inspect
 from typing import Any
 
 import torchmetrics
+from lightning.fabric import fabric, wrappers
 from lightning.fabric.connector import _Connector, _convert_precision_to_unified_args
+from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
+from lightning.fabric.utilities import apply_func, seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops import _FitLoop
 from lightning.pytorch.loops.utilities import _no_grad_context
@@ -15,6 +18,8 @@ from lightning.pytorch.trainer.call import _call_and_handle_interrupt, _interrup
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.logger_connector import logger_connector, result
 from torchmetrics.aggregation import BaseAggregator
+
+from lightning_strategy import XLAEagerFabricStrategy
 
 
 def parameters(function: Any) -> list[str]:
@@ -87,3 +92,32 @@ def test_hooks_of_strategies() -> None:
     assert parameters(Strategy.batch_to_device) == ["self", "batch", "device", "dataloader_idx"]
     assert parameters(Strategy.save_checkpoint) == ["self", "checkpoint", "filepath", "storage_options"]
     assert parameters(Strategy.load_checkpoint) == ["self", "checkpoint_path", "weights_only"]
+
+
+def test_fabric_asks_a_strategy_for_what_it_brings() -> None:
+    source = inspect.getsource(_Connector._check_config_and_set_final_flags)
+    for name in ("_accelerator", "_precision", "_checkpoint_io"):
+        assert f"if self._strategy_flag.{name}:" in source
+    assert source.index("self._precision_instance = plugin") < source.index("if self._strategy_flag._precision:")
+    assert "self.accelerator" in inspect.getsource(_Connector._lazy_init_strategy)
+
+
+def test_fabric_moves_batches_and_seeds_where_they_are_replaced() -> None:
+    move = apply_func.move_data_to_device
+    assert wrappers.move_data_to_device is fabric.move_data_to_device is move
+    assert parameters(move) == ["batch", "device"]
+    assert "move_data_to_device(item, self._device)" in inspect.getsource(wrappers._FabricDataLoader.__iter__)
+    assert "torch.manual_seed(seed)" in inspect.getsource(seed.seed_everything)
+
+
+def test_fabric_strategies_write_what_they_converted() -> None:
+    convert = FabricStrategy._convert_stateful_objects_in_state
+    assert parameters(convert) == ["self", "state", "filter"]
+    assert parameters(FabricStrategy.save_checkpoint) == ["self", "path", "state", "storage_options", "filter"]
+    assert parameters(FabricStrategy.load_checkpoint) == ["self", "path", "state", "strict", "weights_only"]
+
+
+def test_fabric_lets_a_loss_go_backward_by_itself_unless_the_strategy_overrides_it() -> None:
+    source = inspect.getsource(wrappers._FabricModule._register_backward_hook)
+    assert 'is_overridden("backward", self._strategy, parent=Strategy)' in source
+    assert XLAEagerFabricStrategy.backward is FabricStrategy.backward

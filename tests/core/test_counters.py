@@ -7,6 +7,7 @@ import torch
 
 import xla_adapters
 from tests.isolation import isolated
+from xla_adapters.batches import sample_count, token_count
 from xla_adapters.run_stats import RunStats
 
 
@@ -59,3 +60,34 @@ def test_run_stats_summary() -> None:
     summary = stats.summary()
     assert "2 (1.00 per step)" in summary
     assert "tokens/s" in summary
+
+
+@isolated
+def test_run_stats_of_a_lap_are_those_since_the_last_one() -> None:
+    now = [0.0]
+    stats = RunStats(clock=lambda: now[0])
+    stats.start()
+    tensor = torch.ones(3).to("xla")
+    laps = []
+    for steps in (1, 3):
+        for _ in range(steps):
+            (tensor * 2.5).sum().item()
+            stats.count_batch(samples=4)
+            stats.count_step()
+        now[0] += 1e6 * steps
+        laps.append(stats.lap())
+    assert [(lap["steps"], lap["compiles"], lap["executions"], lap["seconds"]) for lap in laps] == [
+        (1, 1, 1, 1e6),
+        (3, 0, 3, 3e6),
+    ]
+    assert laps[1]["samples_per_second"] == pytest.approx(4e-6, rel=1e-3)
+    stats.stop()
+    assert stats.as_dict()["executions"] == 4
+
+
+@isolated
+def test_batches_are_counted_by_their_shapes() -> None:
+    ids = torch.zeros(2, 5)
+    assert (sample_count({"scale": torch.tensor(1.0), "input_ids": ids}), token_count({"input_ids": ids})) == (2, 10)
+    assert (sample_count(["text", (ids[:1],)]), token_count([ids])) == (1, 0)
+    assert (sample_count("text"), token_count({"input_ids": [1, 2]})) == (0, 0)
