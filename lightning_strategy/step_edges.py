@@ -37,12 +37,12 @@ class StepEdges(Callback):
         self._steps.end_batch()
 
     def on_train_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-        """A batch that was skipped, or an accumulation that was cut short, has no update."""
-        self._steps.abort()
+        """A batch that was skipped, or an accumulation that was cut short, has no update; losses and norms stay."""
+        self._steps.end_batch()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """As at the end of an epoch."""
-        self._steps.abort()
+        self._steps.end_batch()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Nothing of the step under way is left behind, and later callbacks find the values of before it."""

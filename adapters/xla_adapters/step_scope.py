@@ -418,6 +418,9 @@ class StepScope:
         if not outputs:
             with torch._C.DisableTorchFunction():
                 outputs = [tensor for tensor in self._backend.live_tensors() if self._backend.is_pending(tensor)]
+        if not outputs:
+            # A step that does nothing (a training step that returns None, say) is no graph.
+            return
         graphs = graphs_of(self.name) if self._graphs is None else self._graphs
         check_graph_limit(self.name, self.config.max_graphs, graphs, outputs, self._backend)
 

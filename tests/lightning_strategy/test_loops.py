@@ -13,7 +13,18 @@ from lightning.pytorch.callbacks import Timer
 import xla_adapters
 from lightning_strategy import XLAEagerStrategy
 from tests.isolation import isolated
-from tests.lightning_strategy.scenarios import BATCH, CLASSES, Classifier, assert_close, fit, fit_both, loader, trainer
+from tests.lightning_strategy.scenarios import (
+    BATCH,
+    CLASSES,
+    FEATURES,
+    Classifier,
+    assert_close,
+    fit,
+    fit_both,
+    loader,
+    trainer,
+)
+from xla_adapters import XLAConfig
 
 
 def logged(run: Any) -> dict[str, float]:
@@ -151,12 +162,44 @@ class SkipsTheRest(Classifier):
 
 
 @isolated
-@pytest.mark.parametrize("every", [1, 4])
-def test_on_train_batch_start_skips_the_rest_of_the_epoch(every: int) -> None:
-    """Also in mid-accumulation, where the gradients so far are left as they are."""
-    ours, _ = fit_both(SkipsTheRest, max_epochs=3, accumulate_grad_batches=every)
+@pytest.mark.parametrize(
+    ("every", "accumulation", "counts"),
+    [
+        (1, "per_micro_batch", (1, 6)),
+        # The first of an accumulation, and later ones; what there is of it, is not updated with.
+        (4, "per_micro_batch", (2, 6)),
+        (4, "unrolled", (3, 3)),
+    ],
+)
+def test_on_train_batch_start_skips_the_rest_of_the_epoch(every: int, accumulation: Any, counts: Any) -> None:
+    ours, plain = fit_both(
+        SkipsTheRest,
+        max_epochs=3,
+        accumulate_grad_batches=every,
+        config=XLAConfig(accumulation=accumulation, max_graphs=counts[0]),
+    )
     assert len(ours.module.losses) == 1 + 2 + 3
-    assert (ours.counters.compiles, ours.counters.executions) == (1 if every == 1 else 2, 6), ours.compiles
+    assert (ours.counters.compiles, ours.counters.executions) == counts, ours.compiles
+    assert_logged_close(ours, plain)
+    norms = [dict(run.module.net[1].named_buffers()) for run in (ours, plain)]
+    assert norms[0]["num_batches_tracked"] == norms[1]["num_batches_tracked"] == 6
+    torch.testing.assert_close(norms[0]["running_mean"], norms[1]["running_mean"], atol=2e-6, rtol=0)
+
+
+class StopsAt(Classifier):
+    """Stops in the middle of an accumulation."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.should_stop = batch_idx == 4
+
+
+@isolated
+@pytest.mark.parametrize(("accumulation", "executions"), [("per_micro_batch", 5), ("unrolled", 2)])
+def test_stop_in_mid_accumulation_keeps_what_was_computed(accumulation: Any, executions: int) -> None:
+    ours, plain = fit_both(StopsAt, accumulate_grad_batches=3, config=XLAConfig(accumulation=accumulation))
+    assert ours.counters.executions == executions
+    assert len(ours.module.losses) == 5
+    assert_logged_close(ours, plain)
 
 
 @isolated
@@ -257,6 +300,15 @@ def test_iterable_dataset_of_unknown_length(every: int, graphs: int) -> None:
     ours, plain = fit_both(Evaluated, data=stream, validation=stream, accumulate_grad_batches=every)
     assert (ours.counters.compiles, ours.counters.executions) == (graphs + 1, 2 * (5 + 5)), ours.compiles
     assert_logged_close(ours, plain)
+
+
+@isolated
+def test_iterable_dataset_in_unrolled_accumulation() -> None:
+    def stream() -> Any:
+        return torch.utils.data.DataLoader(Stream(), batch_size=BATCH)
+
+    ours, _ = fit_both(Classifier, data=stream, accumulate_grad_batches=3, config=XLAConfig(accumulation="unrolled"))
+    assert (ours.counters.compiles, ours.counters.executions) == (2, 2 * 2), ours.compiles
 
 
 class Combined(Classifier):
@@ -380,3 +432,74 @@ def test_transform_on_the_device_agrees_with_the_cpu() -> None:
     assert (ours.counters.compiles, ours.counters.executions) == (2, 12 + 4)
     assert ours.counters.eager_ops - without.counters.eager_ops == 12 + 4
     assert_logged_close(ours, plain)
+
+
+class PullsBatches(Classifier):
+    """Fetches its batches by itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return self.loss([part.to(self.device) for part in batch])
+
+
+@isolated
+def test_training_step_that_pulls_its_batches() -> None:
+    ours, _ = fit_both(PullsBatches)
+    assert (ours.counters.compiles, ours.counters.executions) == (1, 12), ours.compiles
+
+
+class Records:
+    """A batch of a class of the user's, with more than tensors in it."""
+
+    def __init__(self, inputs: Any, classes: Any, names: list[str]) -> None:
+        self.inputs, self.classes, self.names = inputs, classes, names
+
+    def to(self, device: Any, **options: Any) -> Records:
+        return Records(self.inputs.to(device), self.classes.to(device), self.names)
+
+
+class TakesRecords(Classifier):
+    def loss(self, batch: Any) -> torch.Tensor:
+        assert len(batch.names) == len(batch.inputs)
+        return super().loss([batch.inputs, batch.classes])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+@isolated
+def test_batches_of_a_class_of_the_users() -> None:
+    def records() -> Any:
+        def collate(rows: list[Any]) -> Records:
+            inputs, classes = torch.utils.data.default_collate(rows)
+            return Records(inputs, classes, ["a row"] * len(rows))
+
+        return loader(collate_fn=collate)
+
+    ours, _ = fit_both(TakesRecords, data=records)
+    assert (ours.counters.compiles, ours.counters.executions) == (1, 12), ours.compiles
+
+
+class ConfiguresModel(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = torch.nn.Linear(FEATURES, CLASSES)
+            torch.nn.init.constant_(self.net.weight, 0.1)
+            torch.nn.init.zeros_(self.net.bias)
+
+
+@isolated
+def test_model_made_on_the_device() -> None:
+    ours, _ = fit_both(ConfiguresModel)
+    assert (ours.counters.compiles, ours.counters.executions) == (1, 12), ours.compiles
+
+
+@isolated
+def test_barebones() -> None:
+    options = {"enable_checkpointing": None, "enable_progress_bar": None, "enable_model_summary": None}
+    ours, _ = fit_both(Classifier, barebones=True, logger=None, num_sanity_val_steps=None, **options)
+    assert (ours.counters.compiles, ours.counters.executions) == (1, 12), ours.counters
