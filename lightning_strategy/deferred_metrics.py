@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import _squeeze_if_scalar
 
 import xla_adapters
+from lightning_strategy.kept_metrics import KeptMetrics
 from xla_adapters import in_step
 from xla_adapters.errors import GraphBreakError
 from xla_adapters.patching import replaced
@@ -151,12 +152,12 @@ class DeferredMetrics:
             return self._untraceable[key][1], None
         if key in self._traceable:
             return None, method()
-        kept, waiting = _attributes(metric), len(self._waiting)
+        kept, waiting = KeptMetrics(_parts(metric)), len(self._waiting)
         try:
             with xla_adapters.step(name=type(metric).__name__):
                 result = method()
         except GraphBreakError as error:
-            _put_back(kept)
+            kept.put_back()
             del self._waiting[waiting:]
             # The frames hold what was traced in vain, and would make it an output of the graph.
             self._untraceable[key] = metric, error.with_traceback(None)
@@ -187,7 +188,7 @@ class DeferredMetrics:
             error, value = self._attempt(metric, "compute", stock)
             if error is None:
                 return value
-            if len(_attributes(metric)) > 1:
+            if len(_parts(metric)) > 1:
                 # Its parts go on with other values: `forward` as a whole is to be put off.
                 raise error
             state = {name: list(value) if isinstance(value, list) else value for name, value in vars(metric).items()}
@@ -217,20 +218,5 @@ def _known_behind_steps(stock: Callable[[Any, bool], Any]) -> Callable[[Any, boo
     return cache
 
 
-_Attributes = list[tuple[Metric, dict[str, Any], dict[str, list[Any]]]]
-
-
-def _attributes(metric: Metric) -> _Attributes:
-    parts = [part for part in metric.modules() if isinstance(part, Metric)]
-    return [
-        (part, dict(vars(part)), {name: list(value) for name, value in vars(part).items() if isinstance(value, list)})
-        for part in parts
-    ]
-
-
-def _put_back(kept: _Attributes) -> None:
-    for metric, attributes, lists in kept:
-        vars(metric).clear()
-        vars(metric).update(attributes)
-        for name, items in lists.items():
-            attributes[name][:] = items
+def _parts(metric: Metric) -> list[Metric]:
+    return [part for part in metric.modules() if isinstance(part, Metric)]

@@ -21,6 +21,8 @@ _CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "norm_except_dim, none": lambda x: torch.norm_except_dim(x, 2, -1).sum(),
     "weight norm": lambda x: torch._weight_norm(x, x.detach().sum(1, keepdim=True), 0).square().sum(),
     "normalize": lambda x: (nn.functional.normalize(x, dim=1) * torch.arange(4, device=x.device)).sum(),
+    "sum of a scalar, dim 0": lambda x: x.sum().sum(dim=0) + torch.sum(x.sum(), -1, keepdim=True),
+    "sum, a dim": lambda x: x.sum(0).square().sum(),
 }
 _HISTOGRAMS = {
     "a range": (4, -1, 2),
