@@ -328,16 +328,21 @@ def test_bfloat16(precision: str, given_to: str) -> None:
 
 
 @isolated
-def test_dropout_repeats_after_the_seed_is_set_again() -> None:
-    ours = xla_loop(dropout=0.5)
-    ours.train()
-    again = xla_loop(dropout=0.5)
-    again.train()
-    assert ours.losses == again.losses
-    again.fabric.seed_everything(8, verbose=False)
-    again.losses.clear()
-    again.train()
-    assert ours.losses != again.losses
+def test_random_numbers_repeat_after_the_seed_is_set_again() -> None:
+    fabric: Any = Fabric(strategy=XLAEagerFabricStrategy())
+    fabric.launch()
+
+    def drawn(seed: int) -> list[list[float]]:
+        fabric.seed_everything(seed, verbose=False)
+        masks = [nn.functional.dropout(torch.ones(32, device=fabric.device))]
+        for _ in range(2):
+            with fabric.strategy.step():
+                masks.append(nn.functional.dropout(torch.ones(32, device=fabric.device)))
+        return [mask.tolist() for mask in masks]
+
+    first, again, other = drawn(7), drawn(7), drawn(8)
+    assert first == again
+    assert len({tuple(mask) for mask in first + other}) == 6
 
 
 @isolated
@@ -417,7 +422,7 @@ def test_an_exception_in_the_step_leaves_everything_as_it_was() -> None:
     undisturbed.train(2)
     undisturbed.train(2, seed=1)
     ours = xla_loop(dropout=0.5)
-    metric = ours.fabric.to_device(torchmetrics.MeanMetric())
+    metric = ours.fabric.to_device(torchmetrics.MaxMetric())
     ours.train(2)
     metric.update(torch.tensor(2.0, device=ours.fabric.device))
     before, batch = ours.weights, next(iter(ours.fabric.setup_dataloaders(loader(1, seed=1))))
@@ -426,7 +431,7 @@ def test_an_exception_in_the_step_leaves_everything_as_it_was() -> None:
     def fails() -> None:
         with ours.step():
             kept.append(ours.update(batch))
-            metric.update(kept[-1])
+            metric.update(kept[-1] + 5)
             raise ValueError("no")
 
     with xla_adapters.count() as counters, pytest.raises(ValueError, match="no"):
