@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_strategy.averaged_weights import averaging_in_one_graph
 from lightning_strategy.deferred_metrics import DeferredMetrics
 from lightning_strategy.dynamo import compiled_children
 from lightning_strategy.grads import nobody_sees_grads
@@ -76,6 +77,7 @@ class Run:
         self._lasting.enter_context(eager(self.config.eager_by_default))
         self._lasting.enter_context(reading_logged_metrics(self._reader))
         self._lasting.enter_context(metrics_without_reads())
+        self._lasting.enter_context(averaging_in_one_graph(self.config))
         self._lasting.enter_context(standing_first(self._trainer, StepEdges(self.steps, self._leaves_open)))
 
     def check(self) -> None:

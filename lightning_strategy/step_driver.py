@@ -169,9 +169,8 @@ class StepDriver:
 
     def abort(self) -> None:
         """Leaves nothing behind of a step that does not come to its end."""
-        if self.is_open:
-            for program in self._programs():
-                program.abort()
+        discarded = [program.abort() for program in self._programs()]
+        if any(discarded):
             self._after_discard()
 
     def translate(self, error: BaseException) -> Exception | None:

@@ -67,19 +67,47 @@ def _histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0)
     return counts.scatter_add(0, position, inside.to(input.dtype))
 
 
+def _sum(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """As `torch.sum`: a scalar has a dimension to sum over (torch_xla 2.9: "Value out of range")."""
+    if input.ndim == 0 and "out" not in kwargs:
+        return torch.sum(input, dtype=kwargs.get("dtype"))
+    return torch.sum(input, *args, **kwargs)
+
+
 LOWERINGS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
     torch.norm: _norm,
     torch.Tensor.norm: _norm,
     torch.norm_except_dim: _norm_except_dim,
     torch._weight_norm: _weight_norm,
     torch.nn.functional.normalize: _normalize,
+    torch.sum: _sum,
+    torch.Tensor.sum: _sum,
     torch.histc: _histc,
     torch.Tensor.histc: _histc,
 }
 
-_BATCH_NORM_ARGUMENTS: dict[Callable[..., Any], tuple[str, ...]] = {
-    torch.nn.functional.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum"),
-    torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum"),
+_ARGUMENTS: dict[Callable[..., Any], tuple[str, ...]] = {
+    torch.nn.functional.batch_norm: (
+        "input",
+        "running_mean",
+        "running_var",
+        "weight",
+        "bias",
+        "training",
+        "momentum",
+        "eps",
+    ),
+    torch.batch_norm: (
+        "input",
+        "weight",
+        "bias",
+        "running_mean",
+        "running_var",
+        "training",
+        "momentum",
+        "eps",
+        "cudnn_enabled",
+    ),
 }
 
 
@@ -87,18 +115,42 @@ def norm_with_torchs_variance(function: Callable[..., Any], args: tuple[Any, ...
     """Calls a normalisation; the running variance of a batch norm is updated as on other devices.
 
     torch keeps the unbiased variance of the batch (over n - 1), torch_xla 2.9 the biased one (over n): the
-    same training, but another result in evaluation, by n / (n - 1) = 8 / 7 for 8 values per channel.
+    same training, but another result in evaluation, by n / (n - 1) = 8 / 7 for 8 values per channel. What
+    torch_xla computes for the backward pass holds both statistics, so the update costs no pass over the input.
+
+    The momentum may be a tensor of no dimensions, see `cumulative_average`.
     """
-    names = _BATCH_NORM_ARGUMENTS.get(function)
+    names = _ARGUMENTS.get(function)
     given = {**dict(zip(names, args, strict=False)), **kwargs} if names is not None else {}
-    running: torch.Tensor | None = given.get("running_var")
-    if running is None or not given.get("training") or running.device.type != "xla":
+    running_mean: torch.Tensor | None = given.get("running_mean")
+    running_var: torch.Tensor | None = given.get("running_var")
+    if running_mean is None or running_var is None or not given.get("training") or running_var.device.type != "xla":
         return function(*args, **kwargs)
-    values = given["input"].numel() // given["input"].shape[1]
-    momentum: float = given.get("momentum", 0.1)
+    input: torch.Tensor = given["input"]
+    values = input.numel() // input.shape[1]
+    if values < 2:
+        # Refused there.
+        return function(*args, **kwargs)
+    momentum: float | torch.Tensor = given.get("momentum", 0.1)
+    eps: float = given.get("eps", 1e-5)
+    weight, bias = given.get("weight"), given.get("bias")
+    result, mean, inverse_deviation = torch.native_batch_norm(input, weight, bias, None, None, True, 0.0, eps)
     with torch.no_grad():
-        kept = running * (1.0 - momentum)
-    result = function(*args, **kwargs)
-    # `.data`: backward keeps the running variance, and checks that nobody wrote to it.
-    running.data.sub_(kept).mul_(values / (values - 1)).add_(kept)
+        variance = (inverse_deviation.to(running_var.dtype).pow(-2) - eps) * (values / (values - 1))
+        running_mean.mul_(1 - momentum).add_(mean * momentum)
+        running_var.mul_(1 - momentum).add_(variance * momentum)
     return result
+
+
+def cumulative_average(module: torch.nn.Module) -> torch.Tensor | None:
+    """The momentum of a batch norm whose `momentum` is None, for its next batch; for any other module None.
+
+    torch reads how many batches there have been (`float(num_batches_tracked)`); here it stays on the device.
+    """
+    if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+        return None
+    batches = module.num_batches_tracked
+    if module.momentum is not None or not module.training or batches is None or batches.device.type != "xla":
+        return None
+    with torch.no_grad():
+        return 1 / (batches + 1).to(torch.get_default_dtype())

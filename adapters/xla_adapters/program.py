@@ -26,6 +26,8 @@ class StepExecution(Protocol):
 
     @property
     def is_open(self) -> bool: ...
+    @property
+    def executed(self) -> bool: ...
     def open(self) -> None: ...
     def close(self) -> ScopeReport: ...
     def abort(self) -> None: ...
@@ -35,7 +37,7 @@ class StepExecution(Protocol):
 class Discardable(Protocol):
     """What may be under way when an error comes: a program, or several together."""
 
-    def abort(self) -> None: ...
+    def abort(self) -> object: ...
     def translate(self, error: BaseException) -> Exception | None: ...
 
 
@@ -166,11 +168,13 @@ class StepProgram:
             self._seen.append(self._signature)
         return report
 
-    def abort(self) -> None:
-        """Discards the pass, if one is open."""
-        if self._open is not None:
-            self._open.abort()
-            self._open = None
+    def abort(self) -> bool:
+        """Discards the pass, if one is open; returns whether one is discarded, here or by its own `close`."""
+        execution, self._open = self._open, None
+        if execution is None:
+            return False
+        execution.abort()
+        return not execution.executed
 
     def translate(self, error: BaseException) -> Exception | None:
         """What an error raised in the pass means, or `None` if it is not the backend's."""

@@ -170,6 +170,15 @@ class StepJournal:
         tensors = [entry.tensor for entry in self._tensors.values() if entry.on_device]
         return [tensor for tensor in tensors if self._backend.is_pending(tensor)]
 
+    def restate_dtypes(self) -> None:
+        """Makes the parameters that optimizers updated like those that were brought to the device."""
+        with torch.no_grad():
+            for entry in self._optimizers.values():
+                for group in entry.optimizer.param_groups:
+                    for value in group["params"]:
+                        if self._backend.is_backend_tensor(value) and self._backend.is_pending(value):
+                            self._backend.restate_dtype(value)
+
     def retire(self) -> None:
         """Ends the journal of a step that was executed, and forgets everything.
 

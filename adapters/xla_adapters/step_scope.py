@@ -10,10 +10,8 @@ import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from xla_adapters.backend import Backend, SeamEvent, get_backend
 from xla_adapters.breaks import BreakPolicy, classify_read
@@ -28,6 +26,7 @@ from xla_adapters.errors import (
 from xla_adapters.graph_limit import check_graph_limit, graphs_of
 from xla_adapters.interrupts import InterruptGuard, at_edge
 from xla_adapters.location import location_of
+from xla_adapters.modules import ModuleGuard
 from xla_adapters.rng import StepSeed
 from xla_adapters.rollback import StepJournal
 from xla_adapters.updates import UpdateGuard
@@ -97,6 +96,12 @@ class StepScope:
         self._break_met = False
         self._is_open = False
         self._executing = False
+        self._executed = False
+
+    @property
+    def executed(self) -> bool:
+        """Whether the graph was handed to the device, if with an error afterwards (Ctrl-C while it compiles)."""
+        return self._executed
 
     @property
     def is_open(self) -> bool:
@@ -107,6 +112,11 @@ class StepScope:
     def is_current(self) -> bool:
         """Whether this thread is in this scope (the outermost of nested ones)."""
         return _current.scope is self
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether what happens is recorded."""
+        return self._watch is not None
 
     @property
     def forbids_breaks(self) -> bool:
@@ -179,6 +189,7 @@ class StepScope:
             if self.config.free_grads is True:
                 self._journal.free_grads()
             self.drop_watch()
+            self._journal.restate_dtypes()
             self._check_graph_limit()
             self._backend.set_execution_allowed(True)
             self._executing = True
@@ -188,6 +199,7 @@ class StepScope:
         except BaseException as error:
             if self._executing and not self._backend.pending_count():
                 # The graph has been executed, and the old values' buffers are gone: nothing to go back to.
+                self._executed = True
                 self._journal.clear()
                 self._stop_tracing()
                 self._interrupts.finish()
@@ -197,6 +209,7 @@ class StepScope:
             if translated is not None:
                 raise translated from error
             raise
+        self._executed = True
         self._stop_tracing()
         self._journal.retire()
         self._interrupts.finish()
@@ -251,10 +264,12 @@ class StepScope:
     def translate(self, error: BaseException) -> XLAAdapterError | None:
         """What an error of the backend means here, or `None` if it is something else."""
         if self._backend.is_out_of_memory(error):
-            # accelerate's find_executable_batch_size knows it by " out of memory." in its one argument.
+            # accelerate's find_executable_batch_size knows it by " out of memory." in its one argument, Lightning's
+            # BatchSizeFinder by "CUDA" and "out of memory".
             return DeviceOutOfMemoryError(
                 f"the step {self.name!r}: {self._backend.hardware()} out of memory. The step was discarded; parameters "
-                "are as before it. Make the batch smaller (and accumulate gradients), or checkpoint activations"
+                "are as before it. Make the batch smaller (and accumulate gradients), or checkpoint activations "
+                "(what raises OutOfMemoryError on CUDA)"
             )
         if not self._backend.is_forbidden_execution(error):
             return None
@@ -283,7 +298,7 @@ class StepScope:
         # Backward in this thread: seen by the watch, open to Ctrl-C, and independent of whether a CPU
         # backward ran before the runtime started (torch sizes its device queues only once).
         restores.enter_context(torch.autograd.set_multithreading_enabled(False))
-        restores.callback(register_module_forward_pre_hook(self._before_forward).remove)
+        ModuleGuard(self).install(restores)
         UpdateGuard(self, backend).install(restores)
         restores.enter_context(backend.intercept(self._on_seam_event))
         backend.set_execution_allowed(not self.forbids_breaks)
@@ -428,12 +443,6 @@ class StepScope:
         if self._profiler_scopes:
             what = f"the profiler scope {_profiler_name(self._profiler_scopes[-1])} was opened inside and is still open"
             self._policy.meet(BreakKind.PROFILER_SCOPE, what, self._backend)
-
-    # ---- modules ---------------------------------------------------------------------------------
-
-    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        if _current.scope is self and self._watch is not None:
-            self._watch.journal.record_module(module)
 
 
 def _profiler_name(scope: object) -> str:

@@ -96,3 +96,49 @@ def test_the_state_of_a_scalar_parameter_costs_no_second_graph() -> None:
                     optimizer.step()
                     optimizer.zero_grad()
     assert (counters.compiles, counters.executions) == (1, 4)
+
+
+@isolated
+@pytest.mark.parametrize("reduce", [torch.sum, torch.mean, torch.softmax, torch.logsumexp, torch.prod, torch.var])
+def test_what_reduces_an_embedding_is_one_graph_for_all_steps(reduce: Callable[..., torch.Tensor]) -> None:
+    # Adam's last operation (addcdiv) leaves a parameter that does not name its dtype, which sums hash.
+    with xla_adapters.eager():
+        model = nn.Embedding(5, 4).to("xla")
+        optimizer = torch.optim.Adam(model.parameters())
+        batch = torch.tensor([[0, 1, 2], [2, 3, 4]]).to("xla")
+        with xla_adapters.count() as counters:
+            for _ in range(3):
+                with xla_adapters.step():
+                    reduce(model(batch), 1).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert (counters.compiles, counters.executions) == (1, 3)
+
+
+@isolated
+def test_stacked_batch_norms_keep_torchs_statistics_in_one_graph() -> None:
+    def norms() -> nn.Sequential:
+        return nn.Sequential(
+            nn.BatchNorm1d(4), nn.BatchNorm1d(4, momentum=None), nn.BatchNorm1d(4, affine=False, momentum=0.3)
+        )
+
+    plain = norms()
+    batches = [3 * torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)) + 1 for seed in range(4)]
+    with xla_adapters.eager():
+        ours = norms().to("xla")
+        uploaded = [batch.to("xla") for batch in batches]
+        with xla_adapters.count() as counters:
+            for batch in uploaded:
+                with xla_adapters.step():
+                    result = ours(batch)
+                    result.square().mean().backward()
+                    ours.zero_grad()
+        assert (counters.compiles, counters.executions, counters.transfers_to_host) == (1, 4, 0)
+    for batch in batches:
+        expected = plain(batch)
+    torch.testing.assert_close(result.cpu(), expected, atol=2e-6, rtol=0)
+    for name, value in ours.state_dict().items():
+        torch.testing.assert_close(value.cpu(), plain.state_dict()[name], atol=2e-6, rtol=0, msg=name)
+    assert ours[1].momentum is None
+    with pytest.raises(ValueError, match="more than 1 value per channel"), xla_adapters.step():
+        ours(uploaded[0][:1])

@@ -110,4 +110,4 @@ def test_max_graphs_counts_graphs_and_not_passes() -> None:
                 assert result.shape == (rows, 2)
         wide = torch.ones(5, 4).to("xla")
         with pytest.raises(GraphLimitError), xla_adapters.step(max_graphs=2, name="predict"), torch.no_grad():
-            model(wide).sum()
+            result = model(wide).sum()

@@ -78,6 +78,12 @@ class Classifier(L.LightningModule):
         return [float(loss) for loss in self.kept]
 
 
+class WithoutBatchNorm(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = nn.Identity()
+
+
 @dataclass
 class Outcome:
     """One run.

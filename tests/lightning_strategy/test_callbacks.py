@@ -16,17 +16,27 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LearningRateMonitor,
     ModelCheckpoint,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     TQDMProgressBar,
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from torch import nn
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_strategy import XLAEagerStrategy
+from lightning_strategy.accelerator import XLAEagerAccelerator
 from tests.isolation import isolated
-from tests.lightning_strategy.scenarios import Classifier, Outcome, assert_close, fit, fit_both, loader
-from xla_adapters.errors import TensorReadError
+from tests.lightning_strategy.scenarios import (
+    Classifier,
+    Outcome,
+    WithoutBatchNorm,
+    assert_close,
+    fit,
+    fit_both,
+    loader,
+    trainer,
+)
 
 
 class Shown(Classifier):
@@ -39,10 +49,13 @@ class Shown(Classifier):
         return loss
 
 
-class WithoutBatchNorm(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[1] = nn.Identity()
+class Scheduled(Classifier):
+    """Another learning rate at each step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 def assert_same_weights(ours: Outcome, plain: Outcome) -> None:
@@ -137,9 +150,16 @@ def test_stochastic_weight_averaging() -> None:
 
 
 @isolated
-def test_stochastic_weight_averaging_with_batch_norm_raises_where_torch_reads_a_counter() -> None:
-    with pytest.raises(TensorReadError, match="on_graph_break='warn'"):
-        fit(Classifier, XLAEagerStrategy(), callbacks=lambda: [StochasticWeightAveraging(1e-2, swa_epoch_start=1)])
+def test_stochastic_weight_averaging_with_batch_norm() -> None:
+    ours, plain = fit_both(
+        Classifier,
+        max_epochs=4,
+        callbacks=lambda: [StochasticWeightAveraging(swa_lrs=5e-3, swa_epoch_start=1, annealing_epochs=1)],
+    )
+    assert_same_weights(ours, plain)
+    # The last epoch averages the norms' statistics over all batches, without gradients; it ends with an update
+    # that has nothing to do.
+    assert_counts(ours, compiles=3, executions=24 + 6)
 
 
 @isolated
@@ -149,7 +169,34 @@ def test_weight_averaging(average: Callable[[], Any]) -> None:
     assert_same_weights(ours, plain)
     name = "val_loss"
     assert_close([float(ours.trainer.callback_metrics[name])], [float(plain.trainer.callback_metrics[name])])
-    assert ours.counters.executions == 24
+    # Training, validation and averaging; each batch but the first is followed by an update of the average.
+    assert_counts(ours, compiles=3, executions=12 + 12 + 11)
+
+
+@isolated
+@pytest.mark.parametrize("average", [lambda: EMAWeightAveraging(decay=0.5), WeightAveraging], ids=["EMA", "mean"])
+def test_weight_averaging_costs_one_execution_per_step_and_nothing_else(average: Callable[[], Any]) -> None:
+    def costs(batches: int) -> tuple[int, int, int, int]:
+        run = fit(
+            Classifier,
+            XLAEagerStrategy(),
+            data=lambda: loader(batches),
+            max_epochs=1,
+            callbacks=lambda: [average()],
+        )
+        counts = run.counters
+        return counts.compiles, counts.executions, counts.transfers_to_host, counts.eager_ops
+
+    few, many = costs(4), costs(8)
+    assert (few[0], many[0]) == (2, 0)
+    assert tuple(more - less for less, more in zip(few[1:], many[1:], strict=True)) == (8, 0, 0)
+
+
+@isolated
+def test_weight_averaging_on_the_host() -> None:
+    ours, plain = fit_both(Classifier, callbacks=lambda: [EMAWeightAveraging(device="cpu", decay=0.5)])
+    assert_same_weights(ours, plain)
+    assert_counts(ours)
 
 
 # ---- monitors, bars and loggers -----------------------------------------------------------------
@@ -162,6 +209,61 @@ def test_monitors_cost_no_transfer_of_their_own(tmp_path: Path) -> None:
 
     due = more_transfers(logger=lambda: CSVLogger(tmp_path), log_every_n_steps=lambda: 3, callbacks=lambda: callbacks())
     assert due == 2
+
+
+class Kept(DummyLogger):  # type: ignore[misc]
+    """A logger that keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, Any]]] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+
+@isolated
+def test_learning_rate_monitor_logs_the_rates_of_the_cpu() -> None:
+    ours, plain = (
+        fit(Scheduled, strategy, logger=Kept(), log_every_n_steps=2, callbacks=lambda: [LearningRateMonitor("step")])
+        for strategy in (XLAEagerStrategy(), None)
+    )
+    rates, expected = (
+        [(step, row["lr-AdamW"]) for step, row in run.trainer.logger.rows if "lr-AdamW" in row] for run in (ours, plain)
+    )
+    assert rates == expected
+    assert len({rate for _, rate in rates}) == 6
+
+
+@isolated
+def test_device_stats_monitor_logs_what_the_device_tells() -> None:
+    run = fit(
+        Classifier, XLAEagerStrategy(), logger=Kept(), log_every_n_steps=2, callbacks=lambda: [DeviceStatsMonitor()]
+    )
+    stats = XLAEagerAccelerator().get_device_stats(run.module.device)
+    logged = [row for _, row in run.trainer.logger.rows if any("DeviceStatsMonitor" in name for name in row)]
+    assert len(logged) == 2 * 6
+    for row in logged:
+        assert all(name.endswith(tuple(stats)) for name in row)
+        assert all(value > 0 for value in row.values())
+
+
+@isolated
+def test_checkpoint_on_exception_holds_the_state_before_the_step_that_failed(tmp_path: Path) -> None:
+    class Fails(Classifier):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.trainer.global_step == 3:
+                raise ValueError("the test's own")
+
+    module = Fails()
+    run = trainer(XLAEagerStrategy(), callbacks=[OnExceptionCheckpoint(tmp_path, "crash")])
+    with pytest.raises(ValueError, match="the test's own"):
+        run.fit(module, loader())
+    saved = torch.load(tmp_path / "crash.ckpt", weights_only=False)
+    assert saved["global_step"] == 3
+    resumed = trainer(None, max_epochs=1)
+    resumed.fit(Classifier(), loader(), ckpt_path=tmp_path / "crash.ckpt", weights_only=False)
+    assert resumed.global_step == 6
 
 
 @isolated

@@ -256,7 +256,6 @@ def test_update_in_an_epoch_hook_is_a_step_of_its_own() -> None:
     ours, plain = fit_both(UpdatesPerEpoch, max_epochs=3)
     # Batches without and with gradients before them, and the update.
     assert (ours.counters.compiles, ours.counters.executions) == (3, 18 + 3), ours.compiles
-    assert ours.trainer.global_step == plain.trainer.global_step == 3
     assert_close(
         [float(p.abs().sum()) for p in ours.module.net[-1].parameters()],
         [float(p.abs().sum()) for p in plain.module.net[-1].parameters()],

@@ -233,6 +233,19 @@ class PJRTBackend:
         torch._functionalize_replace(tensor, snapshot)
         torch._functionalize_commit_update(tensor)
 
+    def restate_dtype(self, tensor: torch.Tensor) -> None:
+        """Makes the device tensor name its dtype again, as a tensor does that was brought there.
+
+        The result of some operations (addcdiv, the last one of Adam) does not, which sums, means and
+        softmax of what is computed from it hash differently: another graph from the second step on.
+        Adds nothing to the graph.
+        """
+        inner = self.snapshot(tensor)
+        self.restore(tensor, torch._from_functional_tensor(torch.ops.aten._to_copy(inner, dtype=inner.dtype)))
+        del inner
+        # The view machinery holds the former value until then: it would be one more output of the graph.
+        torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
+
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a host tensor on the device, in a buffer of its own.
 
