@@ -1,0 +1,142 @@
+"""`ShardingConfig`: what the user wants of sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from xla_adapters.errors import ConfigError
+from xla_adapters.sharding.mesh import Mesh, Spec, as_spec
+
+Scheme = Literal["auto", "dp", "fsdp", "tp", "2d"]
+Partitioner = Literal["planner", "alpa"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingConfig:
+    """How a model is split over the devices.
+
+    Args:
+        scheme: `"dp"` splits the batch and copies the model; `"fsdp"` splits parameters, gradients and
+            optimizer state too; `"tp"` splits layers (Megatron-LM); `"2d"` does the last two, each on an
+            axis of its own; `"auto"` plans, and takes what costs least.
+        mesh_shape: devices along each axis; chosen if not given.
+        axis_names: of the mesh; `("data", "model")` if not given.
+        partitioner: who plans for `"auto"`: `"planner"` is ours, `"alpa"` the XLA compiler's own pass,
+            where it has one.
+        keep_user_sharding: parameters that are annotated already stay so, and the plan is made around them.
+        memory_budget: bytes per device that parameters, gradients, optimizer state and activations may
+            take; `None` for no limit.
+        measure_top_k: how many of the best plans are compiled to be compared by what they really cost,
+            beside the templates; 0 trusts the prediction.
+        overrides: specs by name pattern (shell style, e.g. `{"*.lm_head.weight": ("model", None)}`); the
+            first that matches a parameter decides.
+
+    Raises:
+        ConfigError: a value is not valid; the message lists the valid ones.
+    """
+
+    scheme: Scheme = "auto"
+    mesh_shape: tuple[int, ...] | None = None
+    axis_names: tuple[str, ...] | None = None
+    partitioner: Partitioner = "planner"
+    keep_user_sharding: bool = True
+    memory_budget: int | None = None
+    measure_top_k: int = 3
+    overrides: Mapping[str, Spec] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (
+            ("scheme", self.scheme, get_args(Scheme)),
+            ("partitioner", self.partitioner, get_args(Partitioner)),
+            ("keep_user_sharding", self.keep_user_sharding, (True, False)),
+        ):
+            if value not in choices:
+                listed = ", ".join(map(repr, choices))
+                raise ConfigError(f"{name}={value!r} is not a valid value; valid values: {listed}")
+        if self.partitioner == "alpa" and self.scheme != "auto":
+            raise ConfigError(f"partitioner='alpa' plans; with scheme={self.scheme!r} there is nothing to plan")
+        for name, least in (("memory_budget", 1), ("measure_top_k", 0)):
+            number = getattr(self, name)
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
+                raise ConfigError(f"{name}={number!r} is not a valid value; valid values: an integer >= {least}")
+        if self.axis_names is not None and self.mesh_shape is None:
+            raise ConfigError(f"axis_names={self.axis_names!r} name the axes of mesh_shape, which is not given")
+        if self.mesh_shape is not None:
+            shape = tuple(self.mesh_shape)
+            object.__setattr__(self, "mesh_shape", shape)
+            if self.axis_names is None and len(shape) != 2:
+                raise ConfigError(f"mesh_shape={shape} needs axis_names=; without them it is (data, model)")
+            names = ("data", "model") if self.axis_names is None else tuple(self.axis_names)
+            mesh = Mesh(shape=shape, axis_names=names)
+            if "data" not in names and "model" not in names:
+                raise ConfigError(
+                    f"axis_names={names}: the batch is split over an axis named 'data', layers over one named 'model'; "
+                    "the mesh has neither"
+                )
+            object.__setattr__(self, "axis_names", mesh.axis_names)
+        object.__setattr__(self, "overrides", {name: as_spec(spec) for name, spec in self.overrides.items()})
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ShardingConfig:
+        """Builds a config from plain values; an unknown key lists the valid ones.
+
+        The dict of RFC pytorch/xla#6322 is understood as it is:
+        `{"auto_sharding": {"partitioner": "alpa", "keep_user_sharding": True}}`.
+        """
+        values = dict(values)
+        inner = values.pop("auto_sharding", None)
+        if inner is not None:
+            if values:
+                raise ConfigError(f"beside 'auto_sharding' there are {', '.join(sorted(values))}: put them inside")
+            values = dict(inner) if isinstance(inner, Mapping) else {}
+            if inner is False:
+                raise ConfigError("{'auto_sharding': False}: leave the option out to train on one device")
+        known = [item.name for item in fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown sharding option(s) {', '.join(unknown)}; valid options: {', '.join(known)}")
+        return cls(**values)
+
+    @classmethod
+    def resolve(
+        cls,
+        *,
+        auto_sharding: bool | Mapping[str, Any] | None,
+        sharding: str | Mapping[str, Any] | ShardingConfig | None,
+    ) -> ShardingConfig | None:
+        """The config from either flag of an adapter; None is training on one device.
+
+        Raises:
+            ConfigError: both flags are given, or a value is not valid.
+        """
+        if auto_sharding is not None and auto_sharding is not False and sharding is not None:
+            raise ConfigError(f"give auto_sharding= or sharding=, not both (sharding={sharding!r})")
+        if isinstance(auto_sharding, Mapping):
+            return cls.from_dict(
+                {"auto_sharding": auto_sharding} if "auto_sharding" not in auto_sharding else auto_sharding
+            )
+        if auto_sharding:
+            return cls()
+        if sharding is None or isinstance(sharding, ShardingConfig):
+            return sharding
+        if isinstance(sharding, Mapping):
+            return cls.from_dict(sharding)
+        return cls(scheme=sharding)  # type: ignore[arg-type]
+
+    def mesh(self, devices: int) -> Mesh | None:
+        """The mesh that was asked for; None if it may be chosen.
+
+        Raises:
+            ConfigError: it needs another number of devices than there are.
+        """
+        if self.mesh_shape is None or self.axis_names is None:
+            return None
+        mesh = Mesh(shape=self.mesh_shape, axis_names=self.axis_names)
+        if mesh.size != devices:
+            raise ConfigError(
+                f"mesh_shape={self.mesh_shape} is for {mesh.size} devices, and there are {devices}: its product "
+                "must be the number of devices"
+            )
+        return mesh

@@ -1,0 +1,153 @@
+"""`Mesh`: devices in a grid with named axes, and what a tensor's dimensions are split over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from xla_adapters.errors import ConfigError
+
+DATA, MODEL = "data", "model"
+
+# What one dimension of a tensor is split over: no axis, one, or several (the first is the outermost).
+DimSpec = None | str | tuple[str, ...]
+# One entry per dimension.
+Spec = tuple[DimSpec, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Devices in a grid.
+
+    Args:
+        shape: devices along each axis.
+        axis_names: a name for each axis.
+
+    Raises:
+        ConfigError: lengths differ, a name is given twice, or an axis has no device.
+    """
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "axis_names", tuple(self.axis_names))
+        if len(self.shape) != len(self.axis_names) or not self.shape:
+            raise ConfigError(f"a mesh of shape {self.shape} needs as many axis names; got {self.axis_names}")
+        if len(set(self.axis_names)) != len(self.axis_names):
+            raise ConfigError(f"the axis names of a mesh must differ; got {self.axis_names}")
+        if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in self.shape):
+            raise ConfigError(f"each axis of a mesh needs at least one device; got the shape {self.shape}")
+
+    @classmethod
+    def data_and_model(cls, data: int, model: int) -> Mesh:
+        """A grid of `data` times `model` devices; batches are split over the first axis, layers over the second."""
+        return cls(shape=(data, model), axis_names=(DATA, MODEL))
+
+    @property
+    def size(self) -> int:
+        """Devices in all."""
+        return math.prod(self.shape)
+
+    def axis_size(self, axis: str) -> int:
+        """Devices along an axis.
+
+        Raises:
+            ConfigError: the mesh has no axis of this name.
+        """
+        if axis not in self.axis_names:
+            raise ConfigError(
+                f"the mesh has no axis {axis!r}; its axes are {', '.join(map(repr, self.axis_names))} ({self})"
+            )
+        return self.shape[self.axis_names.index(axis)]
+
+    def parts(self, dim: DimSpec) -> int:
+        """Into how many parts a dimension is split."""
+        return math.prod(self.axis_size(axis) for axis in axes_of(dim))
+
+    def shards(self, spec: Spec) -> int:
+        """Into how many different shards a tensor is split; the other devices hold copies."""
+        return math.prod(self.parts(dim) for dim in spec)
+
+    def check(self, name: str, shape: tuple[int, ...], spec: Spec) -> None:
+        """Raises if a tensor cannot be split so.
+
+        Args:
+            name: of the tensor, for the message.
+            shape: of the tensor.
+            spec: one entry per dimension.
+
+        Raises:
+            ConfigError: the rank differs, an axis is unknown or used twice, or a dimension does not divide.
+        """
+        if len(spec) != len(shape):
+            raise ConfigError(
+                f"{name}: the spec {render(spec)} has {len(spec)} entries, the tensor {len(shape)} dimensions"
+            )
+        used = [axis for dim in spec for axis in axes_of(dim)]
+        if len(set(used)) != len(used):
+            raise ConfigError(f"{name}: the spec {render(spec)} uses an axis twice")
+        for index, (size, dim) in enumerate(zip(shape, spec, strict=True)):
+            if size % self.parts(dim):
+                raise ConfigError(
+                    f"{name}: dimension {index} of {tuple(shape)} cannot be split over {render((dim,))} into "
+                    f"{self.parts(dim)} equal parts"
+                )
+
+    def local_shape(self, shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
+        """The shape of one device's shard."""
+        return tuple(-(-size // self.parts(dim)) for size, dim in zip(shape, spec, strict=True))
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True))
+
+
+def axes_of(dim: DimSpec) -> tuple[str, ...]:
+    """The axes one dimension is split over."""
+    if dim is None:
+        return ()
+    return (dim,) if isinstance(dim, str) else dim
+
+
+def used_axes(spec: Spec) -> tuple[str, ...]:
+    """The axes a tensor is split over."""
+    return tuple(axis for dim in spec for axis in axes_of(dim))
+
+
+def replicated(rank: int) -> Spec:
+    """The spec of a tensor every device holds whole."""
+    return (None,) * rank
+
+
+def render(spec: Spec) -> str:
+    """A spec as text: `(data, -, model+data)`."""
+    return "(" + ", ".join("+".join(axes_of(dim)) or "-" for dim in spec) + ")"
+
+
+def factorizations(devices: int, axes: int = 2) -> Iterator[tuple[int, ...]]:
+    """All ways to lay `devices` out along so many axes, the first axis longest first."""
+    if axes == 1:
+        yield (devices,)
+        return
+    for first in sorted((n for n in range(1, devices + 1) if devices % n == 0), reverse=True):
+        for rest in factorizations(devices // first, axes - 1):
+            yield (first, *rest)
+
+
+def as_spec(entries: Iterable[object]) -> Spec:
+    """A spec from plain values (JSON, YAML): lists become tuples.
+
+    Raises:
+        ConfigError: an entry is neither None, a name nor a list of names.
+    """
+    spec: list[DimSpec] = []
+    for entry in entries:
+        if entry is None or isinstance(entry, str):
+            spec.append(entry)
+        elif isinstance(entry, (list, tuple)) and all(isinstance(axis, str) for axis in entry):
+            spec.append(tuple(entry) if len(entry) != 1 else entry[0])
+        else:
+            raise ConfigError(f"{entry!r} is no entry of a spec; an entry is None, an axis name or a list of them")
+    return tuple(spec)

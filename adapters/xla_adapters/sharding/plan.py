@@ -1,0 +1,227 @@
+"""`ShardingPlan`: how every tensor of a training step lies on the mesh, and what that is expected to cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from xla_adapters.errors import ConfigError
+from xla_adapters.sharding.mesh import Mesh, Spec, as_spec
+
+FORMAT = 1
+Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterPlan:
+    """One parameter (its gradient and optimizer state lie as it does).
+
+    Attributes:
+        name: as in `named_parameters()`; further names of a tied weight are in `tied`.
+        shape, dtype: of the whole, e.g. `"float32"`.
+        spec: how it lies on the mesh.
+        tied: other names of the same parameter.
+        decided_by: `"planner"`, `"template"`, `"user"` (it was annotated before) or `"override"`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Spec
+    tied: tuple[str, ...] = ()
+    decided_by: str = "planner"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationPlan:
+    """A constraint on what a module returns.
+
+    Attributes:
+        module: its name as in `named_modules()`.
+        spec: of its (first) output; one of another rank is left alone.
+    """
+
+    module: str
+    spec: Spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCost:
+    """Collectives of one kind over one axis, per step.
+
+    Attributes:
+        kind: of the collective.
+        axis: of the mesh; several are joined by `+`.
+        count: how many.
+        wire_bytes: sent by each device, by the ring algorithm.
+        seconds: they take.
+        cause: what they are for, e.g. `"gradients"`, `"parameters"`, `"activations"`.
+    """
+
+    kind: str
+    axis: str
+    count: int
+    wire_bytes: float
+    seconds: float = 0.0
+    cause: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCost:
+    """What one step costs on each device.
+
+    Attributes:
+        memory: bytes by kind: `"parameters"`, `"gradients"`, `"optimizer"`, `"activations"`, `"batch"`.
+        collectives: by kind, axis and cause.
+        compute_seconds: of matrix products and the rest.
+    """
+
+    memory: Mapping[str, float] = field(default_factory=dict)
+    collectives: tuple[CollectiveCost, ...] = ()
+    compute_seconds: float = 0.0
+
+    @property
+    def memory_bytes(self) -> float:
+        """All kinds together."""
+        return sum(self.memory.values())
+
+    @property
+    def wire_bytes(self) -> float:
+        """Sent by each device."""
+        return sum(item.wire_bytes for item in self.collectives)
+
+    @property
+    def communication_seconds(self) -> float:
+        """Of all collectives, one after the other."""
+        return sum(item.seconds for item in self.collectives)
+
+    @property
+    def step_seconds(self) -> float:
+        """Compute and communication, one after the other."""
+        return self.compute_seconds + self.communication_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What the compiled step really does, per device and step.
+
+    Attributes:
+        wire_bytes: by collectives of the optimised program.
+        memory_bytes: arguments, outputs that reuse none of them, and temporary values.
+        collectives: number by kind.
+    """
+
+    wire_bytes: float
+    memory_bytes: float
+    collectives: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    """How a model's training step is split over a mesh.
+
+    Attributes:
+        name: of the scheme: `"dp"`, `"fsdp"`, `"tp"`, `"2d"` or `"planner"`.
+        mesh: the devices.
+        parameters: one entry per distinct parameter.
+        batch: what the first dimension of every tensor of the batch is split over.
+        activations: constraints inside the model.
+        predicted: by the cost model; None if nobody predicted.
+        measured: of the compiled step; None if it was not compiled.
+        notes: what was decided otherwise than asked for, and why.
+    """
+
+    name: str
+    mesh: Mesh
+    parameters: tuple[ParameterPlan, ...]
+    batch: tuple[str, ...] = ()
+    activations: tuple[ActivationPlan, ...] = ()
+    predicted: PlanCost | None = None
+    measured: Measurement | None = None
+    notes: tuple[str, ...] = ()
+
+    def spec_of(self, parameter: str) -> Spec:
+        """The spec of a parameter, by any of its names.
+
+        Raises:
+            ConfigError: the plan has no such parameter.
+        """
+        for entry in self.parameters:
+            if parameter == entry.name or parameter in entry.tied:
+                return entry.spec
+        raise ConfigError(f"the plan {self.name!r} has no parameter {parameter!r}: it was made for another model")
+
+    def check(self) -> None:
+        """Raises if a tensor cannot be split as planned.
+
+        Raises:
+            ConfigError: an axis is unknown or used twice, or a dimension does not divide.
+        """
+        for entry in self.parameters:
+            self.mesh.check(entry.name, entry.shape, entry.spec)
+        for axis in self.batch:
+            self.mesh.axis_size(axis)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON, to read, edit and load again."""
+        values = {"format": FORMAT, **dataclasses.asdict(self)}
+        values["parameters"] = {entry.pop("name"): entry for entry in values["parameters"]}
+        values["activations"] = {entry["module"]: entry["spec"] for entry in values["activations"]}
+        Path(path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> ShardingPlan:
+        """Reads a plan that `save` wrote.
+
+        Raises:
+            ConfigError: the file is no plan, or one that contradicts itself.
+        """
+        try:
+            values: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path} is no sharding plan: line {error.lineno}: {error.msg}") from error
+        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+            raise ConfigError(f"{path} is no sharding plan of format {FORMAT}")
+        try:
+            plan = cls._from_values(values)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is no sharding plan: {error}") from error
+        plan.check()
+        return plan
+
+    @classmethod
+    def _from_values(cls, values: dict[str, Any]) -> ShardingPlan:
+        parameters = tuple(
+            ParameterPlan(
+                name=name,
+                **{
+                    **entry,
+                    "shape": tuple(entry["shape"]),
+                    "tied": tuple(entry["tied"]),
+                    "spec": as_spec(entry["spec"]),
+                },
+            )
+            for name, entry in values.pop("parameters").items()
+        )
+        activations = tuple(
+            ActivationPlan(module=module, spec=as_spec(spec)) for module, spec in values.pop("activations").items()
+        )
+        predicted, measured = values.pop("predicted"), values.pop("measured")
+        if predicted is not None:
+            predicted = PlanCost(
+                **{**predicted, "collectives": tuple(CollectiveCost(**item) for item in predicted["collectives"])}
+            )
+        return cls(
+            mesh=Mesh(**values.pop("mesh")),
+            parameters=parameters,
+            activations=activations,
+            predicted=predicted,
+            measured=None if measured is None else Measurement(**measured),
+            batch=tuple(values.pop("batch")),
+            notes=tuple(values.pop("notes")),
+            **values,
+        )
