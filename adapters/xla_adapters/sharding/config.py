@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -52,7 +52,7 @@ class ShardingConfig:
             ("partitioner", self.partitioner, get_args(Partitioner)),
             ("keep_user_sharding", self.keep_user_sharding, (True, False)),
         ):
-            if value not in choices:
+            if value not in choices or (choices == (True, False) and not isinstance(value, bool)):
                 listed = ", ".join(map(repr, choices))
                 raise ConfigError(f"{name}={value!r} is not a valid value; valid values: {listed}")
         if self.partitioner == "alpa" and self.scheme != "auto":
@@ -64,18 +64,28 @@ class ShardingConfig:
         if self.axis_names is not None and self.mesh_shape is None:
             raise ConfigError(f"axis_names={self.axis_names!r} name the axes of mesh_shape, which is not given")
         if self.mesh_shape is not None:
+            if isinstance(self.mesh_shape, str) or not isinstance(self.mesh_shape, Iterable):
+                raise ConfigError(
+                    f"mesh_shape={self.mesh_shape!r} is not a valid value; valid values: devices along "
+                    "each axis, e.g. (2, 4)"
+                )
             shape = tuple(self.mesh_shape)
             object.__setattr__(self, "mesh_shape", shape)
             if self.axis_names is None and len(shape) != 2:
                 raise ConfigError(f"mesh_shape={shape} needs axis_names=; without them it is (data, model)")
-            names = ("data", "model") if self.axis_names is None else tuple(self.axis_names)
-            mesh = Mesh(shape=shape, axis_names=names)
+            mesh = Mesh(shape=shape, axis_names=("data", "model") if self.axis_names is None else self.axis_names)
+            names = mesh.axis_names
             if "data" not in names and "model" not in names:
                 raise ConfigError(
                     f"axis_names={names}: the batch is split over an axis named 'data', layers over one named 'model'; "
                     "the mesh has neither"
                 )
             object.__setattr__(self, "axis_names", mesh.axis_names)
+        if not isinstance(self.overrides, Mapping):
+            raise ConfigError(
+                f"overrides={self.overrides!r} is not a valid value; valid values: a dict of specs by name pattern, "
+                "e.g. {'*.lm_head.weight': ('model', None)}"
+            )
         object.__setattr__(self, "overrides", {name: as_spec(spec) for name, spec in self.overrides.items()})
 
     @classmethod
@@ -90,9 +100,13 @@ class ShardingConfig:
         if inner is not None:
             if values:
                 raise ConfigError(f"beside 'auto_sharding' there are {', '.join(sorted(values))}: put them inside")
-            values = dict(inner) if isinstance(inner, Mapping) else {}
             if inner is False:
                 raise ConfigError("{'auto_sharding': False}: leave the option out to train on one device")
+            if inner is not True and not isinstance(inner, Mapping):
+                raise ConfigError(
+                    f"auto_sharding={inner!r} is not a valid value; valid values: True, a dict of options"
+                )
+            values = dict(inner) if isinstance(inner, Mapping) else {}
         known = [item.name for item in fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
@@ -117,8 +131,13 @@ class ShardingConfig:
             return cls.from_dict(
                 {"auto_sharding": auto_sharding} if "auto_sharding" not in auto_sharding else auto_sharding
             )
-        if auto_sharding:
+        if auto_sharding is True:
             return cls()
+        if auto_sharding is not None and auto_sharding is not False:
+            raise ConfigError(
+                f"auto_sharding={auto_sharding!r} is not a valid value; valid values: True, False, a dict of options; "
+                "a scheme or a ShardingConfig goes to sharding="
+            )
         if sharding is None or isinstance(sharding, ShardingConfig):
             return sharding
         if isinstance(sharding, Mapping):

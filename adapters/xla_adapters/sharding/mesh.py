@@ -32,6 +32,8 @@ class Mesh:
     axis_names: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        if isinstance(self.axis_names, str):
+            raise ConfigError(f"axis_names={self.axis_names!r} must be a list of names, one for each axis of the mesh")
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "axis_names", tuple(self.axis_names))
         if len(self.shape) != len(self.axis_names) or not self.shape:
@@ -86,15 +88,29 @@ class Mesh:
             raise ConfigError(
                 f"{name}: the spec {render(spec)} has {len(spec)} entries, the tensor {len(shape)} dimensions"
             )
-        used = [axis for dim in spec for axis in axes_of(dim)]
-        if len(set(used)) != len(used):
-            raise ConfigError(f"{name}: the spec {render(spec)} uses an axis twice")
+        self.check_axes(name, spec)
         for index, (size, dim) in enumerate(zip(shape, spec, strict=True)):
             if size % self.parts(dim):
                 raise ConfigError(
                     f"{name}: dimension {index} of {tuple(shape)} cannot be split over {render((dim,))} into "
                     f"{self.parts(dim)} equal parts"
                 )
+
+    def check_axes(self, name: str, spec: Spec) -> None:
+        """Raises if a spec names an axis this mesh lacks, or one twice.
+
+        Raises:
+            ConfigError: it does; `name` is of the tensor, for the message.
+        """
+        used = used_axes(spec)
+        unknown = [axis for axis in used if axis not in self.axis_names]
+        if unknown:
+            raise ConfigError(
+                f"{name}: the mesh has no axis {unknown[0]!r}; its axes are "
+                f"{', '.join(map(repr, self.axis_names))} ({self})"
+            )
+        if len(set(used)) != len(used):
+            raise ConfigError(f"{name}: the spec {render(spec)} uses an axis twice")
 
     def local_shape(self, shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
         """The shape of one device's shard."""
@@ -140,14 +156,19 @@ def as_spec(entries: Iterable[object]) -> Spec:
     """A spec from plain values (JSON, YAML): lists become tuples.
 
     Raises:
-        ConfigError: an entry is neither None, a name nor a list of names.
+        ConfigError: an entry is neither None, a name nor a list of names, or there is no list of entries.
     """
+    if isinstance(entries, str) or not isinstance(entries, Iterable):
+        raise ConfigError(
+            f"{entries!r} is no spec; a spec is a list with one entry per dimension, each None, an axis name or a list "
+            "of them"
+        )
     spec: list[DimSpec] = []
     for entry in entries:
         if entry is None or isinstance(entry, str):
             spec.append(entry)
         elif isinstance(entry, (list, tuple)) and all(isinstance(axis, str) for axis in entry):
-            spec.append(tuple(entry) if len(entry) != 1 else entry[0])
+            spec.append(None if not entry else entry[0] if len(entry) == 1 else tuple(entry))
         else:
             raise ConfigError(f"{entry!r} is no entry of a spec; an entry is None, an axis name or a list of them")
     return tuple(spec)

@@ -163,8 +163,21 @@ class ShardingPlan:
         """
         for entry in self.parameters:
             self.mesh.check(entry.name, entry.shape, entry.spec)
-        for axis in self.batch:
-            self.mesh.axis_size(axis)
+        self.mesh.check_axes("batch", (self.batch,))
+        for constraint in self.activations:
+            self.mesh.check_axes(f"output of {constraint.module}", constraint.spec)
+
+    def report(self, *, width: int = 110) -> str:
+        """The plan and its costs as text; see `report.report`."""
+        from xla_adapters.sharding.report import report
+
+        return report(self, width=width)
+
+    def visualize(self, parameter: str | None = None, *, form: Literal["text", "svg", "html"] = "text") -> str:
+        """A picture of the plan, or of one parameter; see `visualize.visualize`."""
+        from xla_adapters.sharding.visualize import visualize
+
+        return visualize(self, parameter, form=form)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, to read, edit and load again."""
@@ -184,11 +197,15 @@ class ShardingPlan:
             values: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise ConfigError(f"{path} is no sharding plan: line {error.lineno}: {error.msg}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is no sharding plan: it is no text") from error
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise ConfigError(f"{path} is no sharding plan of format {FORMAT}")
         try:
             plan = cls._from_values(values)
-        except (KeyError, TypeError) as error:
+        except KeyError as error:
+            raise ConfigError(f"{path} is no sharding plan: it lacks {error}") from error
+        except (AttributeError, TypeError, ConfigError) as error:
             raise ConfigError(f"{path} is no sharding plan: {error}") from error
         plan.check()
         return plan
@@ -200,8 +217,8 @@ class ShardingPlan:
                 name=name,
                 **{
                     **entry,
-                    "shape": tuple(entry["shape"]),
-                    "tied": tuple(entry["tied"]),
+                    "shape": _sizes(name, entry["shape"]),
+                    "tied": _names(f"tied of {name}", entry["tied"]),
                     "spec": as_spec(entry["spec"]),
                 },
             )
@@ -221,7 +238,19 @@ class ShardingPlan:
             activations=activations,
             predicted=predicted,
             measured=None if measured is None else Measurement(**measured),
-            batch=tuple(values.pop("batch")),
-            notes=tuple(values.pop("notes")),
+            batch=_names("batch", values.pop("batch")),
+            notes=_names("notes", values.pop("notes")),
             **values,
         )
+
+
+def _sizes(name: str, values: object) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(isinstance(size, bool) or not isinstance(size, int) for size in values):
+        raise ConfigError(f"the shape of {name} must be a list of integers; got {values!r}")
+    return tuple(values)
+
+
+def _names(what: str, values: object) -> tuple[str, ...]:
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ConfigError(f"{what} must be a list of strings; got {values!r}")
+    return tuple(values)

@@ -1,0 +1,297 @@
+"""`read_hlo`: the collectives of a compiled program, and the bytes they send."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import cast, get_args
+
+from xla_adapters.errors import ConfigError
+from xla_adapters.sharding.hlo_memory import MemoryReport, read_memory_report
+from xla_adapters.sharding.hlo_text import Instruction, Module, bytes_by_dtype, elements, parse_module
+from xla_adapters.sharding.mesh import Mesh
+from xla_adapters.sharding.plan import Collective, CollectiveCost, Measurement
+from xla_adapters.sharding.replica_groups import (
+    Groups,
+    Ids,
+    axis_of,
+    axis_of_pairs,
+    device_groups,
+    read_groups,
+    read_pairs,
+)
+
+__all__ = ["CollectiveOp", "HloStats", "MemoryReport", "axis_of", "read_hlo", "read_memory_report", "ring_wire_bytes"]
+
+NO_AXIS = "(no axis)"
+
+# Opcodes that send too, but for whose bytes there is no formula here: they are named, not left out in silence.
+_UNCOSTED = ("collective-broadcast", "ragged-all-to-all", "send", "send-start", "recv", "recv-start")
+_TRIPS = re.compile(r'known_trip_count\\?"\s*:\s*\{\s*\\?"n\\?"\s*:\s*\\?"?(\d+)')
+# A TPU compiles a reduce-scatter to a fusion of this name that holds an all-reduce and a slice of it.
+_FUSED_SCATTER = "all-reduce-scatter"
+# And an asynchronous collective to several fusions, each with a copy of it, that compute something beside: one chain.
+_CHAIN = re.compile(r'\bchannel_id=(\d+)\b.*\bchain_id="(\d+)"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveOp:
+    """One collective instruction.
+
+    Attributes:
+        name: of the instruction.
+        kind: of the collective.
+        bytes_by_dtype: of its result on one device, each time it runs.
+        groups: devices that work together; empty for a collective-permute.
+        pairs: source and target devices of a collective-permute.
+        runs: how often it runs per run of the program.
+        exact: False if `runs` is a guess: it is inside a loop whose trips the HLO does not state (counted
+            once), or in a branch that may not be taken (counted as taken).
+    """
+
+    name: str
+    kind: Collective
+    bytes_by_dtype: Mapping[str, int]
+    groups: Groups = ()
+    pairs: Groups = ()
+    runs: int = 1
+    exact: bool = True
+
+    @property
+    def group_size(self) -> int:
+        """Devices in its largest group; for a collective-permute, 2 if anything moves."""
+        if self.kind == "collective-permute":
+            return 2 if any(source != target for source, target in self.pairs) else 1
+        return max((len(group) for group in self.groups), default=1)
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of its result on one device, each time it runs."""
+        return sum(self.bytes_by_dtype.values())
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes each device sends, each time it runs (ring algorithm)."""
+        return ring_wire_bytes(self.kind, self.result_bytes, self.group_size)
+
+    def axis(self, mesh: Mesh) -> str:
+        """The mesh axes it works along, joined by `+`; `"(no axis)"` if it follows none."""
+        found = axis_of_pairs(self.pairs, mesh) if self.pairs else axis_of(self.groups, mesh)
+        return NO_AXIS if found is None else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class HloStats:
+    """The collectives of a program, as each device sees them.
+
+    All sums are per run of the program, so a collective in a loop of 12 trips counts 12 times.
+
+    Attributes:
+        devices: the program runs on.
+        operations: every collective instruction.
+        uncosted: how often opcodes appear that send something this module has no formula for.
+    """
+
+    devices: int
+    operations: tuple[CollectiveOp, ...] = ()
+    uncosted: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> bool:
+        """False if a count is a guess (see `CollectiveOp.exact`)."""
+        return all(operation.exact for operation in self.operations)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often each kind of collective runs."""
+        return {kind: int(total) for kind, total in self._by_kind(lambda operation: 1).items()}
+
+    @property
+    def result_bytes(self) -> dict[str, int]:
+        """Bytes of results on one device, by kind."""
+        return {kind: int(total) for kind, total in self._by_kind(lambda operation: operation.result_bytes).items()}
+
+    @property
+    def wire_bytes_by_kind(self) -> dict[str, float]:
+        """Bytes each device sends, by kind."""
+        return self._by_kind(lambda operation: operation.wire_bytes)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes each device sends, by all collectives."""
+        return sum(self.wire_bytes_by_kind.values())
+
+    @property
+    def bytes_by_dtype(self) -> dict[str, int]:
+        """Bytes of results on one device, by element type."""
+        totals: dict[str, int] = {}
+        for operation in self.operations:
+            for dtype, size in operation.bytes_by_dtype.items():
+                totals[dtype] = totals.get(dtype, 0) + size * operation.runs
+        return totals
+
+    def costs(self, mesh: Mesh) -> tuple[CollectiveCost, ...]:
+        """The collectives summed by kind and mesh axis, the most bytes first.
+
+        Raises:
+            ConfigError: the program names a device that is not in the mesh.
+        """
+        totals: dict[tuple[str, str], tuple[int, float]] = {}
+        for operation in self.operations:
+            key = (operation.kind, operation.axis(mesh))
+            count, wire = totals.get(key, (0, 0.0))
+            totals[key] = (count + operation.runs, wire + operation.runs * operation.wire_bytes)
+        costs = (
+            CollectiveCost(kind=kind, axis=axis, count=count, wire_bytes=wire)
+            for (kind, axis), (count, wire) in totals.items()
+        )
+        return tuple(sorted(costs, key=lambda cost: (-cost.wire_bytes, cost.kind, cost.axis)))
+
+    def measurement(self, memory: MemoryReport) -> Measurement:
+        """What a plan keeps of the compiled step."""
+        return Measurement(wire_bytes=self.wire_bytes, memory_bytes=memory.memory_bytes, collectives=self.counts)
+
+    def _by_kind(self, value: Callable[[CollectiveOp], float]) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for operation in self.operations:
+            totals[operation.kind] = totals.get(operation.kind, 0) + operation.runs * value(operation)
+        return totals
+
+
+def ring_wire_bytes(kind: Collective, result_bytes: float, devices: int) -> float:
+    """Bytes each device sends in a ring.
+
+    Args:
+        kind: of the collective.
+        result_bytes: of the result on one device (of an all-gather the whole, of a reduce-scatter the shard).
+        devices: that work together.
+    """
+    others = devices - 1
+    if kind == "reduce-scatter":
+        return float(result_bytes * others)
+    if kind == "collective-permute":
+        return float(result_bytes if others else 0)
+    return (2 if kind == "all-reduce" else 1) * result_bytes * others / devices
+
+
+def read_hlo(text: str, devices: int) -> HloStats:
+    """Counts the collectives of an optimised HLO module.
+
+    An asynchronous pair counts once. A collective in a loop counts as often as the loop runs where the HLO
+    states it (`known_trip_count`), else once, and the result is not `exact`.
+
+    Args:
+        text: of the module, as `--xla_dump_hlo_as_text` writes it (`*after_optimizations.txt`).
+        devices: the module was compiled for.
+
+    Raises:
+        ConfigError: the text is no HLO, was compiled for another number of devices, or spells something in a
+            way that is not understood.
+    """
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise ConfigError(f"devices={devices!r}: give the number of devices the program was compiled for, at least 1")
+    module = parse_module(text)
+    stated = module.replicas * module.partitions
+    if stated not in (1, devices):
+        raise ConfigError(
+            f"the HLO was compiled for {module.replicas} replicas of {module.partitions} partitions, {stated} devices; "
+            f"read_hlo was called with devices={devices}"
+        )
+    walk = _Walk(module, devices)
+    walk.visit(module.entry, 1, True, ())
+    return HloStats(devices=devices, operations=tuple(walk.operations), uncosted=walk.uncosted)
+
+
+class _Walk:
+    """Follows calls from the entry, so that a computation counts as often as it runs."""
+
+    def __init__(self, module: Module, devices: int) -> None:
+        self.module, self.devices = module, devices
+        self.operations: list[CollectiveOp] = []
+        self.uncosted: dict[str, int] = {}
+        self.chains: set[tuple[str, ...]] = set()
+
+    def visit(self, computation: str, runs: int, exact: bool, path: tuple[str, ...]) -> None:
+        if computation in path:
+            raise ConfigError(f"the HLO calls itself: {' -> '.join((*path, computation))}")
+        for instruction in self.module.computations.get(computation, ()):
+            opcode = instruction.opcode
+            kind = opcode.removesuffix("-start")
+            if kind in get_args(Collective):
+                chain = _CHAIN.search(instruction.attributes)
+                if chain:
+                    if chain.groups() in self.chains:
+                        continue
+                    self.chains.add(chain.groups())
+                # What it calls adds two numbers; nothing there is sent.
+                self.operations.append(self._operation(instruction, cast(Collective, kind), computation, runs, exact))
+            elif opcode in _UNCOSTED:
+                self.uncosted[opcode] = self.uncosted.get(opcode, 0) + runs
+            elif opcode.endswith(("-done", "-update")):
+                # The call was made by its start; older XLA names the computation again here.
+                continue
+            else:
+                inner_runs, inner_exact = _runs_inside(instruction, runs, exact)
+                for called in instruction.called:
+                    self.visit(called, inner_runs, inner_exact, (*path, computation))
+
+    def _operation(
+        self, instruction: Instruction, kind: Collective, computation: str, runs: int, exact: bool
+    ) -> CollectiveOp:
+        attributes = instruction.plain_attributes
+        groups = () if kind == "collective-permute" else self._groups(attributes, kind)
+        sizes = bytes_by_dtype(_result_type(instruction, kind))
+        if kind == "all-reduce" and computation.startswith(_FUSED_SCATTER):
+            kind = "reduce-scatter"
+            joined = max(len(group) for group in groups)
+            sizes = {dtype: math.ceil(size / joined) for dtype, size in sizes.items()}
+        return CollectiveOp(
+            name=instruction.name,
+            kind=kind,
+            bytes_by_dtype=sizes,
+            groups=groups,
+            pairs=read_pairs(attributes),
+            runs=runs,
+            exact=exact,
+        )
+
+    def _groups(self, attributes: str, kind: Collective) -> Groups:
+        replicas, partitions = self.module.replicas, self.module.partitions
+        ids = _ids(attributes, kind)
+        if replicas * partitions == 1:
+            # The module does not say how many devices there are: the ids count them.
+            replicas, partitions, ids = 1, self.devices, "devices"
+        groups = device_groups(read_groups(attributes), ids, replicas=replicas, partitions=partitions)
+        if (largest := max(device for group in groups for device in group)) >= self.devices:
+            raise ConfigError(
+                f"a collective joins device {largest}; read_hlo was called with devices={self.devices}: give the "
+                "number of devices the program was compiled for"
+            )
+        return groups
+
+
+def _ids(attributes: str, kind: Collective) -> Ids:
+    """What the ids in `replica_groups` count (`GetCollectiveOpGroupMode` of XLA)."""
+    if "channel_id=" not in attributes:
+        return "replicas"
+    if kind == "all-to-all":
+        return "partitions"
+    return "devices" if "use_global_device_ids=true" in attributes else "replicas, all partitions"
+
+
+def _runs_inside(instruction: Instruction, runs: int, exact: bool) -> tuple[int, bool]:
+    """How often what an instruction calls runs, and whether that is known."""
+    if instruction.opcode == "while":
+        trips = _TRIPS.search(instruction.attributes)
+        return (runs * int(trips.group(1)), exact) if trips else (runs, False)
+    return runs, exact and instruction.opcode != "conditional"
+
+
+def _result_type(instruction: Instruction, kind: Collective) -> str:
+    """The type of the result; a start returns its operands too, but for all-reduce."""
+    if not instruction.opcode.endswith("-start") or kind == "all-reduce":
+        return instruction.type
+    parts = elements(instruction.type)
+    return parts[1] if len(parts) > 1 else instruction.type

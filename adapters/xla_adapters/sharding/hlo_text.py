@@ -1,0 +1,209 @@
+"""HLO text taken apart: computations, instructions, and the bytes of a type."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from xla_adapters.errors import ConfigError
+
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([^\]]*)\](?:\{([^}]*)\})?")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*)$")
+_HEADER = re.compile(r"^\s*(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*->.*)?\{\s*$")
+_CLOSED = re.compile(r"^\s*\}(?:, execution_thread=.*)?\s*$")
+_OPCODE = re.compile(r"\s*([a-z][a-z\d\-]*)\(")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations|called_computations)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
+)
+# Types whose name does not end with their width in bits.
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+        name: without `%`.
+        type: what it returns, as text.
+        opcode: e.g. `"all-reduce"`.
+        attributes: what follows the operands, as text.
+        called: computations it names.
+    """
+
+    name: str
+    type: str
+    opcode: str
+    attributes: str
+    called: tuple[str, ...] = ()
+
+    @property
+    def plain_attributes(self) -> str:
+        """The attributes without what stands in quotes: names of the user's operations may hold anything."""
+        return _STRING.sub('""', self.attributes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """A parsed HLO module.
+
+    Attributes:
+        computations: by name.
+        entry: the name of the one that runs.
+        replicas, partitions: the module was compiled for so many of each.
+    """
+
+    computations: Mapping[str, tuple[Instruction, ...]] = field(default_factory=dict)
+    entry: str = ""
+    replicas: int = 1
+    partitions: int = 1
+
+
+def parse_module(text: str) -> Module:
+    """Parses HLO text, long or short form.
+
+    Raises:
+        ConfigError: the text has no computation.
+    """
+    computations: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    entry, marked = "", False
+    text = _COMMENT.sub("", text)
+    for line in text.splitlines():
+        header = _HEADER.match(line)
+        if current is None:
+            if header and not line.lstrip().startswith("HloModule"):
+                current = computations.setdefault(header.group(2), [])
+                # A module without the word ENTRY ends with the computation that runs.
+                if header.group(1) or not marked:
+                    entry, marked = header.group(2), bool(header.group(1))
+        elif _CLOSED.match(line):
+            current = None
+        elif _INSTRUCTION.match(line) or not current:
+            current.append(line)
+        else:
+            current[-1] += " " + line.strip()
+    if not computations:
+        raise ConfigError(
+            f"this is no HLO text: it has no computation; it begins with {text[:60]!r}. Pass the text of the "
+            "optimised module (XLA_FLAGS=--xla_dump_to=... --xla_dump_hlo_as_text: *after_optimizations.txt)"
+        )
+    return Module(
+        computations={
+            name: tuple(parsed for line in lines if (parsed := _parse_instruction(line)) is not None)
+            for name, lines in computations.items()
+        },
+        entry=entry,
+        replicas=_header_number(text, "replica_count"),
+        partitions=_header_number(text, "num_partitions"),
+    )
+
+
+def _header_number(text: str, name: str) -> int:
+    for line in text.splitlines():
+        if line.lstrip().startswith("HloModule"):
+            found = re.search(rf"\b{name}=(\d+)", line)
+            return int(found.group(1)) if found else 1
+    return 1
+
+
+def _parse_instruction(line: str) -> Instruction | None:
+    matched = _INSTRUCTION.match(line)
+    if matched is None:
+        return None
+    name, rest = matched.groups()
+    end = _end_of_type(rest)
+    opcode = _OPCODE.match(rest, end)
+    if opcode is None:
+        return None
+    attributes = rest[_closing(rest, opcode.end() - 1) + 1 :]
+    plain = _STRING.sub('""', attributes)
+    called = tuple(
+        part.strip().lstrip("%")
+        for found in _CALLED.finditer(plain)
+        for part in found.group(1).strip("{}").split(",")
+        if part.strip()
+    )
+    return Instruction(name=name, type=rest[:end].strip(), opcode=opcode.group(1), attributes=attributes, called=called)
+
+
+def _end_of_type(text: str) -> int:
+    """Where the type ends that the text begins with: layouts hold parentheses, tuples hold spaces."""
+    if text.startswith("("):
+        return _closing(text, 0) + 1
+    depth = 0
+    for index, character in enumerate(text):
+        depth += (character in "[{(") - (character in "]})")
+        if character == " " and depth == 0:
+            return index
+    return len(text)
+
+
+def _closing(text: str, opening: int) -> int:
+    """The index of the parenthesis that closes the one at `opening`; quoted text is skipped."""
+    depth, index = 0, opening
+    while index < len(text):
+        if text[index] == '"':
+            quoted = _STRING.match(text, index)
+            index = quoted.end() if quoted else index + 1
+            continue
+        depth += (text[index] == "(") - (text[index] == ")")
+        if depth == 0:
+            return index
+        index += 1
+    return len(text) - 1
+
+
+def elements(type_text: str) -> tuple[str, ...]:
+    """The elements of a tuple type; a type that is no tuple is its own only element."""
+    if not type_text.startswith("("):
+        return (type_text,)
+    parts, depth, begin = [], 0, 1
+    for index, character in enumerate(type_text):
+        depth += (character in "[{(") - (character in "]})")
+        if (character == "," and depth == 1) or depth == 0:
+            parts.append(type_text[begin:index].strip())
+            begin = index + 1
+            if depth == 0:
+                break
+    return tuple(part for part in parts if part)
+
+
+def bytes_by_dtype(type_text: str) -> dict[str, int]:
+    """Bytes of a type by element type, all elements of a tuple together.
+
+    Types of less than a byte take a whole one unless the layout packs them (`s4[8]{0:E(4)}`), as
+    `ShapeUtil::ByteSizeOfElements` of XLA has it. Padding by tiles is not counted.
+
+    Raises:
+        ConfigError: an element type is unknown.
+    """
+    totals: dict[str, int] = {}
+    for dtype, sizes, layout in _arrays(type_text):
+        # A dynamic dimension, `<=8`, is counted at its bound.
+        count = math.prod(int(size.strip().lstrip("<=")) for size in sizes.split(",") if size.strip())
+        packed = re.search(r"E\((\d+)\)", layout)
+        bits = int(packed.group(1)) if packed else max(_bits(dtype), 8 if _bits(dtype) else 0)
+        if bits:
+            totals[dtype] = totals.get(dtype, 0) + -(-count * bits // 8)
+    return totals
+
+
+def _arrays(type_text: str) -> Iterator[tuple[str, str, str]]:
+    for found in _ARRAY.finditer(type_text):
+        yield found.group(1), found.group(2), found.group(3) or ""
+
+
+def _bits(dtype: str) -> int:
+    if dtype in _BITS:
+        return _BITS[dtype]
+    # f8e4m3fn, f4e2m1fn, bf16, s4, c64: the first number is the width.
+    found = re.match(r"(?:f|bf|s|u|c)(\d+)", dtype)
+    if found is None:
+        raise ConfigError(f"the HLO has the element type {dtype!r}, whose size is not known")
+    return int(found.group(1))

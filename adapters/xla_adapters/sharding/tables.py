@@ -1,0 +1,52 @@
+"""Plain-text tables that never get wider than they may."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_GAP = "  "
+_NARROWEST = 4
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int, right: Sequence[int] = ()) -> list[str]:
+    """Lines of a table.
+
+    The widest columns give way first; what does not fit into its column goes on below, nothing is cut off.
+
+    Args:
+        header: a title for each column.
+        rows: cells, as many as titles.
+        width: characters a line may have.
+        right: columns that are aligned to the right.
+    """
+    cells = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    while sum(widths) + len(_GAP) * (len(widths) - 1) > width and max(widths) > _NARROWEST:
+        widths[widths.index(max(widths))] -= 1
+    lines = [line for row in cells for line in _row(row, widths, right)]
+    height = len(_row(list(header), widths, right))
+    return [*lines[:height], _GAP.join("-" * size for size in widths), *lines[height:]]
+
+
+def _row(cells: Sequence[str], widths: Sequence[int], right: Sequence[int]) -> list[str]:
+    parts = [_wrapped(cell, size) for cell, size in zip(cells, widths, strict=True)]
+    lines = []
+    for index in range(max(map(len, parts))):
+        texts = [part[index] if index < len(part) else "" for part in parts]
+        lines.append(
+            _GAP.join(
+                text.rjust(size) if column in right else text.ljust(size)
+                for column, (text, size) in enumerate(zip(texts, widths, strict=True))
+            ).rstrip()
+        )
+    return lines
+
+
+def _wrapped(text: str, size: int) -> list[str]:
+    """Pieces of at most `size` characters, broken behind a dot, comma or space where there is one."""
+    pieces = []
+    while len(text) > size:
+        cut = max(text.rfind(mark, size // 3, size) for mark in "., _") + 1 or size
+        pieces.append(text[:cut].rstrip())
+        text = text[cut:].lstrip()
+    return [*pieces, text]
