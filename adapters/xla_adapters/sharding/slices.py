@@ -153,7 +153,8 @@ def tensor_grid(parts: Sequence[Slice], widest: int) -> Grid:
         if width == 1:
             return Grid(cells=_rows(numbers), rows=tuple(_range(part, last) for part in parts), columns=("",))
         cells = tuple(tuple(number for number in row if number < len(parts)) for row in _rows(numbers))
-        return Grid(cells=cells, rows=tuple(_range(parts[row[0]], last) for row in cells), columns=("",) * width)
+        rows = tuple(f"{parts[row[0]].bounds[last][0]}:{parts[row[-1]].bounds[last][1]}" for row in cells)
+        return Grid(cells=cells, rows=rows, columns=("",) * width)
     columns = counts[last]
     cells = _rows(np.arange(len(parts)).reshape(-1, columns))
     return Grid(

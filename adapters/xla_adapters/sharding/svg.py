@@ -15,6 +15,7 @@ _COLUMNS = 16
 _GAP = 24
 _TITLE = 22
 _FONT = "font-family=\"ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace\""
+_SMALLEST = 8.0
 # Width of a character at font size 1, for fonts of one width.
 _CHARACTER = 0.62
 
@@ -73,6 +74,8 @@ def _grid(grid: Grid, cell_of: Callable[[int], _Cell], title: str) -> _Drawing:
     size = _cell_size(sum(map(len, grid.cells)))
     font = min(12.0, size * 0.36)
     margin = max(map(len, grid.rows)) * 11 * _CHARACTER + 8
+    axis, found, _ = grid.columns[0].partition("=")
+    title += f", columns: {axis}" if found and len(grid.columns) > 1 else ""
     parts = [_text(margin, 14, title, 12, anchor="start")]
     top, widest = float(_TITLE), margin + len(title) * 12 * _CHARACTER
     for panel in grid.panels(_COLUMNS):
@@ -98,13 +101,15 @@ def _cell_size(count: int) -> float:
 
 
 def _column_labels(labels: Sequence[str], size: float) -> tuple[list[str], float]:
-    """Labels that fit over their columns: without the axis' name but in the first where they are too long."""
+    """Labels that fit over their columns: a number without its axis, a range without its end where they do not."""
     font = min(11.0, size * 0.36)
     if max(map(len, labels)) * font * _CHARACTER <= size:
         return list(labels), font
     short = [label.rpartition("=")[2] for label in labels]
+    if max(map(len, short)) * _SMALLEST * _CHARACTER > size:
+        short = [label.partition(":")[0] + ":" for label in short]
     longest = max(map(len, short))
-    return short, max(6.0, min(font, size / (longest * _CHARACTER)))
+    return short, max(_SMALLEST, min(font, size / (longest * _CHARACTER)))
 
 
 def _cell(cell: _Cell, left: float, top: float, size: float, font: float) -> str:
