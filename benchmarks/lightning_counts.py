@@ -54,7 +54,8 @@ class Scenario:
         options: of the Trainer, but for what all have.
         validation_batches: per epoch; none of them is no validation.
         fails: whether `training_step` raises at batch `FAILS_AT`.
-        even: whether the number of batches must be even.
+        whole: what the number of batches must be a multiple of.
+        shown: values logged to the progress bar beside the loss.
     """
 
     name: str
@@ -62,18 +63,21 @@ class Scenario:
     options: dict[str, Any] = field(default_factory=dict)
     validation_batches: tuple[int, ...] = ()
     fails: bool = False
-    even: bool = False
+    whole: int = 1
+    shown: int = 0
 
 
 SCENARIOS = (
     Scenario("logged every step", 1),
+    Scenario("4 values on a progress bar redrawn every step", 1, {"enable_progress_bar": True}, shown=4),
     Scenario(
         "validation every 3 steps, 2 then 4 batches",
         2,
         {"max_epochs": 2, "val_check_interval": 3, "reload_dataloaders_every_n_epochs": 1},
         validation_batches=(2, 4),
     ),
-    Scenario("accumulation of 2", 2, {"accumulate_grad_batches": 2}, even=True),
+    Scenario("accumulation of 2", 2, {"accumulate_grad_batches": 2}, whole=2),
+    Scenario("accumulation of 4", 3, {"accumulate_grad_batches": 4}, whole=4),
     Scenario(f"exception in batch {FAILS_AT}", 1, fails=True),
 )
 
@@ -106,13 +110,14 @@ class Classifier(L.LightningModule):
     """Two layers; logs every loss.
 
     Args:
-        fails: see `Scenario`.
+        fails, shown: see `Scenario`.
         before_validation: called before Lightning prepares a validation.
     """
 
-    def __init__(self, fails: bool, before_validation: Callable[[], None]) -> None:
+    def __init__(self, fails: bool, shown: int, before_validation: Callable[[], None]) -> None:
         super().__init__()
         self._fails = fails
+        self._shown = shown
         self._before_validation = before_validation
         self.net = nn.Sequential(nn.Linear(FEATURES, 32), nn.ReLU(), nn.Linear(32, CLASSES))
 
@@ -123,6 +128,8 @@ class Classifier(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = self._loss(batch)
         self.log("loss", loss)
+        for number in range(self._shown):
+            self.log(f"shown {number}", loss * number, prog_bar=True, logger=False)
         if self._fails and batch_idx == FAILS_AT:
             raise InTrainingStepError
         return loss
@@ -248,8 +255,8 @@ def train(scenario: Scenario, strategy: str, steps: int) -> Run:
         "num_sanity_val_steps": 0,
         **scenario.options,
     }
-    data = Data(steps + steps % 2 if scenario.even else steps, scenario.validation_batches)
-    fit = functools.partial(_fit, scenario, Classifier(scenario.fails, snapshots.end), data)
+    data = Data(-(-steps // scenario.whole) * scenario.whole, scenario.validation_batches)
+    fit = functools.partial(_fit, scenario, Classifier(scenario.fails, scenario.shown, snapshots.end), data)
     if strategy == CPU:
         fit(L.Trainer(accelerator="cpu", **options))
     else:
@@ -348,6 +355,6 @@ def report_on(options: argparse.Namespace) -> int:
     made.results["runs"] = [asdict(run) for run in runs]
     add_targets(made, runs)
     print(str(__doc__).split("\n\n", 1)[1])
-    print(f"{options.steps} steps an epoch (with accumulation, an even number), logging at every step\n")
+    print(f"{options.steps} steps an epoch (with accumulation, whole updates), logging at every step\n")
     print(table_of(runs))
     return made.finish(options)

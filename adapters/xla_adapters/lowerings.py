@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from xla_adapters.sharding.norms import batch_norm_statistics
+
 
 def _norm(
     input: torch.Tensor,
@@ -111,14 +113,17 @@ _ARGUMENTS: dict[Callable[..., Any], tuple[str, ...]] = {
 }
 
 
-def norm_with_torchs_variance(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def norm_with_torchs_variance(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, split: bool = False
+) -> Any:
     """Calls a normalisation; the running variance of a batch norm is updated as on other devices.
 
     torch keeps the unbiased variance of the batch (over n - 1), torch_xla 2.9 the biased one (over n): the
     same training, but another result in evaluation, by n / (n - 1) = 8 / 7 for 8 values per channel. What
     torch_xla computes for the backward pass holds both statistics, so the update costs no pass over the input.
 
-    The momentum may be a tensor of no dimensions, see `cumulative_average`.
+    The momentum may be a tensor of no dimensions, see `cumulative_average`. `split` writes the norm as means,
+    see `xla_adapters.sharding.norms`.
     """
     names = _ARGUMENTS.get(function)
     given = {**dict(zip(names, args, strict=False)), **kwargs} if names is not None else {}
@@ -134,9 +139,13 @@ def norm_with_torchs_variance(function: Callable[..., Any], args: tuple[Any, ...
     momentum: float | torch.Tensor = given.get("momentum", 0.1)
     eps: float = given.get("eps", 1e-5)
     weight, bias = given.get("weight"), given.get("bias")
-    result, mean, inverse_deviation = torch.native_batch_norm(input, weight, bias, None, None, True, 0.0, eps)
+    if split:
+        result, mean, biased = batch_norm_statistics(input, weight, bias, eps)
+    else:
+        result, mean, inverse_deviation = torch.native_batch_norm(input, weight, bias, None, None, True, 0.0, eps)
+        biased = inverse_deviation.detach().to(running_var.dtype).pow(-2) - eps
     with torch.no_grad():
-        variance = (inverse_deviation.to(running_var.dtype).pow(-2) - eps) * (values / (values - 1))
+        variance = biased * (values / (values - 1))
         running_mean.mul_(1 - momentum).add_(mean * momentum)
         running_var.mul_(1 - momentum).add_(variance * momentum)
     return result

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.optim import LBFGS, SGD, Adafactor, Adam, AdamW, Muon, Optimizer, SparseAdam
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_adapters.backend import Backend, get_backend
 
@@ -27,6 +28,8 @@ _EAGER: dict[type[Optimizer], tuple[str, Callable[[Any], bool]]] = {
 _HOST_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 _STATE_INITS: dict[type[Optimizer], StateInit] = {}
 _warned: set[type[Optimizer]] = set()
+# State known to lie as its parameters do.
+_cut = WeakTensorKeyDictionary()
 
 
 class EagerOptimizerWarning(UserWarning):
@@ -108,6 +111,8 @@ def prepare_for_tracing(optimizer: Optimizer, backend: Backend) -> None:
     """Gives the optimizer the state of its steady course; called when it steps inside a step."""
     _prime(optimizer, lambda parameter: parameter.grad is not None)
     _move_counts_to_host(optimizer, backend)
+    if backend.is_spmd():
+        _cut_like_parameters(optimizer, backend)
 
 
 def _prime(optimizer: Optimizer, wanted: Callable[[torch.Tensor], bool]) -> int:
@@ -151,7 +156,7 @@ def _sgd_state(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Ten
     # dampening scales every gradient but the first.
     if group["momentum"] == 0 or group["dampening"] != 0:
         return None
-    return {"momentum_buffer": _place(torch.zeros(parameter.shape, dtype=parameter.dtype), parameter.device)}
+    return {"momentum_buffer": _place(torch.zeros(parameter.shape, dtype=parameter.dtype), parameter)}
 
 
 def _torch_state(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any] | None:
@@ -162,14 +167,36 @@ def _torch_state(optimizer: Optimizer, group: dict[str, Any], parameter: torch.T
     state = {}
     for key, value in values.items():
         if isinstance(value, torch.Tensor) and placed[key].device.type == "meta" and not _counts(group, key, value):
-            value = _place(value, parameter.device)
+            value = _place(value, parameter)
         state[key] = value
     return state
 
 
-def _place(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _place(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Brings a part of the state to the parameter's device, cut as the parameter if it has its shape."""
     backend = get_backend()
-    return backend.to_device(value) if device == backend.device() else value.to(device)
+    if parameter.device != backend.device():
+        return value.to(parameter.device)
+    tiles = backend.tiles_of(parameter) if backend.is_spmd() and value.shape == parameter.shape else None
+    return backend.to_device(value) if tiles is None else backend.upload_sharded(value, tiles)
+
+
+def _cut_like_parameters(optimizer: Optimizer, backend: Backend) -> None:
+    """Cuts state that came whole (from a checkpoint) as its parameters are cut."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if not isinstance(state, dict) or all(value in _cut for value in _tensors_of(state)):
+                continue
+            tiles = backend.tiles_of(parameter)
+            for value in _tensors_of(state):
+                if tiles is not None and value.shape == parameter.shape and backend.is_backend_tensor(value):
+                    backend.shard(value, tiles)
+                _cut[value] = True
+
+
+def _tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:
+    return [value for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 def _init_stand_in(optimizer: Any, group: dict[str, Any], stand_in: torch.Tensor) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from xla_adapters.backend import get_backend
 from xla_adapters.lowerings import LOWERINGS, norm_with_torchs_variance
 from xla_adapters.rollback import StepJournal
+from xla_adapters.sharding.norms import NORMS
 from xla_adapters.transfers import upload_scalar
 
 _Tensor = torch.Tensor
@@ -94,13 +96,15 @@ class StepWatch(TorchFunctionMode):
         self._on_read = on_read
         self._on_dynamic = on_dynamic
         self._writes: dict[_CALL, bool] = {}
+        self._spmd = get_backend().is_spmd()
+        self._lowerings = {**LOWERINGS, **NORMS} if self._spmd else LOWERINGS
 
     def __torch_function__(
         self, func: _CALL, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in LOWERINGS and args and args[0].device.type == "xla":
-            func = LOWERINGS[func]
+        if func in self._lowerings and args and args[0].device.type == "xla":
+            func = self._lowerings[func]
         if func in _READS:
             if args[0].device.type == "xla":
                 self._on_read(_READS[func], args[0])
@@ -119,7 +123,7 @@ class StepWatch(TorchFunctionMode):
             for value in (*args[1:], *kwargs.values()):
                 if isinstance(value, _Tensor) and not value.requires_grad:
                     self.journal.record(value, written_through=True)
-            return norm_with_torchs_variance(func, args, kwargs)
+            return norm_with_torchs_variance(func, args, kwargs, split=self._spmd)
         else:
             if func is _Tensor.__setitem__ and _sets_number_by_mask(args):
                 # The same, without looking how many elements it is.

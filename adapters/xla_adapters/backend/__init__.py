@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from xla_adapters.backend.interface import Backend, Metrics, SeamEvent
+from xla_adapters.backend.interface import Backend, Metrics, SeamEvent, Tiles
 
-__all__ = ["Backend", "Metrics", "SeamEvent", "get_backend", "initialize", "using_backend"]
+__all__ = ["Backend", "Metrics", "SeamEvent", "Tiles", "get_backend", "initialize", "using_backend"]
 
 _backend: Backend | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -9,6 +10,29 @@ from enum import Enum
 from typing import Any, Protocol
 
 import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """How a tensor is cut, and which devices hold which tile (the compiler's view of a sharding).
+
+    Attributes:
+        counts: tiles along each dimension of the tensor.
+        devices: device numbers, tile by tile in row-major order; as many per tile as there are copies of it.
+    """
+
+    counts: tuple[int, ...]
+    devices: tuple[int, ...]
+
+    @property
+    def number(self) -> int:
+        """Different tiles."""
+        return math.prod(self.counts)
+
+    @property
+    def copies(self) -> int:
+        """Devices that hold the same tile."""
+        return len(self.devices) // self.number
 
 
 class SeamEvent(str, Enum):
@@ -81,6 +105,12 @@ class Backend(Protocol):
     def restate_dtype(self, tensor: torch.Tensor) -> None: ...
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor: ...
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+    # sharding (under SPMD)
+    def shard(self, tensor: torch.Tensor, tiles: Tiles) -> None: ...
+    def constrain(self, tensor: torch.Tensor, tiles: Tiles) -> torch.Tensor: ...
+    def tiles_of(self, tensor: torch.Tensor) -> Tiles | None: ...
+    def upload_sharded(self, tensor: torch.Tensor, tiles: Tiles) -> torch.Tensor: ...
 
     # random numbers
     def seed(self) -> int: ...

@@ -6,11 +6,14 @@ Written against torch_xla 2.9. Calls into `torch_xla._XLAC` are private; `tests/
 from __future__ import annotations
 
 import gc
+import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
@@ -19,10 +22,12 @@ import torch_xla.debug.profiler as xla_profiler
 import torch_xla.runtime as xr
 import torch_xla.utils.checkpoint as xla_checkpoint
 
-from xla_adapters.backend.interface import Metrics, SeamEvent
+from xla_adapters.backend.interface import Metrics, SeamEvent, Tiles
 from xla_adapters.errors import ConfigError, RuntimeOrderError
 
 _C = torch_xla._XLAC
+# torch_xla.distributed.spmd.ShardingType
+_REPLICATED, _TILED, _PARTIAL = 0, 3, 5
 _NANOSECONDS = 1e-9
 _SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
 
@@ -262,6 +267,28 @@ class PJRTBackend:
         copies: list[torch.Tensor] = _C._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
         return [copy.detach() for copy in copies]
 
+    # ---- sharding --------------------------------------------------------------------------------
+
+    def shard(self, tensor: torch.Tensor, tiles: Tiles) -> None:
+        """Cuts a tensor that has a value (a parameter, a state, a batch); asked again it does nothing."""
+        if self.tiles_of(tensor) != tiles:
+            _C._xla_mark_sharding(tensor.detach(), _op_sharding(tiles))
+
+    def constrain(self, tensor: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+        """The tensor, an intermediate value of the step, cut so; its gradient too."""
+        result: torch.Tensor = _Constrained.apply(tensor, _op_sharding(tiles))  # type: ignore[no-untyped-call]
+        return result
+
+    def tiles_of(self, tensor: torch.Tensor) -> Tiles | None:
+        """How a tensor is cut; None if nobody said, or if every device holds it whole."""
+        return _tiles_from_text(_C._get_xla_sharding_spec(tensor.detach()), tensor.ndim)
+
+    def upload_sharded(self, tensor: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+        """A copy of a host tensor on the devices, each with its own part only."""
+        copy = self.to_device(tensor)
+        self.shard(copy, tiles)
+        return copy
+
     # ---- random numbers --------------------------------------------------------------------------
 
     def seed(self) -> int:
@@ -326,6 +353,46 @@ class PJRTBackend:
         """Recomputes `function` in the backward pass, behind barriers XLA cannot optimise away."""
         kwargs["use_reentrant"] = True
         return xla_checkpoint.checkpoint(function, *args, **kwargs)
+
+
+class _Constrained(torch.autograd.Function):
+    """As `torch_xla.distributed.spmd.mark_sharding_with_gradients`, without writing and parsing the mesh as text."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, sharding: Any) -> torch.Tensor:
+        ctx.sharding = sharding
+        result = tensor.clone()
+        _C._xla_mark_sharding(result, sharding)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        result = grads[0].clone()
+        _C._xla_mark_sharding(result, ctx.sharding)
+        return result, None
+
+
+def _op_sharding(tiles: Tiles) -> Any:
+    if tiles.number == 1:
+        return _C.OpSharding([], [], [], _REPLICATED)
+    tiled = np.array(tiles.devices)
+    if tiles.copies == 1:
+        return _C.OpSharding(tiled.reshape(tiles.counts).tolist(), [], [], _TILED)
+    groups = tiled.reshape(tiles.number, tiles.copies).tolist()
+    order = np.arange(tiles.number).reshape(tiles.counts).tolist()
+    return _C.OpSharding(tiled.reshape(*tiles.counts, tiles.copies).tolist(), order, groups, _PARTIAL)
+
+
+def _tiles_from_text(text: str, rank: int) -> Tiles | None:
+    """From XLA's notation: `{devices=[2,1,4]0,2,4,6,1,3,5,7 last_tile_dim_replicate}`, or `[2,4]<=[8]`."""
+    match = re.match(r"\{devices=\[([\d,]+)\]([\d,]*)(?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?)?", text)
+    if match is None:
+        return None
+    counts, listed, reshaped, order = ([int(n) for n in part.split(",")] if part else [] for part in match.groups())
+    if not listed:
+        iota = np.arange(math.prod(reshaped)).reshape(reshaped)
+        listed = (iota.transpose(order) if order else iota).reshape(-1).tolist()
+    return Tiles(counts=tuple(counts[:rank]), devices=tuple(listed))
 
 
 def _has_neither(error: RuntimeError) -> bool:

@@ -1,0 +1,119 @@
+"""`Placement`: a plan applied to a model, its batches and the values between its modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from xla_adapters.backend import Backend, Tiles, get_backend
+from xla_adapters.errors import ConfigError
+from xla_adapters.sharding.mesh import Mesh, Spec, axes_of
+from xla_adapters.sharding.plan import ActivationPlan, ShardingPlan
+from xla_adapters.step_scope import in_step
+
+
+def tiles_of(mesh: Mesh, spec: Spec) -> Tiles:
+    """The compiler's view of a spec: devices in row-major order of the mesh."""
+    used = [mesh.axis_names.index(axis) for dim in spec for axis in axes_of(dim)]
+    order = used + [index for index in range(len(mesh.shape)) if index not in used]
+    strides = [math.prod(mesh.shape[index + 1 :]) for index in range(len(mesh.shape))]
+    devices = [0]
+    for index in order:
+        devices = [start + step * strides[index] for start in devices for step in range(mesh.shape[index])]
+    return Tiles(counts=tuple(mesh.parts(dim) for dim in spec), devices=tuple(devices))
+
+
+class Placement:
+    """Puts a model, its batches and its intermediate values where a plan says.
+
+    Args:
+        plan: for this model.
+        backend: the seam; runs under SPMD.
+    """
+
+    def __init__(self, plan: ShardingPlan, backend: Backend | None = None) -> None:
+        self.plan = plan
+        self._backend = backend if backend is not None else get_backend()
+        self._batch_parts = math.prod(plan.mesh.axis_size(axis) for axis in plan.batch)
+
+    def place_model(self, model: torch.nn.Module) -> None:
+        """Cuts the parameters; call it when they are on the device, before the optimizer has state.
+
+        Raises:
+            ConfigError: the plan was made for another model.
+        """
+        for name, parameter in model.named_parameters():
+            spec = self.plan.spec_of(name)
+            if len(spec) != parameter.ndim:
+                raise ConfigError(
+                    f"the plan {self.plan.name!r} has {len(spec)} dimensions for {name}, the model {parameter.ndim}: "
+                    "it was made for another model"
+                )
+            self._backend.shard(parameter, tiles_of(self.plan.mesh, spec))
+
+    def place_batch(self, batch: Any) -> Any:
+        """The batch, nested as it is, with each tensor cut along its first dimension.
+
+        A tensor whose first dimension does not divide (the last batch of an epoch, a scalar) is held whole by
+        every device: right, and as much work for each device as for one.
+
+        Args:
+            batch: mappings, lists and tuples of tensors on the device.
+        """
+        if isinstance(batch, torch.Tensor):
+            if self._backend.is_backend_tensor(batch) and self.is_split(batch):
+                first = self.plan.batch[0] if len(self.plan.batch) == 1 else self.plan.batch
+                self._backend.shard(batch, tiles_of(self.plan.mesh, (first, *[None] * (batch.ndim - 1))))
+        elif isinstance(batch, Mapping):
+            for value in batch.values():
+                self.place_batch(value)
+        elif isinstance(batch, (list, tuple)):
+            for value in batch:
+                self.place_batch(value)
+        return batch
+
+    def is_split(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the batch is split over the devices."""
+        return tensor.ndim > 0 and self._batch_parts > 1 and tensor.shape[0] % self._batch_parts == 0
+
+    @contextmanager
+    def constraining(self, model: torch.nn.Module) -> Iterator[None]:
+        """Holds what modules return in compiled steps to the plan, until the exit.
+
+        Raises:
+            ConfigError: the plan names a module the model does not have.
+        """
+        modules = dict(model.named_modules())
+        with ExitStack() as stack:
+            for entry in self.plan.activations:
+                if entry.module not in modules:
+                    raise ConfigError(
+                        f"the plan {self.plan.name!r} constrains what {entry.module!r} returns, and the model has no "
+                        "such module: it was made for another model"
+                    )
+                handle = modules[entry.module].register_forward_hook(self._constraint(entry))
+                stack.callback(handle.remove)
+            yield
+
+    def _constraint(self, entry: ActivationPlan) -> Callable[..., Any]:
+        tiles = tiles_of(self.plan.mesh, entry.spec)
+
+        def constrain(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.ndim != len(entry.spec) or not value.is_floating_point():
+                return value
+            if any(size % count for size, count in zip(value.shape, tiles.counts, strict=True)):
+                return value
+            return self._backend.constrain(value, tiles)
+
+        def hook(module: torch.nn.Module, args: Any, output: Any) -> Any:
+            if not in_step():
+                return output
+            if isinstance(output, tuple) and not hasattr(output, "_fields"):
+                return (constrain(output[0]), *output[1:]) if output else output
+            return constrain(output)
+
+        return hook

@@ -1,0 +1,196 @@
+"""The recipes people write by hand: data parallel, fully sharded, tensor parallel, and the last two together.
+
+Sources: ZeRO (arXiv 1910.02054) for `"fsdp"`, Megatron-LM (arXiv 1909.08053) for `"tp"`, GSPMD (arXiv 2105.04663)
+for both on one mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from xla_adapters.errors import ConfigError
+from xla_adapters.sharding.config import ShardingConfig
+from xla_adapters.sharding.mesh import DATA, MODEL, DimSpec, Mesh, Spec, axes_of, replicated
+from xla_adapters.sharding.plan import ActivationPlan, ParameterPlan, ShardingPlan
+
+# Layers that end what others have begun to split: their input is split, their output is whole again.
+_ROW_NAMES = frozenset({"o_proj", "out_proj", "c_proj", "down_proj", "fc2", "wo", "o", "w2", "dense_4h_to_h"})
+_ROW_ENDINGS = ("output.dense",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parameter:
+    names: tuple[str, ...]
+    value: torch.Tensor
+    owner: nn.Module
+    attribute: str
+
+    @property
+    def module_name(self) -> str:
+        return self.names[0].rpartition(".")[0]
+
+
+def default_mesh(scheme: str, devices: int) -> Mesh:
+    """The mesh of a recipe if none is asked for: `"2d"` has the larger axis for the batch."""
+    if scheme == "tp":
+        return Mesh.data_and_model(1, devices)
+    if scheme == "2d":
+        model = max(n for n in range(1, math.isqrt(devices) + 1) if devices % n == 0)
+        return Mesh.data_and_model(devices // model, model)
+    return Mesh.data_and_model(devices, 1)
+
+
+def template(
+    scheme: str,
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    config: ShardingConfig | None = None,
+    fixed: Mapping[str, Spec] | None = None,
+) -> ShardingPlan:
+    """A recipe applied to a model by the types and names of its layers.
+
+    Args:
+        scheme: `"dp"`, `"fsdp"`, `"tp"` or `"2d"`.
+        model: on any device; values are not looked at.
+        mesh: has an axis `data`, `model`, or both.
+        config: overrides and whether annotated parameters stay.
+        fixed: specs of parameters that are annotated already.
+
+    Raises:
+        ConfigError: an override fits no parameter or does not divide, or the mesh lacks the recipe's axis.
+    """
+    config = config if config is not None else ShardingConfig(scheme=scheme)  # type: ignore[arg-type]
+    data = DATA if DATA in mesh.axis_names else None
+    layers = MODEL if MODEL in mesh.axis_names else None
+    for axis, wanted in ((data, scheme in ("dp", "fsdp", "2d")), (layers, scheme in ("tp", "2d"))):
+        if wanted and axis is None:
+            raise ConfigError(
+                f"sharding={scheme!r} splits over an axis named {DATA if axis is data else MODEL!r}; the mesh has "
+                f"{', '.join(mesh.axis_names)}"
+            )
+    notes: list[str] = []
+    entries = []
+    unused = set(config.overrides)
+    for parameter in _parameters(model):
+        spec, decided_by = replicated(parameter.value.ndim), "template"
+        if scheme in ("tp", "2d") and layers is not None:
+            spec = _megatron(parameter, mesh, layers)
+        if scheme in ("fsdp", "2d") and data is not None:
+            spec = _fully_sharded(parameter.value, spec, mesh, data)
+        annotated = next((fixed[name] for name in parameter.names if name in fixed), None) if fixed else None
+        if annotated is not None:
+            spec, decided_by = annotated, "user"
+        for pattern, wanted_spec in config.overrides.items():
+            if any(fnmatchcase(name, pattern) for name in parameter.names):
+                unused.discard(pattern)
+                if decided_by != "override":
+                    spec, decided_by = wanted_spec, "override"
+        entries.append(
+            ParameterPlan(
+                name=parameter.names[0],
+                tied=parameter.names[1:],
+                shape=tuple(parameter.value.shape),
+                dtype=str(parameter.value.dtype).removeprefix("torch."),
+                spec=spec,
+                decided_by=decided_by,
+            )
+        )
+    if unused:
+        raise ConfigError(f"overrides {', '.join(map(repr, sorted(unused)))} fit no parameter of the model")
+    whole = [entry for entry in entries if mesh.shards(entry.spec) == 1]
+    if scheme in ("fsdp", "2d") and mesh.size > 1 and whole:
+        names = ", ".join(entry.name for entry in whole[:3]) + (", ..." if len(whole) > 3 else "")
+        notes.append(f"{len(whole)} parameters have no dimension that divides and are held whole: {names}")
+    plan = ShardingPlan(
+        name=scheme,
+        mesh=mesh,
+        parameters=tuple(entries),
+        batch=() if data is None or mesh.axis_size(data) == 1 else (data,),
+        activations=() if scheme == "dp" else tuple(_seams(model, mesh, data, layers)),
+        notes=tuple(notes),
+    )
+    plan.check()
+    return plan
+
+
+def _parameters(model: nn.Module) -> Iterator[_Parameter]:
+    """Each parameter once, with all its names; the first is the one `named_parameters` gives."""
+    names: dict[int, list[str]] = {}
+    owners: dict[int, tuple[torch.Tensor, nn.Module, str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for attribute, value in module._parameters.items():
+            if value is not None:
+                full = f"{prefix}.{attribute}" if prefix else attribute
+                found = names.setdefault(id(value), [])
+                if full not in found:
+                    found.append(full)
+                owners.setdefault(id(value), (value, module, attribute))
+    for name, parameter in model.named_parameters():
+        value, module, attribute = owners[id(parameter)]
+        others = tuple(other for other in names[id(parameter)] if other != name)
+        yield _Parameter(names=(name, *others), value=value, owner=module, attribute=attribute)
+
+
+def _megatron(parameter: _Parameter, mesh: Mesh, axis: str) -> Spec:
+    """Which dimension Megatron-LM splits: outputs of the layers that begin a block, inputs of those that end it."""
+    value, owner = parameter.value, parameter.owner
+    whole = replicated(value.ndim)
+    if isinstance(owner, nn.Embedding):
+        return _split(value, whole, mesh, axis, [0]) if _is_vocabulary(parameter) else whole
+    if value.ndim >= 3 and not _is_convolution(owner):
+        # Experts, one per entry of the first dimension.
+        return _split(value, whole, mesh, axis, [0])
+    layer = parameter.module_name
+    row = layer.rpartition(".")[2] in _ROW_NAMES or layer.endswith(_ROW_ENDINGS)
+    if isinstance(owner, nn.Linear) or type(owner).__name__ == "Conv1D" or _is_convolution(owner):
+        outputs = 1 if type(owner).__name__ == "Conv1D" and value.ndim == 2 else 0
+        if value.ndim == 1:
+            return whole if row else _split(value, whole, mesh, axis, [0])
+        return _split(value, whole, mesh, axis, [1 - outputs if row else outputs])
+    return whole
+
+
+def _is_vocabulary(parameter: _Parameter) -> bool:
+    """Whether an embedding is one of words: tied to the output layer, or larger than it is wide."""
+    return len(parameter.names) > 1 or parameter.value.shape[0] >= 4 * parameter.value.shape[1]
+
+
+def _is_convolution(owner: nn.Module) -> bool:
+    return isinstance(owner, (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d))
+
+
+def _fully_sharded(value: torch.Tensor, spec: Spec, mesh: Mesh, axis: str) -> Spec:
+    """Splits the longest dimension that is whole still; a second axis joins the first where there is none."""
+    order = sorted(range(value.ndim), key=lambda dim: (-value.shape[dim], dim))
+    return _split(value, spec, mesh, axis, [dim for dim in order if spec[dim] is None] + order)
+
+
+def _split(value: torch.Tensor, spec: Spec, mesh: Mesh, axis: str, dims: list[int]) -> Spec:
+    """`spec` with the first of these dimensions that divides split over `axis`; as it is if none does."""
+    if mesh.axis_size(axis) == 1:
+        return spec
+    for dim in dims:
+        if value.shape[dim] % (mesh.parts(spec[dim]) * mesh.axis_size(axis)) == 0:
+            axes = (*axes_of(spec[dim]), axis)
+            entry: DimSpec = axes[0] if len(axes) == 1 else axes
+            return (*spec[:dim], entry, *spec[dim + 1 :])
+    return spec
+
+
+def _seams(model: nn.Module, mesh: Mesh, data: str | None, layers: str | None) -> Iterator[ActivationPlan]:
+    """Between repeated blocks the activations are split as the batch is, and whole otherwise."""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) < 2:
+            continue
+        if len({type(block) for block in module}) != 1:
+            continue
+        rank = 4 if any(isinstance(part, nn.Conv2d) for part in module[0].modules()) else 3
+        for index in range(len(module)):
+            yield ActivationPlan(module=f"{name}.{index}", spec=(data, *[None] * (rank - 1)))
