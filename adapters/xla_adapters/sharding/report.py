@@ -6,14 +6,11 @@ import math
 import textwrap
 from collections.abc import Iterable
 
-from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.folding import fold
 from xla_adapters.sharding.mesh import Mesh, render
 from xla_adapters.sharding.plan import ParameterPlan, PlanCost, ShardingPlan
-from xla_adapters.sharding.tables import table
+from xla_adapters.sharding.tables import check_width, table
 from xla_adapters.sharding.units import UNITS_NOTE, dtype_bytes, human_bytes, human_seconds, ratio
-
-NARROWEST = 60
 
 
 def report(plan: ShardingPlan, *, width: int = 110) -> str:
@@ -29,8 +26,7 @@ def report(plan: ShardingPlan, *, width: int = 110) -> str:
     Raises:
         ConfigError: `width` is under 60, or a parameter's dtype is unknown.
     """
-    if isinstance(width, bool) or not isinstance(width, int) or width < NARROWEST:
-        raise ConfigError(f"width={width!r} is not a valid value; valid values: an integer >= {NARROWEST}")
+    check_width(width)
     sections = [_header(plan, width), _parameters(plan, width)]
     if plan.activations:
         sections.append(_activations(plan, width))

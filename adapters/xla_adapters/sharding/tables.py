@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from xla_adapters.errors import ConfigError
+
+LEAST_WIDTH = 60
 _GAP = "  "
 _NARROWEST = 4
+
+
+def check_width(width: object) -> None:
+    """Raises if lines cannot be so wide.
+
+    Raises:
+        ConfigError: it is no integer of at least 60.
+    """
+    if isinstance(width, bool) or not isinstance(width, int) or width < LEAST_WIDTH:
+        raise ConfigError(f"width={width!r} is not a valid value; valid values: an integer >= {LEAST_WIDTH}")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int, right: Sequence[int] = ()) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import torch
 
 from xla_adapters.errors import ConfigError
 
@@ -33,19 +33,16 @@ def ratio(measured: float, predicted: float) -> str:
     return f"{measured / predicted:.2f}" if predicted else "-"
 
 
-def dtype_bytes(dtype: str) -> float:
+def dtype_bytes(dtype: str) -> int:
     """Bytes of one element of a torch dtype, by its name (`"float32"`, `"torch.bfloat16"`, `"float8_e4m3fn"`).
 
     Raises:
         ConfigError: the name is of no dtype.
     """
-    name = dtype.removeprefix("torch.")
-    if name == "bool":
-        return 1
-    found = re.fullmatch(r"(?:bfloat|float|complex|uint|int|qint|quint)(\d+)(?:x\d+)?(?:_\w+)?", name)
-    if found is None:
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
         raise ConfigError(f"{dtype!r} is no dtype; examples: float32, bfloat16, float8_e4m3fn, int64, bool")
-    return int(found.group(1)) / 8
+    return found.itemsize
 
 
 def _three_digits(number: float) -> str:

@@ -15,6 +15,7 @@ from xla_adapters.sharding.mesh import Mesh, Spec, render, used_axes
 from xla_adapters.sharding.plan import ParameterPlan, ShardingPlan
 from xla_adapters.sharding.slices import Grid, Slice, mesh_grid, slice_numbers, slices
 from xla_adapters.sharding.svg import draw
+from xla_adapters.sharding.tables import check_width
 
 Form = Literal["text", "svg", "html"]
 
@@ -57,17 +58,19 @@ def as_text(plan: ShardingPlan, parameter: str | None = None, *, width: int = 11
     Args:
         plan: to draw.
         parameter: to draw; None for the batch and one picture per distinct spec.
-        width: characters a line may have; a wide mesh is drawn in several parts.
+        width: characters a line may have, at least 60; a wide mesh is drawn in several parts.
 
     Raises:
-        ConfigError: the plan has no such parameter.
+        ConfigError: the plan has no such parameter, or `width` is under 60.
     """
+    check_width(width)
     mesh = plan.mesh
     if parameter is not None:
         entry = _find(plan, parameter)
-        return "\n".join([_mesh_line(mesh), "", *_tensor_text(mesh, entry, [entry.name], width)]) + "\n"
-    lines = [f"Sharding plan {plan.name}: {_mesh_line(mesh)}"]
-    lines += ["", f"batch: {_batch_line(plan)}; each device with the part of the batch it gets"]
+        lines = [*textwrap.wrap(_mesh_line(mesh), width), "", *_tensor_text(mesh, entry, [entry.name], width)]
+        return "\n".join(lines) + "\n"
+    lines = textwrap.wrap(f"Sharding plan {plan.name}: {_mesh_line(mesh)}", width)
+    lines += ["", *textwrap.wrap(f"batch: {_batch_line(plan)}; each device with the part of the batch it gets", width)]
     lines += _grid_text(mesh_grid(mesh), slice_numbers(_batch_slices(plan)), "b", width)
     for folds in _by_spec(plan):
         lines += ["", *_tensor_text(mesh, folds[0].first, [_described(item) for item in folds], width)]
@@ -160,7 +163,7 @@ def _parameter_svg(mesh: Mesh, entry: ParameterPlan) -> str:
 
 def _tensor_text(mesh: Mesh, entry: ParameterPlan, names: Sequence[str], width: int) -> list[str]:
     parts = slices(mesh, entry.shape, entry.spec)
-    lines = [f"{_spec_title(entry.spec)}: {_copies_line(mesh, entry.spec)}"]
+    lines = textwrap.wrap(f"{_spec_title(entry.spec)}: {_copies_line(mesh, entry.spec)}", width)
     for name in names:
         lines += textwrap.wrap(name, width, initial_indent="  ", subsequent_indent="    ")
     if len(parts) == 1:
@@ -169,7 +172,7 @@ def _tensor_text(mesh: Mesh, entry: ParameterPlan, names: Sequence[str], width: 
     shown = [f"s{number} = {part} on {ranges(part.devices)}" for number, part in enumerate(parts)]
     if len(shown) > _LISTED:
         shown = [*shown[:_ENDS], f"... {len(shown) - _ENDS - 1} more in this order", shown[-1]]
-    lines.append(f"{entry.name} {_shape(entry.shape)}:")
+    lines += textwrap.wrap(f"{entry.name} {_shape(entry.shape)}:", width)
     return [*lines, *_in_columns(shown, width)]
 
 
@@ -180,12 +183,12 @@ def _grid_text(grid: Grid, held: dict[int, int], letter: str, width: int) -> lis
     largest = f"{letter}{max(held.values())}"
     inner = max(len(numbers), len(largest)) if roomy else len(numbers) + 1 + len(largest)
     inner = max(inner, len(str(len(grid.columns) - 1)))
-    lines: list[str] = []
-    for panel in grid.panels((width - label - 2) // (inner + 3)):
-        axis = panel.columns[0].partition("=")[0]
+    axis = grid.columns[0].partition("=")[0]
+    lines = [" " * label + f"  {axis}"] if axis else []
+    panels = grid.panels((width - label - 2) // (inner + 3))
+    for panel in panels:
         short = [column.rpartition("=")[2] for column in panel.columns]
         if axis:
-            lines.append(" " * label + f"  {axis}")
             lines.append(" " * label + "  " + " ".join(text.center(inner + 2) for text in short).rstrip())
         rule = " " * label + " +" + "+".join("-" * (inner + 2) for _ in short) + "+"
         lines.append(rule)
@@ -198,7 +201,7 @@ def _grid_text(grid: Grid, held: dict[int, int], letter: str, width: int) -> lis
             else:
                 texts = [f"{device.rjust(len(numbers))}:{part.ljust(len(largest))}" for device, part in cells]
                 lines.append(_line(name.rjust(label), texts, inner))
-        if not roomy:
+        if not roomy and panel is panels[-1]:
             lines.append(rule)
     return lines
 
