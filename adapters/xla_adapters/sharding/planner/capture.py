@@ -1,0 +1,187 @@
+"""The forward pass and the loss of a model as a graph, without a weight in memory."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree
+
+from xla_adapters.errors import XLAAdapterError
+from xla_adapters.sharding.mesh import Spec
+from xla_adapters.sharding.planner.layers import Skeleton, skeleton
+
+_ROOT = "model"
+# What tracing somebody's forward pass may raise; each means that this model cannot be captured.
+_FAILURES = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    ArithmeticError,
+    ImportError,
+)
+
+
+class CaptureError(XLAAdapterError):
+    """The model cannot be captured as a graph; the planner falls back to types of modules."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """A captured forward pass.
+
+    Attributes:
+        nodes: in the order they run.
+        parameters: placeholders of parameters: the name in the user's model.
+        batch: which dimension of each value carries the batch; absent if none does.
+        modules: the innermost module (of the skeleton) that each node runs in, outermost first.
+        skeleton: what was captured.
+        batch_size: rows of the batch.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    parameters: Mapping[fx.Node, str]
+    batch: Mapping[fx.Node, int]
+    modules: Mapping[fx.Node, tuple[str, ...]]
+    skeleton: Skeleton
+    batch_size: int
+
+
+class _Loss(nn.Module):
+    """A model whose outputs are plain tensors: its loss, if it has one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.model(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        if isinstance(loss, torch.Tensor):
+            return loss
+        leaves = _pytree.tree_leaves(dict(output) if isinstance(output, dict) else output)
+        return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def batch_size(batch: Any) -> int:
+    """Rows of a batch: the first dimension of its first tensor that has one; 1 if none has."""
+    for leaf in _pytree.tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return int(leaf.shape[0])
+    return 1
+
+
+def capture(
+    model: nn.Module, batch: Mapping[str, Any] | Sequence[Any], fixed: Mapping[str, Spec], *, reduce: bool
+) -> Capture:
+    """Captures the forward pass and the loss with `torch.export`, on the meta device.
+
+    Args:
+        model: on any device; is not touched.
+        batch: keyword arguments of `forward`, or positional ones; only shapes and types matter.
+        fixed: specs of parameters that are given.
+        reduce: capture two of each row of equal layers.
+
+    Raises:
+        CaptureError: it cannot be captured.
+    """
+    rows = batch_size(batch)
+    copied = skeleton(model, fixed, reduce=reduce)
+    program = _export(copied.module, _resized(batch, rows, rows))
+    nodes = tuple(program.graph.nodes)
+    names = dict(_Loss(copied.module).named_parameters(remove_duplicate=False))
+    parameters: dict[fx.Node, str] = {}
+    placeholders = {node.name: node for node in nodes if node.op == "placeholder"}
+    for spec in program.graph_signature.input_specs:
+        if spec.target in names:
+            parameters[placeholders[spec.arg.name]] = copied.parameters[id(names[spec.target])]
+    return Capture(
+        nodes=nodes,
+        parameters=parameters,
+        batch=_batch_dimensions(copied.module, batch, rows, nodes),
+        modules={node: _modules_of(node) for node in nodes},
+        skeleton=copied,
+        batch_size=rows,
+    )
+
+
+def _export(module: nn.Module, batch: Any) -> torch.export.ExportedProgram:
+    args: tuple[Any, ...] = () if isinstance(batch, Mapping) else tuple(batch)
+    kwargs = dict(batch) if isinstance(batch, Mapping) else {}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.export.export(_Loss(module), args, kwargs, strict=False)
+    except _FAILURES as error:
+        first = str(error).strip().splitlines()
+        raise CaptureError(f"{type(error).__name__}: {first[0] if first else 'no message'}") from error
+
+
+def _resized(batch: Any, rows: int, new: int) -> Any:
+    """The batch on the meta device, with another number of rows."""
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        shape = tuple(value.shape)
+        if shape and shape[0] == rows:
+            shape = (new, *shape[1:])
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+
+    plain = dict(batch) if isinstance(batch, Mapping) else tuple(batch)
+    return _pytree.tree_map(leaf, plain)
+
+
+def _batch_dimensions(module: nn.Module, batch: Any, rows: int, nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """The dimensions that grow with the batch: found by capturing a batch of twice the rows.
+
+    This needs no rule for any operator. Where the second graph is another one, the first dimension of a value counts
+    as the batch if the rows divide it.
+    """
+    try:
+        other: Sequence[fx.Node] = tuple(_export(module, _resized(batch, rows, 2 * rows)).graph.nodes)
+    except CaptureError:
+        other = ()
+    alike = [(node.op, str(node.target)) for node in nodes] == [(node.op, str(node.target)) for node in other]
+    result: dict[fx.Node, int] = {}
+    for position, node in enumerate(nodes):
+        shape = shape_of(node)
+        if shape is None:
+            continue
+        if alike:
+            grown = shape_of(other[position])
+            pairs = zip(shape, grown, strict=False) if grown is not None else ()
+            moved = [index for index, (one, two) in enumerate(pairs) if one != two]
+        else:
+            moved = [0] if shape and shape[0] >= rows > 1 and shape[0] % rows == 0 else []
+        if moved:
+            result[node] = moved[0]
+    return result
+
+
+def tensor_of(node: fx.Node) -> torch.Tensor | None:
+    """The (first) tensor a node gives, as an empty one."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        value = next((item for item in value if isinstance(item, torch.Tensor)), None)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...] | None:
+    """The shape of the (first) tensor a node gives."""
+    value = tensor_of(node)
+    return None if value is None else tuple(int(size) for size in value.shape)
+
+
+def _modules_of(node: fx.Node) -> tuple[str, ...]:
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = (re.sub(r"@\d+", "", str(entry[0])) for entry in stack.values())
+    return tuple(path[len(_ROOT) + 1 :] for path in paths if path.startswith(f"{_ROOT}."))

@@ -1,0 +1,250 @@
+"""The captured graph as operators between values that training keeps or sends.
+
+Views, casts and functions of one value vanish here: they become the way in which a later operator sees an earlier
+value (`Operand.dims`). What needs no gradient (token ids, masks, positions) vanishes too: it is small or can be made
+in place, so it is at hand in any layout.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from xla_adapters.sharding.planner.capture import Capture, shape_of, tensor_of
+from xla_adapters.sharding.planner.views import VIEWS, Dims, Shape, broadcast, bytes_of, compose, identity
+
+# Functions of one value whose result is not kept for the backward pass, or is cheap to have.
+_KEEPS_NOTHING = frozenset(("add", "sub", "neg", "rsub", "mul", "div", "sum", "mean", "cat", "dropout", "rsqrt", "pow"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """A tensor as an operator sees it.
+
+    Attributes:
+        shape, batch, size: of what the operator sees: dimensions, the one which carries the batch, bytes.
+        source: the operator whose output it is a view of; None for a parameter or a free value.
+        parameter: the parameter it is a view of.
+        dims: for each dimension of the source's output, or of the parameter, the dimension here.
+    """
+
+    shape: Shape
+    batch: int | None = None
+    size: float = 0.0
+    source: int | None = None
+    parameter: str | None = None
+    dims: Dims = ()
+
+    @property
+    def free(self) -> bool:
+        """At hand in any layout."""
+        return self.source is None and self.parameter is None
+
+    def origin(self, dim: int) -> int | None:
+        """The dimension of the source or parameter that is split where this dimension is."""
+        return self.dims.index(dim) if dim in self.dims else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """An operator that has a choice of layouts.
+
+    Attributes:
+        index: its place in the graph.
+        target: its name without namespace and overload, e.g. `"linear"`.
+        namespace: e.g. `"aten"`.
+        args, kwargs: as called; tensors are `Operand`s.
+        operands: those tensors in order.
+        shape, batch, size: of its (first) output.
+        modules: it runs in, outermost first.
+        pointwise: each element of the output is made of one element of each input.
+    """
+
+    index: int
+    target: str
+    namespace: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    operands: tuple[Operand, ...]
+    shape: Shape
+    batch: int | None
+    size: float
+    modules: tuple[str, ...]
+    pointwise: bool
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument, by position or name."""
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+
+@dataclass(kw_only=True)
+class Graph:
+    """Operators, and where values lie.
+
+    Attributes:
+        operators: in the order they run.
+        kept: functions of an operator's output which are kept for the backward pass beside it: (dims, bytes, batch).
+        outputs: for each module the operator and view that is its output, if there is one.
+        parameters: shape and item size of each that the graph uses.
+        unknown: names of operators that nobody has a rule for; filled in later.
+    """
+
+    operators: list[Operator] = field(default_factory=list)
+    kept: dict[int, list[tuple[Dims, float, int | None]]] = field(default_factory=dict)
+    outputs: dict[str, Operand] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
+
+
+def build(capture: Capture) -> Graph:
+    """Makes operators of a captured graph."""
+    return _Builder(capture=capture).build()
+
+
+@dataclass(kw_only=True)
+class _Builder:
+    capture: Capture
+    graph: Graph = field(default_factory=Graph)
+    seen: dict[fx.Node, Operand] = field(default_factory=dict)
+
+    def build(self) -> Graph:
+        for node in self.capture.nodes:
+            if node.op in ("placeholder", "call_function", "get_attr") and shape_of(node) is not None:
+                self.seen[node] = self._visit(node)
+        self._module_outputs()
+        return self.graph
+
+    def _operand(self, node: fx.Node, **source: Any) -> Operand:
+        value = tensor_of(node)
+        shape = shape_of(node) or ()
+        return Operand(
+            shape=shape,
+            batch=self.capture.batch.get(node),
+            size=bytes_of(shape, value.element_size()) if value is not None else 0.0,
+            **source,
+        )
+
+    def _visit(self, node: fx.Node) -> Operand:
+        if node in self.capture.parameters:
+            shape = shape_of(node) or ()
+            return self._operand(node, parameter=self.capture.parameters[node], dims=identity(len(shape)))
+        inputs = [self.seen[item] for item in node.all_input_nodes if item in self.seen]
+        live = [item for item in inputs if not item.free]
+        target, namespace = _name_of(node)
+        no_gradient = target == "wrap_with_set_grad_enabled" and node.args[0] is False
+        if not live or target == "detach" or no_gradient or not _has_gradient(node):
+            return self._operand(node)
+        if node.target is operator.getitem:
+            viewed = self._item(node, live[0])
+            if viewed is not None:
+                return viewed
+        elif len(live) == 1 and (not live[0].parameter or target in VIEWS):
+            viewed = self._view(node, target, live[0], inputs[0] is live[0])
+            if viewed is not None:
+                return viewed
+        return self._operator(node, target, namespace)
+
+    def _view(self, node: fx.Node, target: str, seen: Operand, first: bool) -> Operand | None:
+        """What is only another view, or a function, of one value."""
+        shape = shape_of(node) or ()
+        if target in VIEWS and first:
+            dims = VIEWS[target](seen.shape, shape, tuple(node.args[1:]))
+            dims = tuple(
+                None if dim is None or (target in ("slice", "pad", "constant_pad_nd") and shape[dim] != size) else dim
+                for dim, size in zip(dims, seen.shape, strict=True)
+            )
+        elif _is_pointwise(node) and seen.shape and math.prod(shape) >= math.prod(seen.shape):
+            dims = broadcast(seen.shape, shape)
+        else:
+            return None
+        result = self._operand(node, source=seen.source, parameter=seen.parameter, dims=compose(seen.dims, dims))
+        if seen.source is not None and target not in VIEWS and target not in _KEEPS_NOTHING:
+            self.graph.kept.setdefault(seen.source, []).append((result.dims, result.size, result.batch))
+        return result
+
+    def _item(self, node: fx.Node, seen: Operand) -> Operand | None:
+        """One of several outputs."""
+        source = node.args[0]
+        shape = shape_of(node) or ()
+        if isinstance(source, fx.Node) and _name_of(source)[0] == "unbind":
+            dims = VIEWS["select"](seen.shape, shape, source.args[1:] or (0,))
+            return self._operand(node, source=seen.source, parameter=seen.parameter, dims=compose(seen.dims, dims))
+        if isinstance(source, fx.Node) and _name_of(source)[0] in _SPLITS:
+            return None
+        if seen.source is None or node.args[1] != 0 or shape != seen.shape:
+            return self._operand(node, source=seen.source, parameter=seen.parameter, dims=(None,) * len(seen.dims))
+        return seen
+
+    def _operator(self, node: fx.Node, target: str, namespace: str) -> Operand:
+        if node.target is not operator.getitem and target in _SPLITS:
+            # The parts are operators; the list of them is its input, seen as it is.
+            return next(self.seen[item] for item in node.all_input_nodes if item in self.seen)
+        operands: list[Operand] = []
+
+        def replace(item: Any) -> Any:
+            if isinstance(item, fx.Node):
+                if item not in self.seen:
+                    return None
+                operands.append(self.seen[item])
+                return self.seen[item]
+            return item
+
+        args = fx.node.map_aggregate(node.args, replace)
+        kwargs = fx.node.map_aggregate(node.kwargs, replace)
+        result = self._operand(node)
+        if node.target is operator.getitem:
+            target, namespace = "split", "aten"
+        index = len(self.graph.operators)
+        self.graph.operators.append(
+            Operator(
+                index=index,
+                target=target,
+                namespace=namespace,
+                args=tuple(args),
+                kwargs=dict(kwargs),
+                operands=tuple(operands),
+                shape=result.shape,
+                batch=result.batch,
+                size=result.size,
+                modules=self.capture.modules[node],
+                pointwise=_is_pointwise(node),
+            )
+        )
+        return self._operand(node, source=index, dims=identity(len(result.shape)))
+
+    def _module_outputs(self) -> None:
+        """A module's output: the one value made inside that is used outside."""
+        leaving: dict[str, list[Operand]] = {}
+        for node in self.capture.nodes:
+            if node not in self.seen or self.seen[node].source is None:
+                continue
+            inside = self.capture.modules[node]
+            for module in inside:
+                if any(module not in self.capture.modules[user] for user in node.users):
+                    leaving.setdefault(module, []).append(self.seen[node])
+        self.graph.outputs = {module: values[0] for module, values in leaving.items() if len(values) == 1}
+
+
+_SPLITS = frozenset(("split", "chunk", "split_with_sizes", "tensor_split", "unbind", "unsafe_chunk", "unsafe_split"))
+
+
+def _name_of(node: fx.Node) -> tuple[str, str]:
+    if isinstance(node.target, torch._ops.OpOverload):
+        namespace, name = node.target._schema.name.split("::")
+        # In place or not makes no difference to a layout.
+        return (name.rstrip("_") or name, namespace)
+    return (getattr(node.target, "__name__", str(node.target)), "")
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    value = tensor_of(node)
+    return value is not None and (value.is_floating_point() or value.is_complex())

@@ -1,0 +1,57 @@
+"""Which strategies are left where a plan, or the compiler, has decided about layouts."""
+
+from __future__ import annotations
+
+from xla_adapters.sharding.mesh import MODEL
+from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding.planner.fold import Folded
+from xla_adapters.sharding.planner.graph import Graph, Operator
+from xla_adapters.sharding.planner.layers import Skeleton
+from xla_adapters.sharding.planner.problem import Filter
+from xla_adapters.sharding.planner.result import entries
+from xla_adapters.sharding.planner.storage import split_dim
+from xla_adapters.sharding.planner.strategies import Rules, Strategy
+from xla_adapters.sharding.planner.strategies.base import State
+
+
+def without_cuts(operator: Operator, strategies: list[Strategy]) -> list[Strategy]:
+    """Only what GSPMD arrives at from split parameters: rows and tokens are not split over the model axis.
+
+    Plans that do otherwise without constraints on activations sent twice what was predicted.
+    """
+
+    def follows(strategy: Strategy) -> bool:
+        if strategy.scatters or (strategy.output is not None and strategy.output == operator.batch):
+            return False
+        for operand, want in zip(operator.operands, strategy.wants, strict=True):
+            if operand.parameter is not None and want.partial:
+                return False
+            if want.state is not None and want.state == operand.batch:
+                return False
+        return True
+
+    return [strategy for strategy in strategies if follows(strategy)]
+
+
+def forced(plan: ShardingPlan, graph: Graph, folded: Folded, skeleton: Skeleton, rules: Rules) -> list[Filter]:
+    """Filters that keep what a plan says about the batch and about the outputs of modules."""
+    states: dict[int, State] = {}
+    if MODEL in plan.batch:
+        for index in entries(graph):
+            states[folded.operators.of(index)] = graph.operators[index].batch
+    specs = {item.module: item.spec for item in plan.activations}
+    for module, operand in sorted(graph.outputs.items()):
+        spec = next((specs[name] for name in skeleton.originals(module) if name in specs), None)
+        if spec is None or operand.source is None or len(spec) != len(operand.shape):
+            continue
+        dim = split_dim(spec, MODEL)
+        state = None if dim is None else operand.origin(dim)
+        if dim is None or (state is not None and rules.splits(operand.shape, dim, operand.batch)):
+            states[folded.operators.of(operand.source)] = state
+
+    def keep(operator: Operator, strategies: list[Strategy]) -> list[Strategy]:
+        if operator.index not in states:
+            return strategies
+        return [strategy for strategy in strategies if strategy.output == states[operator.index]]
+
+    return [keep]

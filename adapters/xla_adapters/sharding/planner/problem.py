@@ -1,0 +1,269 @@
+"""The integer program of a model on one mesh.
+
+One choice per operator (how it runs) and per parameter (how it is stored), and the price of every seam between two
+choices. Seams are flows from the states of a producer to those of a consumer: a transport problem, whose relaxation is
+tight, in the place of a product of two choices. Equal layers share their choices, so that the number of columns does
+not depend on how many there are. The formulation follows Alpa (Zheng et al., OSDI 2022), section 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from xla_adapters.sharding.mesh import MODEL, Mesh, Spec
+from xla_adapters.sharding.planner import storage
+from xla_adapters.sharding.planner.fold import Folded
+from xla_adapters.sharding.planner.graph import Graph, Operand, Operator
+from xla_adapters.sharding.planner.reshard import reshard
+from xla_adapters.sharding.planner.solve import Program
+from xla_adapters.sharding.planner.storage import Parameter
+from xla_adapters.sharding.planner.strategies import Rules, Strategy, strategies_of
+from xla_adapters.sharding.planner.strategies.base import State, Want
+
+_Right = TypeVar("_Right", tuple[State, bool], Want)
+Filter = Callable[[Operator, list[Strategy]], list[Strategy]]
+
+
+@dataclass(kw_only=True)
+class Problem:
+    """An integer program and what its columns mean.
+
+    Attributes:
+        program: the columns.
+        strategies: of each class of operators, with their columns.
+        stores: the specs of each class of parameters, with their columns.
+        seams: flows that change a layout: (source operator, column).
+    """
+
+    program: Program = field(default_factory=Program)
+    strategies: dict[int, list[tuple[Strategy, int]]] = field(default_factory=dict)
+    stores: dict[str, list[tuple[Spec, int]]] = field(default_factory=dict)
+    seams: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seam:
+    """One use of a value by an operator."""
+
+    consumer: int
+    position: int
+    operand: Operand
+
+
+def formulate(
+    graph: Graph,
+    folded: Folded,
+    parameters: Mapping[str, Parameter],
+    rules: Rules,
+    *,
+    optimizer_bytes: float,
+    filters: Sequence[Filter],
+    follow: bool,
+) -> Problem:
+    """Writes the program.
+
+    Args:
+        graph: the operators.
+        folded: which of them are decided together.
+        parameters: by the name that stands for a class.
+        rules: prices and mesh.
+        optimizer_bytes: of optimizer state for each element of a trainable parameter.
+        filters: take strategies away; never all.
+        follow: only layouts that GSPMD (Xu et al., arXiv 2105.04663) propagates from the parameters by itself: no
+            value is cut along the model axis unless a parameter that is used with it is.
+    """
+    return _Formulation(
+        graph=graph, folded=folded, parameters=parameters, rules=rules, optimizer_bytes=optimizer_bytes,
+        filters=filters, follow=follow,
+    ).write()  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class _Formulation:
+    graph: Graph
+    folded: Folded
+    parameters: Mapping[str, Parameter]
+    rules: Rules
+    optimizer_bytes: float
+    filters: Sequence[Filter]
+    follow: bool
+    problem: Problem = field(default_factory=Problem)
+
+    def write(self) -> Problem:
+        for name in sorted(self.parameters):
+            self._store(self.parameters[name])
+        times: dict[int, int] = {}
+        for operator in self.graph.operators:
+            key = self.folded.operators.of(operator.index)
+            times[key] = times.get(key, 0) + self.folded.weights[operator.index]
+        kept = self._kept()
+        for operator in self.graph.operators:
+            if operator.index in times:
+                self._choose(operator, times[operator.index], operator.index in kept)
+        for operator in self.graph.operators:
+            if operator.index in times:
+                for position, operand in enumerate(operator.operands):
+                    if operand.parameter is not None:
+                        self._use(operator, position, operand, times[operator.index])
+        self._seams()
+        return self.problem
+
+    @property
+    def _mesh(self) -> Mesh:
+        return self.rules.fabric.mesh
+
+    def _store(self, parameter: Parameter) -> None:
+        program = self.problem.program
+        columns = []
+        for spec in storage.choices(parameter, self._mesh):
+            column = program.column(
+                charges=storage.data_charges(parameter, spec, self.rules.fabric) * parameter.count,
+                integral=True,
+            )
+            program.memory[column] = storage.memory(parameter, spec, self._mesh, self.optimizer_bytes)
+            columns.append((spec, column))
+        program.choose_one([column for _, column in columns])
+        self.problem.stores[parameter.name] = columns
+
+    def _kept(self) -> set[int]:
+        """Operators whose output is needed in the backward pass: by any but an addition."""
+        return {
+            operand.source
+            for operator in self.graph.operators
+            for operand in operator.operands
+            if operand.source is not None and operator.target not in ("add", "sub")
+        }
+
+    def _choose(self, operator: Operator, times: int, kept: bool) -> None:
+        found, known = strategies_of(operator, self.rules)
+        if not known:
+            self.graph.unknown.add(".".join(part for part in (operator.namespace, operator.target) if part))
+        for keep in self.filters:
+            found = keep(operator, found) or found
+        columns = []
+        for strategy in found:
+            size = strategy.keeps + (self.rules.local(operator, strategy.output) if kept else 0.0)
+            for dims, whole, batch in self.graph.kept.get(operator.index, ()):
+                split = strategy.output is not None and dims[strategy.output] is not None
+                parts = self.rules.fabric.data if batch is not None else 1
+                size += whole / parts / (self.rules.fabric.model if split else 1)
+            column = self.problem.program.column(
+                compute=strategy.seconds,
+                charges=strategy.charges,
+                memory={"activations": size},
+                integral=True,
+                times=times,
+            )
+            columns.append((strategy, column))
+        self.problem.program.choose_one([column for _, column in columns])
+        self.problem.strategies[operator.index] = columns
+
+    def _use(self, operator: Operator, position: int, operand: Operand, times: int) -> None:
+        """From how a parameter is stored to how an operator uses it, on the model axis."""
+        if self.rules.fabric.model == 1 or operand.parameter is None:
+            return
+        parameter = self.parameters[self.folded.parameters.of(operand.parameter)]
+        left: dict[State, list[int]] = {}
+        for spec, column in self.problem.stores[parameter.name]:
+            left.setdefault(storage.split_dim(spec, MODEL), []).append(column)
+        right: dict[tuple[State, bool], list[int]] = {}
+        for strategy, column in self.problem.strategies[operator.index]:
+            want = strategy.wants[position]
+            used = None if want.state is None else operand.origin(want.state)
+            right.setdefault((used, want.partial), []).append(column)
+        flows = {
+            (stored, use): self.problem.program.column(
+                charges=storage.use_charges(parameter, stored, use[0], use[1], self.rules.fabric), times=times
+            )
+            for stored in left
+            for use in right
+        }
+        self._balance(flows, left, right)
+
+    def _balance(
+        self,
+        flows: Mapping[tuple[State, _Right], int],
+        left: Mapping[State, list[int]],
+        right: Mapping[_Right, list[int]],
+    ) -> None:
+        """What flows out of each choice on the left, and into each on the right, is that choice."""
+        for state, columns in left.items():
+            terms = {column: 1.0 for (start, _), column in flows.items() if start == state}
+            self.problem.program.row(terms | dict.fromkeys(columns, -1.0), 0.0, 0.0)
+        for want, columns in right.items():
+            terms = {column: 1.0 for (_, end), column in flows.items() if end == want}
+            self.problem.program.row(terms | dict.fromkeys(columns, -1.0), 0.0, 0.0)
+
+    def _seams(self) -> None:
+        """All uses of each value; those of equal layers are counted, not repeated."""
+        uses: dict[int, list[_Seam]] = {}
+        counts: dict[int, int] = {}
+        for operator in self.graph.operators:
+            for position, operand in enumerate(operator.operands):
+                if operand.source is not None:
+                    consumer = self.folded.operators.of(operator.index)
+                    uses.setdefault(operand.source, []).append(
+                        _Seam(consumer=consumer, position=position, operand=operand)
+                    )
+                    weight = self.folded.weights[operator.index]
+                    counts[operand.source] = max(counts.get(operand.source, 0), weight)
+        merged: dict[tuple[object, ...], tuple[int, list[_Seam], int]] = {}
+        for source, seams in uses.items():
+            form = tuple((seam.consumer, seam.position, seam.operand.dims) for seam in seams)
+            key = (self.folded.operators.of(source), form)
+            count = merged[key][2] if key in merged else 0
+            merged[key] = (source, seams, count + counts[source])
+        for (first, *_), (_, seams, count) in merged.items():
+            self._fan_out(int(str(first)), seams, count)
+
+    def _fan_out(self, index: int, seams: Sequence[_Seam], times: int) -> None:
+        """One value and its uses; a layout that several of them want is made once."""
+        if self.rules.fabric.model == 1:
+            return
+        source = self.graph.operators[index]
+        left: dict[State, list[int]] = {}
+        for strategy, column in self.problem.strategies[index]:
+            left.setdefault(strategy.output, []).append(column)
+        shared: dict[tuple[object, ...], list[tuple[int, _Seam, Want]]] = {}
+        for seam in seams:
+            right: dict[Want, list[int]] = {}
+            cuts: set[Want] = set()
+            for strategy, column in self.problem.strategies[seam.consumer]:
+                want = strategy.wants[seam.position]
+                right.setdefault(want, []).append(column)
+                if self._may_cut(seam.consumer, strategy):
+                    cuts.add(want)
+            flows: dict[tuple[State, Want], int] = {}
+            for state in left:
+                for want in right:
+                    if self.follow and state is None and want.state is not None and want not in cuts:
+                        continue
+                    flows[state, want] = column = self.problem.program.column()
+                    origin = None if want.state is None else seam.operand.origin(want.state)
+                    view = (seam.operand.dims, want.state) if want.state is not None and origin is None else ()
+                    key = (state, origin, want.partial, view)
+                    shared.setdefault(key, []).append((column, seam, want))
+            self._balance(flows, left, right)
+        for (start, *_), members in shared.items():
+            self._price(source, start if isinstance(start, int) else None, members, times)
+
+    def _price(self, source: Operator, state: State, members: Sequence[tuple[int, _Seam, Want]], times: int) -> None:
+        changes = [reshard(self.rules, source, seam.operand, state, want) for _, seam, want in members]
+        change = max(changes, key=lambda item: sum(charge.seconds for charge in item.charges))
+        if not change.charges:
+            return
+        program = self.problem.program
+        column = program.column(charges=change.charges, memory={"activations": change.kept}, times=times)
+        self.problem.seams.append((source.index, column))
+        for flow, _, _ in members:
+            program.row({column: 1.0, flow: -1.0}, 0.0, float("inf"))
+
+    def _may_cut(self, consumer: int, strategy: Strategy) -> bool:
+        """Whether a parameter that is split makes GSPMD cut the other operands."""
+        operands = self.graph.operators[consumer].operands
+        return any(
+            operand.parameter is not None and want.state is not None
+            for operand, want in zip(operands, strategy.wants, strict=True)
+        )

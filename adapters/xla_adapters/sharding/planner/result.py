@@ -1,0 +1,129 @@
+"""From the columns that were chosen to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from xla_adapters.sharding.mesh import DATA, MODEL, DimSpec, Mesh, Spec
+from xla_adapters.sharding.plan import ActivationPlan, PlanCost
+from xla_adapters.sharding.planner.costs import total
+from xla_adapters.sharding.planner.fold import Folded
+from xla_adapters.sharding.planner.graph import Graph, Operand
+from xla_adapters.sharding.planner.layers import Skeleton
+from xla_adapters.sharding.planner.problem import Problem
+from xla_adapters.sharding.planner.reshard import seen_as
+from xla_adapters.sharding.planner.solve import Program
+from xla_adapters.sharding.planner.strategies import Rules, Strategy
+from xla_adapters.sharding.planner.strategies.base import State
+
+
+def cost_of(program: Program, values: Sequence[float], constant: Mapping[str, float]) -> PlanCost:
+    """What the chosen columns cost together.
+
+    Args:
+        program: all columns.
+        values: how much of each is taken.
+        constant: bytes that any choice takes, by kind.
+    """
+    memory = dict(constant)
+    charges = []
+    compute = 0.0
+    for column, value in enumerate(values):
+        if value < 1e-6:
+            continue
+        value = round(value, 6)
+        compute += value * program.compute[column]
+        charges += [(charge, value * count) for charge, count in program.charges[column]]
+        for kind, size in program.memory[column].items():
+            memory[kind] = memory.get(kind, 0.0) + value * size
+    return PlanCost(
+        memory={kind: memory[kind] for kind in sorted(memory)}, collectives=total(charges), compute_seconds=compute
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """What was chosen for a captured model on one mesh."""
+
+    graph: Graph
+    folded: Folded
+    skeleton: Skeleton
+    rules: Rules
+    problem: Problem
+    values: Sequence[float]
+
+    @property
+    def _mesh(self) -> Mesh:
+        return self.rules.fabric.mesh
+
+    def specs(self) -> dict[str, Spec]:
+        """The spec of each class of parameters."""
+        return {
+            name: next(spec for spec, column in stores if self.values[column] > 0.5)
+            for name, stores in self.problem.stores.items()
+        }
+
+    def strategy(self, index: int) -> Strategy:
+        """How an operator runs."""
+        columns = self.problem.strategies[self.folded.operators.of(index)]
+        return next(strategy for strategy, column in columns if self.values[column] > 0.5)
+
+    def batch(self) -> tuple[str, ...]:
+        """The axes that the batch is split over: those of the first values made of it."""
+        votes = {True: 0.0, False: 0.0}
+        for operator in entries(self.graph):
+            votes[self.strategy(operator).output == self.graph.operators[operator].batch] += self.graph.operators[
+                operator
+            ].size
+        axes = (DATA, MODEL) if votes[True] > votes[False] else (DATA,)
+        return tuple(axis for axis in axes if axis in self._mesh.axis_names)
+
+    def relies_on_cuts(self) -> bool:
+        """Whether a value lies in a way that parameters do not imply: the batch or the sequence over the model axis."""
+        for operator in self.graph.operators:
+            strategy = self.strategy(operator.index)
+            for operand, want in zip(operator.operands, strategy.wants, strict=True):
+                if operand.parameter is not None and want.partial:
+                    return True
+        return False
+
+    def activations(self) -> tuple[ActivationPlan, ...]:
+        """Constraints: on what every layer returns, on what modules return that is laid out anew afterwards, and, where
+        the plan relies on cuts, on what every module with parameters returns."""
+        changed = {source for source, column in self.problem.seams if self.values[column] > 0.5}
+        layers = {layer.name for layer in self.skeleton.layers}
+        leaves = {
+            name for name, module in self.skeleton.module.named_modules() if any(True for _ in module.parameters(False))
+        }
+        cuts = self.relies_on_cuts()
+        found: dict[str, Spec] = {}
+        for module, operand in sorted(self.graph.outputs.items()):
+            if operand.source is None:
+                continue
+            moves = self.folded.operators.of(operand.source) in changed
+            if module in layers or moves or (cuts and module in leaves):
+                spec = self._spec(operand)
+                if any(spec):
+                    found.update(dict.fromkeys(self.skeleton.originals(module), spec))
+        return tuple(ActivationPlan(module=module, spec=spec) for module, spec in sorted(found.items()))
+
+    def _spec(self, operand: Operand) -> Spec:
+        state: State = None
+        if operand.source is not None:
+            state = seen_as(self.rules, operand, self.strategy(operand.source).output)
+        spec: list[DimSpec] = [None] * len(operand.shape)
+        if operand.batch is not None and DATA in self._mesh.axis_names:
+            spec[operand.batch] = DATA
+        if state is not None:
+            spec[state] = MODEL if spec[state] is None else (DATA, MODEL)
+        return tuple(spec)
+
+
+def entries(graph: Graph) -> list[int]:
+    """Operators that take the batch and no other activation."""
+    return [
+        operator.index
+        for operator in graph.operators
+        if operator.batch is not None and all(operand.source is None for operand in operator.operands)
+    ]

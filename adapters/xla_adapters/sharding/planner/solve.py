@@ -1,0 +1,114 @@
+"""An integer linear program, solved by HiGHS through `scipy.optimize.milp`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_matrix
+
+from xla_adapters.errors import XLAAdapterError
+from xla_adapters.sharding.planner.costs import Charge
+
+# Relative to the cost of the step; a plan worse by less than this is as good.
+_GAP = 1e-5
+# A plan is the same on every machine only if no clock ends the search; the number of nodes does, should it be hopeless.
+_NODES = 20_000
+
+
+class SolverError(XLAAdapterError):
+    """HiGHS gave up on a plan; no plan is lost without a word."""
+
+
+@dataclass(kw_only=True)
+class Program:
+    """Columns are choices (0 or 1) and flows between choices; each costs seconds and bytes.
+
+    Attributes:
+        seconds: of each column, compute and communication.
+        compute: of those, computing.
+        charges: collectives of each column, and how often each.
+        memory: bytes of each column by kind.
+        integral: whether a column is a choice.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    compute: list[float] = field(default_factory=list)
+    charges: list[tuple[tuple[Charge, float], ...]] = field(default_factory=list)
+    memory: list[Mapping[str, float]] = field(default_factory=list)
+    integral: list[bool] = field(default_factory=list)
+    _rows: list[tuple[Sequence[int], Sequence[float], float, float]] = field(default_factory=list)
+
+    def column(
+        self,
+        *,
+        compute: float = 0.0,
+        charges: Sequence[Charge] = (),
+        memory: Mapping[str, float] | None = None,
+        integral: bool = False,
+        times: float = 1.0,
+    ) -> int:
+        """Adds a column, everything in it `times` as often; returns its index."""
+        self.seconds.append(times * (compute + sum(charge.seconds for charge in charges)))
+        self.compute.append(times * compute)
+        self.charges.append(tuple((charge, times) for charge in charges))
+        self.memory.append({kind: times * size for kind, size in (memory or {}).items()})
+        self.integral.append(integral)
+        return len(self.seconds) - 1
+
+    def row(self, terms: Mapping[int, float], low: float, high: float) -> None:
+        """Adds a constraint on a sum of columns."""
+        self._rows.append((list(terms), list(terms.values()), low, high))
+
+    def choose_one(self, columns: Sequence[int]) -> None:
+        """Exactly one of these is chosen."""
+        self.row(dict.fromkeys(columns, 1.0), 1.0, 1.0)
+
+    def solve(self, budget: float | None) -> tuple[float, ...] | None:
+        """The values of all columns at least cost; None if nothing fits the memory budget (bytes).
+
+        Raises:
+            SolverError: the solver gave up.
+        """
+        return self._milp(np.asarray(self.seconds), budget)
+
+    def least_memory(self) -> float:
+        """The smallest number of bytes that any choice takes."""
+        values = self._milp(np.asarray(self._bytes()), None)
+        return float(np.dot(values, self._bytes())) if values is not None else 0.0
+
+    def _bytes(self) -> list[float]:
+        return [sum(kinds.values()) for kinds in self.memory]
+
+    def _milp(self, objective: np.ndarray, budget: float | None) -> tuple[float, ...] | None:
+        count = len(self.seconds)
+        rows = list(self._rows)
+        if budget is not None:
+            sizes = {column: size / budget for column, size in enumerate(self._bytes()) if size}
+            rows.append((list(sizes), list(sizes.values()), -np.inf, 1.0))
+        pointers = np.cumsum([0, *(len(columns) for columns, _, _, _ in rows)])
+        matrix = csr_matrix(
+            (
+                np.concatenate([np.asarray(values, dtype=float) for _, values, _, _ in rows]),
+                np.concatenate([np.asarray(columns, dtype=np.int32) for columns, _, _, _ in rows]),
+                pointers,
+            ),
+            shape=(len(rows), count),
+        )
+        # Near 1, as solvers like it, and with a hint of preference for what comes first, so that ties are not chance.
+        scale = float(np.sum(objective[np.asarray(self.integral)])) / max(1, sum(self.integral)) or 1.0
+        ties = np.where(self.integral, np.arange(count) / count * 1e-7, 0.0)
+        result = milp(
+            objective / scale + ties,
+            constraints=LinearConstraint(matrix, [row[2] for row in rows], [row[3] for row in rows]),
+            integrality=np.asarray(self.integral, dtype=int),
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": _GAP, "node_limit": _NODES},
+        )
+        if result.x is None:
+            if result.status == 2:
+                return None
+            raise SolverError(f"the planner's integer program of {count} columns was not solved: {result.message}")
+        return tuple(float(value) for value in result.x)

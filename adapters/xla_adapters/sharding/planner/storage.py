@@ -1,0 +1,109 @@
+"""How a parameter, its gradient and its optimizer state are stored, and what that costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from xla_adapters.sharding.mesh import DATA, MODEL, DimSpec, Mesh, Spec, axes_of
+from xla_adapters.sharding.planner.costs import Charge, Fabric
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A parameter and those planned with it.
+
+    Attributes:
+        name: of the one that stands for all.
+        shape, itemsize: of each.
+        trainable: it has a gradient and optimizer state.
+        count: how many there are.
+        fixed: the spec somebody else decided.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    trainable: bool
+    count: int
+    fixed: Spec | None = None
+
+    @property
+    def size(self) -> float:
+        """Bytes of one of them."""
+        return float(math.prod(self.shape)) * self.itemsize
+
+
+def split_dim(spec: Spec, axis: str) -> int | None:
+    """The dimension that is split over an axis."""
+    return next((dim for dim, entry in enumerate(spec) if axis in axes_of(entry)), None)
+
+
+def choices(parameter: Parameter, mesh: Mesh) -> list[Spec]:
+    """All ways to store a parameter: over the model axis, over the data axis, over both or none, where it divides."""
+    if parameter.fixed is not None:
+        return [parameter.fixed]
+    rank = len(parameter.shape)
+    # Of many dimensions (windows of convolutions) the two largest are enough.
+    dims = sorted(sorted(range(rank), key=lambda dim: (-parameter.shape[dim], dim))[:3])
+    axes = {axis for axis in (DATA, MODEL) if axis in mesh.axis_names and mesh.axis_size(axis) > 1}
+    found: list[Spec] = []
+    for model in [None, *dims] if MODEL in axes else [None]:
+        for data in [None, *dims] if DATA in axes else [None]:
+            spec: list[DimSpec] = [None] * rank
+            if model is not None:
+                spec[model] = MODEL
+            if data is not None:
+                spec[data] = DATA if spec[data] is None else (MODEL, DATA)
+            if all(size % mesh.parts(entry) == 0 for size, entry in zip(parameter.shape, spec, strict=True)):
+                found.append(tuple(spec))
+    return found
+
+
+def data_charges(parameter: Parameter, spec: Spec, fabric: Fabric) -> tuple[Charge, ...]:
+    """On the data axis: gradients are summed up; a split parameter is gathered, forward and backward (ZeRO, FSDP)."""
+    size = parameter.size / (1 if split_dim(spec, MODEL) is None else fabric.model)
+    if split_dim(spec, DATA) is None:
+        return fabric.all_reduce(DATA, size, "gradients") if parameter.trainable else ()
+    gathers = fabric.all_gather(DATA, size, "parameters")
+    scatter = fabric.reduce_scatter(DATA, size, "gradients") if parameter.trainable else ()
+    return (*gathers, *gathers, *scatter)
+
+
+def use_charges(
+    parameter: Parameter, stored: int | None, used: int | None, partial: bool, fabric: Fabric
+) -> tuple[Charge, ...]:
+    """On the model axis: from how a parameter is stored to how an operator uses it, and back for its gradient.
+
+    Args:
+        parameter: which.
+        stored, used: the dimension split over the model axis, or None.
+        partial: each device has a part of the sum which is the gradient.
+        fabric: prices.
+    """
+    size = parameter.size
+    trainable = parameter.trainable
+    if stored == used and stored is not None:
+        return ()
+    if stored is None and used is None:
+        # Over both axes at once: what the model axis adds is its part of the data axis' shard.
+        return fabric.all_reduce(MODEL, size / fabric.data, "gradients") if partial and trainable else ()
+    if stored is None:
+        return fabric.all_gather(MODEL, size, "gradients") if trainable else ()
+    if used is None:
+        gathers = fabric.all_gather(MODEL, size, "parameters")
+        scatter = fabric.reduce_scatter(MODEL, size, "gradients") if partial and trainable else ()
+        return (*gathers, *gathers, *scatter)
+    moves = fabric.all_to_all(MODEL, size, "parameters")
+    back = fabric.all_to_all(MODEL, size, "gradients") if trainable else ()
+    return (*moves, *moves, *back)
+
+
+def memory(parameter: Parameter, spec: Spec, mesh: Mesh, optimizer_bytes: float) -> dict[str, float]:
+    """Bytes on each device, of all parameters of this kind together."""
+    elements = parameter.count * math.prod(parameter.shape) / mesh.shards(spec)
+    found = {"parameters": elements * parameter.itemsize}
+    if parameter.trainable:
+        found["gradients"] = elements * parameter.itemsize
+        found["optimizer"] = elements * optimizer_bytes
+    return found

@@ -1,0 +1,24 @@
+"""`embedding`: rows of a table; the vocabulary is summed over, the width is not."""
+
+from __future__ import annotations
+
+import string
+
+from xla_adapters.sharding.planner.graph import Operator
+from xla_adapters.sharding.planner.strategies.base import Rules, Strategy
+from xla_adapters.sharding.planner.strategies.contraction import contraction
+
+
+def embedding(operator: Operator, rules: Rules) -> list[Strategy]:
+    """A table (V, H) and ids of any rank."""
+    ids = operator.operands[1]
+    lead = list(string.ascii_lowercase[: len(ids.shape)])
+    return contraction(
+        operator,
+        rules,
+        operands=[["V", "H"], lead],
+        output=[*lead, "H"],
+        splittable=[*lead, "V", "H"],
+        # Bound by memory; the products that it could be written as are not computed.
+        work=operator.size / rules.fabric.topology.memory_bandwidth * rules.fabric.topology.flops,
+    )

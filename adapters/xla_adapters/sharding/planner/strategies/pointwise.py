@@ -1,0 +1,55 @@
+"""Elementwise operators of several tensors, and those that only cut and join tensors."""
+
+from __future__ import annotations
+
+from xla_adapters.sharding.mesh import MODEL
+from xla_adapters.sharding.planner.costs import Charge
+from xla_adapters.sharding.planner.graph import Operator
+from xla_adapters.sharding.planner.strategies.base import WHOLE, Rules, Strategy, Want
+
+
+def pointwise(operator: Operator, rules: Rules) -> list[Strategy]:
+    """Every operand is split as the output is; one that is broadcast along the split is whole."""
+    found = []
+    for state in rules.states(operator):
+        wants = []
+        for item in operator.operands:
+            dim = None if state is None else state - (len(operator.shape) - len(item.shape))
+            if state is None or item.free:
+                wants.append(WHOLE)
+            elif dim is None or dim < 0 or item.shape[dim] != operator.shape[state]:
+                wants.append(Want(partial=True))
+            else:
+                wants.append(Want(state=dim))
+        found.append(Strategy(output=state, wants=tuple(wants), seconds=rules.touch(operator, state)))
+    return found
+
+
+def rearranged(operator: Operator, rules: Rules) -> list[Strategy]:
+    """`cat`, `split`, `index_select` and the like, of tensors of the output's rank.
+
+    Along a dimension that changes its size the shards of input and output do not meet: each device gets most of its
+    part of the output from another, forward and backward.
+    """
+    found = []
+    for state in rules.states(operator):
+        tensors = [item for item in operator.operands if not item.free]
+        if any(len(item.shape) != len(operator.shape) for item in tensors) and state is not None:
+            continue
+        wants: list[Want] = []
+        charges: list[Charge] = []
+        valid = True
+        for item in operator.operands:
+            if state is None or item.free:
+                wants.append(WHOLE)
+                continue
+            valid = valid and rules.splits(item.shape, state, item.batch)
+            wants.append(Want(state=state))
+            if item.shape[state] != operator.shape[state]:
+                size = min(rules.local(item), rules.local(operator))
+                for _ in range(2):
+                    charges += rules.fabric.permute(MODEL, size, "activations")
+        if valid:
+            seconds = rules.touch(operator, state)
+            found.append(Strategy(output=state, wants=tuple(wants), charges=tuple(charges), seconds=seconds))
+    return found

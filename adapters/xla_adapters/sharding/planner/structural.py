@@ -1,0 +1,48 @@
+"""A plan for a model that cannot be captured: data parallelism, with parameters stored split where that pays.
+
+Without a graph nobody knows which layer follows which, and a pair of layers that is split the wrong way sends more than
+it saves. What is valid for any module is to split the batch over all devices and to gather what is stored split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from xla_adapters.sharding.mesh import MODEL
+from xla_adapters.sharding.planner import storage
+from xla_adapters.sharding.planner.costs import Fabric
+from xla_adapters.sharding.planner.problem import Problem
+from xla_adapters.sharding.planner.storage import Parameter
+
+
+def formulate(
+    parameters: Mapping[str, Parameter], fabric: Fabric, *, rows: int, optimizer_bytes: float
+) -> tuple[Problem, bool]:
+    """Writes the program of parameters alone; also says whether the batch is split over the model axis too.
+
+    Args:
+        parameters: all, by name.
+        fabric: prices.
+        rows: of the batch.
+        optimizer_bytes: of optimizer state for each element.
+    """
+    problem = Problem()
+    spread = fabric.model > 1 and rows % (fabric.data * fabric.model) == 0
+    parts = fabric.data * (fabric.model if spread else 1)
+    for name in sorted(parameters):
+        parameter = parameters[name]
+        # Each element of a layer's weight takes part in a product per row, forward and twice backward.
+        work = 6.0 * rows * parameter.size / parameter.itemsize / parts / fabric.topology.flops
+        columns = []
+        for spec in storage.choices(parameter, fabric.mesh):
+            stored = storage.split_dim(spec, MODEL)
+            charges = (
+                *storage.data_charges(parameter, spec, fabric),
+                *storage.use_charges(parameter, stored, None, spread, fabric),
+            )
+            column = problem.program.column(compute=work, charges=charges, integral=True, times=parameter.count)
+            problem.program.memory[column] = storage.memory(parameter, spec, fabric.mesh, optimizer_bytes)
+            columns.append((spec, column))
+        problem.program.choose_one([column for _, column in columns])
+        problem.stores[name] = columns
+    return problem, spread
