@@ -271,7 +271,7 @@ def test_names_and_quoted_text_mislead_nobody() -> None:
 
 
 def test_the_short_form_and_lines_that_go_on_are_read() -> None:
-    text = """HloModule short, num_partitions=2
+    text = """HloModule short, num_partitions=4
 add {
   x = f32[] parameter(0)
   y = f32[] parameter(1)
@@ -280,11 +280,11 @@ add {
 main {
   p = f32[8] parameter(0)
   ROOT c = f32[8] all-reduce(p), channel_id=1,
-      replica_groups={{0,1}},
+      replica_groups={{0,1},{2,3}},
       use_global_device_ids=true, to_apply=add
 }, execution_thread="main"
 """
-    assert read_hlo(text, 2).wire_bytes == 32
+    assert read_hlo(text, 4).wire_bytes == 32
 
 
 @pytest.mark.parametrize(

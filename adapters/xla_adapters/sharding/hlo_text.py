@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from xla_adapters.errors import ConfigError
 
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([^\]]*)\](?:\{([^}]*)\})?")
-_COMMENT = re.compile(r"/\*.*?\*/")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*)$")
 _HEADER = re.compile(r"^\s*(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*->.*)?\{\s*$")
@@ -73,7 +72,6 @@ def parse_module(text: str) -> Module:
     computations: dict[str, list[str]] = {}
     current: list[str] | None = None
     entry, marked = "", False
-    text = _COMMENT.sub("", text)
     for line in text.splitlines():
         header = _HEADER.match(line)
         if current is None:

@@ -111,10 +111,9 @@ def axis_of(groups: Sequence[Sequence[int]], mesh: Mesh) -> str | None:
     """
     _check_devices(groups, mesh)
     wanted = {frozenset(group) for group in groups} or {frozenset(range(mesh.size))}
-    # An axis of one device joins nothing; naming it would be noise.
-    long_axes = [index for index, size in enumerate(mesh.shape) if size > 1]
-    for count in range(len(long_axes) + 1):
-        for axes in itertools.combinations(long_axes, count):
+    # The fewest axes first: an axis of one device joins nothing and is never named.
+    for count in range(len(mesh.shape) + 1):
+        for axes in itertools.combinations(range(len(mesh.shape)), count):
             if {frozenset(group) for group in _joined_along(mesh.shape, axes)} == wanted:
                 return _names(axes, mesh)
     return None
