@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Any, Optional
 
 from xla_adapters import XLAConfig
-from xla_adapters.errors import ConfigError, UnsupportedOptionError
+from xla_adapters.errors import ConfigError
+from xla_adapters.sharding import ShardingConfig
+
+_SHARDING = ("auto_sharding", "sharding")
 
 
 @dataclass
@@ -41,23 +46,34 @@ class XLAArguments:
         metadata={"help": "per_micro_batch or unrolled: one graph per micro batch, or one per optimizer step."},
     )
     auto_sharding: bool = field(
-        default=False, metadata={"help": "Shard the model over all devices (not in this version)."}
+        default=False, metadata={"help": "Shard the model over all devices, as is planned to cost least."}
+    )
+    sharding: Optional[str] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
+        default=None,
+        metadata={"help": "dp, fsdp, tp, 2d or auto, or the options of a ShardingConfig as JSON."},
     )
 
     def __post_init__(self) -> None:
         self.to_config()
+        self.to_sharding()
 
     def to_config(self) -> XLAConfig:
         """The options as the core's checked config."""
-        if self.auto_sharding:
-            raise UnsupportedOptionError(
-                "auto_sharding=True: this version trains on one device per process and does not shard; leave it off"
-            )
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "auto_sharding"}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _SHARDING}
         free_grads = values["free_grads"]
         if isinstance(free_grads, str) and free_grads.lower() in ("true", "false"):
             values["free_grads"] = free_grads.lower() == "true"
         return XLAConfig(**values)
+
+    def to_sharding(self) -> ShardingConfig | None:
+        """The sharding options as the core's checked config; None is one device."""
+        sharding: str | dict[str, Any] | None = self.sharding
+        if self.sharding is not None and self.sharding.lstrip().startswith("{"):
+            try:
+                sharding = dict(json.loads(self.sharding))
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"sharding={self.sharding!r} is neither a scheme nor JSON: {error}") from error
+        return ShardingConfig.resolve(auto_sharding=self.auto_sharding, sharding=sharding)
 
 
 def resolve_config(xla_args: XLAArguments | XLAConfig | None, options: dict[str, object]) -> XLAConfig:
@@ -76,3 +92,21 @@ def resolve_config(xla_args: XLAArguments | XLAConfig | None, options: dict[str,
     if xla_args is not None:
         return xla_args.to_config()
     return XLAArguments(**given).to_config()  # type: ignore[arg-type]
+
+
+def resolve_sharding(
+    xla_args: XLAArguments | XLAConfig | None,
+    *,
+    auto_sharding: bool | Mapping[str, Any] | None,
+    sharding: str | Mapping[str, Any] | ShardingConfig | None,
+) -> ShardingConfig | None:
+    """The sharding options from either way of giving them; None is one device.
+
+    Raises:
+        ConfigError: both ways were used, or a value is not valid.
+    """
+    given = ShardingConfig.resolve(auto_sharding=auto_sharding, sharding=sharding)
+    parsed = xla_args.to_sharding() if isinstance(xla_args, XLAArguments) else None
+    if given is not None and parsed is not None:
+        raise ConfigError("sharding was asked for twice: by xla_args= and by auto_sharding= or sharding=")
+    return given if given is not None else parsed

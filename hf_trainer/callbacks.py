@@ -19,6 +19,11 @@ class FirstCallback(TrainerCallback):
     def __init__(self, trainer: XLATrainerMixin) -> None:
         self._trainer = trainer
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._trainer.weights_are_loaded()
+
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from hf_trainer.arguments import XLAArguments, resolve_config
+from hf_trainer.arguments import XLAArguments, resolve_config, resolve_sharding
 from hf_trainer.callbacks import FirstCallback, LastCallback, XLAStatsCallback
 from hf_trainer.checkpoint_hooks import CheckpointHooks
 from hf_trainer.evaluation_hooks import EvaluationHooks
 from hf_trainer.framework_patches import trainer_patches
-from hf_trainer.refusals import check_arguments, check_optimizer
+from hf_trainer.refusals import check_arguments, check_optimizer, check_runtime
+from hf_trainer.sharding_hooks import ShardingHooks, make_sharder
 from hf_trainer.step_driver import StepDriver
 from hf_trainer.training_hooks import TrainingHooks
 from xla_adapters import XLAConfig, get_backend
@@ -19,9 +20,10 @@ from xla_adapters.modes import eager
 from xla_adapters.program import discarding
 from xla_adapters.rollback import release_retired
 from xla_adapters.run_stats import RunStats
+from xla_adapters.sharding import ShardingConfig
 
 
-class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks):
+class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks, ShardingHooks):
     """Put it before a class derived from `transformers.Trainer`.
 
         class MyTrainer(XLATrainerMixin, SomebodysTrainer): ...
@@ -30,6 +32,9 @@ class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks):
         *args, **kwargs: as for the class it is mixed into.
         xla_args: the XLA options as `XLAArguments` or `XLAConfig`, or singly:
         xla_mode, on_graph_break, compile_eval, max_graphs, free_grads, accumulation: see `XLAConfig`.
+        auto_sharding: shards the model over all devices, as is planned to cost least. The batch sizes of
+            `TrainingArguments` are those of all devices together (as transformers has it under SPMD).
+        sharding: the same by name (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or as a `ShardingConfig`.
 
     Raises:
         ConfigError: an XLA option is not valid, or given twice.
@@ -46,7 +51,8 @@ class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks):
         max_graphs: int | None = None,
         free_grads: bool | str | None = None,
         accumulation: str | None = None,
-        auto_sharding: bool | None = None,
+        auto_sharding: bool | Mapping[str, Any] | None = None,
+        sharding: str | Mapping[str, Any] | ShardingConfig | None = None,
         **kwargs: Any,
     ) -> None:
         self.xla_config = resolve_config(
@@ -58,11 +64,13 @@ class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks):
                 "max_graphs": max_graphs,
                 "free_grads": free_grads,
                 "accumulation": accumulation,
-                "auto_sharding": auto_sharding,
             },
         )
+        self.sharding_config = resolve_sharding(xla_args, auto_sharding=auto_sharding, sharding=sharding)
         self._backend = get_backend()
+        self._sharder = None if self.sharding_config is None else make_sharder(self.sharding_config, self.xla_config)
         self._backend.initialize()
+        check_runtime(self._sharder is not None)
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
         if given is not None:
             check_arguments(given, self.xla_config)
@@ -88,6 +96,7 @@ class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks):
         with ExitStack() as stack:
             stack.enter_context(trainer_patches())
             stack.enter_context(eager(self.xla_config.eager_by_default))
+            stack.enter_context(self._sharded())
             if self.xla_config.xla_mode == "eager+dynamo":
                 stack.enter_context(self._dynamo())
             try:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from xla_adapters import XLAConfig
-from xla_adapters.errors import UnsupportedOptionError
+from xla_adapters import XLAConfig, get_backend
+from xla_adapters.errors import RuntimeOrderError, UnsupportedOptionError
 
 
 def check_arguments(args: TrainingArguments, config: XLAConfig) -> None:
@@ -34,11 +34,11 @@ def check_arguments(args: TrainingArguments, config: XLAConfig) -> None:
             "compiled by dynamo use xla_mode='eager+dynamo'"
         )
     if args.deepspeed:
-        raise UnsupportedOptionError("deepspeed: it drives CUDA devices; XLA shards by SPMD instead")
+        raise UnsupportedOptionError("deepspeed: it drives CUDA devices; XLA shards by SPMD instead: sharding='fsdp'")
     if args.fsdp:
         raise UnsupportedOptionError(
-            "fsdp: transformers' FSDP on XLA never creates the optimizer (5.23) and cannot train; leave it off, this "
-            "version trains on one device per process"
+            "fsdp: transformers' FSDP on XLA never creates the optimizer (5.23) and cannot train; leave it off and "
+            "give the trainer sharding='fsdp'"
         )
     if args.use_liger_kernel:
         raise UnsupportedOptionError("use_liger_kernel=True: its kernels are Triton kernels for CUDA; leave it off")
@@ -65,3 +65,16 @@ def _refuse_fused(where: str) -> None:
         f"{where}: torch has no fused optimizer kernel for XLA. Leave it out: inside the compiled step XLA fuses the "
         "update by itself"
     )
+
+
+def check_runtime(shards: bool) -> None:
+    """Raises if the process drives all devices as one, and the trainer does not shard.
+
+    Raises:
+        RuntimeOrderError: with the ways out.
+    """
+    if not shards and get_backend().is_spmd():
+        raise RuntimeOrderError(
+            "the trainer was created without sharding in a process that runs the XLA devices under SPMD: each of the "
+            "devices would compute the same. Give auto_sharding=True or sharding=, or use a process without SPMD"
+        )

@@ -13,6 +13,7 @@ from hf_trainer.step_driver import StepDriver
 from xla_adapters import XLAConfig
 from xla_adapters.backend import Backend
 from xla_adapters.run_stats import RunStats
+from xla_adapters.sharding.sharder import Sharder
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -26,6 +27,7 @@ class TrainerHooks(_Base):
     xla_config: XLAConfig
     run_stats: RunStats
     _backend: Backend
+    _sharder: Sharder | None
     _steps: StepDriver
     _tr_loss: torch.Tensor
     _queued_for_counting: list[Mapping[str, Any]]

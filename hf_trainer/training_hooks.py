@@ -119,7 +119,10 @@ class TrainingHooks(TrainerHooks):
         if self._keep_inputs_on_host:
             return data
         with uploading():
-            return super()._prepare_input(data)
+            prepared = super()._prepare_input(data)
+        if self._sharder is not None and isinstance(prepared, torch.Tensor):
+            self._sharder.place_batch(prepared)
+        return prepared
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         self._steps.begin_optimizer(self.state.global_step)

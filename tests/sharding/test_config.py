@@ -11,7 +11,7 @@ from xla_adapters.sharding import Mesh, ShardingConfig
 def test_the_defaults() -> None:
     config = ShardingConfig()
     assert (config.scheme, config.partitioner, config.keep_user_sharding) == ("auto", "planner", True)
-    assert (config.mesh_shape, config.axis_names, config.memory_budget, config.measure_top_k) == (None, None, None, 3)
+    assert (config.mesh_shape, config.axis_names, config.memory_budget, config.topology) == (None,) * 4
     assert config.overrides == {}
     assert config.mesh(8) is None
 
@@ -29,7 +29,7 @@ def test_the_defaults() -> None:
         {"keep_user_sharding": False},
         {"memory_budget": 1},
         {"memory_budget": None},
-        {"measure_top_k": 0},
+        {"topology": "v5p"},
         {"mesh_shape": (2, 4)},
         {"mesh_shape": (8,), "axis_names": ("data",)},
         {"mesh_shape": (2, 2, 2), "axis_names": ("data", "model", "experts")},
@@ -54,8 +54,11 @@ def test_every_option_is_taken_as_it_is(values: dict[str, Any]) -> None:
         ({"memory_budget": 0}, "memory_budget=0 is not a valid value; valid values: an integer >= 1"),
         ({"memory_budget": 16e9}, "valid values: an integer >= 1"),
         ({"memory_budget": True}, "valid values: an integer >= 1"),
-        ({"measure_top_k": -1}, "measure_top_k=-1 is not a valid value; valid values: an integer >= 0"),
-        ({"measure_top_k": "3"}, "valid values: an integer >= 0"),
+        (
+            {"topology": "v9"},
+            "topology='v9' is not a valid value; valid values: None, 'cpu', 'v4', 'v5e', 'v5p', 'v6e'",
+        ),
+        ({"memory_budget": 8, "scheme": "fsdp"}, "is a recipe, which looks at neither: use scheme='auto'"),
         ({"axis_names": ("data",)}, "mesh_shape, which is not given"),
         ({"mesh_shape": (8,)}, r"mesh_shape=\(8,\) needs axis_names="),
         ({"mesh_shape": 8}, r"mesh_shape=8 is not a valid value; valid values: .* \(2, 4\)"),
@@ -134,7 +137,7 @@ def test_a_wrong_dict_of_that_form_is_refused(values: dict[str, Any], message: s
         ({"auto_sharding": True}, None, ShardingConfig()),
         (None, "fsdp", ShardingConfig(scheme="fsdp")),
         (False, "fsdp", ShardingConfig(scheme="fsdp")),
-        (None, {"scheme": "tp", "measure_top_k": 0}, ShardingConfig(scheme="tp", measure_top_k=0)),
+        (None, {"scheme": "auto", "topology": "v4"}, ShardingConfig(scheme="auto", topology="v4")),
         (None, ShardingConfig(scheme="2d"), ShardingConfig(scheme="2d")),
     ],
 )

@@ -41,6 +41,7 @@ class PJRTBackend:
     def __init__(self) -> None:
         self._initialized = False
         self._device: torch.device | None = None
+        self._stock_get_cpu_tensors: Callable[..., Any] = _C._xla_get_cpu_tensors
 
     # ---- runtime -------------------------------------------------------------------------------
 
@@ -61,9 +62,11 @@ class PJRTBackend:
         if spmd and not xr.is_spmd():
             if _C._xla_get_spmd_config_is_locked():
                 raise RuntimeOrderError(
-                    "SPMD was asked for after the XLA runtime had started without it: tensors already on the device "
-                    "would be unreadable. Create the trainer (or call xla_adapters.initialize(spmd=True)) before the "
-                    "first tensor or model is moved to the XLA device."
+                    "SPMD was asked for after the XLA runtime had started without it, and it cannot be switched on any "
+                    "more (torch_xla 2.9 crashes at the first execution). Call xla_adapters.initialize(spmd=True) at the "
+                    "start of the program, before a tensor or model is moved to the XLA device and before "
+                    "transformers.TrainingArguments are created, which start the runtime; or set XLA_USE_SPMD=1 for the "
+                    "process."
                 )
             xr.use_spmd()
         # Under SPMD the device alone does not start the runtime; counting devices does.
@@ -264,8 +267,20 @@ class PJRTBackend:
         """Copies of all tensors on the host, in one transfer."""
         if not tensors:
             return []
-        copies: list[torch.Tensor] = _C._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
-        return [copy.detach() for copy in copies]
+        tensors = [tensor.detach() for tensor in tensors]
+        copies: list[torch.Tensor | None] = [None] * len(tensors)
+        if self.is_spmd():
+            if any(self.is_pending(tensor) for tensor in tensors):
+                self.flush()
+            cut = [index for index, tensor in enumerate(tensors) if self.tiles_of(tensor) is not None]
+            for index, whole in zip(cut, _put_together([tensors[index] for index in cut]), strict=True):
+                copies[index] = whole
+        missing = [index for index, copy in enumerate(copies) if copy is None]
+        if missing:
+            found = self._stock_get_cpu_tensors([tensors[index] for index in missing])
+            for index, copy in zip(missing, found, strict=True):
+                copies[index] = copy.detach()
+        return [copy for copy in copies if copy is not None]
 
     # ---- sharding --------------------------------------------------------------------------------
 
@@ -288,6 +303,17 @@ class PJRTBackend:
         copy = self.to_device(tensor)
         self.shard(copy, tiles)
         return copy
+
+    @contextmanager
+    def gathering_on_host(self) -> Iterator[None]:
+        """Lets torch_xla's own saving (`xm.save`) put cut tensors together as `to_host` does, until the exit."""
+        stock = _C._xla_get_cpu_tensors
+        before = _C._xla_get_cpu_tensors
+        _C._xla_get_cpu_tensors = self.to_host
+        try:
+            yield
+        finally:
+            _C._xla_get_cpu_tensors = before
 
     # ---- random numbers --------------------------------------------------------------------------
 
@@ -353,6 +379,26 @@ class PJRTBackend:
         """Recomputes `function` in the backward pass, behind barriers XLA cannot optimise away."""
         kwargs["use_reentrant"] = True
         return xla_checkpoint.checkpoint(function, *args, **kwargs)
+
+
+def _put_together(tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Copies of cut tensors, put together on the host; None for one that other hosts hold parts of.
+
+    What torch_xla does instead compiles and executes, for each tensor, a graph that gathers it on every device.
+    """
+    if not tensors:
+        return []
+    wholes: list[torch.Tensor | None] = []
+    places = _C._get_local_shard_replica_and_indices(tensors)
+    for tensor, shards, where in zip(tensors, _C._get_local_shards(tensors), places, strict=True):
+        whole, copied = torch.empty(tensor.shape, dtype=tensor.dtype), 0
+        for (shard, _), (replica, indices) in zip(shards, where, strict=True):
+            if replica == 0:
+                part = whole if indices is ... else whole[tuple(indices)]
+                part.copy_(shard[tuple(slice(0, size) for size in part.shape)])
+                copied += part.numel()
+        wholes.append(whole if copied == whole.numel() else None)
+    return wholes
 
 
 class _Constrained(torch.autograd.Function):

@@ -11,6 +11,7 @@ from xla_adapters.sharding.mesh import Mesh, Spec, as_spec
 
 Scheme = Literal["auto", "dp", "fsdp", "tp", "2d"]
 Partitioner = Literal["planner", "alpa"]
+TopologyName = Literal["cpu", "v4", "v5e", "v5p", "v6e"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +29,8 @@ class ShardingConfig:
         keep_user_sharding: parameters that are annotated already stay so, and the plan is made around them.
         memory_budget: bytes per device that parameters, gradients, optimizer state and activations may
             take; `None` for no limit.
-        measure_top_k: how many of the best plans are compiled to be compared by what they really cost,
-            beside the templates; 0 trusts the prediction.
+        topology: what devices and links can do, for the planner: `"cpu"`, `"v4"`, `"v5e"`, `"v5p"` or
+            `"v6e"`; chosen by the device if not given.
         overrides: specs by name pattern (shell style, e.g. `{"*.lm_head.weight": ("model", None)}`); the
             first that matches a parameter decides.
 
@@ -43,13 +44,14 @@ class ShardingConfig:
     partitioner: Partitioner = "planner"
     keep_user_sharding: bool = True
     memory_budget: int | None = None
-    measure_top_k: int = 3
+    topology: TopologyName | None = None
     overrides: Mapping[str, Spec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value, choices in (
             ("scheme", self.scheme, get_args(Scheme)),
             ("partitioner", self.partitioner, get_args(Partitioner)),
+            ("topology", self.topology, (None, *get_args(TopologyName))),
             ("keep_user_sharding", self.keep_user_sharding, (True, False)),
         ):
             if value not in choices or (choices == (True, False) and not isinstance(value, bool)):
@@ -57,10 +59,15 @@ class ShardingConfig:
                 raise ConfigError(f"{name}={value!r} is not a valid value; valid values: {listed}")
         if self.partitioner == "alpa" and self.scheme != "auto":
             raise ConfigError(f"partitioner='alpa' plans; with scheme={self.scheme!r} there is nothing to plan")
-        for name, least in (("memory_budget", 1), ("measure_top_k", 0)):
-            number = getattr(self, name)
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
-                raise ConfigError(f"{name}={number!r} is not a valid value; valid values: an integer >= {least}")
+        budget = self.memory_budget
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
+            raise ConfigError(f"memory_budget={budget!r} is not a valid value; valid values: an integer >= 1")
+        for name in ("memory_budget", "topology"):
+            if getattr(self, name) is not None and self.scheme != "auto":
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is for planning; scheme={self.scheme!r} is a recipe, which looks "
+                    "at neither: use scheme='auto'"
+                )
         if self.axis_names is not None and self.mesh_shape is None:
             raise ConfigError(f"axis_names={self.axis_names!r} name the axes of mesh_shape, which is not given")
         if self.mesh_shape is not None:

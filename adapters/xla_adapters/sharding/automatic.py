@@ -1,0 +1,78 @@
+"""`automatic_plan`: the planner's plans beside the recipes, the cheapest wins."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xla_adapters.backend import get_backend
+from xla_adapters.errors import ConfigError
+from xla_adapters.sharding.config import ShardingConfig
+from xla_adapters.sharding.mesh import Mesh, Spec
+from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding.planner import evaluate, plan_model
+from xla_adapters.sharding.planner.topology import Topology
+from xla_adapters.sharding.templates import default_mesh, template
+
+
+def automatic_plan(
+    model: torch.nn.Module,
+    config: ShardingConfig,
+    devices: int,
+    *,
+    mesh: Mesh | None,
+    fixed: dict[str, Spec],
+    example: Callable[[], Any] | None,
+) -> ShardingPlan:
+    """The plan that is predicted to cost least: of the planner's and the recipes that fit the memory.
+
+    Args:
+        model: on any device.
+        config: the options.
+        devices: how many there are.
+        mesh: to use; None to choose.
+        fixed: specs of parameters that stay as they are.
+        example: returns a batch; None or a result of None is a dataset that cannot be looked into.
+
+    Raises:
+        ConfigError: nothing fits the memory budget.
+    """
+    batch = example() if example is not None else None
+    if batch is None:
+        reason = "the plan is the recipe for fully sharded training: there is no batch to plan for (a stream of data)"
+        warnings.warn(f"sharding: {reason}; name a scheme, or give a dataset with an index", UserWarning, stacklevel=2)
+        plan = template("fsdp", model, mesh or default_mesh("fsdp", devices), config=config, fixed=fixed)
+        return dataclasses.replace(plan, notes=(*plan.notes, reason))
+    topology, notes = _topology(config)
+    plans = plan_model(model, batch, mesh=mesh, devices=devices, config=config, topology=topology, fixed=fixed)
+    for scheme in ("dp", "fsdp", "tp", "2d"):
+        try:
+            recipe = template(scheme, model, mesh or default_mesh(scheme, devices), config=config, fixed=fixed)
+            predicted = evaluate(recipe, model, batch, topology=topology)
+        except ConfigError:
+            # Its mesh does not divide the model or the batch: no candidate.
+            continue
+        if config.memory_budget is None or predicted.memory_bytes <= config.memory_budget:
+            plans.append(dataclasses.replace(recipe, predicted=predicted))
+    best = min(plans, key=_cost)
+    return dataclasses.replace(best, notes=(*best.notes, *notes))
+
+
+def _topology(config: ShardingConfig) -> tuple[Topology, tuple[str, ...]]:
+    if config.topology is not None:
+        return Topology.preset(config.topology), ()
+    hardware = get_backend().hardware()
+    if hardware == "CPU":
+        return Topology.preset("cpu"), ()
+    return Topology.preset("v5e"), (
+        f"planned for links as of a TPU v5e; name the topology of this {hardware} if it has others",
+    )
+
+
+def _cost(plan: ShardingPlan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.step_seconds

@@ -1,0 +1,182 @@
+"""`Sharder`: the sharding of one training, from the options to tensors on the mesh."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from xla_adapters.backend import Backend, Tiles, get_backend
+from xla_adapters.errors import ConfigError, UnsupportedOptionError
+from xla_adapters.sharding.config import ShardingConfig
+from xla_adapters.sharding.mesh import DimSpec, Mesh, Spec
+from xla_adapters.sharding.placement import Placement, tiles_of
+from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding.templates import default_mesh, template
+
+logger = logging.getLogger("xla_adapters")
+
+
+class Sharder:
+    """Drives all devices as one, and shards a model over them. Adapters create it before the model is moved.
+
+    Args:
+        config: the options.
+
+    Raises:
+        RuntimeOrderError: the runtime was started without SPMD before.
+        ConfigError: the mesh that was asked for needs another number of devices.
+        UnsupportedOptionError: the compiler of this device cannot do what was asked for.
+    """
+
+    def __init__(self, config: ShardingConfig) -> None:
+        self.config = config
+        self._backend: Backend = get_backend()
+        self._backend.initialize(spmd=True)
+        self.devices = self._backend.device_count()
+        config.mesh(self.devices)
+        if config.partitioner == "alpa":
+            raise UnsupportedOptionError(
+                f"partitioner='alpa': the XLA compiler for {self._backend.hardware()} has no pass that shards by "
+                "itself (it accepts the request and shards nothing); leave partitioner at 'planner'"
+            )
+        self._placement: Placement | None = None
+
+    @property
+    def placement(self) -> Placement | None:
+        """What is applied; None before `prepare`."""
+        return self._placement
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """What was planned.
+
+        Raises:
+            ConfigError: nothing is planned yet.
+        """
+        if self._placement is None:
+            raise ConfigError("there is no sharding plan yet: it is made when the model's first run begins")
+        return self._placement.plan
+
+    def prepare(self, model: torch.nn.Module, example: Callable[[], Any]) -> ShardingPlan:
+        """Plans for the model, if that is not done yet, and cuts its parameters.
+
+        Args:
+            model: on the device.
+            example: returns a batch on the host; called only if the plan depends on it.
+
+        Raises:
+            ConfigError: nothing fits what was asked for.
+        """
+        if self._placement is None:
+            fixed = self._annotated(model) if self.config.keep_user_sharding else {}
+            plan = make_plan(model, self.config, self.devices, fixed=fixed, example=example)
+            self._placement = Placement(plan, self._backend)
+            for note in plan.notes:
+                logger.warning("sharding: %s", note)
+            logger.info("%s", plan.report())
+        self._placement.place_model(model)
+        return self._placement.plan
+
+    def check_batch_size(self, size: int, option: str) -> None:
+        """Raises if batches of this size cannot be split.
+
+        Args:
+            size: samples in a batch.
+            option: what set it, for the message.
+
+        Raises:
+            ConfigError: with the nearest sizes that work.
+        """
+        assert self._placement is not None
+        mesh, axes = self.plan.mesh, self.plan.batch
+        parts = math.prod(mesh.axis_size(axis) for axis in axes)
+        if size % parts:
+            above = -(-size // parts) * parts
+            raise ConfigError(
+                f"{option}={size}: batches are split into {parts} parts ({mesh}), and {size} does not divide; use "
+                f"{above}" + (f" or {above - parts}" if above > parts else "") + ", or a mesh with a shorter data axis"
+            )
+
+    def place_batch(self, batch: Any) -> Any:
+        """Cuts a batch on the device; does nothing before `prepare`."""
+        return batch if self._placement is None else self._placement.place_batch(batch)
+
+    @contextmanager
+    def holding(self, model: torch.nn.Module) -> Iterator[None]:
+        """Around a run: intermediate values are held to the plan, and what is saved is put together on the host."""
+        with ExitStack() as stack:
+            stack.enter_context(self._backend.gathering_on_host())
+            if self._placement is not None:
+                stack.enter_context(self._placement.constraining(model))
+            yield
+
+    def _annotated(self, model: torch.nn.Module) -> dict[str, Spec]:
+        found: dict[str, Spec] = {}
+        meshes = [mesh] if (mesh := self.config.mesh(self.devices)) is not None else []
+        meshes = meshes or [default_mesh(scheme, self.devices) for scheme in ("2d", "fsdp", "tp")]
+        for name, parameter in model.named_parameters():
+            if not self._backend.is_backend_tensor(parameter):
+                continue
+            tiles = self._backend.tiles_of(parameter)
+            if tiles is None:
+                continue
+            specs = [spec for mesh in meshes if (spec := spec_of(mesh, tiles)) is not None]
+            if not specs:
+                raise ConfigError(
+                    f"{name} was annotated with a sharding that is none of the mesh in use ({meshes[0]}): give the "
+                    "same mesh_shape, or keep_user_sharding=False to shard it anew"
+                )
+            found[name] = specs[0]
+        return found
+
+
+def make_plan(
+    model: torch.nn.Module,
+    config: ShardingConfig,
+    devices: int,
+    *,
+    fixed: dict[str, Spec] | None = None,
+    example: Callable[[], Any] | None = None,
+) -> ShardingPlan:
+    """The plan for a model; nothing is moved.
+
+    Args:
+        model: on any device.
+        config: the options.
+        devices: how many there are.
+        fixed: specs of parameters that stay as they are.
+        example: returns a batch; needed for `"auto"`.
+
+    Raises:
+        ConfigError: nothing fits what was asked for.
+    """
+    mesh = config.mesh(devices)
+    if config.scheme != "auto":
+        mesh = mesh if mesh is not None else default_mesh(config.scheme, devices)
+        return template(config.scheme, model, mesh, config=config, fixed=fixed)
+    from xla_adapters.sharding.automatic import automatic_plan
+
+    return automatic_plan(model, config, devices, mesh=mesh, fixed=fixed or {}, example=example)
+
+
+def spec_of(mesh: Mesh, tiles: Tiles) -> Spec | None:
+    """The spec that cuts a tensor so on this mesh, or None if there is none."""
+    choices: list[list[DimSpec]] = []
+    for count in tiles.counts:
+        ways: list[DimSpec] = [None] if count == 1 else []
+        for length in range(1, len(mesh.axis_names) + 1):
+            for axes in itertools.permutations(mesh.axis_names, length):
+                if mesh.parts(axes) == count:
+                    ways.append(axes[0] if length == 1 else axes)
+        choices.append(ways)
+    for spec in itertools.product(*choices):
+        used = [axis for dim in spec if dim is not None for axis in ((dim,) if isinstance(dim, str) else dim)]
+        if len(set(used)) == len(used) and tiles_of(mesh, spec) == tiles:
+            return spec
+    return None
