@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from xla_adapters.sharding.mesh import Spec
 from xla_adapters.sharding.planner.layers import Skeleton, skeleton
 
 _ROOT = "model"
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 # What tracing somebody's forward pass may raise; each means that this model cannot be captured.
 _FAILURES = (
     RuntimeError,
@@ -117,12 +120,23 @@ def _export(module: nn.Module, batch: Any) -> torch.export.ExportedProgram:
     args: tuple[Any, ...] = () if isinstance(batch, Mapping) else tuple(batch)
     kwargs = dict(batch) if isinstance(batch, Mapping) else {}
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _environment_kept():
             warnings.simplefilter("ignore")
             return torch.export.export(_Loss(module), args, kwargs, strict=False)
     except _FAILURES as error:
         first = str(error).strip().splitlines()
         raise CaptureError(f"{type(error).__name__}: {first[0] if first else 'no message'}") from error
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """The tracer names a cache directory in the environment, which child processes would inherit."""
+    before = os.environ.get(_CACHE)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_CACHE, None)
 
 
 def _resized(batch: Any, rows: int, new: int) -> Any:

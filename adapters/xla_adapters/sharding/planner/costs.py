@@ -9,6 +9,8 @@ from xla_adapters.sharding.mesh import DATA, MODEL, Mesh
 from xla_adapters.sharding.plan import Collective, CollectiveCost
 from xla_adapters.sharding.planner.topology import Topology
 
+GRADIENTS = "gradients"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Charge:
@@ -34,7 +36,8 @@ class Fabric:
     """The mesh and what its links can do: gives the price of each collective.
 
     All sizes are bytes of the *gathered* tensor on one device (for an all-reduce: of the tensor). Every method returns
-    a tuple: empty where there is nobody to talk to.
+    a tuple: empty where there is nobody to talk to. Gradients cost no latency: the compiler combines those of many
+    parameters into few collectives.
     """
 
     mesh: Mesh
@@ -81,7 +84,8 @@ class Fabric:
         if k == 1 or not size:
             return ()
         wire = passes * size * (k - 1) / k
-        seconds = wire / self.topology.bandwidth_of(axis) + passes * (k - 1) * self.topology.latency_of(axis)
+        hops = 0 if cause == GRADIENTS else passes * (k - 1)
+        seconds = wire / self.topology.bandwidth_of(axis) + hops * self.topology.latency_of(axis)
         return (Charge(kind=kind, axis=axis, wire_bytes=wire, seconds=seconds, cause=cause),)
 
     def _size(self, axis: str) -> int:

@@ -79,6 +79,8 @@ def plan_model(
         plans += found
         if not found:
             least.append(work.least_memory(candidate))
+    # Devices that all do the same are no use; where a mesh is given, that is the user's wish.
+    plans = [plan for plan in plans if mesh is not None or not _idle(plan)] or plans
     if not plans and least:
         raise ConfigError(
             f"memory_budget={config.memory_budget} bytes per device is too little: the smallest that any plan for "
@@ -334,6 +336,13 @@ def _parameters(entries: Sequence[inventory.Entry], classes: Mapping[str, str]) 
                 fixed=entry.fixed,
             )
     return found
+
+
+def _idle(plan: ShardingPlan) -> bool:
+    """Whether nothing is split over the model axis."""
+    specs = [item.spec for item in plan.parameters] + [item.spec for item in plan.activations] + [plan.batch]
+    split = {axis for spec in specs for axis in used_axes(spec)}
+    return plan.mesh.axis_size(MODEL) > 1 and MODEL not in split
 
 
 def _same(one: ShardingPlan, other: ShardingPlan) -> bool:

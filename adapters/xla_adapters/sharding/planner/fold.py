@@ -39,12 +39,14 @@ class Folded:
         operators: classes of operators, by index.
         parameters: classes of parameters, by name.
         weights: for each operator, for how many operators of the user's model it stands.
+        recomputed: operators of layers under gradient checkpointing, which keep only what the layer returns.
         complete: every layer that stands for others is indeed equal to its neighbour.
     """
 
     operators: Classes[int]
     parameters: Classes[str]
     weights: Mapping[int, int]
+    recomputed: frozenset[int]
     complete: bool
 
 
@@ -80,7 +82,25 @@ def fold(graph: Graph, skeleton: Skeleton) -> Folded:
         operator.index: max((layer.weight for layer in skeleton.layers if layer.name in operator.modules), default=1)
         for operator in graph.operators
     }
-    return Folded(operators=operators, parameters=parameters, weights=weights, complete=complete)
+    return Folded(
+        operators=operators,
+        parameters=parameters,
+        weights=weights,
+        recomputed=frozenset(_recomputed(graph, skeleton)),
+        complete=complete,
+    )
+
+
+def _recomputed(graph: Graph, skeleton: Skeleton) -> set[int]:
+    """Operators inside of layers whose flag `gradient_checkpointing` (transformers') is set."""
+    layers = {
+        layer.name
+        for layer in skeleton.layers
+        if getattr(skeleton.module.get_submodule(layer.name), "gradient_checkpointing", False) is True
+    }
+    return {operator.index for operator in graph.operators if any(module in layers for module in operator.modules)} - {
+        operand.source for module, operand in graph.outputs.items() if module in layers and operand.source is not None
+    }
 
 
 def _equal(first: list[Operator], second: list[Operator]) -> bool:

@@ -242,7 +242,9 @@ def _name_of(node: fx.Node) -> tuple[str, str]:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    # Not all overloads of these are tagged.
+    named = _name_of(node)[0] in ("where", "masked_fill", "clamp", "lerp")
+    return named or (isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags)
 
 
 def _has_gradient(node: fx.Node) -> bool:

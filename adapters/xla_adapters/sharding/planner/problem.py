@@ -149,10 +149,12 @@ class _Formulation:
                 split = strategy.output is not None and dims[strategy.output] is not None
                 parts = self.rules.fabric.data if batch is not None else 1
                 size += whole / parts / (self.rules.fabric.model if split else 1)
+            # Recomputed layers run forward once more (a third of forward and backward), and exist one at a time.
+            again = operator.index in self.folded.recomputed
             column = self.problem.program.column(
-                compute=strategy.seconds,
+                compute=strategy.seconds * (4 / 3 if again else 1),
                 charges=strategy.charges,
-                memory={"activations": size},
+                memory={"activations": size / times if again else size},
                 integral=True,
                 times=times,
             )
@@ -255,7 +257,8 @@ class _Formulation:
         if not change.charges:
             return
         program = self.problem.program
-        column = program.column(charges=change.charges, memory={"activations": change.kept}, times=times)
+        kept = change.kept / times if members[0][1].consumer in self.folded.recomputed else change.kept
+        column = program.column(charges=change.charges, memory={"activations": kept}, times=times)
         self.problem.seams.append((source.index, column))
         for flow, _, _ in members:
             program.row({column: 1.0, flow: -1.0}, 0.0, float("inf"))

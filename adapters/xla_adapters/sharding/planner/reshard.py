@@ -50,7 +50,9 @@ def reshard(rules: Rules, source: Operator, operand: Operand, state: State, want
     if view == want.state and not want.partial:
         return Reshard()
     if view is None:
-        if want.partial:
+        # A copy for each index of the split dimension: a device's gradient is a part of the sum over them.
+        copied = want.state is not None and operand.origin(want.state) is None and operand.size > source.size
+        if want.partial or copied:
             return Reshard(charges=fabric.all_reduce(MODEL, size, _CAUSE))
         # A slice; the gradient is gathered.
         return Reshard(charges=fabric.all_gather(MODEL, size, _CAUSE))

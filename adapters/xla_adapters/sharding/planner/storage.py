@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from xla_adapters.sharding.mesh import DATA, MODEL, DimSpec, Mesh, Spec, axes_of
-from xla_adapters.sharding.planner.costs import Charge, Fabric
+from xla_adapters.sharding.planner.costs import GRADIENTS, Charge, Fabric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +64,9 @@ def data_charges(parameter: Parameter, spec: Spec, fabric: Fabric) -> tuple[Char
     """On the data axis: gradients are summed up; a split parameter is gathered, forward and backward (ZeRO, FSDP)."""
     size = parameter.size / (1 if split_dim(spec, MODEL) is None else fabric.model)
     if split_dim(spec, DATA) is None:
-        return fabric.all_reduce(DATA, size, "gradients") if parameter.trainable else ()
+        return fabric.all_reduce(DATA, size, GRADIENTS) if parameter.trainable else ()
     gathers = fabric.all_gather(DATA, size, "parameters")
-    scatter = fabric.reduce_scatter(DATA, size, "gradients") if parameter.trainable else ()
+    scatter = fabric.reduce_scatter(DATA, size, GRADIENTS) if parameter.trainable else ()
     return (*gathers, *gathers, *scatter)
 
 
@@ -87,15 +87,15 @@ def use_charges(
         return ()
     if stored is None and used is None:
         # Over both axes at once: what the model axis adds is its part of the data axis' shard.
-        return fabric.all_reduce(MODEL, size / fabric.data, "gradients") if partial and trainable else ()
+        return fabric.all_reduce(MODEL, size / fabric.data, GRADIENTS) if partial and trainable else ()
     if stored is None:
-        return fabric.all_gather(MODEL, size, "gradients") if trainable else ()
+        return fabric.all_gather(MODEL, size, GRADIENTS) if trainable else ()
     if used is None:
         gathers = fabric.all_gather(MODEL, size, "parameters")
-        scatter = fabric.reduce_scatter(MODEL, size, "gradients") if partial and trainable else ()
+        scatter = fabric.reduce_scatter(MODEL, size, GRADIENTS) if partial and trainable else ()
         return (*gathers, *gathers, *scatter)
     moves = fabric.all_to_all(MODEL, size, "parameters")
-    back = fabric.all_to_all(MODEL, size, "gradients") if trainable else ()
+    back = fabric.all_to_all(MODEL, size, GRADIENTS) if trainable else ()
     return (*moves, *moves, *back)
 
 

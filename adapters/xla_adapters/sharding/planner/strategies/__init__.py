@@ -11,7 +11,7 @@ from xla_adapters.sharding.planner.strategies.convolution import convolution
 from xla_adapters.sharding.planner.strategies.embedding import embedding
 from xla_adapters.sharding.planner.strategies.matmul import addmm, grouped_mm, linear, matmul
 from xla_adapters.sharding.planner.strategies.normalisation import batch_norm, group_norm, layer_norm
-from xla_adapters.sharding.planner.strategies.pointwise import pointwise, rearranged
+from xla_adapters.sharding.planner.strategies.pointwise import pointwise, rearranged, rows
 from xla_adapters.sharding.planner.strategies.reduction import cross_entropy, pooling, reduction, softmax
 
 _Rule = Callable[[Operator, Rules], list[Strategy] | None]
@@ -36,6 +36,7 @@ _RULES: dict[str, _Rule] = {
         pooling,
     ),
     **dict.fromkeys(("cat", "split", "concat"), rearranged),
+    **dict.fromkeys(("index", "index_select", "gather", "topk", "sort"), rows),
 }
 
 __all__ = ["Rules", "Strategy", "strategies_of"]

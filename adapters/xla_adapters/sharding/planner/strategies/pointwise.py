@@ -5,7 +5,7 @@ from __future__ import annotations
 from xla_adapters.sharding.mesh import MODEL
 from xla_adapters.sharding.planner.costs import Charge
 from xla_adapters.sharding.planner.graph import Operator
-from xla_adapters.sharding.planner.strategies.base import WHOLE, Rules, Strategy, Want
+from xla_adapters.sharding.planner.strategies.base import WHOLE, Rules, State, Strategy, Want
 
 
 def pointwise(operator: Operator, rules: Rules) -> list[Strategy]:
@@ -23,6 +23,35 @@ def pointwise(operator: Operator, rules: Rules) -> list[Strategy]:
                 wants.append(Want(state=dim))
         found.append(Strategy(output=state, wants=tuple(wants), seconds=rules.touch(operator, state)))
     return found
+
+
+def rows(operator: Operator, rules: Rules) -> list[Strategy] | None:
+    """`index`, `index_select`, `gather`, `topk`, `sort`: whole rows are picked or ordered along one dimension.
+
+    Where the rows lie depends on values, so only a dimension behind them may be split. None for other forms.
+    """
+    item, *others = operator.operands
+    indices = operator.argument(1, "indices")
+    if operator.target == "index":
+        if not isinstance(indices, (list, tuple)) or len(indices) != 1 or any(not other.free for other in others):
+            return None
+        first = 1
+    elif operator.target in ("topk", "sort", "gather", "index_select"):
+        dim = operator.argument(2 if operator.target == "topk" else 1, "dim", -1)
+        if not isinstance(dim, int) or any(not other.free for other in others):
+            return None
+        first = dim % max(1, len(item.shape))
+        valid = [state for state in rules.states(operator) if state is None or state != first]
+        valid = [state for state in valid if state is None or item.shape[state] == operator.shape[state]]
+        return [_picked(operator, rules, state, state) for state in valid]
+    shift = len(operator.shape) - len(item.shape)
+    valid = [state for state in rules.states(operator) if state is None or state - shift >= first]
+    return [_picked(operator, rules, state, None if state is None else state - shift) for state in valid]
+
+
+def _picked(operator: Operator, rules: Rules, state: State, want: State) -> Strategy:
+    others = (WHOLE,) * (len(operator.operands) - 1)
+    return Strategy(output=state, wants=(Want(state=want), *others), seconds=rules.touch(operator, state))
 
 
 def rearranged(operator: Operator, rules: Rules) -> list[Strategy]:
