@@ -29,15 +29,16 @@ class XLAEagerAccelerator(XLAAccelerator):
 
     @staticmethod
     def auto_device_count() -> int:  # type: ignore[override]
-        """One: further devices are driven by sharding, not by further processes."""
+        """One: under sharding, too, Lightning sees one device that stands for all."""
         return 1
 
     @staticmethod
     def parse_devices(devices: Any) -> int:
-        """The number of devices, which must be one.
+        """One device for Lightning, whatever it stands for.
 
         Raises:
-            UnsupportedOptionError: it is not.
+            UnsupportedOptionError: several are asked for without sharding.
+            ConfigError: under sharding, another number than there is.
         """
         check_devices(devices, _STRATEGY)
         return 1

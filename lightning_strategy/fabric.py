@@ -23,11 +23,13 @@ from lightning_strategy.connector import flags_under_construction
 from lightning_strategy.fabric_steps import FabricStep, FabricSteps, made_or_applied
 from lightning_strategy.precision import XLAPrecisionFlag, check_plugin, choose_precision, fabric_precision
 from lightning_strategy.refusals import check_flags, check_fused, check_runtime
+from lightning_strategy.sharding import AutoShardingOption, ShardingOption, make_sharding, plan_of
 from xla_adapters import XLAConfig, get_backend, in_step
 from xla_adapters.compiling import as_if_compiling
 from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, XLAMode
 from xla_adapters.errors import BreakKind, UnsupportedOptionError
 from xla_adapters.optimizers import eager_reason
+from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.step_scope import current_scope
 from xla_adapters.transfers import uploading
 
@@ -62,7 +64,9 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
         xla_mode, on_graph_break, compile_eval, max_graphs, free_grads, accumulation: see `XLAConfig`. How
             gradients are accumulated is up to the loop: a step for each micro batch, or one for all of an update.
         precision: `"32-true"`, `"bf16-true"` or `"bf16-mixed"`; Fabric's `precision=` does the same.
-        auto_sharding: shard over all devices (not in this version).
+        auto_sharding: shards over all devices of the process; without data to plan with that is `"fsdp"`. Batches are
+            those of all devices together.
+        sharding: the same by name (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or as a `ShardingConfig`.
         checkpoint_io: writes and reads checkpoints, which it gets with all tensors on the host.
 
     Raises:
@@ -84,7 +88,8 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
         free_grads: FreeGrads | None = None,
         accumulation: Accumulation | None = None,
         precision: XLAPrecisionFlag | None = None,
-        auto_sharding: bool = False,
+        auto_sharding: AutoShardingOption = None,
+        sharding: ShardingOption = None,
         checkpoint_io: CheckpointIO | None = None,
     ) -> None:
         self.xla_config = XLAConfig.resolve(
@@ -105,13 +110,16 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
             )
         flags = flags_under_construction()
         own_precision = choose_precision(precision, flags)
-        check_runtime(type(self).__name__, auto_sharding=auto_sharding)
+        name = type(self).__name__
+        self._sharding = make_sharding(name, self.xla_config, auto_sharding=auto_sharding, sharding=sharding)
+        check_runtime(name, shards=self._sharding is not None)
         self._backend = get_backend()
         self._precision_given = own_precision if precision is not None or flags is not None else None
         self._own_accelerator = XLAEagerAccelerator()
         self._own_plugin: Precision | None = None
-        self._steps = FabricSteps(self.xla_config)
+        self._steps = FabricSteps(self.xla_config, self._sharding)
         self._told: set[str] = set()
+        self._held = ExitStack()
         SingleDeviceStrategy.__init__(self, device=self._backend.device(), checkpoint_io=checkpoint_io)
         if flags is not None:
             # Chosen by name: Fabric is being constructed around us, and will not ask again.
@@ -165,6 +173,15 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
     def step_count(self) -> int:
         """Training steps done since the seed was set; goes on from a checkpoint."""
         return self._steps.count
+
+    @property
+    def sharding_plan(self) -> ShardingPlan:
+        """How the model that was set up last is sharded.
+
+        Raises:
+            ConfigError: it is not, or none was set up yet.
+        """
+        return plan_of(self._sharding, type(self).__name__)
 
     # ---- what Fabric asks for when it is constructed -------------------------------------------
 
@@ -236,6 +253,7 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
     def teardown(self) -> None:
         """Ends what `fabric.launch()` began: flags and patches are as before. Fabric itself never calls it."""
         super().teardown()
+        self._held.close()
         if self._steps.is_launched:
             self._steps.is_launched = False
             fabric_launch.end(self._steps)
@@ -251,8 +269,14 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
         self._steps.note_module(module)
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """As `Strategy.setup_module`; under `xla_mode="eager+dynamo"` its forward is compiled."""
+        """As `Strategy.setup_module`; under sharding its parameters are cut.
+
+        Under `xla_mode="eager+dynamo"` its forward is compiled.
+        """
         module = super().setup_module(module)
+        if self._sharding is not None:
+            self._sharding.prepare(module)
+            self._held.enter_context(self._sharding.holding(module))
         if self.xla_config.xla_mode == "eager+dynamo":
             # Not `module.compile()`: dynamo leaves torch's own containers alone there.
             return torch.compile(module, backend=self._backend.dynamo_backend)  # type: ignore[return-value]
@@ -271,7 +295,10 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
         """As `Strategy.batch_to_device`; copies cost no execution."""
         with uploading():
-            return super().batch_to_device(batch, device)
+            batch = super().batch_to_device(batch, device)
+        if self._sharding is not None:
+            self._sharding.place_batch(batch)
+        return batch
 
     # ---- the update ----------------------------------------------------------------------------
 

@@ -73,6 +73,8 @@ def _moving(stock: Callable[..., Any], note: Callable[[Any], None]) -> Callable[
             return stock(batch, device)
         with uploading():
             moved = stock(batch, device)
+        for steps in _launched:
+            steps.place_batch(moved)
         note(moved)
         return moved
 

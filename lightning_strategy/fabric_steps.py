@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_strategy.kept_metrics import KeptMetrics
+from lightning_strategy.sharding import ModuleSharding
 from xla_adapters import StepProgram, StepScope, StepSeed, XLAConfig, get_backend, in_step
 from xla_adapters.compiling import as_if_compiling
 from xla_adapters.errors import ConfigError, RuntimeOrderError
@@ -32,14 +33,16 @@ class FabricSteps:
 
     Args:
         config: the options.
+        sharding: of the strategy, if it shards.
 
     Attributes:
         is_launched: whether `fabric.launch()` was called.
         count: training steps done since the seed was set.
     """
 
-    def __init__(self, config: XLAConfig) -> None:
+    def __init__(self, config: XLAConfig, sharding: ModuleSharding | None = None) -> None:
         self.config = config
+        self._sharding = sharding
         self.is_launched = False
         self.count = 0
         self._evaluated = 0
@@ -51,6 +54,11 @@ class FabricSteps:
         self._metrics: list[weakref.ref[Metric]] = []
 
     # ---- what there is -------------------------------------------------------------------------
+
+    def place_batch(self, batch: Any) -> None:
+        """A batch (or a tensor) was moved to the device: under sharding it is cut."""
+        if self._sharding is not None:
+            self._sharding.place_batch(batch)
 
     def note_batch(self, batch: Any) -> None:
         """The loader has handed out this batch; compiles are explained by its shapes."""
@@ -103,12 +111,15 @@ class FabricSteps:
 
         Raises:
             RuntimeOrderError: Fabric is not launched.
+            ConfigError: the first batch of a training cannot be split over the devices.
         """
         if not self.is_launched:
             raise RuntimeOrderError(
                 f"the step {name!r} was entered outside of a launched Fabric: call fabric.launch() before the loop "
                 "(it switches the process to eager mode, and lets metrics, batches and seeds work in steps)"
             )
+        if self._sharding is not None and kind == "train":
+            self._sharding.check_first_batch(self._batch if inputs is None else inputs)
         if in_step():
             return StepScope(name=name, config=self.config)
         if self.config.compiles_step and (kind == "train" or self.config.compile_eval):

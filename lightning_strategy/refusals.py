@@ -18,7 +18,8 @@ _GPU_NAMES = ("gpu", "cuda")
 _NO_FUSED_KERNEL = (
     "torch has no fused optimizer kernel for XLA. Leave it out: inside the compiled step XLA fuses the update by itself"
 )
-_ONE_DEVICE: tuple[Any, ...] = ("auto", 1, "1", -1, "-1", [0], (0,), "0,")
+_ALL_DEVICES: tuple[Any, ...] = ("auto", 1, "1", -1, "-1")
+_ONE_DEVICE: tuple[Any, ...] = (*_ALL_DEVICES, [0], (0,), "0,")
 
 
 def check_flags(flags: ConnectorFlags, strategy: str) -> None:
@@ -44,43 +45,42 @@ def check_flags(flags: ConnectorFlags, strategy: str) -> None:
 
 
 def check_devices(devices: Any, strategy: str) -> None:
-    """Raises if more than one device is asked for.
+    """Raises on a number of devices other than the strategy's: one, or under sharding those of the mesh.
 
     Raises:
-        UnsupportedOptionError: with the alternative.
+        UnsupportedOptionError: several devices without sharding.
+        ConfigError: sharding, and another number than that of the mesh.
     """
-    if devices not in _ONE_DEVICE:
+    backend = get_backend()
+    if backend.is_spmd():
+        number = backend.device_count()
+        if devices not in (*_ALL_DEVICES, number, str(number)):
+            raise ConfigError(
+                f"devices={devices!r} and {strategy}: it shards over a mesh of all {number} devices of the process; "
+                f"leave devices out, or give devices={number}"
+            )
+    elif devices not in _ONE_DEVICE:
         raise UnsupportedOptionError(
             f"devices={devices!r} and {strategy}: without sharding one process trains on one device; leave devices "
-            "out. (On XLA several devices are driven by sharding, which this version does not do yet)"
+            f"out, or give the strategy sharding= to train on all devices of the process, e.g. {strategy}("
+            "sharding='dp')"
         )
 
 
-def check_runtime(strategy: str, *, auto_sharding: bool) -> None:
+def check_runtime(strategy: str, *, shards: bool) -> None:
     """Raises if the runtime is in a state the strategy cannot work in.
 
     Raises:
-        RuntimeOrderError: sharding is wanted and the runtime was started without SPMD, or the reverse.
-        UnsupportedOptionError: sharding is wanted (not in this version), or the process is one of several.
+        RuntimeOrderError: the process runs under SPMD, and the strategy does not shard.
+        UnsupportedOptionError: the process is one of several.
     """
     backend = get_backend()
-    if auto_sharding:
-        if backend.runtime_started() and not backend.is_spmd():
-            raise RuntimeOrderError(
-                f"{strategy}(auto_sharding=True) was created after the XLA runtime had started without SPMD (a tensor, "
-                "a model or another strategy used the device already), and SPMD cannot be switched on any more. Create "
-                "this strategy first, before anything is moved to the XLA device"
-            )
-        raise UnsupportedOptionError(
-            f"{strategy}(auto_sharding=True): this version trains on one device per process and does not shard; leave "
-            "it off"
-        )
     backend.initialize()
-    if backend.is_spmd():
+    if backend.is_spmd() and not shards:
         raise RuntimeOrderError(
             f"{strategy}() was created in a process that runs the XLA devices under SPMD, and it does not shard: each "
-            "of the devices would compute the same. Use it in a process of its own, without xr.use_spmd() or "
-            "xla_adapters.initialize(spmd=True)"
+            "of the devices would compute the same. Give it auto_sharding=True or sharding=, or use it in a process of "
+            "its own, without xr.use_spmd() or xla_adapters.initialize(spmd=True)"
         )
     if backend.world_size() > 1:
         raise UnsupportedOptionError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_strategy.grads import nobody_sees_grads
 from lightning_strategy.logged_metrics import MetricReader, reading_logged_metrics
 from lightning_strategy.metric_states import MetricStates
 from lightning_strategy.refusals import check_nesting, check_trainer
+from lightning_strategy.sharding import ModuleSharding
 from lightning_strategy.step_driver import StepDriver
 from lightning_strategy.step_edges import StepEdges, standing_first
 from lightning_strategy.torchmetrics_in_steps import metrics_without_reads
@@ -36,10 +37,13 @@ class Run:
     Args:
         trainer: runs the loops.
         config: the options.
+        sharding: of the strategy, if it shards.
     """
 
-    def __init__(self, trainer: Trainer, config: XLAConfig) -> None:
+    def __init__(self, trainer: Trainer, config: XLAConfig, sharding: ModuleSharding | None = None) -> None:
         self.config = config
+        self._sharding = sharding
+        self._stretch: Hashable = None
         self._trainer = trainer
         self._backend = get_backend()
         self._lasting = ExitStack()
@@ -92,6 +96,8 @@ class Run:
         """
         self._states = MetricStates(self._trainer, self._module)
         self._lasting.enter_context(self._deferred.of(self._module))
+        if self._sharding is not None:
+            self._lasting.enter_context(self._sharding.holding(self._module))
         self._frees_grads = self._decide_free_grads()
         if self.config.xla_mode == "eager+dynamo":
             self._lasting.enter_context(compiled_children(self._module, self._backend.dynamo_backend))
@@ -128,9 +134,16 @@ class Run:
         self.steps.before_upload(loop.total_batch_idx + 1 if self._trainer.training else -1)
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
-        """A training batch is about to be computed."""
+        """A training batch is about to be computed.
+
+        Raises:
+            ConfigError: it is the first, and cannot be split over the devices.
+        """
         self._goes_on = False
         loop = self._trainer.fit_loop
+        if self._sharding is not None:
+            self._sharding.check_first_batch(batch)
+            self._enter_stretch(("train", self._trainer.current_epoch))
         phase, facts = "manual optimization", {}
         if self._module.automatic_optimization:
             first = batch_idx % self._trainer.accumulate_grad_batches == 0
@@ -166,10 +179,17 @@ class Run:
     @contextmanager
     def evaluation_step(self, name: str, args: tuple[Any, ...]) -> Iterator[None]:
         """Around one batch of evaluation or prediction."""
+        self._enter_stretch(name)
         takes_batch = len(args) > 1 and isinstance(args[1], int)
         where = f"batch {args[1]}" if takes_batch else ""
         with self.steps.evaluation_step(name, args[0] if takes_batch else None, where):
             yield
+
+    def _enter_stretch(self, stretch: Hashable) -> None:
+        """Between training and evaluation callbacks may have put other weights in (averages): they are cut too."""
+        if self._sharding is not None and stretch != self._stretch and not self.steps.is_open:
+            self._sharding.cut_again(self._module)
+            self._stretch = stretch
 
     def _where(self, batch_idx: int) -> str:
         return f"batch {batch_idx} of epoch {self._trainer.current_epoch}"

@@ -23,10 +23,19 @@ from lightning_strategy.connector import flags_under_construction
 from lightning_strategy.precision import XLAPrecisionFlag, check_plugin, choose_precision, precision_plugin
 from lightning_strategy.refusals import check_flags, check_fused, check_runtime, explaining_fused
 from lightning_strategy.run import Run
+from lightning_strategy.sharding import (
+    AutoShardingOption,
+    ShardingOption,
+    bring_to_host,
+    example_batch,
+    make_sharding,
+    plan_of,
+)
 from xla_adapters import XLAConfig, get_backend
 from xla_adapters.compiling import as_if_compiling
 from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, XLAMode
 from xla_adapters.optimizers import eager_reason
+from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.transfers import uploading
 
 
@@ -44,7 +53,9 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         config: the XLA options as a whole, or singly:
         xla_mode, on_graph_break, compile_eval, max_graphs, free_grads, accumulation: see `XLAConfig`.
         precision: `"32-true"`, `"bf16-true"` or `"bf16-mixed"`; the Trainer's `precision=` does the same.
-        auto_sharding: shard over all devices (not in this version).
+        auto_sharding: shards over all devices of the process, as is planned to cost least. Batches are those of all
+            devices together.
+        sharding: the same by name (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or as a `ShardingConfig`.
         checkpoint_io: writes and reads checkpoints, which it gets with all tensors on the host.
 
     Raises:
@@ -66,7 +77,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         free_grads: FreeGrads | None = None,
         accumulation: Accumulation | None = None,
         precision: XLAPrecisionFlag | None = None,
-        auto_sharding: bool = False,
+        auto_sharding: AutoShardingOption = None,
+        sharding: ShardingOption = None,
         checkpoint_io: CheckpointIO | None = None,
     ) -> None:
         self.xla_config = XLAConfig.resolve(
@@ -82,7 +94,9 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         )
         flags = flags_under_construction()
         own_precision = choose_precision(precision, flags)
-        check_runtime(type(self).__name__, auto_sharding=auto_sharding)
+        name = type(self).__name__
+        self._sharding = make_sharding(name, self.xla_config, auto_sharding=auto_sharding, sharding=sharding)
+        check_runtime(name, shards=self._sharding is not None)
         self._backend = get_backend()
         self._precision_given = own_precision if precision is not None or flags is not None else None
         self._own_accelerator = XLAEagerAccelerator()
@@ -163,12 +177,21 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
             raise RuntimeError(f"{type(self).__name__}: no run is under way; the Trainer starts one")
         return self._run
 
+    @property
+    def sharding_plan(self) -> ShardingPlan:
+        """How the module is sharded.
+
+        Raises:
+            ConfigError: it is not, or no run has begun yet.
+        """
+        return plan_of(self._sharding, type(self).__name__)
+
     def setup_environment(self) -> None:
         """Begins a run: eager mode and patches, until `teardown`."""
         super().setup_environment()
         if self._run is None:
             assert self.lightning_module is not None
-            self._run = Run(self.lightning_module.trainer, self.xla_config)
+            self._run = Run(self.lightning_module.trainer, self.xla_config, self._sharding)
             self._run.begin()
 
     def setup(self, trainer: Trainer) -> None:
@@ -187,10 +210,14 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
             check_fused(optimizer)
 
     def model_to_device(self) -> None:
-        """Moves the model; tied weights stay tied."""
+        """Moves the model; tied weights stay tied. Under sharding its parameters are cut."""
         assert self.model is not None
         with _keeping_ties(self.model), uploading():
             self.model.to(self.root_device)
+        if self._sharding is not None:
+            assert self.lightning_module is not None
+            trainer = self.lightning_module.trainer
+            self._sharding.prepare(self.lightning_module, lambda: example_batch(trainer))
         self._backend.flush()
 
     def teardown(self) -> None:
@@ -201,6 +228,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
                 self._run.before_teardown()
             model = self.lightning_module
             with _keeping_ties(model):
+                if self._sharding is not None:
+                    bring_to_host(model, self.optimizers)
                 SingleDeviceStrategy.teardown(self)
 
     def _forget_run(self) -> None:
@@ -215,7 +244,10 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         if self._run is not None:
             self._run.before_upload()
         with uploading():
-            return super().batch_to_device(batch, device, dataloader_idx)
+            batch = super().batch_to_device(batch, device, dataloader_idx)
+        if self._sharding is not None:
+            self._sharding.place_batch(batch)
+        return batch
 
     # ---- training ------------------------------------------------------------------------------
 
