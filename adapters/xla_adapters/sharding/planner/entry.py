@@ -213,14 +213,14 @@ class _Work:
 
     def least_memory(self, mesh: Mesh) -> float:
         """Bytes per device of the plan that takes the fewest."""
-        program = (
-            self._formulate(mesh, [], follow=False)
-            if self.captured is not None
-            else structural.formulate(
-                self.parameters, self._fabric(mesh), rows=self.rows, optimizer_bytes=self.optimizer_bytes
-            )[0]
-        )
-        return program.program.least_memory() + sum(self._constant(mesh).values())
+        if self.captured is not None:
+            programs = [self._formulate(mesh, [without_cuts], follow=True), self._formulate(mesh, [], follow=False)]
+        else:
+            fabric = self._fabric(mesh)
+            programs = [
+                structural.formulate(self.parameters, fabric, rows=self.rows, optimizer_bytes=self.optimizer_bytes)[0]
+            ]
+        return min(item.program.least_memory() for item in programs) + sum(self._constant(mesh).values())
 
     def cost(self, plan: ShardingPlan) -> PlanCost:
         """What a step costs under a plan; its specs are those of the parameters here."""

@@ -9,11 +9,12 @@ not depend on how many there are. The formulation follows Alpa (Zheng et al., OS
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from xla_adapters.sharding.mesh import MODEL, Mesh, Spec
+from xla_adapters.sharding.mesh import DATA, MODEL, Mesh, Spec
 from xla_adapters.sharding.planner import storage
+from xla_adapters.sharding.planner.costs import Charge
 from xla_adapters.sharding.planner.fold import Folded
 from xla_adapters.sharding.planner.graph import Graph, Operand, Operator
 from xla_adapters.sharding.planner.reshard import reshard
@@ -34,13 +35,11 @@ class Problem:
         program: the columns.
         strategies: of each class of operators, with their columns.
         stores: the specs of each class of parameters, with their columns.
-        seams: flows that change a layout: (source operator, column).
     """
 
     program: Program = field(default_factory=Program)
     strategies: dict[int, list[tuple[Strategy, int]]] = field(default_factory=dict)
     stores: dict[str, list[tuple[Spec, int]]] = field(default_factory=dict)
-    seams: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,9 @@ def formulate(
         optimizer_bytes: of optimizer state for each element of a trainable parameter.
         filters: take strategies away; never all.
         follow: only layouts that GSPMD (Xu et al., arXiv 2105.04663) propagates from the parameters by itself: no
-            value is cut along the model axis unless a parameter that is used with it is.
+            value is cut along the model axis unless a parameter that is used with it is. Otherwise the batch and the
+            sequence may be cut too, but no parameter is stored split over the data axis: GSPMD then gathers
+            activations in the place of parameters, and such plans sent twice what was predicted.
     """
     return _Formulation(
         graph=graph, folded=folded, parameters=parameters, rules=rules, optimizer_bytes=optimizer_bytes,
@@ -92,8 +93,13 @@ class _Formulation:
     problem: Problem = field(default_factory=Problem)
 
     def write(self) -> Problem:
+        uses: dict[str, int] = {}
+        for operator in self.graph.operators:
+            for operand in operator.operands:
+                if operand.parameter is not None:
+                    uses[operand.parameter] = uses.get(operand.parameter, 0) + 1
         for name in sorted(self.parameters):
-            self._store(self.parameters[name])
+            self._store(replace(self.parameters[name], uses=uses.get(name, 1)))
         times: dict[int, int] = {}
         for operator in self.graph.operators:
             key = self.folded.operators.of(operator.index)
@@ -118,6 +124,8 @@ class _Formulation:
         program = self.problem.program
         columns = []
         for spec in storage.choices(parameter, self._mesh):
+            if not self.follow and parameter.fixed is None and storage.split_dim(spec, DATA) is not None:
+                continue
             column = program.column(
                 charges=storage.data_charges(parameter, spec, self.rules.fabric) * parameter.count,
                 integral=True,
@@ -253,14 +261,24 @@ class _Formulation:
 
     def _price(self, source: Operator, state: State, members: Sequence[tuple[int, _Seam, Want]], times: int) -> None:
         changes = [reshard(self.rules, source, seam.operand, state, want) for _, seam, want in members]
-        change = max(changes, key=lambda item: sum(charge.seconds for charge in item.charges))
-        if not change.charges:
+        flows = [flow for flow, _, _ in members]
+        forward = max(changes, key=lambda item: _seconds(item.forward))
+        kept = forward.kept / times if members[0][1].consumer in self.folded.recomputed else forward.kept
+        self._charge(flows, forward.forward, kept, times)
+        partial = any(want.partial for _, _, want in members)
+        if partial and not self.rules.fabric.topology.merges_sums:
+            for flow, change in zip(flows, changes, strict=True):
+                self._charge([flow], change.backward, 0.0, times)
+        else:
+            self._charge(flows, max((item.backward for item in changes), key=_seconds), 0.0, times)
+
+    def _charge(self, flows: Sequence[int], charges: tuple[Charge, ...], kept: float, times: int) -> None:
+        """Collectives that run once if any of these flows is taken."""
+        if not charges:
             return
         program = self.problem.program
-        kept = change.kept / times if members[0][1].consumer in self.folded.recomputed else change.kept
-        column = program.column(charges=change.charges, memory={"activations": kept}, times=times)
-        self.problem.seams.append((source.index, column))
-        for flow, _, _ in members:
+        column = program.column(charges=charges, memory={"activations": kept}, times=times)
+        for flow in flows:
             program.row({column: 1.0, flow: -1.0}, 0.0, float("inf"))
 
     def _may_cut(self, consumer: int, strategy: Strategy) -> bool:
@@ -270,3 +288,7 @@ class _Formulation:
             operand.parameter is not None and want.state is not None
             for operand, want in zip(operands, strategy.wants, strict=True)
         )
+
+
+def _seconds(charges: tuple[Charge, ...]) -> float:
+    return sum(charge.seconds for charge in charges)

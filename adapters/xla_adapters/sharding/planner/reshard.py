@@ -17,11 +17,12 @@ class Reshard:
     """A change of layout, and that of the gradient on its way back.
 
     Attributes:
-        charges: collectives, forward and backward.
+        forward, backward: collectives.
         kept: bytes on each device of a copy that is kept for the backward pass.
     """
 
-    charges: tuple[Charge, ...] = ()
+    forward: tuple[Charge, ...] = ()
+    backward: tuple[Charge, ...] = ()
     kept: float = 0.0
 
 
@@ -46,18 +47,18 @@ def reshard(rules: Rules, source: Operator, operand: Operand, state: State, want
             back = fabric.all_gather(MODEL, rules.local(operand), _CAUSE)
         else:
             back = ()
-        return Reshard(charges=(*gather, *back), kept=size)
+        return Reshard(forward=gather, backward=back, kept=size)
     if view == want.state and not want.partial:
         return Reshard()
     if view is None:
         # A copy for each index of the split dimension: a device's gradient is a part of the sum over them.
         copied = want.state is not None and operand.origin(want.state) is None and operand.size > source.size
         if want.partial or copied:
-            return Reshard(charges=fabric.all_reduce(MODEL, size, _CAUSE))
+            return Reshard(backward=fabric.all_reduce(MODEL, size, _CAUSE))
         # A slice; the gradient is gathered.
-        return Reshard(charges=fabric.all_gather(MODEL, size, _CAUSE))
+        return Reshard(backward=fabric.all_gather(MODEL, size, _CAUSE))
     if want.state is None:
         back = fabric.reduce_scatter(MODEL, size, _CAUSE) if want.partial else ()
-        return Reshard(charges=(*fabric.all_gather(MODEL, size, _CAUSE), *back), kept=size)
+        return Reshard(forward=fabric.all_gather(MODEL, size, _CAUSE), backward=back, kept=size)
     moves = fabric.all_to_all(MODEL, size, _CAUSE)
-    return Reshard(charges=(*moves, *moves), kept=size / fabric.model)
+    return Reshard(forward=moves, backward=moves, kept=size / fabric.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from xla_adapters.sharding.mesh import DATA, MODEL, DimSpec, Mesh, Spec
+from xla_adapters.sharding.mesh import DATA, MODEL, DimSpec, Mesh, Spec, used_axes
 from xla_adapters.sharding.plan import ActivationPlan, PlanCost
 from xla_adapters.sharding.planner.costs import total
 from xla_adapters.sharding.planner.fold import Folded
@@ -79,39 +79,47 @@ class Solution:
         axes = (DATA, MODEL) if votes[True] > votes[False] else (DATA,)
         return tuple(axis for axis in axes if axis in self._mesh.axis_names)
 
-    def relies_on_cuts(self) -> bool:
-        """Whether a value lies in a way that parameters do not imply: the batch or the sequence over the model axis."""
-        for operator in self.graph.operators:
-            strategy = self.strategy(operator.index)
-            for operand, want in zip(operator.operands, strategy.wants, strict=True):
-                if operand.parameter is not None and want.partial:
-                    return True
-        return False
-
     def activations(self) -> tuple[ActivationPlan, ...]:
-        """Constraints: on what every layer returns, on what modules return that is laid out anew afterwards, and, where
-        the plan relies on cuts, on what every module with parameters returns."""
-        changed = {source for source, column in self.problem.seams if self.values[column] > 0.5}
-        layers = {layer.name for layer in self.skeleton.layers}
-        leaves = {
-            name for name, module in self.skeleton.module.named_modules() if any(True for _ in module.parameters(False))
-        }
-        cuts = self.relies_on_cuts()
+        """Constraints on what modules return, so that the compiler lays values out as planned.
+
+        On every layer; and, where the model axis is used, on every module with parameters: left alone, GSPMD spreads
+        the layout of an embedding or a bias over the values behind it, and gathers them once for each use.
+        """
+        modules = {layer.name for layer in self.skeleton.layers}
+        if any(MODEL in used_axes(spec) for spec in self.specs().values()) or MODEL in self.batch():
+            modules |= {
+                name
+                for name, module in self.skeleton.module.named_modules()
+                if any(True for _ in module.parameters(recurse=False))
+            }
+        taken = self._taken()
         found: dict[str, Spec] = {}
         for module, operand in sorted(self.graph.outputs.items()):
-            if operand.source is None:
-                continue
-            moves = self.folded.operators.of(operand.source) in changed
-            if module in layers or moves or (cuts and module in leaves):
-                spec = self._spec(operand)
+            if module in modules and operand.source is not None:
+                spec = self._spec(operand, taken)
                 if any(spec):
                     found.update(dict.fromkeys(self.skeleton.originals(module), spec))
         return tuple(ActivationPlan(module=module, spec=spec) for module, spec in sorted(found.items()))
 
-    def _spec(self, operand: Operand) -> Spec:
+    def _taken(self) -> dict[int, State]:
+        """For each value the layout its users take it in, if that is one; it is the best moment to change it."""
+        users: dict[int, set[State]] = {}
+        for operator in self.graph.operators:
+            wants = self.strategy(operator.index).wants
+            for operand, want in zip(operator.operands, wants, strict=True):
+                if operand.source is not None:
+                    state = None if want.state is None else operand.origin(want.state)
+                    # A split that the value itself cannot have is made later.
+                    later = want.state is not None and state is None
+                    own = self.strategy(operand.source).output
+                    users.setdefault(operand.source, set()).add(own if later else state)
+        return {source: states.pop() for source, states in users.items() if len(states) == 1}
+
+    def _spec(self, operand: Operand, taken: Mapping[int, State]) -> Spec:
         state: State = None
         if operand.source is not None:
-            state = seen_as(self.rules, operand, self.strategy(operand.source).output)
+            made = self.strategy(operand.source).output
+            state = seen_as(self.rules, operand, taken.get(operand.source, made))
         spec: list[DimSpec] = [None] * len(operand.shape)
         if operand.batch is not None and DATA in self._mesh.axis_names:
             spec[operand.batch] = DATA

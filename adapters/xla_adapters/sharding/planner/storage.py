@@ -19,6 +19,7 @@ class Parameter:
         trainable: it has a gradient and optimizer state.
         count: how many there are.
         fixed: the spec somebody else decided.
+        uses: how many operators use each; more than one where it is tied.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Parameter:
     trainable: bool
     count: int
     fixed: Spec | None = None
+    uses: int = 1
 
     @property
     def size(self) -> float:
@@ -54,7 +56,10 @@ def choices(parameter: Parameter, mesh: Mesh) -> list[Spec]:
             if model is not None:
                 spec[model] = MODEL
             if data is not None:
-                spec[data] = DATA if spec[data] is None else (MODEL, DATA)
+                if data == model:
+                    # One dimension over both axes: GSPMD cannot undo one without the other, and gathers everything.
+                    continue
+                spec[data] = DATA
             if all(size % mesh.parts(entry) == 0 for size, entry in zip(parameter.shape, spec, strict=True)):
                 found.append(tuple(spec))
     return found
@@ -64,10 +69,11 @@ def data_charges(parameter: Parameter, spec: Spec, fabric: Fabric) -> tuple[Char
     """On the data axis: gradients are summed up; a split parameter is gathered, forward and backward (ZeRO, FSDP)."""
     size = parameter.size / (1 if split_dim(spec, MODEL) is None else fabric.model)
     if split_dim(spec, DATA) is None:
-        return fabric.all_reduce(DATA, size, GRADIENTS) if parameter.trainable else ()
-    gathers = fabric.all_gather(DATA, size, "parameters")
+        times = 1 if fabric.topology.merges_sums else parameter.uses
+        return fabric.all_reduce(DATA, size, GRADIENTS) * times if parameter.trainable else ()
+    gathers = fabric.all_gather(DATA, size, "parameters") * _gathers(fabric)
     scatter = fabric.reduce_scatter(DATA, size, GRADIENTS) if parameter.trainable else ()
-    return (*gathers, *gathers, *scatter)
+    return (*gathers, *scatter)
 
 
 def use_charges(
@@ -91,12 +97,16 @@ def use_charges(
     if stored is None:
         return fabric.all_gather(MODEL, size, GRADIENTS) if trainable else ()
     if used is None:
-        gathers = fabric.all_gather(MODEL, size, "parameters")
+        gathers = fabric.all_gather(MODEL, size, "parameters") * _gathers(fabric)
         scatter = fabric.reduce_scatter(MODEL, size, GRADIENTS) if partial and trainable else ()
-        return (*gathers, *gathers, *scatter)
-    moves = fabric.all_to_all(MODEL, size, "parameters")
+        return (*gathers, *scatter)
+    moves = fabric.all_to_all(MODEL, size, "parameters") * _gathers(fabric)
     back = fabric.all_to_all(MODEL, size, GRADIENTS) if trainable else ()
-    return (*moves, *moves, *back)
+    return (*moves, *back)
+
+
+def _gathers(fabric: Fabric) -> int:
+    return 2 if fabric.topology.gathers_again else 1
 
 
 def memory(parameter: Parameter, spec: Spec, mesh: Mesh, optimizer_bytes: float) -> dict[str, float]:

@@ -23,6 +23,10 @@ class Topology:
         axis_bandwidth: where an axis differs, e.g. `{"data": 3e9}` for a data axis that crosses hosts.
         axis_latency: likewise.
         reduce_scatter: the compiler emits reduce-scatter; XLA's CPU backend emits an all-reduce and takes a slice.
+        merges_sums: several partial gradients of one value are added before they are reduced, once; XLA's CPU backend
+            reduces each.
+        gathers_again: a parameter that is stored split is gathered for the forward pass and again for the backward
+            pass, as it must be to save memory; XLA's CPU backend keeps what it gathered.
 
     Raises:
         ConfigError: a figure is not positive.
@@ -37,6 +41,8 @@ class Topology:
     axis_bandwidth: Mapping[str, float] = field(default_factory=dict)
     axis_latency: Mapping[str, float] = field(default_factory=dict)
     reduce_scatter: bool = True
+    merges_sums: bool = True
+    gathers_again: bool = True
 
     def __post_init__(self) -> None:
         figures = {
@@ -88,6 +94,8 @@ _PRESETS = {
             bandwidth=1e9,
             latency=2e-5,
             reduce_scatter=False,
+            merges_sums=False,
+            gathers_again=False,
         ),
         Topology(name="v4", flops=275e12, memory_bandwidth=1.2e12, memory_bytes=32 * _GIB, bandwidth=9e10),
         Topology(name="v5e", flops=197e12, memory_bandwidth=8.1e11, memory_bytes=16 * _GIB, bandwidth=9e10),
