@@ -596,7 +596,11 @@ def test_what_cannot_work_is_refused() -> None:
     refused("MixedPrecision", lambda: Fabric(strategy=strategy(), plugins=[MixedPrecision("bf16-mixed", "cpu")]))
     refused("xla_mode='turbo'", lambda: strategy(xla_mode="turbo"), ConfigError)  # type: ignore[arg-type]
     refused("accumulation='unrolled'", lambda: strategy(accumulation="unrolled"))
-    refused("auto_sharding=True", lambda: strategy(auto_sharding=True), RuntimeOrderError)
+    refused(
+        "with sharding was created after the XLA runtime had started",
+        lambda: strategy(auto_sharding=True),
+        RuntimeOrderError,
+    )
     model = nn.Linear(2, 2)
     fused = torch.optim.AdamW(model.parameters(), fused=True)
     refused("fused=True", lambda: Fabric(strategy=strategy()).setup(model, fused))

@@ -78,19 +78,21 @@ def test_options_of_the_strategy() -> None:
 
 
 @isolated
-def test_sharding() -> None:
-    with pytest.raises(UnsupportedOptionError, match="does not shard; leave it off"):
-        XLAEagerStrategy(auto_sharding=True)
+def test_sharding_comes_before_anything_on_the_device() -> None:
     torch.ones(1).to("xla")
-    with pytest.raises(RuntimeOrderError, match=r"after the XLA runtime had started.*Create this strategy first"):
-        XLAEagerStrategy(auto_sharding=True)
+    xla_adapters.initialize()
+    for option in ({"auto_sharding": True}, {"sharding": "dp"}):
+        with pytest.raises(RuntimeOrderError, match=r"after the XLA runtime had started.*Create this strategy first"):
+            XLAEagerStrategy(**option)
 
 
 @both_ways
 @isolated(env={"CPU_NUM_DEVICES": "2"})
 def test_a_process_under_spmd(how: str) -> None:
     xla_adapters.initialize(spmd=True)
-    with pytest.raises(RuntimeOrderError, match=r"under SPMD.*in a process of its own"):
+    with pytest.raises(
+        RuntimeOrderError, match=r"under SPMD.*Give it auto_sharding=True or sharding=.*in a process of its own"
+    ):
         make_trainer(given(how))
 
 
