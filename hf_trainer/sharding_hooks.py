@@ -73,7 +73,7 @@ class ShardingHooks(TrainerHooks):
         dataset: Any = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         if isinstance(dataset, dict):
             dataset = next(iter(dataset.values()))
-        if not hasattr(dataset, "__getitem__"):
+        if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__getitem__"):
             return None
         with _random_numbers_kept():
             samples = [dataset[0]] * self.args.train_batch_size

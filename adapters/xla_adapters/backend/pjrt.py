@@ -272,6 +272,7 @@ class PJRTBackend:
         if self.is_spmd():
             if any(self.is_pending(tensor) for tensor in tensors):
                 self.flush()
+            self.wait()
             cut = [index for index, tensor in enumerate(tensors) if self.tiles_of(tensor) is not None]
             for index, whole in zip(cut, _put_together([tensors[index] for index in cut]), strict=True):
                 copies[index] = whole
@@ -300,8 +301,8 @@ class PJRTBackend:
 
     def upload_sharded(self, tensor: torch.Tensor, tiles: Tiles) -> torch.Tensor:
         """A copy of a host tensor on the devices, each with its own part only."""
-        copy = self.to_device(tensor)
-        self.shard(copy, tiles)
+        spec = _C.XlaShardingSpec(tensor, *_op_sharding_arguments(tiles), False)
+        copy: torch.Tensor = _C._xla_tensors_from_aten([tensor.detach()], [str(self.device())], [spec])[0]
         return copy
 
     @contextmanager
@@ -419,14 +420,18 @@ class _Constrained(torch.autograd.Function):
 
 
 def _op_sharding(tiles: Tiles) -> Any:
+    return _C.OpSharding(*_op_sharding_arguments(tiles))
+
+
+def _op_sharding_arguments(tiles: Tiles) -> tuple[Any, ...]:
     if tiles.number == 1:
-        return _C.OpSharding([], [], [], _REPLICATED)
+        return [], [], [], _REPLICATED
     tiled = np.array(tiles.devices)
     if tiles.copies == 1:
-        return _C.OpSharding(tiled.reshape(tiles.counts).tolist(), [], [], _TILED)
+        return tiled.reshape(tiles.counts).tolist(), [], [], _TILED
     groups = tiled.reshape(tiles.number, tiles.copies).tolist()
     order = np.arange(tiles.number).reshape(tiles.counts).tolist()
-    return _C.OpSharding(tiled.reshape(*tiles.counts, tiles.copies).tolist(), order, groups, _PARTIAL)
+    return tiled.reshape(*tiles.counts, tiles.copies).tolist(), order, groups, _PARTIAL
 
 
 def _tiles_from_text(text: str, rank: int) -> Tiles | None:

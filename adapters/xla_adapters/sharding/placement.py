@@ -46,6 +46,9 @@ class Placement:
         Raises:
             ConfigError: the plan was made for another model.
         """
+        if self._backend.pending_count():
+            # What is not computed yet would be annotated in its graph, and lie somewhere else afterwards.
+            self._backend.flush()
         for name, parameter in model.named_parameters():
             spec = self.plan.spec_of(name)
             if len(spec) != parameter.ndim:

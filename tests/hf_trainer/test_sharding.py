@@ -1,0 +1,307 @@
+"""Sharded training: the losses of one plain CPU, one graph per step, every tensor cut as planned."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import hf_trainer
+import xla_adapters
+from hf_trainer import XLAArguments
+from tests.hf_trainer.scenarios import Run, arguments, assert_close, ours, reference, train
+from tests.hf_trainer.sharded_models import MODELS, ROWS, data, model
+from tests.isolation import isolated
+from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
+from xla_adapters.sharding import Mesh, ShardingConfig
+from xla_adapters.sharding.placement import tiles_of
+from xla_adapters.sharding.sharder import spec_of
+
+STEPS = 6
+on_8_devices = functools.partial(isolated, env={"CPU_NUM_DEVICES": "8"})
+on_4_devices = functools.partial(isolated, env={"CPU_NUM_DEVICES": "4"})
+
+
+def options(**more: Any) -> dict[str, Any]:
+    return {
+        "per_device_train_batch_size": ROWS,
+        "per_device_eval_batch_size": ROWS,
+        "max_steps": STEPS,
+        "learning_rate": 1e-3,
+        "max_grad_norm": 0.5,
+        **more,
+    }
+
+
+def start() -> None:
+    xla_adapters.initialize(spmd=True)
+
+
+def sharded(name: str, sharding: Any, *, args: dict[str, Any] | None = None, **more: Any) -> Run:
+    start()
+    return ours(model(name), data(name), args=arguments(**options(**(args or {}))), sharding=sharding, **more)
+
+
+def assert_cut_as_planned(run: Run) -> int:
+    """Every parameter and every state of the optimizer; returns how many tensors are split."""
+    backend, plan, split = xla_adapters.get_backend(), run.trainer.sharding_plan, 0
+    optimizer = run.trainer.optimizer
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    for name, parameter in run.trainer.model.named_parameters():
+        expected = tiles_of(plan.mesh, plan.spec_of(name))
+        wanted = None if expected.number == 1 else expected
+        states = {key: value for key, value in optimizer.state[parameter].items() if value.device.type == "xla"}
+        assert set(states) == {"exp_avg", "exp_avg_sq"}, name
+        for key, value in {"parameter": parameter, **states}.items():
+            assert backend.tiles_of(value) == wanted, f"{name}, {key}"
+            split += wanted is not None
+    return split
+
+
+def trains_as_on_one_cpu(name: str, sharding: Any, *, split: bool = True, steps: int = STEPS) -> Run:
+    run = sharded(name, sharding, args={"max_steps": steps})
+    run.assert_one_graph(steps)
+    assert (assert_cut_as_planned(run) > 0) == split
+    expected = reference(model(name), data(name), args=options(max_steps=steps))
+    assert_close(run.losses, expected.losses, 1e-5)
+    assert_close(run.logged("grad_norm"), expected.logged("grad_norm"), 1e-4)
+    return run
+
+
+@on_8_devices
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str) -> None:
+    trains_as_on_one_cpu(name, "2d")
+
+
+@on_8_devices
+@pytest.mark.parametrize("scheme", ["dp", "fsdp", "tp"])
+def test_schemes(scheme: str) -> None:
+    trains_as_on_one_cpu("llama", scheme, split=scheme != "dp")
+
+
+@on_4_devices
+def test_four_devices() -> None:
+    run = trains_as_on_one_cpu("gpt2", "2d")
+    assert run.trainer.sharding_plan.mesh == Mesh.data_and_model(2, 2)
+
+
+@pytest.mark.slow
+@on_8_devices
+@pytest.mark.parametrize("scheme", ["dp", "fsdp", "tp", "2d"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_by_every_scheme(name: str, scheme: str) -> None:
+    trains_as_on_one_cpu(name, scheme, split=scheme != "dp", steps=20)
+
+
+@on_8_devices
+def test_a_mesh_of_ones_own_and_overrides() -> None:
+    config = ShardingConfig(
+        scheme="2d",
+        mesh_shape=(2, 4),
+        axis_names=("model", "data"),
+        overrides={"*.mlp.*": (None, None), "model.norm.weight": ("data",)},
+    )
+    run = trains_as_on_one_cpu("llama", config)
+    plan = run.trainer.sharding_plan
+    assert plan.spec_of("model.layers.1.mlp.up_proj.weight") == (None, None)
+    assert plan.spec_of("model.norm.weight") == ("data",)
+    assert plan.spec_of("model.layers.0.self_attn.q_proj.weight") == ("model", "data")
+
+
+@on_8_devices
+def test_accumulation_evaluation_and_a_partial_batch() -> None:
+    samples = data("gpt2", 3 * ROWS + 8)
+    args = options(gradient_accumulation_steps=2, num_train_epochs=1, max_steps=-1, eval_strategy="epoch")
+    start()
+    run = ours(model("gpt2"), samples, args=arguments(**args), eval_dataset=samples[: ROWS + 3], sharding="fsdp")
+    expected = reference(model("gpt2"), samples, args=args, eval_dataset=samples[: ROWS + 3])
+    assert_close(run.losses, expected.losses, 1e-5)
+    assert_close(run.logged("eval_loss"), expected.logged("eval_loss"), 1e-5)
+    assert_cut_as_planned(run)
+
+
+@on_8_devices
+def test_checkpoint_is_whole_costs_no_compile_and_resumes_exactly(tmp_path: Path) -> None:
+    start()
+    args = {"save_strategy": "steps", "save_steps": 3, "output_dir": str(tmp_path)}
+    run = sharded("llama", "tp", args=args)
+    # The step and nothing else: what is saved is put together on the host.
+    assert run.counts.compiles == 1, run.explain()
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / f"checkpoint-{STEPS}")
+    for name, value in run.parameters().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    resumed = sharded(
+        "llama", "tp", args=args, train_options={"resume_from_checkpoint": str(tmp_path / "checkpoint-3")}
+    )
+    assert resumed.losses == run.losses
+    assert_cut_as_planned(resumed)
+
+
+@on_8_devices
+def test_predictions_are_those_of_one_cpu() -> None:
+    start()
+    trainer = hf_trainer.Trainer(
+        model=model("bert"), args=arguments(**options()), sharding="2d", eval_dataset=data("bert")
+    )
+    predicted = trainer.predict(data("bert", ROWS + 5))
+    plain = model("bert").eval()
+    with torch.no_grad():
+        expected = torch.cat([plain(input_ids=sample["input_ids"][None]).logits for sample in data("bert", ROWS + 5)])
+    torch.testing.assert_close(torch.as_tensor(predicted.predictions), expected, atol=1e-5, rtol=0)
+
+
+class Fails(hf_trainer.Trainer):
+    """Fails in the middle of the third step."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        if self.state.global_step == 2:
+            raise ValueError("the test's own")
+        return loss
+
+
+@on_8_devices
+def test_a_failed_step_leaves_parameters_cut_and_as_before() -> None:
+    start()
+    trainer = Fails(model=model("gpt2"), args=arguments(**options()), train_dataset=data("gpt2"), sharding="2d")
+    with pytest.raises(ValueError, match="the test's own"):
+        train(trainer)
+    run = Run(trainer)
+    assert_cut_as_planned(run)
+    shorter = reference(model("gpt2"), data("gpt2"), args=options(max_steps=STEPS, lr_scheduler_type="constant"))
+    assert len(shorter.losses) == STEPS
+    two = sharded("gpt2", "2d", args={"max_steps": 2, "lr_scheduler_type": "linear"})
+    for name, value in two.parameters().items():
+        # The schedule of two steps is another; the step that failed is in neither.
+        assert (value - run.parameters()[name]).abs().max() < 3e-3, name
+
+
+@on_8_devices
+def test_norms_and_gradient_checkpointing() -> None:
+    args = {"gradient_checkpointing": True}
+    run = sharded("gpt2", "fsdp", args=args)
+    assert_close(run.losses, reference(model("gpt2"), data("gpt2"), args=options()).losses, 1e-5)
+
+
+@on_8_devices
+def test_annotations_of_the_user_stay() -> None:
+    start()
+    backend, net, mesh = xla_adapters.get_backend(), model("gpt2"), Mesh.data_and_model(4, 2)
+    net.to("xla")
+    net.tie_weights()
+    weight = net.transformer.h[0].mlp.c_fc.weight
+    backend.shard(weight, tiles_of(mesh, ("data", None)))
+    run = ours(net, data("gpt2"), args=arguments(**options()), sharding="2d")
+    entry = next(
+        item for item in run.trainer.sharding_plan.parameters if item.name == "transformer.h.0.mlp.c_fc.weight"
+    )
+    assert (entry.spec, entry.decided_by) == (("data", None), "user")
+    assert_cut_as_planned(run)
+    assert_close(run.losses, reference(model("gpt2"), data("gpt2"), args=options()).losses, 1e-5)
+
+
+@on_8_devices
+@pytest.mark.parametrize(
+    "flag", [{"auto_sharding": True}, {"sharding": {"auto_sharding": {"keep_user_sharding": True}}}]
+)
+def test_automatic(flag: dict[str, Any]) -> None:
+    start()
+    run = ours(model("llama"), data("llama"), args=arguments(**options()), **flag)
+    run.assert_one_graph(STEPS)
+    plan = run.trainer.sharding_plan
+    assert plan.predicted is not None
+    assert plan.predicted.step_seconds > 0
+    assert_cut_as_planned(run)
+    assert_close(run.losses, reference(model("llama"), data("llama"), args=options()).losses, 1e-5)
+
+
+@on_8_devices
+def test_automatic_within_a_budget_that_only_fits_split_state() -> None:
+    start()
+    state = 16 * sum(parameter.numel() for parameter in model("llama").parameters())
+    config = ShardingConfig(memory_budget=int(0.5 * state))
+    run = ours(model("llama"), data("llama"), args=arguments(**options()), sharding=config)
+    plan = run.trainer.sharding_plan
+    assert plan.predicted is not None
+    assert plan.predicted.memory_bytes <= config.memory_budget
+    assert assert_cut_as_planned(run) > 0
+    assert_close(run.losses, reference(model("llama"), data("llama"), args=options()).losses, 1e-5)
+
+
+@on_8_devices
+def test_a_stream_of_data_is_planned_by_a_recipe_and_says_so() -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(data("gpt2"))
+
+    start()
+    with pytest.warns(UserWarning, match="no batch to plan for"):
+        run = ours(model("gpt2"), Stream(), args=arguments(**options(max_steps=3)), auto_sharding=True)
+    assert run.trainer.sharding_plan.name == "fsdp"
+
+
+# ---- what cannot work ------------------------------------------------------------------------------
+
+
+@on_8_devices
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"sharding": "zero3"}, "valid values: 'auto', 'dp', 'fsdp', 'tp', '2d'"),
+        ({"sharding": "dp", "auto_sharding": True}, "not both"),
+        ({"sharding": ShardingConfig(mesh_shape=(3, 2))}, "for 6 devices, and there are 8"),
+        ({"sharding": {"mesh": (2, 4)}}, "unknown sharding option"),
+        ({"xla_args": XLAArguments(sharding="dp"), "sharding": "dp"}, "asked for twice"),
+    ],
+)
+def test_options_that_contradict(wanted: dict[str, Any], message: str) -> None:
+    start()
+    with pytest.raises(ConfigError, match=message):
+        hf_trainer.Trainer(model=model("gpt2"), args=arguments(**options()), **wanted)
+
+
+@on_8_devices
+def test_what_the_model_or_the_batch_does_not_divide() -> None:
+    start()
+    with pytest.raises(ConfigError, match=r"per_device_train_batch_size=12: .* use 16 or 8"):
+        sharded("gpt2", "dp", args={"per_device_train_batch_size": 12})
+    wrong = ShardingConfig(scheme="dp", overrides={"*.wpe.weight": (("data", "model"), "data")})
+    with pytest.raises(ConfigError, match="uses an axis twice"):
+        sharded("gpt2", wrong)
+    nobody = ShardingConfig(scheme="dp", overrides={"nobody.*": (None,)})
+    with pytest.raises(ConfigError, match="fit no parameter"):
+        sharded("gpt2", nobody)
+    with pytest.raises(ConfigError, match="too little: the smallest"):
+        sharded("gpt2", ShardingConfig(memory_budget=1000))
+
+
+@on_8_devices
+def test_modes_and_partitioners_that_cannot_shard() -> None:
+    start()
+    with pytest.raises(UnsupportedOptionError, match="dynamo"):
+        sharded("gpt2", "dp", xla_mode="eager+dynamo")
+    with pytest.raises(UnsupportedOptionError, match="no pass that shards by itself"):
+        sharded("gpt2", {"auto_sharding": {"partitioner": "alpa", "keep_user_sharding": True}})
+    with pytest.raises(RuntimeOrderError, match="without sharding"):
+        ours(nn.Linear(2, 2), data("gpt2"))
+
+
+@on_8_devices
+def test_sharding_after_the_runtime_started_without_it() -> None:
+    args = arguments(**options())
+    with pytest.raises(RuntimeOrderError, match=r"initialize\(spmd=True\)"):
+        hf_trainer.Trainer(model=model("gpt2"), args=args, sharding="dp")
+
+
+@on_8_devices
+def test_a_plan_of_a_mesh_is_found_back_from_tiles() -> None:
+    mesh = Mesh.data_and_model(4, 2)
+    for spec in (("data", None), (None, "model"), ("model", "data"), (("data", "model"), None), (None, None)):
+        assert spec_of(mesh, tiles_of(mesh, spec)) == spec
