@@ -28,6 +28,7 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.step_counts --check
+	$(BIN)/python -m benchmarks.step_counts --lightning --check
 	$(BIN)/python -m benchmarks.modes --check
 	$(BIN)/python -m benchmarks.architectures --check
 

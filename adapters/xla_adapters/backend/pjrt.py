@@ -63,10 +63,9 @@ class PJRTBackend:
             if _C._xla_get_spmd_config_is_locked():
                 raise RuntimeOrderError(
                     "SPMD was asked for after the XLA runtime had started without it, and it cannot be switched on any "
-                    "more (torch_xla 2.9 crashes at the first execution). Call xla_adapters.initialize(spmd=True) at the "
-                    "start of the program, before a tensor or model is moved to the XLA device and before "
-                    "transformers.TrainingArguments are created, which start the runtime; or set XLA_USE_SPMD=1 for the "
-                    "process."
+                    "more (torch_xla 2.9 crashes at the first execution). Call xla_adapters.initialize(spmd=True) at "
+                    "the start of the program, before a tensor or model is moved to the XLA device and before "
+                    "transformers.TrainingArguments are created, which start the runtime; or set XLA_USE_SPMD=1."
                 )
             xr.use_spmd()
         # Under SPMD the device alone does not start the runtime; counting devices does.
@@ -308,7 +307,6 @@ class PJRTBackend:
     @contextmanager
     def gathering_on_host(self) -> Iterator[None]:
         """Lets torch_xla's own saving (`xm.save`) put cut tensors together as `to_host` does, until the exit."""
-        stock = _C._xla_get_cpu_tensors
         before = _C._xla_get_cpu_tensors
         _C._xla_get_cpu_tensors = self.to_host
         try:
