@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.sharding.planner.models import Batch, gpt2, llama, on_meta, tokens
+from tests.sharding.planner.models import Batch, gpt2, llama, mixtral, on_meta, tokens
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import Mesh, ParameterPlan, PlanCost, ShardingConfig, ShardingPlan
 from xla_adapters.sharding.mesh import Spec, used_axes
@@ -148,6 +148,51 @@ def test_a_batch_that_does_not_divide() -> None:
     with pytest.raises(ConfigError, match="a batch of 3 rows cannot be split over data=2"):
         _plans(llama(), tokens(3))
     assert {plan.mesh.shape for plan in _plans(llama(), tokens(4), mesh=None)} <= {(4, 2), (2, 4), (1, 8)}
+
+
+def test_constraints_stand_where_the_plan_relies_on_a_layout() -> None:
+    """The output of every layer, and of every module with weights: an embedding's already as its users take it."""
+    (plan,) = [plan for plan in _plans(_wide(num_hidden_layers=3), tokens(8, 128)) if not _cuts(plan)]
+    held = {item.module: item.spec for item in plan.activations}
+    whole, split = ("data", None, None), ("data", None, "model")
+    assert plan.spec_of("model.embed_tokens.weight") == (None, "model")
+    assert held["model.embed_tokens"] == whole
+    assert held["lm_head"] == split
+    for layer in range(3):
+        name = _LAYER.format(layer)
+        assert held[name.removesuffix(".")] == whole
+        assert held[f"{name}input_layernorm"] == held[f"{name}mlp.down_proj"] == whole
+        assert held[f"{name}self_attn.q_proj"] == held[f"{name}mlp.up_proj"] == split
+
+
+def test_experts_need_every_token() -> None:
+    cost = _predicted(_plans(mixtral(), tokens(), mesh=Mesh.data_and_model(8, 1))[0])
+    gathered = {(item.kind, item.axis): item for item in cost.collectives if item.cause == "activations"}
+    # In each of two layers: tokens for the experts, their weights, and what comes back.
+    width, picked = 64, 2
+    values = 8 * 16 * (width + picked + picked * width)
+    assert gathered["all-gather", "data"].wire_bytes == pytest.approx(2 * values * 4 * 7 / 8)
+
+
+def test_a_cpu_reduces_each_partial_gradient() -> None:
+    """Of three projections of one value; and keeps the parameters it gathered."""
+    model, batch = _wide(), tokens(64, 128)
+    mesh = Mesh.data_and_model(1, 8)
+    (plan, *_) = _plans(model, batch, mesh=mesh)
+    merging = evaluate(plan, model, batch, topology=_V5E)
+    each = evaluate(plan, model, batch, topology=dataclasses.replace(_V5E, merges_sums=False))
+    assert each.wire_bytes > merging.wire_bytes
+    again = dataclasses.replace(
+        plan,
+        mesh=Mesh.data_and_model(8, 1),
+        activations=(),
+        parameters=tuple(
+            dataclasses.replace(item, spec=("data", *(None,) * (len(item.shape) - 1))) for item in plan.parameters
+        ),
+    )
+    twice = evaluate(again, model, batch, topology=_V5E).wire_bytes
+    once = evaluate(again, model, batch, topology=dataclasses.replace(_V5E, gathers_again=False)).wire_bytes
+    assert once == pytest.approx(twice * 2 / 3)
 
 
 @torch.library.custom_op("planner_tests::mystery", mutates_args=())

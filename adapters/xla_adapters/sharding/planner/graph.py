@@ -223,9 +223,10 @@ class _Builder:
         for node in self.capture.nodes:
             if node not in self.seen or self.seen[node].source is None:
                 continue
-            inside = self.capture.modules[node]
-            for module in inside:
-                if any(module not in self.capture.modules[user] for user in node.users):
+            # A cast to the same type gives the value of another module a second name inside of this one.
+            made_in = self.graph.operators[self.seen[node].source or 0].modules
+            for module in self.capture.modules[node]:
+                if module in made_in and any(module not in self.capture.modules[user] for user in node.users):
                     leaving.setdefault(module, []).append(self.seen[node])
         self.graph.outputs = {module: values[0] for module, values in leaving.items() if len(values) == 1}
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from xla_adapters.sharding.mesh import MODEL
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.planner.fold import Folded
-from xla_adapters.sharding.planner.graph import Graph, Operator
+from xla_adapters.sharding.planner.graph import Graph, Operand, Operator
 from xla_adapters.sharding.planner.layers import Skeleton
 from xla_adapters.sharding.planner.problem import Filter
+from xla_adapters.sharding.planner.reshard import seen_as
 from xla_adapters.sharding.planner.result import entries
 from xla_adapters.sharding.planner.storage import split_dim
 from xla_adapters.sharding.planner.strategies import Rules, Strategy
-from xla_adapters.sharding.planner.strategies.base import State
+from xla_adapters.sharding.planner.strategies.base import State, Want
 
 
 def without_cuts(operator: Operator, strategies: list[Strategy]) -> list[Strategy]:
@@ -35,10 +36,12 @@ def without_cuts(operator: Operator, strategies: list[Strategy]) -> list[Strateg
 
 def forced(plan: ShardingPlan, graph: Graph, folded: Folded, skeleton: Skeleton, rules: Rules) -> list[Filter]:
     """Filters that keep what a plan says about the batch and about the outputs of modules."""
-    states: dict[int, State] = {}
+    made: dict[int, State] = {}
     if MODEL in plan.batch:
         for index in entries(graph):
-            states[folded.operators.of(index)] = graph.operators[index].batch
+            made[folded.operators.of(index)] = graph.operators[index].batch
+    # A constraint is met behind the operator: it may make its output otherwise, its users take it so.
+    taken: dict[int, State] = {}
     specs = {item.module: item.spec for item in plan.activations}
     for module, operand in sorted(graph.outputs.items()):
         spec = next((specs[name] for name in skeleton.originals(module) if name in specs), None)
@@ -47,11 +50,24 @@ def forced(plan: ShardingPlan, graph: Graph, folded: Folded, skeleton: Skeleton,
         dim = split_dim(spec, MODEL)
         state = None if dim is None else operand.origin(dim)
         if dim is None or (state is not None and rules.splits(operand.shape, dim, operand.batch)):
-            states[folded.operators.of(operand.source)] = state
+            taken[folded.operators.of(operand.source)] = state
+
+    def takes(operand: Operand, want: Want) -> bool:
+        if operand.source is None or folded.operators.of(operand.source) not in taken:
+            return True
+        state = taken[folded.operators.of(operand.source)]
+        if state is not None and seen_as(rules, operand, state) is None:
+            return True
+        return want.state == (None if state is None else operand.dims[state])
 
     def keep(operator: Operator, strategies: list[Strategy]) -> list[Strategy]:
-        if operator.index not in states:
-            return strategies
-        return [strategy for strategy in strategies if strategy.output == states[operator.index]]
+        found = [
+            strategy
+            for strategy in strategies
+            if all(takes(operand, want) for operand, want in zip(operator.operands, strategy.wants, strict=True))
+        ]
+        if operator.index not in made:
+            return found
+        return [strategy for strategy in found or strategies if strategy.output == made[operator.index]]
 
     return [keep]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from xla_adapters.sharding.mesh import MODEL
+from xla_adapters.sharding.mesh import DATA, MODEL
 from xla_adapters.sharding.planner.costs import Charge
 from xla_adapters.sharding.planner.graph import Operator
-from xla_adapters.sharding.planner.strategies.base import WHOLE, Rules, State, Strategy, Want
+from xla_adapters.sharding.planner.strategies.base import WHOLE, Rules, Strategy, Want
 
 
 def pointwise(operator: Operator, rules: Rules) -> list[Strategy]:
@@ -26,32 +26,39 @@ def pointwise(operator: Operator, rules: Rules) -> list[Strategy]:
 
 
 def rows(operator: Operator, rules: Rules) -> list[Strategy] | None:
-    """`index`, `index_select`, `gather`, `topk`, `sort`: whole rows are picked or ordered along one dimension.
+    """`index`, `index_select`, `gather`, `topk`, `sort`: parts are picked or ordered along one dimension.
 
-    Where the rows lie depends on values, so only a dimension behind them may be split. None for other forms.
+    Which parts depends on values, so only another dimension may be split; and where they are picked along the batch
+    (the tokens of experts), every device needs the whole of it. None for forms there is no rule for.
     """
     item, *others = operator.operands
-    indices = operator.argument(1, "indices")
+    if any(not other.free for other in others):
+        return None
     if operator.target == "index":
-        if not isinstance(indices, (list, tuple)) or len(indices) != 1 or any(not other.free for other in others):
+        indices = operator.argument(1, "indices")
+        if not isinstance(indices, (list, tuple)) or len(indices) != 1:
             return None
-        first = 1
-    elif operator.target in ("topk", "sort", "gather", "index_select"):
+        picked, shift = 0, len(operator.shape) - len(item.shape)
+    else:
         dim = operator.argument(2 if operator.target == "topk" else 1, "dim", -1)
-        if not isinstance(dim, int) or any(not other.free for other in others):
+        if not isinstance(dim, int):
             return None
-        first = dim % max(1, len(item.shape))
-        valid = [state for state in rules.states(operator) if state is None or state != first]
-        valid = [state for state in valid if state is None or item.shape[state] == operator.shape[state]]
-        return [_picked(operator, rules, state, state) for state in valid]
-    shift = len(operator.shape) - len(item.shape)
-    valid = [state for state in rules.states(operator) if state is None or state - shift >= first]
-    return [_picked(operator, rules, state, None if state is None else state - shift) for state in valid]
-
-
-def _picked(operator: Operator, rules: Rules, state: State, want: State) -> Strategy:
-    others = (WHOLE,) * (len(operator.operands) - 1)
-    return Strategy(output=state, wants=(Want(state=want), *others), seconds=rules.touch(operator, state))
+        picked, shift = dim % max(1, len(item.shape)), 0
+    found = []
+    for state in rules.states(item):
+        if state == picked or (state is not None and item.shape[state] != operator.shape[state + shift]):
+            continue
+        charges: tuple[Charge, ...] = ()
+        if picked == item.batch:
+            size = item.size / (1 if state is None else rules.fabric.model)
+            charges = (
+                *rules.fabric.all_gather(DATA, size, "activations"),
+                *rules.fabric.reduce_scatter(DATA, size, "activations"),
+            )
+        output = None if state is None else state + shift
+        wants = (Want(state=state), *(WHOLE,) * len(others))
+        found.append(Strategy(output=output, wants=wants, charges=charges, seconds=rules.touch(operator, output)))
+    return found
 
 
 def rearranged(operator: Operator, rules: Rules) -> list[Strategy]:
