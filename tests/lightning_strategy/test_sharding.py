@@ -118,7 +118,8 @@ def check_cuts(plan: ShardingPlan, module: nn.Module, optimizer: torch.optim.Opt
     return cut
 
 
-def assert_same_weights(ours: nn.Module, plain: nn.Module, tolerance: float = TOLERANCE) -> None:
+def assert_same_weights(ours: nn.Module, plain: nn.Module, tolerance: float = 5 * TOLERANCE) -> None:
+    """Less strict than for losses: AdamW moves a weight whose gradient is rounding alone, too."""
     for (name, value), other in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
         torch.testing.assert_close(value, other, rtol=0, atol=tolerance, msg=name)
 
