@@ -18,6 +18,8 @@ from xla_adapters.sharding.planner import evaluate, plan_model
 from xla_adapters.sharding.planner.topology import Topology
 from xla_adapters.sharding.templates import default_mesh, template
 
+_USABLE = 0.9
+
 
 def automatic_plan(
     model: torch.nn.Module,
@@ -48,6 +50,9 @@ def automatic_plan(
         plan = template("fsdp", model, mesh or default_mesh("fsdp", devices), config=config, fixed=fixed)
         return dataclasses.replace(plan, notes=(*plan.notes, reason))
     topology, notes = _topology(config)
+    if config.memory_budget is None and topology.name != "cpu":
+        # The rest is for the compiler's temporary values and the runtime.
+        config = dataclasses.replace(config, memory_budget=int(_USABLE * topology.memory_bytes))
     plans = plan_model(model, batch, mesh=mesh, devices=devices, config=config, topology=topology, fixed=fixed)
     for scheme in ("dp", "fsdp", "tp", "2d"):
         try:

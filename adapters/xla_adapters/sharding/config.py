@@ -28,7 +28,7 @@ class ShardingConfig:
             where it has one.
         keep_user_sharding: parameters that are annotated already stay so, and the plan is made around them.
         memory_budget: bytes per device that parameters, gradients, optimizer state and activations may
-            take; `None` for no limit.
+            take; if not given, nine tenths of what the topology's devices have (on the CPU no limit).
         topology: what devices and links can do, for the planner: `"cpu"`, `"v4"`, `"v5e"`, `"v5p"` or
             `"v6e"`; chosen by the device if not given.
         overrides: specs by name pattern (shell style, e.g. `{"*.lm_head.weight": ("model", None)}`); the

@@ -1,4 +1,4 @@
-"""`plan_model` and `evaluate`: what the planner is called by."""
+"""`plan_model`, `evaluate` and `evaluate_all`: what the planner is called by."""
 
 from __future__ import annotations
 
@@ -112,11 +112,40 @@ def evaluate(
     Raises:
         ConfigError: the plan is for another model, or its mesh does not divide the batch.
     """
-    names = {name for name, _ in model.named_parameters()}
-    specs = {name: plan.spec_of(name) for name in sorted(names)}
-    work = _Work.begin(model, batch, topology, optimizer_bytes_per_parameter, specs, {})
-    work.check(plan.mesh)
-    return work.cost(plan)
+    (cost,) = evaluate_all(
+        [plan], model, batch, topology=topology, optimizer_bytes_per_parameter=optimizer_bytes_per_parameter
+    )
+    return cost
+
+
+def evaluate_all(
+    plans: Sequence[ShardingPlan],
+    model: nn.Module,
+    batch: Batch,
+    *,
+    topology: Topology,
+    optimizer_bytes_per_parameter: float = 8,
+) -> list[PlanCost]:
+    """What a step costs under each of several plans; the model is captured once.
+
+    Args:
+        plans: of this model.
+        model, batch, topology, optimizer_bytes_per_parameter: as in `plan_model`.
+
+    Raises:
+        ConfigError: as in `evaluate`.
+    """
+    names = sorted(name for name, _ in model.named_parameters())
+    base = _Work.begin(model, batch, topology, optimizer_bytes_per_parameter, {}, {})
+    costs = []
+    for plan in plans:
+        specs = {name: plan.spec_of(name) for name in names}
+        work = base.given(specs)
+        if work is None:
+            work = _Work.begin(model, batch, topology, optimizer_bytes_per_parameter, specs, {})
+        work.check(plan.mesh)
+        costs.append(work.cost(plan))
+    return costs
 
 
 def _order(plan: ShardingPlan) -> tuple[float, int, tuple[int, ...]]:
@@ -183,6 +212,16 @@ class _Work:
             topology=topology,
             optimizer_bytes=optimizer_bytes,
             notes=notes,
+        )
+
+    def given(self, specs: Mapping[str, Spec]) -> _Work | None:
+        """The same model with all specs decided; None if layers that are planned as one have different ones."""
+        if any(specs[name] != specs[first] for name, first in self.classes.items()):
+            return None
+        return replace(
+            self,
+            entries=[replace(entry, fixed=specs[entry.name], decided_by="user") for entry in self.entries],
+            parameters={name: replace(item, fixed=specs[name]) for name, item in self.parameters.items()},
         )
 
     def check(self, mesh: Mesh) -> None:

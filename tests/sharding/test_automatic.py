@@ -1,0 +1,63 @@
+"""The automatic plan: the cheapest of planner and recipes, within the device's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.isolation import isolated
+from xla_adapters.errors import ConfigError
+from xla_adapters.sharding import Mesh, ShardingConfig
+from xla_adapters.sharding.planner import evaluate
+from xla_adapters.sharding.planner.topology import Topology
+from xla_adapters.sharding.sharder import make_plan
+from xla_adapters.sharding.templates import default_mesh, template
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(inputs))).square().mean()
+
+
+def plan_for(width: int, rows: int, **options: Any) -> tuple[Any, nn.Module, dict[str, torch.Tensor]]:
+    with torch.device("meta"):
+        model = Net(width)
+    batch = {"inputs": torch.empty(rows, width, device="meta")}
+    config = ShardingConfig(**{"topology": "v5e", **options})
+    return make_plan(model, config, 8, example=lambda: batch), model, batch
+
+
+@isolated
+@pytest.mark.parametrize(("width", "rows"), [(64, 4096), (1024, 64), (4096, 16)])
+def test_no_recipe_is_predicted_to_be_cheaper(width: int, rows: int) -> None:
+    plan, model, batch = plan_for(width, rows)
+    topology = Topology.preset("v5e")
+    assert plan.predicted is not None
+    for scheme in ("dp", "fsdp", "tp", "2d"):
+        recipe = template(scheme, model, default_mesh(scheme, 8))
+        predicted = evaluate(recipe, model, batch, topology=topology)
+        assert plan.predicted.step_seconds <= predicted.step_seconds * (1 + 1e-6), scheme
+
+
+@isolated
+def test_the_mesh_that_was_asked_for_is_used() -> None:
+    plan, _, _ = plan_for(256, 64, mesh_shape=(2, 4))
+    assert plan.mesh == Mesh.data_and_model(2, 4)
+
+
+@isolated
+def test_without_a_budget_the_devices_memory_is_one() -> None:
+    # 24 GB of state, of which a v5e has 16: no device can hold it whole.
+    plan, model, _ = plan_for(14000, 8)
+    assert 16 * sum(parameter.numel() for parameter in model.parameters()) > 16 * 2**30
+    assert plan.predicted.memory_bytes <= 0.9 * 16 * 2**30
+    assert all(plan.mesh.shards(entry.spec) > 1 for entry in plan.parameters if len(entry.shape) == 2)
+    with pytest.raises(ConfigError, match="too little"):
+        plan_for(100_000, 8)
