@@ -8,7 +8,7 @@ import pytest
 
 from tests.sharding.planner.models import MODELS
 from xla_adapters.sharding import Mesh, ShardingConfig
-from xla_adapters.sharding.planner import Topology, evaluate, plan_model
+from xla_adapters.sharding.planner import Topology, evaluate_all, plan_model
 
 _MESH = Mesh.data_and_model(2, 4)
 _CPU = Topology.preset("cpu")
@@ -40,13 +40,13 @@ def test_plans(name: str) -> None:
     assert again == given
 
 
-@pytest.mark.parametrize("name", ["llama", "resnet"])
-def test_a_plan_is_evaluated_as_it_was_predicted(name: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "gpt2", "resnet"])
+def test_plans_are_evaluated_as_they_were_predicted(name: str) -> None:
     make, batch = MODELS[name]
     model = make()
-    for plan in plan_model(model, batch(), mesh=_MESH, devices=8, config=ShardingConfig(), topology=_CPU):
+    plans = plan_model(model, batch(), mesh=_MESH, devices=8, config=ShardingConfig(), topology=_CPU)
+    for plan, cost in zip(plans, evaluate_all(plans, model, batch(), topology=_CPU), strict=True):
         assert plan.predicted is not None
-        cost = evaluate(plan, model, batch(), topology=_CPU)
         assert cost.step_seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-3)
 
 

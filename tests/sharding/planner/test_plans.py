@@ -12,7 +12,7 @@ from tests.sharding.planner.models import Batch, gpt2, llama, mixtral, on_meta, 
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import Mesh, ParameterPlan, PlanCost, ShardingConfig, ShardingPlan
 from xla_adapters.sharding.mesh import Spec, used_axes
-from xla_adapters.sharding.planner import Topology, evaluate, plan_model
+from xla_adapters.sharding.planner import Topology, evaluate, evaluate_all, plan_model
 from xla_adapters.sharding.planner.solve import Program
 
 _MESH = Mesh.data_and_model(2, 4)
@@ -284,13 +284,27 @@ def test_evaluate_ranks_templates() -> None:
             ),
         )
 
-    dp, fsdp = (evaluate(plan(name, axis), model, batch, topology=_V5E) for name, axis in (("dp", None), ("f", "data")))
+    dp, fsdp = evaluate_all([plan("dp", None), plan("f", "data")], model, batch, topology=_V5E)
     size = sum(parameter.numel() for parameter in model.parameters()) * 4
     assert dp.wire_bytes == pytest.approx(2 * size * 7 / 8)
     assert fsdp.wire_bytes == pytest.approx(3 * size * 7 / 8)
     assert fsdp.memory["optimizer"] == pytest.approx(dp.memory["optimizer"] / 8)
     slow = dataclasses.replace(_V5E, reduce_scatter=False)
     assert evaluate(plan("f", "data"), model, batch, topology=slow).wire_bytes == pytest.approx(4 * size * 7 / 8)
+
+
+def test_layers_that_are_stored_unlike_are_evaluated_apart() -> None:
+    model, mesh = llama(num_hidden_layers=4), Mesh.data_and_model(8, 1)
+    (plan,) = _plans(model, tokens(), mesh=mesh)
+    name = "model.layers.2.mlp.up_proj.weight"
+    parameters = tuple(
+        dataclasses.replace(item, spec=("data", None) if item.name == name else item.spec) for item in plan.parameters
+    )
+    other = dataclasses.replace(plan, parameters=parameters)
+    before, after = evaluate_all([plan, other], model, tokens(), topology=_V5E)
+    size = 128 * 64 * 4
+    assert before.memory["parameters"] - after.memory["parameters"] == pytest.approx(size * 7 / 8)
+    assert after.wire_bytes - before.wire_bytes == pytest.approx(size * 7 / 8)
 
 
 def test_a_plan_for_another_model_is_refused() -> None:
