@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from xla_adapters.backend import get_backend
 from xla_adapters.lowerings import LOWERINGS, norm_with_torchs_variance
 from xla_adapters.rollback import StepJournal
+from xla_adapters.sharding.attention import ATTENTION
 from xla_adapters.sharding.norms import NORMS
 from xla_adapters.transfers import upload_scalar
 
@@ -97,7 +98,7 @@ class StepWatch(TorchFunctionMode):
         self._on_dynamic = on_dynamic
         self._writes: dict[_CALL, bool] = {}
         self._spmd = get_backend().is_spmd()
-        self._lowerings = {**LOWERINGS, **NORMS} if self._spmd else LOWERINGS
+        self._lowerings = {**LOWERINGS, **NORMS, **ATTENTION} if self._spmd else LOWERINGS
 
     def __torch_function__(
         self, func: _CALL, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

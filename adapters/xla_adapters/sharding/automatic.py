@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 from xla_adapters.backend import get_backend
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.config import ShardingConfig
 from xla_adapters.sharding.mesh import Mesh, Spec
 from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.sharding.planner import evaluate, plan_model
+from xla_adapters.sharding.planner import evaluate_all, plan_model
 from xla_adapters.sharding.planner.topology import Topology
 from xla_adapters.sharding.templates import default_mesh, template
 
@@ -54,17 +56,24 @@ def automatic_plan(
         # The rest is for the compiler's temporary values and the runtime.
         config = dataclasses.replace(config, memory_budget=int(_USABLE * topology.memory_bytes))
     plans = plan_model(model, batch, mesh=mesh, devices=devices, config=config, topology=topology, fixed=fixed)
+    recipes: list[ShardingPlan] = []
     for scheme in ("dp", "fsdp", "tp", "2d"):
         try:
-            recipe = template(scheme, model, mesh or default_mesh(scheme, devices), config=config, fixed=fixed)
-            predicted = evaluate(recipe, model, batch, topology=topology)
+            recipes.append(template(scheme, model, mesh or default_mesh(scheme, devices), config=config, fixed=fixed))
         except ConfigError:
-            # Its mesh does not divide the model or the batch: no candidate.
+            # The mesh has no axis for it: no candidate.
             continue
+    rows = {value.shape[0] for value in _pytree.tree_leaves(batch) if isinstance(value, torch.Tensor) and value.ndim}
+    recipes = [recipe for recipe in recipes if all(size % _parts(recipe) == 0 for size in rows)]
+    for recipe, predicted in zip(recipes, evaluate_all(recipes, model, batch, topology=topology), strict=True):
         if config.memory_budget is None or predicted.memory_bytes <= config.memory_budget:
             plans.append(dataclasses.replace(recipe, predicted=predicted))
     best = min(plans, key=_cost)
     return dataclasses.replace(best, notes=(*best.notes, *notes))
+
+
+def _parts(plan: ShardingPlan) -> int:
+    return math.prod(plan.mesh.axis_size(axis) for axis in plan.batch)
 
 
 def _topology(config: ShardingConfig) -> tuple[Topology, tuple[str, ...]]:

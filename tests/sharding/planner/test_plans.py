@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.isolation import isolated
 from tests.sharding.planner.models import Batch, gpt2, llama, mixtral, on_meta, tokens
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import Mesh, ParameterPlan, PlanCost, ShardingConfig, ShardingPlan
@@ -45,6 +46,7 @@ def _predicted(plan: ShardingPlan) -> PlanCost:
     return plan.predicted
 
 
+@isolated
 def test_wide_layers_are_split_as_megatron_does() -> None:
     for plan in _plans(_wide(), tokens(8, 128)):
         for layer in range(2):
@@ -55,6 +57,7 @@ def test_wide_layers_are_split_as_megatron_does() -> None:
         assert plan.batch == ("data",)
 
 
+@isolated
 def test_megatron_costs_what_its_paper_says() -> None:
     """Two all-reduces per layer forward and two backward (arXiv 1909.08053, section 3), each of the activations."""
     rows, columns, width, layers = 8, 128, 4096, 3
@@ -71,6 +74,7 @@ def test_megatron_costs_what_its_paper_says() -> None:
     assert wire == pytest.approx((4 * layers + 1) * 2 * activation * 3 / 4, rel=0.01)
 
 
+@isolated
 def test_a_huge_batch_is_split_over_all_devices() -> None:
     model = llama(hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=8)
     best = _plans(model, tokens(1024, 512))[0]
@@ -81,6 +85,7 @@ def test_a_huge_batch_is_split_over_all_devices() -> None:
     assert _predicted(best).wire_bytes == pytest.approx(2 * size * 7 / 8, rel=0.01)
 
 
+@isolated
 def test_little_memory_splits_what_is_stored() -> None:
     model, batch = _wide(), tokens(64, 128)
     roomy = Mesh.data_and_model(8, 1)
@@ -95,6 +100,7 @@ def test_little_memory_splits_what_is_stored() -> None:
     assert {item.kind for item in gathers} == {"all-gather"}
 
 
+@isolated
 def test_a_budget_that_nothing_fits_says_what_would() -> None:
     with pytest.raises(ConfigError, match=r"memory_budget=1000 bytes .* takes is \d+ bytes") as caught:
         _plans(llama(), tokens(), memory_budget=1000)
@@ -105,6 +111,7 @@ def test_a_budget_that_nothing_fits_says_what_would() -> None:
         _plans(llama(), tokens(), memory_budget=least - 1000)
 
 
+@isolated
 def test_gradient_checkpointing_keeps_less_and_computes_more() -> None:
     plain, saving = llama(num_hidden_layers=6), llama(num_hidden_layers=6)
     saving.activation_checkpointing_enable()  # type: ignore[operator]
@@ -114,6 +121,7 @@ def test_gradient_checkpointing_keeps_less_and_computes_more() -> None:
     assert before.compute_seconds < after.compute_seconds < 1.4 * before.compute_seconds
 
 
+@isolated
 def test_what_is_decided_stays() -> None:
     fixed: dict[str, Spec] = {"lm_head.weight": (None, "model")}
     overrides: dict[str, Spec] = {"*.1.mlp.up_proj.weight": ("data", None), "lm_head*": ("model", None)}
@@ -126,11 +134,13 @@ def test_what_is_decided_stays() -> None:
         assert by["model.layers.2.mlp.up_proj.weight"].spec == by["model.layers.3.mlp.up_proj.weight"].spec
 
 
+@isolated
 def test_tied_names_can_be_fixed() -> None:
     plan = _plans(gpt2(), tokens(), fixed={"lm_head.weight": ("model", None)})[0]
     assert plan.spec_of("transformer.wte.weight") == ("model", None)
 
 
+@isolated
 @pytest.mark.parametrize(
     ("fixed", "message"),
     [
@@ -144,12 +154,14 @@ def test_wrong_decisions_are_refused(fixed: dict[str, Spec], message: str) -> No
         _plans(llama(), tokens(), fixed=fixed)
 
 
+@isolated
 def test_a_batch_that_does_not_divide() -> None:
     with pytest.raises(ConfigError, match="a batch of 3 rows cannot be split over data=2"):
         _plans(llama(), tokens(3))
     assert {plan.mesh.shape for plan in _plans(llama(), tokens(4), mesh=None)} <= {(4, 2), (2, 4), (1, 8)}
 
 
+@isolated
 def test_constraints_stand_where_the_plan_relies_on_a_layout() -> None:
     """The output of every layer, and of every module with weights: an embedding's already as its users take it."""
     (plan,) = [plan for plan in _plans(_wide(num_hidden_layers=3), tokens(8, 128)) if not _cuts(plan)]
@@ -165,6 +177,7 @@ def test_constraints_stand_where_the_plan_relies_on_a_layout() -> None:
         assert held[f"{name}self_attn.q_proj"] == held[f"{name}mlp.up_proj"] == split
 
 
+@isolated
 def test_experts_need_every_token() -> None:
     cost = _predicted(_plans(mixtral(), tokens(), mesh=Mesh.data_and_model(8, 1))[0])
     gathered = {(item.kind, item.axis): item for item in cost.collectives if item.cause == "activations"}
@@ -174,6 +187,7 @@ def test_experts_need_every_token() -> None:
     assert gathered["all-gather", "data"].wire_bytes == pytest.approx(2 * values * 4 * 7 / 8)
 
 
+@isolated
 def test_a_cpu_reduces_each_partial_gradient() -> None:
     """Of three projections of one value; and keeps the parameters it gathered."""
     model, batch = _wide(), tokens(64, 128)
@@ -214,6 +228,7 @@ class _Mystery(nn.Module):
         return self.second(_mystery(self.first(x))).square().mean()
 
 
+@isolated
 def test_an_unknown_operator_is_planned_around() -> None:
     batch = (torch.zeros(16, 512, device="meta"),)
     for plan in _plans(on_meta(_Mystery), batch):
@@ -251,6 +266,7 @@ class _Reads(nn.Module):
         return self.layer(x).sum() if x.sum().item() > 0 else x.sum()
 
 
+@isolated
 def test_a_model_that_cannot_be_captured_is_planned_by_its_parameters() -> None:
     batch = (torch.zeros(16, 512),)
     with pytest.warns(UserWarning, match="could not be captured"):
@@ -264,6 +280,7 @@ def test_a_model_that_cannot_be_captured_is_planned_by_its_parameters() -> None:
     assert all(used_axes(entry.spec) for plan in tight for entry in plan.parameters if entry.name == "layer.weight")
 
 
+@isolated
 def test_evaluate_ranks_templates() -> None:
     """Data parallelism sends two thirds of what its fully sharded form does, and holds more."""
     model, batch, mesh = _wide(), tokens(64, 128), Mesh.data_and_model(8, 1)
@@ -293,6 +310,7 @@ def test_evaluate_ranks_templates() -> None:
     assert evaluate(plan("f", "data"), model, batch, topology=slow).wire_bytes == pytest.approx(4 * size * 7 / 8)
 
 
+@isolated
 def test_layers_that_are_stored_unlike_are_evaluated_apart() -> None:
     model, mesh = llama(num_hidden_layers=4), Mesh.data_and_model(8, 1)
     (plan,) = _plans(model, tokens(), mesh=mesh)
@@ -307,12 +325,14 @@ def test_layers_that_are_stored_unlike_are_evaluated_apart() -> None:
     assert after.wire_bytes - before.wire_bytes == pytest.approx(size * 7 / 8)
 
 
+@isolated
 def test_a_plan_for_another_model_is_refused() -> None:
     plan = _plans(llama(), tokens())[0]
     with pytest.raises(ConfigError, match="made for another model"):
         evaluate(plan, gpt2(), tokens(), topology=_V5E)
 
 
+@isolated
 def test_the_program_of_70_billion_parameters_is_that_of_three_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     columns: list[int] = []
     solve = Program.solve

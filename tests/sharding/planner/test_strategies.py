@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.isolation import isolated
 from xla_adapters.sharding import Mesh
 from xla_adapters.sharding.planner import Topology
 from xla_adapters.sharding.planner.capture import capture
@@ -61,6 +62,7 @@ _CASES: dict[str, tuple[str, Any, list[tuple[int, ...]], int]] = {
 _INSIDE = {("layer norm", 2), ("softmax", 2), ("cat", 1)}
 
 
+@isolated
 @pytest.mark.parametrize("name", _CASES)
 def test_shards_give_the_whole(name: str) -> None:
     target, function, shapes, fewest = _CASES[name]
@@ -113,6 +115,7 @@ def _joined(parts: list[torch.Tensor], strategy: Strategy, name: str) -> torch.T
     return torch.cat(parts, strategy.output)
 
 
+@isolated
 def test_embedding_over_the_vocabulary_is_a_sum() -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
@@ -131,6 +134,7 @@ def test_embedding_over_the_vocabulary_is_a_sum() -> None:
     assert not by_table[1].charges
 
 
+@isolated
 def test_what_lacks_the_split_label_has_a_partial_gradient() -> None:
     function, tensors = F.linear, _tensors((4, 6, 8), (10, 8))
     found = build(capture(_Call(function, tensors), (torch.zeros(3),), {}, reduce=True))

@@ -1,0 +1,101 @@
+"""What replaces torch's norms and attention under SPMD: torch's values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.isolation import isolated
+from xla_adapters.sharding.attention import scaled_dot_product_attention
+from xla_adapters.sharding.norms import batch_norm_statistics, group_norm, layer_norm
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def assert_same(
+    ours: Callable[..., torch.Tensor], stock: Callable[..., torch.Tensor], inputs: list[torch.Tensor]
+) -> None:
+    results = []
+    for function in (ours, stock):
+        copies = [value.detach().clone().requires_grad_() for value in inputs]
+        result = function(*copies)
+        (result * torch.arange(result.numel()).reshape(result.shape) / result.numel()).sum().backward()
+        results.append([result.detach(), *(copy.grad for copy in copies)])
+    for one, other in zip(*results, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-5)
+
+
+_MASK = torch.tensor([[True, False, True, True, False], [False] * 5, [True] * 5])
+_ATTENTION: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled": {"scale": 0.3},
+    "boolean mask, a row that sees nothing": {"attn_mask": _MASK},
+    "mask that is added": {"attn_mask": torch.where(_MASK, 0.0, -1e9)},
+    "mask of minus infinity": {"attn_mask": torch.where(_MASK, 0.5, -torch.inf)},
+    "causal": {"is_causal": True},
+}
+
+
+@isolated
+@pytest.mark.parametrize("name", _ATTENTION)
+def test_attention(name: str) -> None:
+    options = _ATTENTION[name]
+    inputs = [values(2, 4, 3, 8), values(2, 4, 5, 8, seed=1), values(2, 4, 5, 6, seed=2)]
+    assert_same(
+        lambda *qkv: scaled_dot_product_attention(*qkv, **options),
+        lambda *qkv: functional.scaled_dot_product_attention(*qkv, **options),
+        inputs,
+    )
+
+
+@isolated
+def test_attention_of_grouped_heads_other_ranks_and_half_precision() -> None:
+    grouped = [values(2, 4, 3, 8), values(2, 2, 5, 8, seed=1), values(2, 2, 5, 8, seed=2)]
+    flat = [values(4, 3, 8), values(4, 5, 8, seed=1), values(4, 5, 8, seed=2)]
+    for inputs, options in ((grouped, {"enable_gqa": True}), (flat, {})):
+        assert_same(
+            lambda *qkv, options=options: scaled_dot_product_attention(*qkv, **options),
+            lambda *qkv, options=options: functional.scaled_dot_product_attention(*qkv, **options),
+            inputs,
+        )
+    half = [value.detach().bfloat16() for value in (values(2, 4, 3, 8), values(2, 4, 3, 8, seed=1), values(2, 4, 3, 8))]
+    ours, stock = scaled_dot_product_attention(*half), functional.scaled_dot_product_attention(*half)
+    assert ours.dtype == stock.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, stock, atol=2e-2, rtol=2e-2)
+
+
+@isolated
+def test_attention_drops_out() -> None:
+    torch.manual_seed(0)
+    ones = torch.ones(1, 2, 64, 64)
+    dropped = scaled_dot_product_attention(ones, ones, ones, dropout_p=0.5)
+    assert 0.9 < float(dropped.mean()) < 1.1
+    assert float(dropped.std()) > 0.01
+
+
+@isolated
+def test_norms() -> None:
+    inputs = [values(6, 8, 5), values(8, 5, seed=1), values(8, 5, seed=2)]
+    assert_same(
+        lambda x, w, b: layer_norm(x, (8, 5), w, b, 1e-3),
+        lambda x, w, b: functional.layer_norm(x, (8, 5), w, b, 1e-3),
+        inputs,
+    )
+    assert_same(lambda x: layer_norm(x, (5,)), lambda x: functional.layer_norm(x, (5,)), inputs[:1])
+    channels = [values(6, 8, 5), values(8, seed=1), values(8, seed=2)]
+    assert_same(lambda x, w, b: group_norm(x, 4, w, b), lambda x, w, b: functional.group_norm(x, 4, w, b), channels)
+    assert_same(
+        lambda x, w, b: batch_norm_statistics(x, w, b, 1e-5)[0],
+        lambda x, w, b: functional.batch_norm(x, None, None, w, b, training=True),
+        channels,
+    )
+    _, mean, variance = batch_norm_statistics(channels[0], None, None, 1e-5)
+    torch.testing.assert_close(mean, channels[0].detach().mean((0, 2)))
+    torch.testing.assert_close(variance, channels[0].detach().var((0, 2), correction=0))
