@@ -1,0 +1,132 @@
+"""The command `xla-adapters`: what a sharded training would look like, without weights and without devices."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from xla_adapters.errors import ConfigError, XLAAdapterError
+from xla_adapters.sharding.config import Scheme, ShardingConfig, TopologyName
+from xla_adapters.sharding.plan import ShardingPlan
+
+# Distributions that know a framework's files register `load(path, rows, length) -> (model, batch)` here.
+MODEL_FILES = "xla_adapters.model_files"
+_GIGABYTE = 10**9
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status.
+
+    Args:
+        arguments: those of the process if not given.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        plan = _plan(options)
+    except XLAAdapterError as error:
+        print(f"xla-adapters: {error}", file=sys.stderr)
+        return 2
+    print(plan.report())
+    if options.save is not None:
+        plan.save(options.save)
+    if options.html is not None:
+        Path(options.html).write_text(plan.visualize(form="html"), encoding="utf-8")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="xla-adapters", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser("plan", help="how a model would be split over a mesh, and what a step would cost")
+    plan.add_argument(
+        "--model", required=True, help="a configuration file of transformers, or module:factory of your own"
+    )
+    where = plan.add_mutually_exclusive_group(required=True)
+    where.add_argument("--mesh", type=_numbers, help="devices along the data and the model axis, e.g. 2x4")
+    where.add_argument("--devices", type=int, help="how many devices; the mesh is chosen")
+    plan.add_argument("--batch", required=True, type=_numbers, help="samples of all devices, and their length: 16x2048")
+    plan.add_argument("--sharding", default="auto", choices=get_args(Scheme), help="auto plans, the others are recipes")
+    plan.add_argument(
+        "--topology", default="v5e", choices=get_args(TopologyName), help="what devices and links can do (v5e)"
+    )
+    plan.add_argument("--memory", type=float, help="GB per device (nine tenths of what the topology's devices have)")
+    plan.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the parameters (float32)")
+    plan.add_argument("--gradient-checkpointing", action="store_true", help="keep one activation per layer")
+    plan.add_argument("--save", help="write the plan to this file, to read, edit and use")
+    plan.add_argument("--html", help="draw the plan into this file")
+    return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.lower().split("x")
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 2x4")
+    return tuple(int(part) for part in parts)
+
+
+def _plan(options: argparse.Namespace) -> ShardingPlan:
+    # Late: the planner and its solver take seconds to import.
+    from xla_adapters.sharding.planner import Topology, evaluate
+    from xla_adapters.sharding.sharder import make_plan
+
+    rows, *length = options.batch
+    model, batch = _load(options.model, rows, length[0] if length else None)
+    model.to(getattr(torch, options.dtype))
+    if options.gradient_checkpointing:
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+        enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+        if enable is None:
+            raise ConfigError(f"--gradient-checkpointing: {type(model).__name__} has no {names[1]}()")
+        enable()
+    automatic = options.sharding == "auto"
+    config = ShardingConfig(
+        scheme=options.sharding,
+        mesh_shape=options.mesh,
+        topology=options.topology if automatic else None,
+        memory_budget=int(options.memory * _GIGABYTE) if automatic and options.memory is not None else None,
+    )
+    devices = options.devices
+    if options.mesh is not None:
+        devices = 1
+        for size in options.mesh:
+            devices *= size
+    plan = make_plan(model, config, devices, example=lambda: batch)
+    if plan.predicted is None:
+        predicted = evaluate(plan, model, batch, topology=Topology.preset(options.topology))
+        plan = dataclasses.replace(plan, predicted=predicted)
+    return plan
+
+
+def _load(name: str, rows: int, length: int | None) -> tuple[torch.nn.Module, Mapping[str, Any]]:
+    """A model on the meta device, and a batch of this size."""
+    if name.endswith(".json"):
+        loaders = list(entry_points(group=MODEL_FILES))
+        if not loaders:
+            raise ConfigError(f"{name}: nothing installed reads configuration files; install xla-adapters[hf]")
+        if not Path(name).is_file():
+            raise ConfigError(f"{name}: there is no such file")
+        loaded: tuple[torch.nn.Module, Mapping[str, Any]] = loaders[0].load()(Path(name), rows, length)
+        return loaded
+    module, separator, factory = name.partition(":")
+    if not separator:
+        raise ConfigError(f"--model {name}: give a .json file, or module:factory")
+    try:
+        make = getattr(importlib.import_module(module), factory)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--model {name}: {error}") from error
+    with torch.device("meta"):
+        made = make(rows, length)
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
+        raise ConfigError(
+            f"--model {name}: the factory is called with the number of samples and their length (None if not given) "
+            f"and returns (model, batch); it returned {type(made).__name__}"
+        )
+    return made

@@ -1,0 +1,126 @@
+"""The command `xla-adapters plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.isolation import isolated
+from xla_adapters.cli import main
+from xla_adapters.sharding import ShardingPlan
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 512,
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(inputs).square().mean()
+        return result
+
+
+def factory(rows: int, length: int | None) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """What `--model tests.sharding.test_cli:factory` calls."""
+    return Net(), {"inputs": torch.empty(rows, length or 64)}
+
+
+def only_a_model(rows: int, length: int | None) -> nn.Module:
+    return Net()
+
+
+def config_file(folder: Path, **values: Any) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**LLAMA, **values}))
+    return str(path)
+
+
+@isolated
+def test_a_configuration_of_transformers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    saved, drawn = tmp_path / "plan.json", tmp_path / "plan.html"
+    arguments = ["plan", "--model", config_file(tmp_path), "--mesh", "2x4", "--batch", "16x128", "--topology", "v5p"]
+    assert main([*arguments, "--save", str(saved), "--html", str(drawn)]) == 0
+    plan = ShardingPlan.load(saved)
+    assert plan.mesh.shape == (2, 4)
+    assert plan.predicted is not None
+    assert plan.predicted.step_seconds > 0
+    assert {entry.name for entry in plan.parameters} >= {"model.layers.3.mlp.up_proj.weight", "lm_head.weight"}
+    assert "up_proj" in drawn.read_text()
+
+
+@isolated
+@pytest.mark.parametrize(
+    ("architecture", "values"),
+    [
+        ("BertForSequenceClassification", {"model_type": "bert"}),
+        ("ViTForImageClassification", {"model_type": "vit", "image_size": 32, "patch_size": 16}),
+        ("T5ForConditionalGeneration", {"model_type": "t5", "d_model": 64, "d_kv": 8, "d_ff": 64}),
+    ],
+)
+def test_other_families(architecture: str, values: dict[str, Any], tmp_path: Path) -> None:
+    path, saved = config_file(tmp_path, architectures=[architecture], **values), tmp_path / "plan.json"
+    arguments = ["plan", "--model", path, "--devices", "8", "--batch", "16x32", "--sharding", "fsdp"]
+    assert main([*arguments, "--save", str(saved)]) == 0
+    plan = ShardingPlan.load(saved)
+    assert plan.name == "fsdp"
+    assert plan.predicted is not None
+
+
+@isolated
+def test_a_factory_and_gradient_checkpointing_of_a_model_without(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "tests.sharding.test_cli:factory", "--devices", "4", "--batch", "8"]
+    assert main(arguments) == 0
+    assert "layer.weight" in capsys.readouterr().out
+    assert main([*arguments, "--gradient-checkpointing"]) == 2
+    assert "Net has no gradient_checkpointing_enable()" in capsys.readouterr().err
+
+
+@isolated
+@pytest.mark.parametrize(
+    ("model", "more", "message"),
+    [
+        ("nowhere:factory", [], "No module named 'nowhere'"),
+        ("tests.sharding.test_cli:nobody", [], "has no attribute 'nobody'"),
+        ("tests.sharding.test_cli", [], "give a .json file, or module:factory"),
+        ("tests.sharding.test_cli:only_a_model", [], "returns (model, batch); it returned Net"),
+        ("missing.json", [], "there is no such file"),
+        ("tests.sharding.test_cli:factory", ["--memory", "0.00001"], "is too little: the smallest"),
+    ],
+)
+def test_bad_input(model: str, more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", model, "--devices", "4", "--batch", "8", *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+@isolated
+def test_configurations_that_say_too_little(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for values, batch, message in (
+        ({"model_type": "nothing"}, "8x8", "model_type='nothing' is none that transformers"),
+        ({"model_type": "vit"}, "8x8", "name the class of the model under 'architectures'"),
+        ({}, "8", "needs a length: --batch 8x2048"),
+    ):
+        path = config_file(tmp_path, **values)
+        assert main(["plan", "--model", path, "--devices", "4", "--batch", batch]) == 2
+        assert message in capsys.readouterr().err
+
+
+@isolated
+@pytest.mark.parametrize("wrong", [["--batch", "8by8"], ["--mesh", "2x0"], ["--sharding", "zero3"]])
+def test_arguments_that_cannot_be_read(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "m:f", "--devices", "4", "--batch", "8", *wrong])
