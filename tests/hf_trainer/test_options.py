@@ -15,6 +15,7 @@ from hf_trainer import XLAArguments
 from tests.hf_trainer.scenarios import Classifier, arguments, gpt2, ours, token_samples, vector_samples
 from tests.isolation import isolated
 from xla_adapters import ConfigError, UnsupportedOptionError, XLAConfig, get_backend
+from xla_adapters.sharding import ShardingConfig
 
 _VALUES: dict[str, Any] = {
     "xla_mode": "eager+compile",
@@ -153,11 +154,19 @@ def test_fused_optimizers_are_refused() -> None:
 
 
 @isolated
-def test_auto_sharding_is_refused() -> None:
-    with pytest.raises(UnsupportedOptionError, match="leave it off"):
-        _construct(auto_sharding=True)
-    with pytest.raises(UnsupportedOptionError, match="leave it off"):
-        XLAArguments(auto_sharding=True)
+def test_sharding_options_are_checked_when_they_are_parsed() -> None:
+    assert XLAArguments().to_sharding() is None
+    assert XLAArguments(auto_sharding=True).to_sharding() == ShardingConfig()
+    assert XLAArguments(sharding="fsdp").to_sharding() == ShardingConfig(scheme="fsdp")
+    as_json = XLAArguments(sharding='{"scheme": "2d", "mesh_shape": [2, 4]}')
+    assert as_json.to_sharding() == ShardingConfig(scheme="2d", mesh_shape=(2, 4))
+    for wrong, message in (
+        ({"sharding": "zero3"}, "valid values: 'auto', 'dp'"),
+        ({"sharding": "{zero3"}, "neither a scheme nor JSON"),
+        ({"sharding": "dp", "auto_sharding": True}, "not both"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            XLAArguments(**wrong)
 
 
 @isolated

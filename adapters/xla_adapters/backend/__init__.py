@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from xla_adapters.backend.interface import Backend, Metrics, SeamEvent, Tiles
+from xla_adapters.backend.interface import Backend, Metrics, SeamEvent
+from xla_adapters.backend.tiles import Tiles
 
 __all__ = ["Backend", "Metrics", "SeamEvent", "Tiles", "get_backend", "initialize", "using_backend"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,28 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-
-@dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """How a tensor is cut, and which devices hold which tile (the compiler's view of a sharding).
-
-    Attributes:
-        counts: tiles along each dimension of the tensor.
-        devices: device numbers, tile by tile in row-major order; as many per tile as there are copies of it.
-    """
-
-    counts: tuple[int, ...]
-    devices: tuple[int, ...]
-
-    @property
-    def number(self) -> int:
-        """Different tiles."""
-        return math.prod(self.counts)
-
-    @property
-    def copies(self) -> int:
-        """Devices that hold the same tile."""
-        return len(self.devices) // self.number
+from xla_adapters.backend.tiles import Tiles
 
 
 class SeamEvent(str, Enum):

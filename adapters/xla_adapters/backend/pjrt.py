@@ -6,14 +6,11 @@ Written against torch_xla 2.9. Calls into `torch_xla._XLAC` are private; `tests/
 from __future__ import annotations
 
 import gc
-import math
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
@@ -22,12 +19,11 @@ import torch_xla.debug.profiler as xla_profiler
 import torch_xla.runtime as xr
 import torch_xla.utils.checkpoint as xla_checkpoint
 
-from xla_adapters.backend.interface import Metrics, SeamEvent, Tiles
+from xla_adapters.backend.interface import Metrics, SeamEvent
+from xla_adapters.backend.tiles import Tiles, op_sharding_arguments, put_together, tiles_from_text
 from xla_adapters.errors import ConfigError, RuntimeOrderError
 
 _C = torch_xla._XLAC
-# torch_xla.distributed.spmd.ShardingType
-_REPLICATED, _TILED, _PARTIAL = 0, 3, 5
 _NANOSECONDS = 1e-9
 _SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
 
@@ -273,8 +269,10 @@ class PJRTBackend:
                 self.flush()
             self.wait()
             cut = [index for index, tensor in enumerate(tensors) if self.tiles_of(tensor) is not None]
-            for index, whole in zip(cut, _put_together([tensors[index] for index in cut]), strict=True):
-                copies[index] = whole
+            parts = [tensors[index] for index in cut]
+            places = _C._get_local_shard_replica_and_indices(parts) if parts else []
+            for index, shards, where in zip(cut, _C._get_local_shards(parts) if parts else [], places, strict=True):
+                copies[index] = put_together(tensors[index], [shard for shard, _ in shards], where)
         missing = [index for index, copy in enumerate(copies) if copy is None]
         if missing:
             found = self._stock_get_cpu_tensors([tensors[index] for index in missing])
@@ -296,11 +294,11 @@ class PJRTBackend:
 
     def tiles_of(self, tensor: torch.Tensor) -> Tiles | None:
         """How a tensor is cut; None if nobody said, or if every device holds it whole."""
-        return _tiles_from_text(_C._get_xla_sharding_spec(tensor.detach()), tensor.ndim)
+        return tiles_from_text(_C._get_xla_sharding_spec(tensor.detach()), tensor.ndim)
 
     def upload_sharded(self, tensor: torch.Tensor, tiles: Tiles) -> torch.Tensor:
         """A copy of a host tensor on the devices, each with its own part only."""
-        spec = _C.XlaShardingSpec(tensor, *_op_sharding_arguments(tiles), False)
+        spec = _C.XlaShardingSpec(tensor, *op_sharding_arguments(tiles), False)
         copy: torch.Tensor = _C._xla_tensors_from_aten([tensor.detach()], [str(self.device())], [spec])[0]
         return copy
 
@@ -380,26 +378,6 @@ class PJRTBackend:
         return xla_checkpoint.checkpoint(function, *args, **kwargs)
 
 
-def _put_together(tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Copies of cut tensors, put together on the host; None for one that other hosts hold parts of.
-
-    What torch_xla does instead compiles and executes, for each tensor, a graph that gathers it on every device.
-    """
-    if not tensors:
-        return []
-    wholes: list[torch.Tensor | None] = []
-    places = _C._get_local_shard_replica_and_indices(tensors)
-    for tensor, shards, where in zip(tensors, _C._get_local_shards(tensors), places, strict=True):
-        whole, copied = torch.empty(tensor.shape, dtype=tensor.dtype), 0
-        for (shard, _), (replica, indices) in zip(shards, where, strict=True):
-            if replica == 0:
-                part = whole if indices is ... else whole[tuple(indices)]
-                part.copy_(shard[tuple(slice(0, size) for size in part.shape)])
-                copied += part.numel()
-        wholes.append(whole if copied == whole.numel() else None)
-    return wholes
-
-
 class _Constrained(torch.autograd.Function):
     """As `torch_xla.distributed.spmd.mark_sharding_with_gradients`, without writing and parsing the mesh as text."""
 
@@ -418,30 +396,7 @@ class _Constrained(torch.autograd.Function):
 
 
 def _op_sharding(tiles: Tiles) -> Any:
-    return _C.OpSharding(*_op_sharding_arguments(tiles))
-
-
-def _op_sharding_arguments(tiles: Tiles) -> tuple[Any, ...]:
-    if tiles.number == 1:
-        return [], [], [], _REPLICATED
-    tiled = np.array(tiles.devices)
-    if tiles.copies == 1:
-        return tiled.reshape(tiles.counts).tolist(), [], [], _TILED
-    groups = tiled.reshape(tiles.number, tiles.copies).tolist()
-    order = np.arange(tiles.number).reshape(tiles.counts).tolist()
-    return tiled.reshape(*tiles.counts, tiles.copies).tolist(), order, groups, _PARTIAL
-
-
-def _tiles_from_text(text: str, rank: int) -> Tiles | None:
-    """From XLA's notation: `{devices=[2,1,4]0,2,4,6,1,3,5,7 last_tile_dim_replicate}`, or `[2,4]<=[8]`."""
-    match = re.match(r"\{devices=\[([\d,]+)\]([\d,]*)(?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?)?", text)
-    if match is None:
-        return None
-    counts, listed, reshaped, order = ([int(n) for n in part.split(",")] if part else [] for part in match.groups())
-    if not listed:
-        iota = np.arange(math.prod(reshaped)).reshape(reshaped)
-        listed = (iota.transpose(order) if order else iota).reshape(-1).tolist()
-    return Tiles(counts=tuple(counts[:rank]), devices=tuple(listed))
+    return _C.OpSharding(*op_sharding_arguments(tiles))
 
 
 def _has_neither(error: RuntimeError) -> bool:
