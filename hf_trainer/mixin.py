@@ -12,7 +12,7 @@ from hf_trainer.checkpoint_hooks import CheckpointHooks
 from hf_trainer.evaluation_hooks import EvaluationHooks
 from hf_trainer.framework_patches import trainer_patches
 from hf_trainer.refusals import check_arguments, check_optimizer, check_runtime
-from hf_trainer.sharding_hooks import ShardingHooks, make_sharder
+from hf_trainer.sharding_hooks import ShardingHooks
 from hf_trainer.step_driver import StepDriver
 from hf_trainer.training_hooks import TrainingHooks
 from xla_adapters import XLAConfig, get_backend
@@ -21,6 +21,7 @@ from xla_adapters.program import discarding
 from xla_adapters.rollback import release_retired
 from xla_adapters.run_stats import RunStats
 from xla_adapters.sharding import ShardingConfig
+from xla_adapters.sharding.sharder import Sharder
 
 
 class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks, ShardingHooks):
@@ -68,7 +69,7 @@ class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks, ShardingH
         )
         self.sharding_config = resolve_sharding(xla_args, auto_sharding=auto_sharding, sharding=sharding)
         self._backend = get_backend()
-        self._sharder = None if self.sharding_config is None else make_sharder(self.sharding_config, self.xla_config)
+        self._sharder = None if self.sharding_config is None else Sharder(self.sharding_config, self.xla_config)
         self._backend.initialize()
         check_runtime(self._sharder is not None)
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
@@ -76,6 +77,7 @@ class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks, ShardingH
             check_arguments(given, self.xla_config)
         check_optimizer((kwargs.get("optimizers") or (None, None))[0], kwargs.get("optimizer_cls_and_kwargs"))
         self._session_depth = 0
+        self._held = ExitStack()
         self.run_stats = RunStats()
         self._queued_for_counting = []
         with trainer_patches():

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import torch
-
 from hf_trainer.trainer_hooks import TrainerHooks
-from xla_adapters import XLAConfig
-from xla_adapters.errors import ConfigError, UnsupportedOptionError
-from xla_adapters.sharding import ShardingConfig
+from xla_adapters.batches import example_of
+from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.sharder import Sharder
 
 
-def make_sharder(sharding: ShardingConfig, config: XLAConfig) -> Sharder:
-    """The sharder for these options.
-
-    Raises:
-        UnsupportedOptionError: sharding does not go together with the mode.
-    """
-    if config.xla_mode == "eager+dynamo":
-        raise UnsupportedOptionError(
-            "xla_mode='eager+dynamo' and sharding: dynamo's graphs do not know how tensors are cut; use "
-            "xla_mode='eager+compile'"
-        )
-    return Sharder(sharding)
-
-
 class ShardingHooks(TrainerHooks):
     """Where the Trainer's course meets the sharder."""
+
+    _held_model: Any = None
 
     @property
     def sharding_plan(self) -> ShardingPlan:
@@ -52,15 +35,23 @@ class ShardingHooks(TrainerHooks):
         if self._sharder is None:
             yield
             return
-        model = self._live_model
-        self._sharder.prepare(model, self._example_batch)
-        with self._sharder.holding(model):
+        with self._held:
+            self._hold_model(self._sharder)
             yield
+        self._held_model = None
+
+    def _hold_model(self, sharder: Sharder) -> None:
+        model = self._live_model
+        sharder.prepare(model, self._example_batch)
+        if self._held_model is not model:
+            self._held.close()
+            self._held.enter_context(sharder.holding(model))
+            self._held_model = model
 
     def weights_are_loaded(self) -> None:
-        """A training begins, from a checkpoint perhaps (called by the first callback)."""
+        """A training begins, with the weights of a checkpoint or a new model perhaps (called by the first callback)."""
         if self._sharder is not None:
-            self._sharder.prepare(self._live_model, self._example_batch)
+            self._hold_model(self._sharder)
             self._sharder.check_batch_size(self.args.train_batch_size, "per_device_train_batch_size")
 
     def _load_best_model(self) -> None:
@@ -73,20 +64,5 @@ class ShardingHooks(TrainerHooks):
         dataset: Any = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         if isinstance(dataset, dict):
             dataset = next(iter(dataset.values()))
-        if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__getitem__"):
-            return None
-        with _random_numbers_kept():
-            samples = [dataset[0]] * self.args.train_batch_size
-            collate: Callable[[Any], Any] = self._get_collator_with_removed_columns(self.data_collator, "training")
-            return dict(collate(samples))
-
-
-@contextmanager
-def _random_numbers_kept() -> Iterator[None]:
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        collate: Callable[[Any], Any] = self._get_collator_with_removed_columns(self.data_collator, "training")
+        return example_of(dataset, self.args.train_batch_size, lambda samples: dict(collate(samples)))

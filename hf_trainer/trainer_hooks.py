@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ class TrainerHooks(_Base):
     run_stats: RunStats
     _backend: Backend
     _sharder: Sharder | None
+    _held: ExitStack
     _steps: StepDriver
     _tr_loss: torch.Tensor
     _queued_for_counting: list[Mapping[str, Any]]

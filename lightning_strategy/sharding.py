@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import functools
 import inspect
-import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch.loops.prediction_loop
-import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_strategy.checkpoints import on_host
 from xla_adapters import XLAConfig, get_backend
-from xla_adapters.batches import sample_count
-from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
+from xla_adapters.batches import example_of, sample_count
+from xla_adapters.errors import ConfigError, RuntimeOrderError
 from xla_adapters.patching import replaced
+from xla_adapters.rng import host_random_numbers_kept
 from xla_adapters.sharding import ShardingConfig
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.sharder import Sharder
@@ -38,16 +37,17 @@ class ModuleSharding:
     """The sharding of what one strategy trains. Each module has a plan of its own.
 
     Args:
-        config: the options.
+        sharding: the options of sharding.
+        config: the other options of the strategy.
 
     Raises:
         ConfigError: the mesh that was asked for needs another number of devices.
-        UnsupportedOptionError: the compiler of this device cannot do what was asked for.
+        UnsupportedOptionError: the mode, or the compiler of this device, cannot do what was asked for.
     """
 
-    def __init__(self, config: ShardingConfig) -> None:
-        self.config = config
-        self._sharder = Sharder(config)
+    def __init__(self, sharding: ShardingConfig, config: XLAConfig) -> None:
+        self._make_sharder = functools.partial(Sharder, sharding, config)
+        self._sharder = self._make_sharder()
         self._sharders: weakref.WeakKeyDictionary[torch.nn.Module, Sharder] = weakref.WeakKeyDictionary()
         self._is_size_checked = False
 
@@ -71,7 +71,7 @@ class ModuleSharding:
             ConfigError: nothing fits what was asked for.
         """
         if module not in self._sharders:
-            self._sharders[module] = self._sharder if self._sharder.placement is None else Sharder(self.config)
+            self._sharders[module] = self._sharder if self._sharder.placement is None else self._make_sharder()
         sharder = self._sharders[module]
         sharder.prepare(module, lambda: _arguments(module, example()))
         self._sharder = sharder
@@ -101,16 +101,7 @@ class ModuleSharding:
     @contextmanager
     def holding(self, module: torch.nn.Module) -> Iterator[None]:
         """Around a run: intermediate values are held to the plan, loaded weights are cut."""
-        itself = weakref.ref(module)
-
-        def loaded(*_: Any) -> None:
-            if (target := itself()) is not None:
-                self.cut_again(target)
-
-        with ExitStack() as stack:
-            stack.enter_context(self._sharders[module].holding(module))
-            stack.callback(module.register_load_state_dict_post_hook(loaded).remove)
-            stack.enter_context(_predictions_in_one_transfer())
+        with self._sharders[module].holding(module), _predictions_in_one_transfer():
             yield
 
 
@@ -132,11 +123,6 @@ def make_sharding(
     resolved = ShardingConfig.resolve(auto_sharding=auto_sharding, sharding=sharding)
     if resolved is None:
         return None
-    if config.xla_mode == "eager+dynamo":
-        raise UnsupportedOptionError(
-            "xla_mode='eager+dynamo' and sharding: dynamo's graphs do not know how tensors are cut; use "
-            "xla_mode='eager+compile'"
-        )
     backend = get_backend()
     if backend.runtime_started() and not backend.is_spmd():
         raise RuntimeOrderError(
@@ -145,7 +131,7 @@ def make_sharding(
             "strategy first, before anything is moved to the XLA device, or call xla_adapters.initialize(spmd=True) at "
             "the start of the program"
         )
-    return ModuleSharding(resolved)
+    return ModuleSharding(resolved, config)
 
 
 def plan_of(sharding: ModuleSharding | None, strategy: str) -> ShardingPlan:
@@ -202,7 +188,7 @@ def example_batch(trainer: Trainer) -> Any:
         TrainerFn.PREDICTING: lambda: trainer.predict_loop._data_source,
     }.get(trainer.state.fn or TrainerFn.FITTING)
     assert source is not None
-    with _random_numbers_kept():
+    with host_random_numbers_kept():
         return _example_of(source().dataloader(), whole=trainer.state.fn == TrainerFn.FITTING)
 
 
@@ -223,11 +209,8 @@ def _example_of(loaders: Any, *, whole: bool) -> Any:
 
 
 def _example_of_loader(loader: DataLoader[Any]) -> Any:
-    dataset: Any = loader.dataset
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    if size is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        return None
-    return loader.collate_fn([dataset[0]] * size)
+    return None if size is None else example_of(loader.dataset, size, loader.collate_fn)
 
 
 def _arguments(module: torch.nn.Module, batch: Any) -> Any:
@@ -245,14 +228,3 @@ def _arguments(module: torch.nn.Module, batch: Any) -> Any:
         return tuple(batch)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(batch)[: sum(parameter.kind in positional for parameter in parameters)]
-
-
-@contextmanager
-def _random_numbers_kept() -> Iterator[None]:
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])

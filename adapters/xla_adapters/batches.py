@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
+
+from xla_adapters.rng import host_random_numbers_kept
 
 
 def sample_count(batch: Any) -> int:
@@ -17,6 +20,20 @@ def token_count(batch: Any) -> int:
     """The number of its `input_ids`; 0 if it has none."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     return int(ids.numel()) if isinstance(ids, torch.Tensor) else 0
+
+
+def example_of(dataset: Any, size: int, collate: Callable[[list[Any]], Any]) -> Any:
+    """A batch of copies of the first sample; the random numbers of the host go on as if it had not been taken.
+
+    Args:
+        dataset: anything; None is returned for one without an index (a stream).
+        size: samples in the batch.
+        collate: makes a batch of samples.
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        return None
+    with host_random_numbers_kept():
+        return collate([dataset[0]] * size)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

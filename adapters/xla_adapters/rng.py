@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+import numpy as np
+import torch
 
 _MASK = (1 << 64) - 1
 
@@ -44,3 +50,15 @@ class StepSeed:
         for part in (self.seed, self.stream, self.replica, self.step, self.micro_step):
             state = _splitmix64(state ^ (part & _MASK))
         return state >> 1
+
+
+@contextmanager
+def host_random_numbers_kept() -> Iterator[None]:
+    """The streams of Python, numpy and torch on the host are at the exit where they were."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

@@ -7,6 +7,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.profiler as xp
+import torch_xla.experimental
 import torch_xla.runtime as xr
 
 from tests.isolation import isolated
@@ -225,3 +226,27 @@ def test_dtype_of_a_tensor_that_lost_it_is_named_again_without_an_operation() ->
     again = torch.ops.aten._to_copy(lost, dtype=lost.dtype)
     assert hashes(again)
     assert _C._get_xla_tensors_text([again]).count("=") <= _C._get_xla_tensors_text([lost]).count("=")
+
+
+@isolated(env={"CPU_NUM_DEVICES": "4"})
+def test_a_value_copied_in_from_the_host_waits_there_under_an_annotation_that_is_not_its_own() -> None:
+    xr.use_spmd()
+    xr.global_runtime_device_count()
+    torch_xla.experimental.eager_mode(True)
+    halves, waits = _C.OpSharding([[0, 1, 2, 3]], [], [], 3), "Tensor on host: with size"
+    tensor = torch.zeros(2, 8).to(torch_xla.device())
+    _C._xla_mark_sharding(tensor, halves)
+    text = _C._get_xla_sharding_spec(tensor)
+    assert waits not in _C._get_xla_tensor_debug_info(tensor)
+    values = torch.arange(16.0).reshape(2, 8)
+    tensor.copy_(values)
+    assert _C._get_xla_sharding_spec(tensor) == text
+    assert waits in _C._get_xla_tensor_debug_info(tensor)
+    assert _C._get_local_shards([tensor])[0][0][0].shape == values.shape
+    with pytest.raises(RuntimeError, match="Existing annotation must be cleared first"):
+        _C._xla_mark_sharding(tensor, _C.OpSharding([[0, 1], [2, 3]], [], [], 3))
+    _C._xla_clear_sharding(tensor)
+    _C._xla_mark_sharding(tensor, halves)
+    torch_xla.core.xla_model.wait_device_ops()
+    parts = [shard for shard, _ in _C._get_local_shards([tensor])[0]]
+    assert torch.equal(torch.cat(parts, 1), values)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch_xla
 import transformers
 from torch import nn
 
@@ -50,6 +52,7 @@ def sharded(name: str, sharding: Any, *, args: dict[str, Any] | None = None, **m
 def assert_cut_as_planned(run: Run) -> int:
     """Every parameter and every state of the optimizer; returns how many tensors are split."""
     backend, plan, split = xla_adapters.get_backend(), run.trainer.sharding_plan, 0
+    backend.wait()
     optimizer = run.trainer.optimizer
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
@@ -60,8 +63,16 @@ def assert_cut_as_planned(run: Run) -> int:
         assert set(states) == {"exp_avg", "exp_avg_sq"}, name
         for key, value in {"parameter": parameter, **states}.items():
             assert backend.tiles_of(value) == wanted, f"{name}, {key}"
+            local = tuple(size // count for size, count in zip(value.shape, expected.counts, strict=True))
+            assert shape_of_a_shard(value) == local, f"{name}, {key}"
             split += wanted is not None
     return split
+
+
+def shape_of_a_shard(value: torch.Tensor) -> tuple[int, ...]:
+    """What lies on the first device; an annotation may say otherwise."""
+    shards: Any = torch_xla._XLAC._get_local_shards([value.detach()])
+    return tuple(shards[0][0][0].shape)
 
 
 def trains_as_on_one_cpu(name: str, sharding: Any, *, split: bool = True, steps: int = STEPS) -> Run:
@@ -245,6 +256,99 @@ def test_a_stream_of_data_is_planned_by_a_recipe_and_says_so() -> None:
     with pytest.warns(UserWarning, match="no batch to plan for"):
         run = ours(model("gpt2"), Stream(), args=arguments(**options(max_steps=3)), auto_sharding=True)
     assert run.trainer.sharding_plan.name == "fsdp"
+    config = ShardingConfig(memory_budget=1000)
+    with (
+        pytest.raises(ConfigError, match=r"memory_budget=1000 .* state alone take \d+ bytes on each of 8"),
+        pytest.warns(UserWarning, match="not for activations"),
+    ):
+        ours(model("gpt2"), Stream(), args=arguments(**options(max_steps=3)), sharding=config)
+
+
+class LoadsInTheMiddle(transformers.TrainerCallback):
+    """Puts the weights of the beginning back after three steps: those of a block, then all."""
+
+    def __init__(self, name: str) -> None:
+        self._weights = model(name).state_dict()
+        self._block = model(name).transformer.h[0].state_dict()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            kwargs["model"].transformer.h[0].load_state_dict(self._block)
+        if state.global_step == 3:
+            kwargs["model"].load_state_dict(self._weights)
+
+
+@on_8_devices
+def test_weights_that_are_loaded_in_the_middle_are_cut() -> None:
+    run = sharded("gpt2", "fsdp", callbacks=[LoadsInTheMiddle("gpt2")])
+    run.assert_one_graph(STEPS)
+    assert assert_cut_as_planned(run) > 0
+    expected = reference(model("gpt2"), data("gpt2"), args=options(), callbacks=[LoadsInTheMiddle("gpt2")])
+    assert_close(run.losses, expected.losses, 1e-5)
+
+
+@on_8_devices
+def test_weights_that_are_loaded_between_two_runs_are_cut() -> None:
+    run = sharded("gpt2", "fsdp", args={"max_steps": 2})
+    run.trainer.model.load_state_dict(model("gpt2").state_dict())
+    train(run.trainer)
+    assert_cut_as_planned(run)
+
+
+@on_8_devices
+def test_a_model_made_by_the_trainer_is_held_to_the_plan() -> None:
+    class Hooks(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            blocks = kwargs["model"].model.layers
+            found.append([len(block._forward_hooks) for block in blocks])
+
+    start()
+    found: list[list[int]] = []
+    net = model("llama")
+    run = ours(
+        None,
+        data("llama"),
+        args=arguments(**options()),
+        sharding="2d",
+        # Seeding in it would be another order of the data.
+        model_init=lambda: copy.deepcopy(net),
+        callbacks=[Hooks()],
+    )
+    run.assert_one_graph(STEPS)
+    assert found == [[1, 1]] * STEPS
+    assert not any(block._forward_hooks for block in run.trainer.model.model.layers)
+    assert_cut_as_planned(run)
+    assert_close(run.losses, reference(net, data("llama"), args=options()).losses, 1e-5)
+
+
+@on_8_devices
+def test_annotations_that_do_not_fit_the_default_mesh_choose_it() -> None:
+    start()
+    backend, net, mesh = xla_adapters.get_backend(), model("llama"), Mesh.data_and_model(2, 4)
+    net.to("xla")
+    layer = net.model.layers[0]
+    backend.shard(layer.mlp.up_proj.weight, tiles_of(mesh, ("model", None)))
+    backend.shard(layer.mlp.down_proj.weight, tiles_of(mesh, (None, "data")))
+    run = ours(net, data("llama"), args=arguments(**options()), auto_sharding=True)
+    plan = run.trainer.sharding_plan
+    assert plan.mesh == mesh
+    assert plan.spec_of("model.layers.0.mlp.up_proj.weight") == ("model", None)
+    assert plan.spec_of("model.layers.0.mlp.down_proj.weight") == (None, "data")
+    assert_cut_as_planned(run)
+    assert_close(run.losses, reference(model("llama"), data("llama"), args=options()).losses, 1e-5)
+
+
+@on_8_devices
+def test_annotations_of_the_user_can_be_given_up() -> None:
+    start()
+    backend, net = xla_adapters.get_backend(), model("llama")
+    net.to("xla")
+    backend.shard(net.lm_head.weight, tiles_of(Mesh.data_and_model(1, 8), (None, "model")))
+    config = ShardingConfig(scheme="fsdp", keep_user_sharding=False)
+    run = ours(net, data("llama"), args=arguments(**options()), sharding=config)
+    assert run.trainer.sharding_plan.spec_of("lm_head.weight") == ("data", None)
+    assert_cut_as_planned(run)
+    assert_close(run.losses, reference(model("llama"), data("llama"), args=options()).losses, 1e-5)
 
 
 # ---- what cannot work ------------------------------------------------------------------------------

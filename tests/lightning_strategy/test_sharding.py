@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch_xla
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -104,6 +105,7 @@ class Watches(L.Callback):
 def check_cuts(plan: ShardingPlan, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> set[str]:
     """Parameters and their state are cut as planned; returns the names of those that are in parts."""
     backend, cut = get_backend(), set()
+    backend.wait()
     for name, parameter in module.named_parameters():
         wanted = tiles_of(plan.mesh, plan.spec_of(name))
         values = [parameter]
@@ -113,6 +115,9 @@ def check_cuts(plan: ShardingPlan, module: nn.Module, optimizer: torch.optim.Opt
             values += state
         for value in values:
             assert backend.tiles_of(value) == (wanted if wanted.number > 1 else None), name
+            shards: Any = torch_xla._XLAC._get_local_shards([value.detach()])
+            local = tuple(size // count for size, count in zip(value.shape, wanted.counts, strict=True))
+            assert tuple(shards[0][0][0].shape) == local, name
         if wanted.number > 1:
             cut.add(name)
     return cut

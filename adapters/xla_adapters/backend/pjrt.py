@@ -284,8 +284,16 @@ class PJRTBackend:
 
     def shard(self, tensor: torch.Tensor, tiles: Tiles) -> None:
         """Cuts a tensor that has a value (a parameter, a state, a batch); asked again it does nothing."""
-        if self.tiles_of(tensor) != tiles:
-            _C._xla_mark_sharding(tensor.detach(), _op_sharding(tiles))
+        tensor = tensor.detach()
+        text = _C._get_xla_sharding_spec(tensor)
+        if text:
+            present = tiles_from_text(text, tensor.ndim)
+            # A value that was copied in from the host, eagerly, waits there under an annotation that is not its own.
+            waits = "Tensor on host: with size" in _C._get_xla_tensor_debug_info(tensor)
+            if not waits and (present == tiles or (present is None and tiles.number == 1)):
+                return
+            _C._xla_clear_sharding(tensor)
+        _C._xla_mark_sharding(tensor, _op_sharding(tiles))
 
     def constrain(self, tensor: torch.Tensor, tiles: Tiles) -> torch.Tensor:
         """The tensor, an intermediate value of the step, cut so; its gradient too."""

@@ -16,7 +16,7 @@ from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.config import ShardingConfig
 from xla_adapters.sharding.mesh import Mesh, Spec
 from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.sharding.planner import evaluate_all, plan_model
+from xla_adapters.sharding.planner import ADAM_BYTES, evaluate_all, plan_model
 from xla_adapters.sharding.planner.topology import Topology
 from xla_adapters.sharding.templates import default_mesh, template
 
@@ -47,10 +47,7 @@ def automatic_plan(
     """
     batch = example() if example is not None else None
     if batch is None:
-        reason = "the plan is the recipe for fully sharded training: there is no batch to plan for (a stream of data)"
-        warnings.warn(f"sharding: {reason}; name a scheme, or give a dataset with an index", UserWarning, stacklevel=2)
-        plan = template("fsdp", model, mesh or default_mesh("fsdp", devices), config=config, fixed=fixed)
-        return dataclasses.replace(plan, notes=(*plan.notes, reason))
+        return _without_batch(model, config, mesh or default_mesh("fsdp", devices), fixed)
     topology, notes = _topology(config)
     if config.memory_budget is None and topology.name != "cpu":
         # The rest is for the compiler's temporary values and the runtime.
@@ -70,6 +67,27 @@ def automatic_plan(
             plans.append(dataclasses.replace(recipe, predicted=predicted))
     best = min(plans, key=_cost)
     return dataclasses.replace(best, notes=(*best.notes, *notes))
+
+
+def _without_batch(model: torch.nn.Module, config: ShardingConfig, mesh: Mesh, fixed: dict[str, Spec]) -> ShardingPlan:
+    reason = "the plan is the recipe for fully sharded training: there is no batch to plan for (a stream of data)"
+    if config.memory_budget is not None:
+        reason += ", so that memory_budget holds for parameters, gradients and optimizer state, not for activations"
+    warnings.warn(f"sharding: {reason}; name a scheme, or give a dataset with an index", UserWarning, stacklevel=2)
+    plan = template("fsdp", model, mesh, config=config, fixed=fixed)
+    state = sum(state_bytes(parameter, mesh.shards(plan.spec_of(name))) for name, parameter in model.named_parameters())
+    if config.memory_budget is not None and state > config.memory_budget:
+        raise ConfigError(
+            f"memory_budget={config.memory_budget} bytes per device is too little: parameters, gradients and optimizer "
+            f"state alone take {round(state)} bytes on each of {mesh.size} devices; use more devices or a larger budget"
+        )
+    return dataclasses.replace(plan, notes=(*plan.notes, reason))
+
+
+def state_bytes(parameter: torch.Tensor, shards: int) -> float:
+    """What a parameter takes on one device: itself and, if it is trained, its gradient and Adam's two averages."""
+    trained = parameter.element_size() + ADAM_BYTES if parameter.requires_grad else 0
+    return float(parameter.numel() * (parameter.element_size() + trained)) / shards
 
 
 def _parts(plan: ShardingPlan) -> int:

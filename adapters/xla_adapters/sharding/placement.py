@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -41,7 +42,7 @@ class Placement:
         self._batch_parts = math.prod(plan.mesh.axis_size(axis) for axis in plan.batch)
 
     def place_model(self, model: torch.nn.Module) -> None:
-        """Cuts the parameters; call it when they are on the device, before the optimizer has state.
+        """Cuts the parameters; call it when they are on the device, and when others may have written to them.
 
         Raises:
             ConfigError: the plan was made for another model.
@@ -50,13 +51,16 @@ class Placement:
             # What is not computed yet would be annotated in its graph, and lie somewhere else afterwards.
             self._backend.flush()
         for name, parameter in model.named_parameters():
-            spec = self.plan.spec_of(name)
-            if len(spec) != parameter.ndim:
-                raise ConfigError(
-                    f"the plan {self.plan.name!r} has {len(spec)} dimensions for {name}, the model {parameter.ndim}: "
-                    "it was made for another model"
-                )
-            self._backend.shard(parameter, tiles_of(self.plan.mesh, spec))
+            self._place(name, parameter)
+
+    def _place(self, name: str, parameter: torch.Tensor) -> None:
+        spec = self.plan.spec_of(name)
+        if len(spec) != parameter.ndim:
+            raise ConfigError(
+                f"the plan {self.plan.name!r} has {len(spec)} dimensions for {name}, the model {parameter.ndim}: "
+                "it was made for another model"
+            )
+        self._backend.shard(parameter, tiles_of(self.plan.mesh, spec))
 
     def place_batch(self, batch: Any) -> Any:
         """The batch, nested as it is, with each tensor cut along its first dimension.
@@ -82,6 +86,21 @@ class Placement:
     def is_split(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the batch is split over the devices."""
         return tensor.ndim > 0 and self._batch_parts > 1 and tensor.shape[0] % self._batch_parts == 0
+
+    @contextmanager
+    def cutting_what_is_loaded(self, model: torch.nn.Module) -> Iterator[None]:
+        """Cuts again what `load_state_dict` of the model, or of a part of it, copies in, until the exit."""
+
+        def loaded(prefix: str, module: torch.nn.Module, _: Any) -> None:
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                if not self._backend.is_pending(parameter):
+                    self._place(name, parameter)
+
+        with ExitStack() as stack:
+            for prefix, module in model.named_modules():
+                hook = functools.partial(loaded, prefix)
+                stack.callback(module.register_load_state_dict_post_hook(hook).remove)
+            yield
 
     @contextmanager
     def constraining(self, model: torch.nn.Module) -> Iterator[None]:

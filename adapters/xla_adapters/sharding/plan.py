@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.mesh import Mesh, Spec, as_spec
 
@@ -154,6 +156,12 @@ class ShardingPlan:
             if parameter == entry.name or parameter in entry.tied:
                 return entry.spec
         raise ConfigError(f"the plan {self.name!r} has no parameter {parameter!r}: it was made for another model")
+
+    def fits(self, model: torch.nn.Module) -> bool:
+        """Whether the model has the parameters that were planned, by name and shape."""
+        planned = {name: entry.shape for entry in self.parameters for name in (entry.name, *entry.tied)}
+        found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        return len(found) == len(self.parameters) and found.items() <= planned.items()
 
     def check(self) -> None:
         """Raises if a tensor cannot be split as planned.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from xla_adapters.backend import Backend, Tiles, get_backend
+from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ConfigError, UnsupportedOptionError
 from xla_adapters.sharding.config import ShardingConfig
 from xla_adapters.sharding.mesh import DimSpec, Mesh, Spec
@@ -27,24 +28,27 @@ class Sharder:
 
     Args:
         config: the options.
+        steps: the options of the steps that are to run sharded.
 
     Raises:
         RuntimeOrderError: the runtime was started without SPMD before.
         ConfigError: the mesh that was asked for needs another number of devices.
-        UnsupportedOptionError: the compiler of this device cannot do what was asked for.
+        UnsupportedOptionError: the mode or the compiler of this device cannot do what was asked for.
     """
 
-    def __init__(self, config: ShardingConfig) -> None:
+    def __init__(self, config: ShardingConfig, steps: XLAConfig | None = None) -> None:
+        if steps is not None and steps.xla_mode == "eager+dynamo":
+            raise UnsupportedOptionError(
+                "xla_mode='eager+dynamo' and sharding: dynamo's graphs do not know how tensors are cut; use "
+                "xla_mode='eager+compile'"
+            )
         self.config = config
         self._backend: Backend = get_backend()
         self._backend.initialize(spmd=True)
         self.devices = self._backend.device_count()
         config.mesh(self.devices)
         if config.partitioner == "alpa":
-            raise UnsupportedOptionError(
-                f"partitioner='alpa': the XLA compiler for {self._backend.hardware()} has no pass that shards by "
-                "itself (it accepts the request and shards nothing); leave partitioner at 'planner'"
-            )
+            raise UnsupportedOptionError(_no_alpa(self._backend.hardware()))
         self._placement: Placement | None = None
 
     @property
@@ -64,7 +68,7 @@ class Sharder:
         return self._placement.plan
 
     def prepare(self, model: torch.nn.Module, example: Callable[[], Any]) -> ShardingPlan:
-        """Plans for the model, if that is not done yet, and cuts its parameters.
+        """Plans for the model, if that is not done yet for one like it, and cuts its parameters.
 
         Args:
             model: on the device.
@@ -73,9 +77,9 @@ class Sharder:
         Raises:
             ConfigError: nothing fits what was asked for.
         """
-        if self._placement is None:
-            fixed = self._annotated(model) if self.config.keep_user_sharding else {}
-            plan = make_plan(model, self.config, self.devices, fixed=fixed, example=example)
+        if self._placement is None or not self._placement.plan.fits(model):
+            mesh, fixed = self._annotated(model) if self.config.keep_user_sharding else (None, {})
+            plan = make_plan(model, self.config, self.devices, mesh=mesh, fixed=fixed, example=example)
             self._placement = Placement(plan, self._backend)
             for note in plan.notes:
                 logger.warning("sharding: %s", note)
@@ -109,31 +113,58 @@ class Sharder:
 
     @contextmanager
     def holding(self, model: torch.nn.Module) -> Iterator[None]:
-        """Around a run: intermediate values are held to the plan, and what is saved is put together on the host."""
+        """Around a run: intermediate values are held to the plan, what is loaded is cut, what is saved is put together
+        on the host."""
         with ExitStack() as stack:
             stack.enter_context(self._backend.gathering_on_host())
             if self._placement is not None:
                 stack.enter_context(self._placement.constraining(model))
+                stack.enter_context(self._placement.cutting_what_is_loaded(model))
             yield
 
-    def _annotated(self, model: torch.nn.Module) -> dict[str, Spec]:
-        found: dict[str, Spec] = {}
-        meshes = [mesh] if (mesh := self.config.mesh(self.devices)) is not None else []
-        meshes = meshes or [default_mesh(scheme, self.devices) for scheme in ("2d", "fsdp", "tp")]
-        for name, parameter in model.named_parameters():
-            if not self._backend.is_backend_tensor(parameter):
-                continue
-            tiles = self._backend.tiles_of(parameter)
-            if tiles is None:
-                continue
-            specs = [spec for mesh in meshes if (spec := spec_of(mesh, tiles)) is not None]
-            if not specs:
-                raise ConfigError(
-                    f"{name} was annotated with a sharding that is none of the mesh in use ({meshes[0]}): give the "
-                    "same mesh_shape, or keep_user_sharding=False to shard it anew"
-                )
-            found[name] = specs[0]
-        return found
+    def _annotated(self, model: torch.nn.Module) -> tuple[Mesh | None, dict[str, Spec]]:
+        """What the user cut already, and the mesh it is cut for; None for the mesh if there is nothing."""
+        cut = {
+            name: tiles
+            for name, parameter in model.named_parameters()
+            if self._backend.is_backend_tensor(parameter) and (tiles := self._backend.tiles_of(parameter)) is not None
+        }
+        if not cut:
+            return None, {}
+        meshes = self._possible_meshes()
+        odd: set[str] = set()
+        for mesh in meshes:
+            specs = {name: spec_of(mesh, tiles) for name, tiles in cut.items()}
+            found = {name: spec for name, spec in specs.items() if spec is not None}
+            if len(found) == len(cut):
+                return mesh, found
+            odd |= cut.keys() - found.keys()
+        raise ConfigError(
+            f"the annotations of {', '.join(sorted(odd)[:3])}{' and others' if len(odd) > 3 else ''} are none of the "
+            f"mesh {', or '.join(map(str, meshes))}: give the mesh they were made for as mesh_shape and axis_names, or "
+            "keep_user_sharding=False to shard them anew"
+        )
+
+    def _possible_meshes(self) -> list[Mesh]:
+        if (asked := self.config.mesh(self.devices)) is not None:
+            return [asked]
+        if self.config.scheme != "auto":
+            return [default_mesh(self.config.scheme, self.devices)]
+        first = [default_mesh(scheme, self.devices) for scheme in ("2d", "fsdp", "tp")]
+        lengths = (length for length in range(2, self.devices) if self.devices % length == 0)
+        return list(dict.fromkeys([*first, *(Mesh.data_and_model(self.devices // n, n) for n in lengths)]))
+
+
+def _no_alpa(hardware: str) -> str:
+    if hardware == "TPU":
+        return (
+            "partitioner='alpa': the XLA compiler for TPU has this pass, and no way was found yet to see what it did "
+            "before it is trusted with a run; leave partitioner at 'planner'"
+        )
+    return (
+        f"partitioner='alpa': the XLA compiler for {hardware} has no pass that shards by itself (it accepts the "
+        "request and shards nothing); leave partitioner at 'planner'"
+    )
 
 
 def make_plan(
@@ -141,6 +172,7 @@ def make_plan(
     config: ShardingConfig,
     devices: int,
     *,
+    mesh: Mesh | None = None,
     fixed: dict[str, Spec] | None = None,
     example: Callable[[], Any] | None = None,
 ) -> ShardingPlan:
@@ -150,13 +182,14 @@ def make_plan(
         model: on any device.
         config: the options.
         devices: how many there are.
+        mesh: to use where the options leave it open; None to choose.
         fixed: specs of parameters that stay as they are.
         example: returns a batch; needed for `"auto"`.
 
     Raises:
         ConfigError: nothing fits what was asked for.
     """
-    mesh = config.mesh(devices)
+    mesh = config.mesh(devices) or mesh
     if config.scheme != "auto":
         mesh = mesh if mesh is not None else default_mesh(config.scheme, devices)
         return template(config.scheme, model, mesh, config=config, fixed=fixed)

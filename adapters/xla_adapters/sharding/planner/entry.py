@@ -25,6 +25,9 @@ from xla_adapters.sharding.planner.storage import Parameter
 from xla_adapters.sharding.planner.strategies import Rules
 from xla_adapters.sharding.planner.topology import Topology
 
+# Two averages in float32, for each element of a parameter.
+ADAM_BYTES = 8
+
 Batch = Mapping[str, Any] | Sequence[Any]
 
 
@@ -36,7 +39,7 @@ def plan_model(
     devices: int,
     config: ShardingConfig,
     topology: Topology,
-    optimizer_bytes_per_parameter: float = 8,
+    optimizer_bytes_per_parameter: float = ADAM_BYTES,
     fixed: Mapping[str, Spec] | None = None,
 ) -> list[ShardingPlan]:
     """Plans how a training step is split over devices, in the manner of Alpa (Zheng et al., OSDI 2022).
@@ -98,7 +101,7 @@ def evaluate(
     batch: Batch,
     *,
     topology: Topology,
-    optimizer_bytes_per_parameter: float = 8,
+    optimizer_bytes_per_parameter: float = ADAM_BYTES,
 ) -> PlanCost:
     """What a step costs under a plan that somebody else made.
 
@@ -124,7 +127,7 @@ def evaluate_all(
     batch: Batch,
     *,
     topology: Topology,
-    optimizer_bytes_per_parameter: float = 8,
+    optimizer_bytes_per_parameter: float = ADAM_BYTES,
 ) -> list[PlanCost]:
     """What a step costs under each of several plans; the model is captured once.
 
