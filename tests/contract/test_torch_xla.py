@@ -243,7 +243,7 @@ def test_a_value_copied_in_from_the_host_waits_there_under_an_annotation_that_is
     assert _C._get_xla_sharding_spec(tensor) == text
     assert waits in _C._get_xla_tensor_debug_info(tensor)
     assert _C._get_local_shards([tensor])[0][0][0].shape == values.shape
-    with pytest.raises(RuntimeError, match="Existing annotation must be cleared first"):
+    with pytest.raises(RuntimeError, match="must be cleared before applying a new one"):
         _C._xla_mark_sharding(tensor, _C.OpSharding([[0, 1], [2, 3]], [], [], 3))
     _C._xla_clear_sharding(tensor)
     _C._xla_mark_sharding(tensor, halves)
