@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from hf_trainer.framework_patches import as_if_compiling
 from hf_trainer.trainer_hooks import TrainerHooks
 from xla_adapters.batches import example_of
 from xla_adapters.errors import ConfigError
@@ -42,7 +44,8 @@ class ShardingHooks(TrainerHooks):
 
     def _hold_model(self, sharder: Sharder) -> None:
         model = self._live_model
-        sharder.prepare(model, self._example_batch)
+        folder = Path(self.args.output_dir) if self.args.output_dir is not None and self.args.should_save else None
+        sharder.prepare(model, self._example_batch, around=as_if_compiling, folder=folder)
         if self._held_model is not model:
             self._held.close()
             self._held.enter_context(sharder.holding(model))
@@ -57,7 +60,7 @@ class ShardingHooks(TrainerHooks):
     def _load_best_model(self) -> None:
         super()._load_best_model()
         if self._sharder is not None:
-            self._sharder.prepare(self._live_model, self._example_batch)
+            self._hold_model(self._sharder)
 
     def _example_batch(self) -> Any:
         """A batch like the training's, on the host; neither the data nor the random numbers go on by it."""

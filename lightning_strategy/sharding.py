@@ -7,6 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch.loops.prediction_loop
@@ -60,12 +61,15 @@ class ModuleSharding:
         """
         return self._sharder.plan
 
-    def prepare(self, module: torch.nn.Module, example: Callable[[], Any] = lambda: None) -> None:
+    def prepare(
+        self, module: torch.nn.Module, example: Callable[[], Any] = lambda: None, folder: Path | None = None
+    ) -> None:
         """Plans for a module, if that is not done yet, and cuts its parameters.
 
         Args:
             module: on the device.
             example: returns a batch for its `forward` on the host, or `None`; called if the plan depends on it.
+            folder: of the run, where the plan is kept for a restart; None keeps nothing.
 
         Raises:
             ConfigError: nothing fits what was asked for.
@@ -73,7 +77,7 @@ class ModuleSharding:
         if module not in self._sharders:
             self._sharders[module] = self._sharder if self._sharder.placement is None else self._make_sharder()
         sharder = self._sharders[module]
-        sharder.prepare(module, lambda: _arguments(module, example()))
+        sharder.prepare(module, lambda: _arguments(module, example()), folder=folder)
         self._sharder = sharder
         self._is_size_checked = False
 

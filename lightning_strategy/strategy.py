@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -217,7 +218,9 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         if self._sharding is not None:
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
-            self._sharding.prepare(self.lightning_module, lambda: example_batch(trainer))
+            # A run that writes no checkpoint writes no plan.
+            folder = Path(trainer.default_root_dir) if trainer.checkpoint_callbacks else None
+            self._sharding.prepare(self.lightning_module, lambda: example_batch(trainer), folder)
         self._backend.flush()
 
     def teardown(self) -> None:

@@ -20,7 +20,7 @@ from tests.hf_trainer.scenarios import Run, arguments, assert_close, ours, refer
 from tests.hf_trainer.sharded_models import MODELS, ROWS, data, model
 from tests.isolation import isolated
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
-from xla_adapters.sharding import Mesh, ShardingConfig
+from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan
 from xla_adapters.sharding.placement import tiles_of
 from xla_adapters.sharding.sharder import spec_of
 
@@ -220,7 +220,11 @@ def test_annotations_of_the_user_stay() -> None:
 
 @on_8_devices
 @pytest.mark.parametrize(
-    "flag", [{"auto_sharding": True}, {"sharding": {"auto_sharding": {"keep_user_sharding": True}}}]
+    "flag",
+    [
+        {"auto_sharding": True},
+        {"sharding": {"auto_sharding": {"keep_user_sharding": True, "measure_top_k": 0}}},
+    ],
 )
 def test_automatic(flag: dict[str, Any]) -> None:
     start()
@@ -229,6 +233,7 @@ def test_automatic(flag: dict[str, Any]) -> None:
     plan = run.trainer.sharding_plan
     assert plan.predicted is not None
     assert plan.predicted.step_seconds > 0
+    assert (plan.measured is not None) == ("auto_sharding" in flag)
     assert_cut_as_planned(run)
     assert_close(run.losses, reference(model("llama"), data("llama"), args=options()).losses, 1e-5)
 
@@ -237,13 +242,28 @@ def test_automatic(flag: dict[str, Any]) -> None:
 def test_automatic_within_a_budget_that_only_fits_split_state() -> None:
     start()
     state = 16 * sum(parameter.numel() for parameter in model("llama").parameters())
-    config = ShardingConfig(memory_budget=int(0.5 * state))
+    config = ShardingConfig(memory_budget=int(0.5 * state), measure_top_k=0)
     run = ours(model("llama"), data("llama"), args=arguments(**options()), sharding=config)
     plan = run.trainer.sharding_plan
     assert plan.predicted is not None
     assert plan.predicted.memory_bytes <= config.memory_budget
     assert assert_cut_as_planned(run) > 0
     assert_close(run.losses, reference(model("llama"), data("llama"), args=options()).losses, 1e-5)
+
+
+@on_8_devices
+def test_a_plan_that_was_made_before_is_used(tmp_path: Path) -> None:
+    start()
+    run = ours(model("llama"), data("llama"), args=arguments(**options()), sharding="2d")
+    path = tmp_path / "plan.json"
+    run.trainer.sharding_plan.save(path)
+    plan = ShardingPlan.load(path)
+    again = ours(model("llama"), data("llama"), args=arguments(**options()), sharding=plan)
+    assert again.trainer.sharding_plan == plan
+    assert_cut_as_planned(again)
+    assert_close(again.losses, run.losses, 1e-6)
+    with pytest.raises(ConfigError, match="'2d' was made for another model: parameters or their shapes differ"):
+        ours(model("gpt2"), data("gpt2"), args=arguments(**options()), sharding=plan)
 
 
 @on_8_devices
@@ -329,7 +349,7 @@ def test_annotations_that_do_not_fit_the_default_mesh_choose_it() -> None:
     layer = net.model.layers[0]
     backend.shard(layer.mlp.up_proj.weight, tiles_of(mesh, ("model", None)))
     backend.shard(layer.mlp.down_proj.weight, tiles_of(mesh, (None, "data")))
-    run = ours(net, data("llama"), args=arguments(**options()), auto_sharding=True)
+    run = ours(net, data("llama"), args=arguments(**options()), auto_sharding={"measure_top_k": 0})
     plan = run.trainer.sharding_plan
     assert plan.mesh == mesh
     assert plan.spec_of("model.layers.0.mlp.up_proj.weight") == ("model", None)

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding import Mesh, ShardingConfig
+from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan
+
+PLAN = ShardingPlan(name="mine", mesh=Mesh.data_and_model(2, 4), parameters=())
 
 
 def test_the_defaults() -> None:
@@ -58,7 +60,12 @@ def test_every_option_is_taken_as_it_is(values: dict[str, Any]) -> None:
             {"topology": "v9"},
             "topology='v9' is not a valid value; valid values: None, 'cpu', 'v4', 'v5e', 'v5p', 'v6e'",
         ),
-        ({"memory_budget": 8, "scheme": "fsdp"}, "is a recipe, which looks at neither: use scheme='auto'"),
+        ({"measure_top_k": -1}, "measure_top_k=-1 is not a valid value; valid values: an integer >= 0"),
+        ({"measure_top_k": 1, "scheme": "tp"}, "measure_top_k=1 is for planning; scheme='tp' is a recipe"),
+        ({"plan": "plan.json"}, "plan='plan.json' is not a valid value; .* read a file with ShardingPlan.load"),
+        ({"plan": PLAN, "mesh_shape": (1, 8)}, r"mesh_shape=\(1, 8\) is for planning, and plan= is made already"),
+        ({"plan": PLAN, "scheme": "dp"}, "scheme, partitioner and overrides are for planning"),
+        ({"memory_budget": 8, "scheme": "fsdp"}, "is a recipe, which does not look at it: use scheme='auto'"),
         ({"axis_names": ("data",)}, "mesh_shape, which is not given"),
         ({"mesh_shape": (8,)}, r"mesh_shape=\(8,\) needs axis_names="),
         ({"mesh_shape": 8}, r"mesh_shape=8 is not a valid value; valid values: .* \(2, 4\)"),

@@ -95,8 +95,8 @@ def put(key: str, value: Any) -> Edit:
         (without("parameters", "model.embed.weight", "tied"), "it lacks 'tied'"),
         (without("mesh"), "it lacks 'mesh'"),
         (without("predicted", "collectives"), "it lacks 'collectives'"),
-        (without("format"), "no sharding plan of format 1"),
-        (put("format", 2), "no sharding plan of format 1"),
+        (without("format"), "no sharding plan of format 2"),
+        (put("format", 1), "no sharding plan of format 2"),
         (put("parameters", []), "no sharding plan: .*list"),
         (put("parameters", {"w": 3}), "no sharding plan"),
         (put("mesh", {"shape": [2, 4], "axis_names": ["data"]}), "needs as many axis names"),
@@ -120,8 +120,8 @@ def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path, edit: Edit, m
     [
         (b"{\n  'name': 3}", r"plan\.json is no sharding plan: line 2"),
         (b"", "is no sharding plan: line 1"),
-        (b"[]", "no sharding plan of format 1"),
-        (b"3", "no sharding plan of format 1"),
+        (b"[]", "no sharding plan of format 2"),
+        (b"3", "no sharding plan of format 2"),
         (b"\xff\xfe\x00", "it is no text"),
     ],
 )

@@ -19,6 +19,7 @@ import torch_xla.debug.profiler as xla_profiler
 import torch_xla.runtime as xr
 import torch_xla.utils.checkpoint as xla_checkpoint
 
+from xla_adapters.backend.ahead_of_time import AheadOfTime
 from xla_adapters.backend.interface import Metrics, SeamEvent
 from xla_adapters.backend.tiles import Tiles, op_sharding_arguments, put_together, tiles_from_text
 from xla_adapters.errors import ConfigError, RuntimeOrderError
@@ -28,7 +29,7 @@ _NANOSECONDS = 1e-9
 _SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
 
 
-class PJRTBackend:
+class PJRTBackend(AheadOfTime):
     """The seam on torch_xla's lazy tensors."""
 
     name = "torch_xla"
@@ -244,7 +245,10 @@ class PJRTBackend:
         Adds nothing to the graph.
         """
         inner = self.snapshot(tensor)
-        self.restore(tensor, torch._from_functional_tensor(torch.ops.aten._to_copy(inner, dtype=inner.dtype)))
+        again = torch._from_functional_tensor(torch.ops.aten._to_copy(inner, dtype=inner.dtype))
+        # It takes over which input's buffer it may be written to; without, the update needs a second one.
+        torch.ops.aten._propagate_xla_data(inner, again)
+        self.restore(tensor, again)
         del inner
         # The view machinery holds the former value until then: it would be one more output of the graph.
         torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]

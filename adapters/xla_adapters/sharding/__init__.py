@@ -4,6 +4,7 @@ from xla_adapters.sharding.config import ShardingConfig
 from xla_adapters.sharding.mesh import Mesh
 from xla_adapters.sharding.plan import (
     ActivationPlan,
+    Alternative,
     CollectiveCost,
     Measurement,
     ParameterPlan,
@@ -13,6 +14,7 @@ from xla_adapters.sharding.plan import (
 
 __all__ = [
     "ActivationPlan",
+    "Alternative",
     "CollectiveCost",
     "Measurement",
     "Mesh",

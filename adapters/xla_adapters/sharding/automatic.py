@@ -6,6 +6,8 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,14 +15,18 @@ from torch.utils import _pytree
 
 from xla_adapters.backend import get_backend
 from xla_adapters.errors import ConfigError
+from xla_adapters.sharding.candidates import Candidate, alternatives, cheapest, distinct, measured, predicted
 from xla_adapters.sharding.config import ShardingConfig
-from xla_adapters.sharding.mesh import Mesh, Spec
+from xla_adapters.sharding.measure import KeptPlans
+from xla_adapters.sharding.measure.kept import digest_of
+from xla_adapters.sharding.mesh import Mesh, Spec, factorizations
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.planner import ADAM_BYTES, evaluate_all, plan_model
 from xla_adapters.sharding.planner.topology import Topology
 from xla_adapters.sharding.templates import default_mesh, template
 
 _USABLE = 0.9
+MEASURED_PLANS = 2
 
 
 def automatic_plan(
@@ -31,8 +37,10 @@ def automatic_plan(
     mesh: Mesh | None,
     fixed: dict[str, Spec],
     example: Callable[[], Any] | None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    folder: Path | None = None,
 ) -> ShardingPlan:
-    """The plan that is predicted to cost least: of the planner's and the recipes that fit the memory.
+    """The plan that costs least: of the planner's and the recipes that fit the memory, measured where that is possible.
 
     Args:
         model: on any device.
@@ -41,6 +49,8 @@ def automatic_plan(
         mesh: to use; None to choose.
         fixed: specs of parameters that stay as they are.
         example: returns a batch; None or a result of None is a dataset that cannot be looked into.
+        around: gives the context that forward passes run in; a function that another process can import.
+        folder: where the plan is kept for a restart; None keeps nothing.
 
     Raises:
         ConfigError: nothing fits the memory budget.
@@ -48,25 +58,89 @@ def automatic_plan(
     batch = example() if example is not None else None
     if batch is None:
         return _without_batch(model, config, mesh or default_mesh("fsdp", devices), fixed)
-    topology, notes = _topology(config)
+    hardware = get_backend().hardware()
+    kept = KeptPlans(folder) if folder is not None else None
+    digest = digest_of(model, batch, config, devices, hardware, fixed) if kept is not None else ""
+    if kept is not None and (found := kept.find(digest)) is not None:
+        return found
+    topology, notes = _topology(config, hardware)
     if config.memory_budget is None and topology.name != "cpu":
         # The rest is for the compiler's temporary values and the runtime.
         config = dataclasses.replace(config, memory_budget=int(_USABLE * topology.memory_bytes))
-    plans = plan_model(model, batch, mesh=mesh, devices=devices, config=config, topology=topology, fixed=fixed)
+    top = MEASURED_PLANS if config.measure_top_k is None else config.measure_top_k
+    if top and (hardware != "CPU" or topology.name != "cpu"):
+        if config.measure_top_k is not None:
+            notes += (f"measure_top_k={top}: nothing was measured, as plans are compiled for CPU devices only",)
+        top = 0
+    if top:
+        candidates = _measured(model, batch, config, devices, mesh, fixed, topology, top, around, kept)
+    else:
+        plans = plan_model(model, batch, mesh=mesh, devices=devices, config=config, topology=topology, fixed=fixed)
+        recipes = _recipes(model, batch, config, devices, mesh, fixed, topology)
+        candidates = [predicted(plan) for plan in [*plans, *recipes]]
+    best = cheapest(candidates, config.memory_budget)
+    plan = dataclasses.replace(
+        best.plan, notes=(*best.plan.notes, *notes), alternatives=alternatives(candidates, config.memory_budget)
+    )
+    if kept is not None:
+        kept.keep(digest, plan)
+    return plan
+
+
+def _measured(
+    model: torch.nn.Module,
+    batch: Any,
+    config: ShardingConfig,
+    devices: int,
+    mesh: Mesh | None,
+    fixed: dict[str, Spec],
+    topology: Topology,
+    top: int,
+    around: Callable[[], AbstractContextManager[Any]],
+    kept: KeptPlans | None,
+) -> list[Candidate]:
+    """The planner's best plans and the recipes, compiled."""
+    problem: ConfigError | None = None
+    plans: list[ShardingPlan] = []
+    try:
+        plans = plan_model(model, batch, mesh=mesh, devices=devices, config=config, topology=topology, fixed=fixed)
+    except ConfigError as error:
+        # What is compiled may need less than was predicted.
+        if config.memory_budget is None:
+            raise
+        problem = error
+    recipes = _recipes(model, batch, config, devices, mesh, fixed, topology)
+    chosen = distinct([*plans[:top], *recipes])
+    if not chosen and problem is not None:
+        raise problem
+    return measured(chosen, model, batch, topology, around, kept)
+
+
+def _recipes(
+    model: torch.nn.Module,
+    batch: Any,
+    config: ShardingConfig,
+    devices: int,
+    mesh: Mesh | None,
+    fixed: dict[str, Spec],
+    topology: Topology,
+) -> list[ShardingPlan]:
+    """Each recipe on each mesh it makes sense on, with its predicted cost."""
+    rows = {value.shape[0] for value in _pytree.tree_leaves(batch) if isinstance(value, torch.Tensor) and value.ndim}
+    both = [Mesh.data_and_model(*shape) for shape in factorizations(devices, 2) if min(shape) > 1]
     recipes: list[ShardingPlan] = []
     for scheme in ("dp", "fsdp", "tp", "2d"):
-        try:
-            recipes.append(template(scheme, model, mesh or default_mesh(scheme, devices), config=config, fixed=fixed))
-        except ConfigError:
-            # The mesh has no axis for it: no candidate.
-            continue
-    rows = {value.shape[0] for value in _pytree.tree_leaves(batch) if isinstance(value, torch.Tensor) and value.ndim}
-    recipes = [recipe for recipe in recipes if all(size % _parts(recipe) == 0 for size in rows)]
-    for recipe, predicted in zip(recipes, evaluate_all(recipes, model, batch, topology=topology), strict=True):
-        if config.memory_budget is None or predicted.memory_bytes <= config.memory_budget:
-            plans.append(dataclasses.replace(recipe, predicted=predicted))
-    best = min(plans, key=_cost)
-    return dataclasses.replace(best, notes=(*best.notes, *notes))
+        meshes = [mesh] if mesh is not None else both if scheme == "2d" else [default_mesh(scheme, devices)]
+        for candidate in meshes:
+            try:
+                recipe = template(scheme, model, candidate, config=config, fixed=fixed)
+            except ConfigError:
+                # The mesh has no axis for it: no candidate.
+                continue
+            if all(size % _parts(recipe) == 0 for size in rows):
+                recipes.append(recipe)
+    costs = evaluate_all(recipes, model, batch, topology=topology)
+    return [dataclasses.replace(recipe, predicted=cost) for recipe, cost in zip(recipes, costs, strict=True)]
 
 
 def _without_batch(model: torch.nn.Module, config: ShardingConfig, mesh: Mesh, fixed: dict[str, Spec]) -> ShardingPlan:
@@ -94,17 +168,11 @@ def _parts(plan: ShardingPlan) -> int:
     return math.prod(plan.mesh.axis_size(axis) for axis in plan.batch)
 
 
-def _topology(config: ShardingConfig) -> tuple[Topology, tuple[str, ...]]:
+def _topology(config: ShardingConfig, hardware: str) -> tuple[Topology, tuple[str, ...]]:
     if config.topology is not None:
         return Topology.preset(config.topology), ()
-    hardware = get_backend().hardware()
     if hardware == "CPU":
         return Topology.preset("cpu"), ()
     return Topology.preset("v5e"), (
         f"planned for links as of a TPU v5e; name the topology of this {hardware} if it has others",
     )
-
-
-def _cost(plan: ShardingPlan) -> float:
-    assert plan.predicted is not None
-    return plan.predicted.step_seconds

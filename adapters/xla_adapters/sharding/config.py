@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.mesh import Mesh, Spec, as_spec
+from xla_adapters.sharding.plan import ShardingPlan
 
 Scheme = Literal["auto", "dp", "fsdp", "tp", "2d"]
 Partitioner = Literal["planner", "alpa"]
@@ -31,6 +32,10 @@ class ShardingConfig:
             take; if not given, nine tenths of what the topology's devices have (on the CPU no limit).
         topology: what devices and links can do, for the planner: `"cpu"`, `"v4"`, `"v5e"`, `"v5p"` or
             `"v6e"`; chosen by the device if not given.
+        measure_top_k: how many of the planner's plans are compiled beside the recipes, in a process of their own, to be
+            compared by what the compiled step really sends and keeps; 2 if not given, 0 lets predictions decide. Only
+            for training on CPU devices: the compilers of others split otherwise.
+        plan: one that was made before (`ShardingPlan.load`); nothing is planned then.
         overrides: specs by name pattern (shell style, e.g. `{"*.lm_head.weight": ("model", None)}`); the
             first that matches a parameter decides.
 
@@ -45,6 +50,8 @@ class ShardingConfig:
     keep_user_sharding: bool = True
     memory_budget: int | None = None
     topology: TopologyName | None = None
+    measure_top_k: int | None = None
+    plan: ShardingPlan | None = None
     overrides: Mapping[str, Spec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,11 +69,16 @@ class ShardingConfig:
         budget = self.memory_budget
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
             raise ConfigError(f"memory_budget={budget!r} is not a valid value; valid values: an integer >= 1")
-        for name in ("memory_budget", "topology"):
+        top = self.measure_top_k
+        if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 0):
+            raise ConfigError(f"measure_top_k={top!r} is not a valid value; valid values: an integer >= 0")
+        if self.plan is not None:
+            self._check_plan(self.plan)
+        for name in ("memory_budget", "topology", "measure_top_k"):
             if getattr(self, name) is not None and self.scheme != "auto":
                 raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is for planning; scheme={self.scheme!r} is a recipe, which looks "
-                    "at neither: use scheme='auto'"
+                    f"{name}={getattr(self, name)!r} is for planning; scheme={self.scheme!r} is a recipe, which does "
+                    "not look at it: use scheme='auto'"
                 )
         if self.axis_names is not None and self.mesh_shape is None:
             raise ConfigError(f"axis_names={self.axis_names!r} name the axes of mesh_shape, which is not given")
@@ -94,6 +106,17 @@ class ShardingConfig:
                 "e.g. {'*.lm_head.weight': ('model', None)}"
             )
         object.__setattr__(self, "overrides", {name: as_spec(spec) for name, spec in self.overrides.items()})
+
+    def _check_plan(self, plan: ShardingPlan) -> None:
+        if not isinstance(plan, ShardingPlan):
+            raise ConfigError(
+                f"plan={plan!r} is not a valid value; valid values: a ShardingPlan; read a file with ShardingPlan.load"
+            )
+        for name in ("mesh_shape", "memory_budget", "topology", "measure_top_k"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is for planning, and plan= is made already")
+        if self.scheme != "auto" or self.partitioner != "planner" or self.overrides:
+            raise ConfigError("scheme, partitioner and overrides are for planning, and plan= is made already")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ShardingConfig:
@@ -125,7 +148,7 @@ class ShardingConfig:
         cls,
         *,
         auto_sharding: bool | Mapping[str, Any] | None,
-        sharding: str | Mapping[str, Any] | ShardingConfig | None,
+        sharding: str | Mapping[str, Any] | ShardingConfig | ShardingPlan | None,
     ) -> ShardingConfig | None:
         """The config from either flag of an adapter; None is training on one device.
 
@@ -149,14 +172,23 @@ class ShardingConfig:
             return sharding
         if isinstance(sharding, Mapping):
             return cls.from_dict(sharding)
+        if isinstance(sharding, ShardingPlan):
+            return cls(plan=sharding)
         return cls(scheme=sharding)  # type: ignore[arg-type]
 
     def mesh(self, devices: int) -> Mesh | None:
-        """The mesh that was asked for; None if it may be chosen.
+        """The mesh that was asked for, or planned for; None if it may be chosen.
 
         Raises:
             ConfigError: it needs another number of devices than there are.
         """
+        if self.plan is not None:
+            if self.plan.mesh.size != devices:
+                raise ConfigError(
+                    f"plan={self.plan.name!r} is for {self.plan.mesh.size} devices ({self.plan.mesh}), and there are "
+                    f"{devices}"
+                )
+            return self.plan.mesh
         if self.mesh_shape is None or self.axis_names is None:
             return None
         mesh = Mesh(shape=self.mesh_shape, axis_names=self.axis_names)

@@ -14,7 +14,7 @@ import torch
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.mesh import Mesh, Spec, as_spec
 
-FORMAT = 1
+FORMAT = 2
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 
 
@@ -123,6 +123,29 @@ class Measurement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A plan that was considered.
+
+    Attributes:
+        name: of the scheme.
+        mesh: as text, e.g. `"data=4, model=2"`.
+        predicted_wire_bytes, predicted_memory_bytes: by the cost model, per device.
+        seconds: of a step, by which plans are compared: compute as predicted, communication as measured, or as
+            predicted where it was not measured.
+        measured: of its compiled step; None if it was not compiled.
+        remark: why it was not chosen, if for another reason than its cost.
+    """
+
+    name: str
+    mesh: str
+    predicted_wire_bytes: float
+    predicted_memory_bytes: float
+    seconds: float
+    measured: Measurement | None = None
+    remark: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardingPlan:
     """How a model's training step is split over a mesh.
 
@@ -135,6 +158,7 @@ class ShardingPlan:
         predicted: by the cost model; None if nobody predicted.
         measured: of the compiled step; None if it was not compiled.
         notes: what was decided otherwise than asked for, and why.
+        alternatives: what it was chosen among, itself included, the cheapest first; empty if nothing was compared.
     """
 
     name: str
@@ -145,6 +169,7 @@ class ShardingPlan:
     predicted: PlanCost | None = None
     measured: Measurement | None = None
     notes: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
 
     def spec_of(self, parameter: str) -> Spec:
         """The spec of a parameter, by any of its names.
@@ -245,11 +270,19 @@ class ShardingPlan:
             parameters=parameters,
             activations=activations,
             predicted=predicted,
-            measured=None if measured is None else Measurement(**measured),
+            measured=_measurement(measured),
             batch=_names("batch", values.pop("batch")),
             notes=_names("notes", values.pop("notes")),
+            alternatives=tuple(
+                Alternative(**{**item, "measured": _measurement(item["measured"])})
+                for item in values.pop("alternatives")
+            ),
             **values,
         )
+
+
+def _measurement(values: dict[str, Any] | None) -> Measurement | None:
+    return None if values is None else Measurement(**values)
 
 
 def _sizes(name: str, values: object) -> tuple[int, ...]:

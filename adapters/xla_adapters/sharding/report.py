@@ -38,6 +38,8 @@ def report(plan: ShardingPlan, *, width: int = 110) -> str:
         ]
     if plan.measured is not None:
         sections.append(_measured(plan, width))
+    if plan.alternatives:
+        sections.append(_alternatives(plan, width))
     if plan.predicted is None and plan.measured is None:
         sections.append(["Cost: neither predicted nor measured"])
     return "\n\n".join("\n".join(section) for section in sections) + "\n"
@@ -176,3 +178,24 @@ def _measured(plan: ShardingPlan, width: int) -> list[str]:
         rows.append([f"{kind} (count)", f"{count:,}", f"{times:,}", ratio(times, count)])
     header = ["per device and step", "predicted", "measured", "measured / predicted"]
     return ["Prediction and measurement", *table(header, rows, width=width, right=[1, 2, 3])]
+
+
+def _alternatives(plan: ShardingPlan, width: int) -> list[str]:
+    rows = []
+    for item in plan.alternatives:
+        measured = item.measured
+        rows.append(
+            [
+                item.name,
+                item.mesh,
+                human_bytes(item.predicted_wire_bytes),
+                human_bytes(measured.wire_bytes) if measured is not None else "-",
+                human_bytes(item.predicted_memory_bytes),
+                human_bytes(measured.memory_bytes) if measured is not None else "-",
+                human_seconds(item.seconds),
+                item.remark,
+            ]
+        )
+    header = ["plan", "mesh", "sent, predicted", "measured", "memory, predicted", "measured", "step", "remark"]
+    title = "Considered (predicted by the cost model; measured in the step that the compiler made of it)"
+    return [title, *table(header, rows, width=width, right=[2, 3, 4, 5, 6])]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,19 +68,30 @@ class Sharder:
             raise ConfigError("there is no sharding plan yet: it is made when the model's first run begins")
         return self._placement.plan
 
-    def prepare(self, model: torch.nn.Module, example: Callable[[], Any]) -> ShardingPlan:
+    def prepare(
+        self,
+        model: torch.nn.Module,
+        example: Callable[[], Any],
+        *,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        folder: Path | None = None,
+    ) -> ShardingPlan:
         """Plans for the model, if that is not done yet for one like it, and cuts its parameters.
 
         Args:
             model: on the device.
             example: returns a batch on the host; called only if the plan depends on it.
+            around: gives the context that forward passes run in; a function that another process can import.
+            folder: of the run, where the plan is kept for a restart; None keeps nothing.
 
         Raises:
             ConfigError: nothing fits what was asked for.
         """
         if self._placement is None or not self._placement.plan.fits(model):
             mesh, fixed = self._annotated(model) if self.config.keep_user_sharding else (None, {})
-            plan = make_plan(model, self.config, self.devices, mesh=mesh, fixed=fixed, example=example)
+            plan = make_plan(
+                model, self.config, self.devices, mesh=mesh, fixed=fixed, example=example, around=around, folder=folder
+            )
             self._placement = Placement(plan, self._backend)
             for note in plan.notes:
                 logger.warning("sharding: %s", note)
@@ -175,6 +187,8 @@ def make_plan(
     mesh: Mesh | None = None,
     fixed: dict[str, Spec] | None = None,
     example: Callable[[], Any] | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    folder: Path | None = None,
 ) -> ShardingPlan:
     """The plan for a model; nothing is moved.
 
@@ -185,17 +199,34 @@ def make_plan(
         mesh: to use where the options leave it open; None to choose.
         fixed: specs of parameters that stay as they are.
         example: returns a batch; needed for `"auto"`.
+        around, folder: as for `Sharder.prepare`.
 
     Raises:
         ConfigError: nothing fits what was asked for.
     """
     mesh = config.mesh(devices) or mesh
+    if config.plan is not None:
+        return _given(config.plan, model, fixed or {})
     if config.scheme != "auto":
         mesh = mesh if mesh is not None else default_mesh(config.scheme, devices)
         return template(config.scheme, model, mesh, config=config, fixed=fixed)
     from xla_adapters.sharding.automatic import automatic_plan
 
-    return automatic_plan(model, config, devices, mesh=mesh, fixed=fixed or {}, example=example)
+    return automatic_plan(
+        model, config, devices, mesh=mesh, fixed=fixed or {}, example=example, around=around, folder=folder
+    )
+
+
+def _given(plan: ShardingPlan, model: torch.nn.Module, fixed: Mapping[str, Spec]) -> ShardingPlan:
+    if not plan.fits(model):
+        raise ConfigError(f"the plan {plan.name!r} was made for another model: parameters or their shapes differ")
+    other = [name for name, spec in fixed.items() if plan.spec_of(name) != spec]
+    if other:
+        raise ConfigError(
+            f"{', '.join(other[:3])}{' and others' if len(other) > 3 else ''} are annotated otherwise than the plan "
+            f"{plan.name!r} says; remove the annotations, or give keep_user_sharding=False"
+        )
+    return plan
 
 
 def spec_of(mesh: Mesh, tiles: Tiles) -> Spec | None:

@@ -71,8 +71,8 @@ class Topology:
         FLOP/s (bf16), memory and memory bandwidth are those Google publishes (cloud.google.com/tpu/docs, "System
         architecture", a page per generation). Bandwidth is both directions of one link of the torus, as "How to Scale
         Your Model" gives them (jax-ml.github.io/scaling-book/tpus): an approximation, because which links a mesh axis
-        gets is decided when the slice is laid out. The latency of a hop is an approximation too. `"cpu"` is the mesh
-        of virtual devices on one machine that tests use: orders of magnitude, not measurements.
+        gets is decided when the slice is laid out. The latency of a hop is an approximation too. `"cpu"` is a
+        processor with 10 Gbit/s between each and the next: orders of magnitude, not measurements.
 
         Raises:
             ConfigError: there is no such preset.
@@ -88,11 +88,11 @@ _PRESETS = {
     for item in (
         Topology(
             name="cpu",
-            flops=2e10,
-            memory_bandwidth=4e9,
+            flops=2e11,
+            memory_bandwidth=4e10,
             memory_bytes=4 * _GIB,
             bandwidth=1e9,
-            latency=2e-5,
+            latency=2e-6,
             reduce_scatter=False,
             merges_sums=False,
             gathers_again=False,

@@ -1,0 +1,152 @@
+"""Plans that compete: what each costs, predicted or measured, and which one wins."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from xla_adapters.errors import ConfigError
+from xla_adapters.sharding.measure import KeptPlans, MeasuringError, PlanResult, measure_plans
+from xla_adapters.sharding.measure.kept import digest_of_step
+from xla_adapters.sharding.mesh import Mesh
+from xla_adapters.sharding.placement import tiles_of
+from xla_adapters.sharding.plan import Alternative, CollectiveCost, PlanCost, ShardingPlan
+from xla_adapters.sharding.planner.topology import Topology
+
+logger = logging.getLogger("xla_adapters")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A plan and what it is judged by.
+
+    Attributes:
+        plan: with its prediction, and its measurement if there is one.
+        seconds: of a step.
+        memory_bytes: per device.
+        problem: why it was not measured, if it was to be.
+    """
+
+    plan: ShardingPlan
+    seconds: float
+    memory_bytes: float
+    problem: str = ""
+
+
+def distinct(plans: Sequence[ShardingPlan]) -> list[ShardingPlan]:
+    """Without those that put everything where an earlier one does, if on a mesh with other names."""
+    found: dict[Any, ShardingPlan] = {}
+    for plan in plans:
+        stored = tuple(tiles_of(plan.mesh, entry.spec) for entry in plan.parameters)
+        held = tuple((entry.module, tiles_of(plan.mesh, entry.spec)) for entry in plan.activations)
+        found.setdefault((stored, tiles_of(plan.mesh, (plan.batch,)), held), plan)
+    return list(found.values())
+
+
+def predicted(plan: ShardingPlan, problem: str = "") -> Candidate:
+    """Judged by its prediction."""
+    cost = plan.predicted if plan.predicted is not None else PlanCost()
+    return Candidate(plan=plan, seconds=cost.step_seconds, memory_bytes=cost.memory_bytes, problem=problem)
+
+
+def measured(
+    plans: Sequence[ShardingPlan],
+    model: torch.nn.Module,
+    batch: Any,
+    topology: Topology,
+    around: Callable[[], AbstractContextManager[Any]],
+    kept: KeptPlans | None,
+) -> list[Candidate]:
+    """Judged by their compiled steps; one that could not be compiled is no candidate, unless none could.
+
+    Args:
+        plans: with their predictions.
+        model, batch, around: as for `measure_plans`.
+        topology: of the links, to make seconds of bytes.
+        kept: has what was measured before, and gets what is measured now.
+    """
+    known = kept.results() if kept is not None else {}
+    digests = [digest_of_step(model, batch, plan) for plan in plans]
+    missing = [plan for plan, digest in zip(plans, digests, strict=True) if digest not in known]
+    if missing:
+        logger.info(
+            "sharding: %d plans are compiled to be compared, in a process of their own; measure_top_k=0 lets "
+            "predictions decide instead",
+            len(missing),
+        )
+        try:
+            new = iter(measure_plans(model, batch, missing, around=around))
+        except MeasuringError as error:
+            logger.warning("sharding: plans are compared by prediction: %s", error)
+            return [predicted(plan, str(error)) for plan in plans]
+        known.update({digest: next(new) for digest in digests if digest not in known})
+        if kept is not None:
+            kept.keep_results({digest: result for digest, result in known.items() if not result.problem})
+    results = [known[digest] for digest in digests]
+    for plan, result in zip(plans, results, strict=True):
+        if result.problem:
+            logger.warning("sharding: %s on %s was not measured: %s", plan.name, plan.mesh, result.problem)
+    found = [_judged(plan, result, topology) for plan, result in zip(plans, results, strict=True) if not result.problem]
+    return found or [predicted(plan, result.problem) for plan, result in zip(plans, results, strict=True)]
+
+
+def _judged(plan: ShardingPlan, result: PlanResult, topology: Topology) -> Candidate:
+    assert result.measurement is not None
+    compute = plan.predicted.compute_seconds if plan.predicted is not None else 0.0
+    return Candidate(
+        plan=dataclasses.replace(plan, measured=result.measurement),
+        seconds=compute + sum(_seconds(item, plan.mesh, topology) for item in result.collectives),
+        memory_bytes=result.measurement.memory_bytes,
+    )
+
+
+def _seconds(item: CollectiveCost, mesh: Mesh, topology: Topology) -> float:
+    """On the slowest link it uses. How many collectives there are is left out: compilers for real links join them."""
+    axes = [axis for axis in item.axis.split("+") if axis in mesh.axis_names] or list(mesh.axis_names)
+    return item.wire_bytes / min(topology.bandwidth_of(axis) for axis in axes)
+
+
+def cheapest(candidates: Sequence[Candidate], budget: int | None) -> Candidate:
+    """The one that takes the least time of those that fit.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    fitting = [candidate for candidate in candidates if budget is None or candidate.memory_bytes <= budget]
+    if not fitting:
+        least = min(candidate.memory_bytes for candidate in candidates)
+        raise ConfigError(
+            f"memory_budget={budget} bytes per device is too little: the smallest that any plan takes is "
+            f"{round(least)} bytes; use more devices, a smaller batch, gradient checkpointing or a larger budget"
+        )
+    return min(fitting, key=_order)
+
+
+def alternatives(candidates: Sequence[Candidate], budget: int | None) -> tuple[Alternative, ...]:
+    """The candidates for the report, the cheapest first."""
+    listed = []
+    for candidate in sorted(candidates, key=_order):
+        plan, cost = candidate.plan, candidate.plan.predicted or PlanCost()
+        fits = budget is None or candidate.memory_bytes <= budget
+        listed.append(
+            Alternative(
+                name=plan.name,
+                mesh=str(plan.mesh),
+                predicted_wire_bytes=cost.wire_bytes,
+                predicted_memory_bytes=cost.memory_bytes,
+                seconds=candidate.seconds,
+                measured=plan.measured,
+                remark="" if fits else "more than memory_budget",
+            )
+        )
+    return tuple(listed)
+
+
+def _order(candidate: Candidate) -> tuple[float, float]:
+    # Costs that differ by rounding alone are the same; then the least memory.
+    return (float(f"{candidate.seconds:.4g}"), candidate.memory_bytes)

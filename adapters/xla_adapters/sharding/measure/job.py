@@ -1,0 +1,95 @@
+"""`Job`: a model without its weights, and plans for it, as bytes for another process."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.utils import _pytree
+
+from xla_adapters.sharding.measure.results import MeasuringError
+from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.transfers import to_host_in_one_transfer
+
+# Values of larger buffers do not reach control flow.
+_LARGEST_BUFFER = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be measured.
+
+    Attributes:
+        model: its parameters are on the meta device.
+        batch: keyword or positional arguments of `forward`, zeros on the host.
+        plans: to compile steps for.
+        around: gives a context for the forward pass, as in the training.
+    """
+
+    model: torch.nn.Module
+    batch: Any
+    plans: Sequence[ShardingPlan]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def pack(job: Job) -> bytes:
+    """The job as bytes. Parameters lose their values; `job.model` is not touched.
+
+    Raises:
+        MeasuringError: something in the model cannot be pickled.
+    """
+    buffers = list(job.model.buffers())
+    hosts = dict(zip(map(id, buffers), to_host_in_one_transfer(buffers), strict=True))
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, torch.nn.Parameter):
+                return _parameter, (tuple(value.shape), value.dtype, value.requires_grad, dict(value.__dict__))
+            if isinstance(value, torch.Tensor) and value.device.type != "meta":
+                host = hosts.get(id(value))
+                if value.numel() > _LARGEST_BUFFER or (host is None and value.device.type != "cpu"):
+                    return _zeros, (tuple(value.shape), value.dtype)
+                if host is not None and value.device.type != "cpu":
+                    return _same, (host.detach(),)
+            return super().reducer_override(value)
+
+    stream = io.BytesIO()
+    batch = _pytree.tree_map(_empty, job.batch)
+    try:
+        Pickler(stream).dump(Job(model=job.model, batch=batch, plans=job.plans, around=job.around))
+    except (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, OSError) as error:
+        # What pickling somebody's model may raise; each means that it cannot travel.
+        raise MeasuringError(f"the model cannot be pickled for another process: {error}") from error
+    return stream.getvalue()
+
+
+def unpack(data: bytes) -> Job:
+    """The job that `pack` wrote."""
+    job = cloudpickle.loads(data)
+    assert isinstance(job, Job)
+    return job
+
+
+def _parameter(
+    shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, more: dict[str, Any]
+) -> torch.nn.Parameter:
+    value = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=requires_grad)
+    value.__dict__.update(more)
+    return value
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _empty(value: Any) -> Any:
+    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value

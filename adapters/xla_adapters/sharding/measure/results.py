@@ -1,0 +1,42 @@
+"""What the measuring process answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from xla_adapters.errors import XLAAdapterError
+from xla_adapters.sharding.plan import CollectiveCost, Measurement
+
+
+class MeasuringError(XLAAdapterError):
+    """Plans could not be compiled to be measured; predictions decide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanResult:
+    """Of one plan.
+
+    Attributes:
+        measurement: of its compiled step; None if it could not be compiled.
+        collectives: by kind and mesh axis, without seconds.
+        seconds: tracing and compiling took.
+        problem: why there is no measurement.
+    """
+
+    measurement: Measurement | None = None
+    collectives: tuple[CollectiveCost, ...] = ()
+    seconds: float = 0.0
+    problem: str = ""
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> PlanResult:
+        """From what `dataclasses.asdict` made of one."""
+        measurement = values["measurement"]
+        return cls(
+            measurement=None if measurement is None else Measurement(**measurement),
+            collectives=tuple(CollectiveCost(**item) for item in values["collectives"]),
+            seconds=values["seconds"],
+            problem=values["problem"],
+        )

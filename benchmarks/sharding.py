@@ -1,0 +1,264 @@
+"""How much a sharded step sends: the recipes by hand beside `auto_sharding`; `python -m benchmarks.sharding`.
+
+For each model, width and memory cap, on 8 CPU devices: `dp`, `fsdp`, `tp` and `2d` (every mesh they make sense on, with
+the same norms and attention as ours) and the automatic plan. All are compiled as training steps (AdamW, float32) and
+none is executed; of the optimised HLO are read the bytes that each device sends per step and what it keeps in memory.
+
+A cap is a multiple of the fully sharded state (parameters, gradients, Adam's averages: 16 bytes per parameter, divided
+by the devices) plus what the step of `fsdp` keeps beside the state, so that `fsdp` fits at 1.0. `by hand` is the recipe
+that sends least of those that fit.
+
+Last, the time to plan by the depth of the model.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+DEVICES = 8
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+os.environ.setdefault("CPU_NUM_DEVICES", str(DEVICES))
+
+from benchmarks import report  # noqa: E402
+from benchmarks.sharding_models import FAMILIES, build  # noqa: E402
+from hf_trainer.framework_patches import as_if_compiling  # noqa: E402
+from xla_adapters.errors import ConfigError  # noqa: E402
+from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan  # noqa: E402
+from xla_adapters.sharding.automatic import MEASURED_PLANS, state_bytes  # noqa: E402
+from xla_adapters.sharding.candidates import measured  # noqa: E402
+from xla_adapters.sharding.measure import KeptPlans  # noqa: E402
+from xla_adapters.sharding.planner import Topology, plan_model  # noqa: E402
+from xla_adapters.sharding.sharder import make_plan  # noqa: E402
+from xla_adapters.sharding.templates import template  # noqa: E402
+
+WIDTHS, CAPS, DEPTHS = "128,256,512", "1.1,1.3,2,none", "2,8,32,64"
+RECIPES = (
+    ("dp", (8, 1)),
+    ("fsdp", (8, 1)),
+    ("tp", (1, 8)),
+    ("2d", (4, 2)),
+    ("2d", (2, 4)),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A compiled step: megabytes that a device sends and keeps."""
+
+    name: str
+    wire: float
+    memory: float
+    predicted_wire: float | None = None
+    predicted_memory: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One model, width and cap."""
+
+    model: str
+    width: int
+    cap: str
+    budget: float | None
+    by_hand: Step | None
+    auto: Step | None
+    seconds: float
+    error: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """What the automatic plan sends, to what the best recipe by hand that fits sends."""
+        return None if self.by_hand is None or self.auto is None else self.auto.wire / self.by_hand.wire
+
+
+def recipes_by_hand(model: Any, batch: Any, kept: KeptPlans) -> list[Step]:
+    """Every recipe, compiled."""
+    plans = [template(name, model, Mesh.data_and_model(*shape)) for name, shape in RECIPES]
+    found = measured(plans, model, batch, Topology.preset("cpu"), as_if_compiling, kept)
+    if len(found) < len(plans):
+        raise RuntimeError("a recipe could not be compiled; the log says why")
+    return [_step(candidate.plan) for candidate in found]
+
+
+def compile_together(model: Any, batch: Any, budgets: list[float | None], kept: KeptPlans) -> None:
+    """Compiles in one process what the automatic plans for these budgets will want: each would start its own."""
+    plans: list[ShardingPlan] = [template(name, model, Mesh.data_and_model(*shape)) for name, shape in RECIPES]
+    for budget in budgets:
+        config = ShardingConfig(memory_budget=None if budget is None else int(budget * 1e6))
+        try:
+            plans += plan_model(
+                model, batch, mesh=None, devices=DEVICES, config=config, topology=Topology.preset("cpu")
+            )[:MEASURED_PLANS]
+        except ConfigError:
+            # Predicted not to fit: the recipes remain.
+            continue
+    measured(plans, model, batch, Topology.preset("cpu"), as_if_compiling, kept)
+
+
+def _step(plan: ShardingPlan) -> Step:
+    assert plan.measured is not None
+    predicted = plan.predicted
+    return Step(
+        name=f"{plan.name} {'x'.join(map(str, plan.mesh.shape))}",
+        wire=plan.measured.wire_bytes / 1e6,
+        memory=plan.measured.memory_bytes / 1e6,
+        predicted_wire=None if predicted is None else predicted.wire_bytes / 1e6,
+        predicted_memory=None if predicted is None else predicted.memory_bytes / 1e6,
+    )
+
+
+def automatic(model: Any, batch: Any, budget: float | None, folder: Path) -> Step:
+    """What `auto_sharding=True` takes, with this memory budget in megabytes."""
+    config = ShardingConfig(memory_budget=None if budget is None else int(budget * 1e6))
+    plan = make_plan(model, config, DEVICES, example=lambda: batch, around=as_if_compiling, folder=folder)
+    return _step(plan)
+
+
+def rows_of(model_name: str, width: int, caps: list[str]) -> tuple[list[Row], list[Step]]:
+    """One model at one width, under each cap."""
+    model, batch = build(model_name, width=width)
+    state = sum(state_bytes(parameter, DEVICES) for parameter in model.parameters()) / 1e6
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        kept = KeptPlans(Path(folder))
+        hand = recipes_by_hand(model, batch, kept)
+        (fsdp,) = [step for step in hand if step.name.startswith("fsdp")]
+        rest = max(0.0, fsdp.memory - state)
+        budgets = {cap: None if cap == "none" else float(cap) * state + rest for cap in caps}
+        compile_together(model, batch, list(budgets.values()), kept)
+        for cap, budget in budgets.items():
+            fitting = [step for step in hand if budget is None or step.memory <= budget]
+            best = min(fitting, key=lambda step: step.wire, default=None)
+            begun = time.monotonic()
+            auto, error = None, ""
+            try:
+                auto = automatic(model, batch, budget, Path(folder))
+            except ConfigError as refusal:
+                error = str(refusal)
+            rows.append(
+                Row(
+                    model=model_name,
+                    width=width,
+                    cap=cap,
+                    budget=budget,
+                    by_hand=best,
+                    auto=auto,
+                    seconds=time.monotonic() - begun,
+                    error=error,
+                )
+            )
+            print(_line(rows[-1]), flush=True)
+    return rows, hand
+
+
+def _line(row: Row) -> str:
+    hand = "nothing fits" if row.by_hand is None else f"{row.by_hand.name} {row.by_hand.wire:.2f}"
+    auto = (
+        row.error if row.auto is None else f"{row.auto.name} {row.auto.wire:.2f} (said {row.auto.predicted_wire:.2f})"
+    )
+    return f"  {row.model} {row.width}, cap {row.cap}: by hand {hand}; auto {auto}; {row.seconds:.0f} s"
+
+
+def planning_time(depth: int) -> float:
+    """Seconds to plan a Llama of this depth: captured, all meshes of 8 devices, nothing compiled."""
+    model, batch = build("llama", width=256, layers=depth)
+    begun = time.monotonic()
+    plan_model(model, batch, mesh=None, devices=DEVICES, config=ShardingConfig(), topology=Topology.preset("cpu"))
+    return time.monotonic() - begun
+
+
+def table_of(rows: list[Row]) -> str:
+    """MB per device and step."""
+    cells = []
+    for row in rows:
+        hand, auto = row.by_hand, row.auto
+        cells.append(
+            (
+                row.model,
+                row.width,
+                row.cap,
+                row.budget,
+                hand.name if hand else "-",
+                hand.wire if hand else None,
+                hand.memory if hand else None,
+                auto.name if auto else "-",
+                auto.wire if auto else None,
+                auto.predicted_wire if auto else None,
+                auto.memory if auto else None,
+                auto.predicted_memory if auto else None,
+                row.ratio,
+                row.seconds,
+            )
+        )
+    headers = (
+        "model",
+        "width",
+        "cap",
+        "MB",
+        "by hand",
+        "sent",
+        "kept",
+        "auto",
+        "sent",
+        "said",
+        "kept",
+        "said",
+        "ratio",
+        "s",
+    )
+    return report.table(headers, cells)
+
+
+def targets(made: report.Report, rows: list[Row]) -> None:
+    """Those of the plan: within the cap, never above the best recipe, 0.8 of it, predicted within a tenth."""
+    feasible = [row for row in rows if row.by_hand is not None]
+    planned = [row for row in feasible if row.auto is not None]
+    refused = len(feasible) - len(planned)
+    over = sum(row.budget is not None and row.auto.memory > row.budget * (1 + 1e-9) for row in planned)  # type: ignore[union-attr]
+    ratios = [row.ratio for row in planned if row.ratio is not None]
+    near = [
+        abs(row.auto.predicted_wire - row.auto.wire) <= 0.1 * row.auto.wire  # type: ignore[operator, union-attr]
+        for row in planned
+    ]
+    made.target("caps that a recipe fits and auto refuses", refused, "exactly", 0)
+    made.target("plans above their cap", over, "exactly", 0)
+    made.target("sent, auto : best by hand, the worst", max(ratios, default=None), "at most", 1.0)
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+    made.target("sent, auto : best by hand, geometric mean", mean, "at most", 0.8)
+    made.target("predicted within 10% of measured, of all", sum(near) / len(near) if near else None, "at least", 0.9)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the program; returns its exit status."""
+    parser = report.parser(__doc__ or "")
+    parser.add_argument("--models", default=",".join(FAMILIES), help="comma-separated (all)")
+    parser.add_argument("--widths", default=WIDTHS, help=f"of the hidden states ({WIDTHS})")
+    parser.add_argument("--caps", default=CAPS, help=f"multiples of the fully sharded state ({CAPS})")
+    parser.add_argument("--depths", default=DEPTHS, help=f"to time the planner with; empty for none ({DEPTHS})")
+    options = parser.parse_args(arguments)
+    made = report.Report("sharding", settings={name: str(value) for name, value in vars(options).items()})
+    rows: list[Row] = []
+    hand: dict[str, list[dict[str, Any]]] = {}
+    for name in options.models.split(","):
+        for width in map(int, options.widths.split(",")):
+            found, steps = rows_of(name, width, options.caps.split(","))
+            rows += found
+            hand[f"{name} {width}"] = [asdict(step) for step in steps]
+    print(table_of(rows))
+    depths = [(depth, planning_time(depth)) for depth in map(int, filter(None, options.depths.split(",")))]
+    if depths:
+        print(report.table(("layers", "seconds to plan"), depths))
+    made.results = {"rows": [{**asdict(row), "ratio": row.ratio} for row in rows], "by hand": hand, "depths": depths}
+    targets(made, rows)
+    return made.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Plans are compiled in a process of their own; what the compiled steps send and keep decides."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.isolation import isolated
+from xla_adapters.errors import ConfigError
+from xla_adapters.sharding import Measurement, Mesh, PlanCost, ShardingConfig, ShardingPlan, candidates
+from xla_adapters.sharding.candidates import Candidate, alternatives, cheapest, distinct
+from xla_adapters.sharding.measure import KeptPlans, PlanResult, measure_plans
+from xla_adapters.sharding.measure.job import Job, pack, unpack
+from xla_adapters.sharding.measure.kept import digest_of_step
+from xla_adapters.sharding.sharder import make_plan
+from xla_adapters.sharding.templates import template
+
+WIDTH, ROWS = 32, 16
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = self.head(self.down(torch.relu(self.up(inputs)))) * self.scale
+        return {"loss": outputs.square().mean(), "outputs": outputs}
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return {"inputs": torch.zeros(ROWS, WIDTH)}
+
+
+def recipe(model: nn.Module, scheme: str, *shape: int) -> ShardingPlan:
+    return template(scheme, model, Mesh.data_and_model(*shape))
+
+
+@isolated(timeout=300, env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})
+def test_plans_are_measured_kept_and_compared(tmp_path: Path) -> None:
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    plans = [recipe(model, "dp", 8, 1), recipe(model, "fsdp", 8, 1)]
+    # Made for a model with another layer: it cannot be compiled, the others can.
+    plans.insert(1, dataclasses.replace(plans[0], parameters=plans[0].parameters[:1]))
+    plans.append(dataclasses.replace(plans[0], name="the same"))
+    dp, wrong, fsdp, same = measure_plans(model, batch(), plans)
+    assert same == dp
+    assert "no parameter" in wrong.problem
+    assert wrong.measurement is None
+    assert dp.measurement is not None
+    assert fsdp.measurement is not None
+    # The gradients and the loss, in float32, summed over a ring of 8.
+    assert dp.measurement.wire_bytes == 2 * 4 * (numbers + 1) * 7 / 8
+    assert set(dp.measurement.collectives) == {"all-reduce"}
+    assert "all-gather" in fsdp.measurement.collectives
+    # Weights and Adam's two averages, whole and in eighths; updates take the place of what they update.
+    whole, eighths = dp.measurement.memory_bytes, fsdp.measurement.memory_bytes
+    assert 12 * numbers < whole < 24 * numbers
+    assert whole - eighths > 12 * numbers * 7 / 8
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+    plan = make_plan(model, ShardingConfig(), 8, example=batch, folder=tmp_path)
+    assert plan.measured is not None
+    assert {(item.name, item.mesh) for item in plan.alternatives} >= {
+        ("dp", str(plans[0].mesh)),
+        ("tp", "data=1 x model=8"),
+    }
+    assert [item.seconds for item in plan.alternatives] == sorted(item.seconds for item in plan.alternatives)
+    assert "Considered (predicted by the cost model; measured" in plan.report()
+
+    def unwanted(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a restart neither plans nor measures again")
+
+    candidates.measure_plans = unwanted
+    assert make_plan(model, ShardingConfig(), 8, example=batch, folder=tmp_path) == plan
+    # Another budget is another plan, of steps that are known already.
+    least = min(item.measured.memory_bytes for item in plan.alternatives if item.measured is not None)
+    tight = make_plan(model, ShardingConfig(memory_budget=int(least)), 8, example=batch, folder=tmp_path)
+    assert tight.measured is not None
+    assert tight.measured.memory_bytes == least
+    with pytest.raises(ConfigError, match=f"the smallest that any plan takes is {least}"):
+        make_plan(model, ShardingConfig(memory_budget=int(least) - 1), 8, example=batch, folder=tmp_path)
+    (tmp_path / "sharding_plans" / "measured.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"measured.json is damaged .*: remove it"):
+        make_plan(model, ShardingConfig(memory_budget=int(2 * least)), 8, example=batch, folder=tmp_path)
+
+
+@isolated(env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})
+def test_a_model_that_cannot_travel_is_planned_by_prediction() -> None:
+    model = Net()
+    model.lock = threading.Lock()
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("xla_adapters").addHandler(handler)
+    plan = make_plan(model, ShardingConfig(), 8, example=batch)
+    assert plan.measured is None
+    assert any("compared by prediction: the model cannot be pickled" in message for message in messages)
+
+
+@isolated(env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})
+def test_links_of_other_devices_are_not_measured_on_cpu_devices() -> None:
+    plan = make_plan(Net(), ShardingConfig(topology="v5e", measure_top_k=1), 8, example=batch)
+    assert plan.measured is None
+    assert any("nothing was measured, as plans are compiled for CPU devices only" in note for note in plan.notes)
+
+
+@isolated
+def test_a_job_has_ties_flags_and_buffers_but_no_weights() -> None:
+    model = Net()
+    model.head.weight = model.up.weight
+    model.down.weight.requires_grad_(False)
+    found = unpack(pack(Job(model=model, batch=batch(), plans=[])))
+    assert found.model.head.weight is found.model.up.weight
+    assert not found.model.down.weight.requires_grad
+    assert found.model.down.weight.device.type == "meta"
+    assert found.model.scale.item() == 2
+    assert found.batch["inputs"].shape == (ROWS, WIDTH)
+
+
+@isolated
+def test_results_are_named_by_where_everything_lies() -> None:
+    model = Net()
+    digests = [digest_of_step(model, batch(), recipe(model, *which)) for which in (("dp", 8, 1), ("fsdp", 8, 1))]
+    assert len({*digests, digest_of_step(model, {"inputs": torch.zeros(8, WIDTH)}, recipe(model, "dp", 8, 1))}) == 3
+    assert digests[0] == digest_of_step(Net(), batch(), recipe(Net(), "dp", 8, 1))
+
+
+def candidate(name: str, seconds: float, memory: float) -> Candidate:
+    plan = ShardingPlan(name=name, mesh=Mesh.data_and_model(2, 1), parameters=(), predicted=PlanCost())
+    return Candidate(plan=plan, seconds=seconds, memory_bytes=memory)
+
+
+def test_the_cheapest_that_fits_wins() -> None:
+    found = [candidate("a", 3, 10), candidate("b", 1, 30), candidate("c", 2, 20), candidate("d", 1.00001, 25)]
+    assert cheapest(found, None).plan.name == "d"
+    assert cheapest(found, 20).plan.name == "c"
+    with pytest.raises(ConfigError, match=r"memory_budget=9 .* is 10 bytes"):
+        cheapest(found, 9)
+    listed = alternatives(found, 20)
+    assert [item.name for item in listed] == ["d", "b", "c", "a"]
+    assert [item.remark for item in listed] == ["more than memory_budget"] * 2 + [""] * 2
+
+
+def test_plans_that_put_everything_in_the_same_place_are_one() -> None:
+    mesh = Mesh.data_and_model(2, 4)
+    one = ShardingPlan(name="one", mesh=mesh, parameters=(), batch=("data", "model"))
+    same = ShardingPlan(name="same", mesh=Mesh.data_and_model(8, 1), parameters=(), batch=("data",))
+    other = dataclasses.replace(one, name="other", batch=("model", "data"))
+    assert [plan.name for plan in distinct([one, same, other])] == ["one", "other"]
+
+
+def test_results_survive_being_written(tmp_path: Path) -> None:
+    kept = KeptPlans(tmp_path)
+    assert kept.results() == {}
+    result = PlanResult(
+        measurement=Measurement(wire_bytes=1.5, memory_bytes=2, collectives={"all-reduce": 1}), seconds=3
+    )
+    kept.keep_results({"digest": result})
+    assert kept.results() == {"digest": result}
