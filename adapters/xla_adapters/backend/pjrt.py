@@ -299,9 +299,10 @@ class PJRTBackend(AheadOfTime):
             _C._xla_clear_sharding(tensor)
         _C._xla_mark_sharding(tensor, _op_sharding(tiles))
 
-    def constrain(self, tensor: torch.Tensor, tiles: Tiles) -> torch.Tensor:
-        """The tensor, an intermediate value of the step, cut so; its gradient too."""
-        result: torch.Tensor = _Constrained.apply(tensor, _op_sharding(tiles))  # type: ignore[no-untyped-call]
+    def constrain(self, tensor: torch.Tensor, tiles: Tiles, *, gradient: Tiles | None = None) -> torch.Tensor:
+        """The tensor, an intermediate value of the step, cut so; its gradient too, or as given."""
+        back = _op_sharding(gradient if gradient is not None else tiles)
+        result: torch.Tensor = _Constrained.apply(tensor, _op_sharding(tiles), back)  # type: ignore[no-untyped-call]
         return result
 
     def tiles_of(self, tensor: torch.Tensor) -> Tiles | None:
@@ -394,17 +395,18 @@ class _Constrained(torch.autograd.Function):
     """As `torch_xla.distributed.spmd.mark_sharding_with_gradients`, without writing and parsing the mesh as text."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, sharding: Any) -> torch.Tensor:
-        ctx.sharding = sharding
+    def forward(ctx: Any, tensor: torch.Tensor, sharding: Any, gradient: Any) -> torch.Tensor:
+        ctx.sharding = gradient
         result = tensor.clone()
-        _C._xla_mark_sharding(result, sharding)
+        # Beside the annotation that a parameter has, and its clone with it.
+        _C._xla_annotate_custom_sharding(result, sharding)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         result = grads[0].clone()
-        _C._xla_mark_sharding(result, ctx.sharding)
-        return result, None
+        _C._xla_annotate_custom_sharding(result, ctx.sharding)
+        return result, None, None
 
 
 def _op_sharding(tiles: Tiles) -> Any:

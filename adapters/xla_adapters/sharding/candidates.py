@@ -14,9 +14,9 @@ from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.measure import KeptPlans, MeasuringError, PlanResult, measure_plans
 from xla_adapters.sharding.measure.kept import digest_of_step
 from xla_adapters.sharding.mesh import Mesh
-from xla_adapters.sharding.placement import tiles_of
 from xla_adapters.sharding.plan import Alternative, CollectiveCost, PlanCost, ShardingPlan
 from xla_adapters.sharding.planner.topology import Topology
+from xla_adapters.sharding.tiling import tiles_of
 
 logger = logging.getLogger("xla_adapters")
 

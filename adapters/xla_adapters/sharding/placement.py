@@ -10,22 +10,12 @@ from typing import Any
 
 import torch
 
-from xla_adapters.backend import Backend, Tiles, get_backend
+from xla_adapters.backend import Backend, get_backend
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding.mesh import Mesh, Spec, axes_of
+from xla_adapters.sharding.gathering import gathering
 from xla_adapters.sharding.plan import ActivationPlan, ShardingPlan
+from xla_adapters.sharding.tiling import tiles_of
 from xla_adapters.step_scope import in_step
-
-
-def tiles_of(mesh: Mesh, spec: Spec) -> Tiles:
-    """The compiler's view of a spec: devices in row-major order of the mesh."""
-    used = [mesh.axis_names.index(axis) for dim in spec for axis in axes_of(dim)]
-    order = used + [index for index in range(len(mesh.shape)) if index not in used]
-    strides = [math.prod(mesh.shape[index + 1 :]) for index in range(len(mesh.shape))]
-    devices = [0]
-    for index in order:
-        devices = [start + step * strides[index] for start in devices for step in range(mesh.shape[index])]
-    return Tiles(counts=tuple(mesh.parts(dim) for dim in spec), devices=tuple(devices))
 
 
 class Placement:
@@ -111,6 +101,7 @@ class Placement:
         """
         modules = dict(model.named_modules())
         with ExitStack() as stack:
+            stack.enter_context(gathering(model, self.plan, self._backend))
             for entry in self.plan.activations:
                 if entry.module not in modules:
                     raise ConfigError(

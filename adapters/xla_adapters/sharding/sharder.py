@@ -17,9 +17,10 @@ from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ConfigError, UnsupportedOptionError
 from xla_adapters.sharding.config import ShardingConfig
 from xla_adapters.sharding.mesh import DimSpec, Mesh, Spec
-from xla_adapters.sharding.placement import Placement, tiles_of
+from xla_adapters.sharding.placement import Placement
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.templates import default_mesh, template
+from xla_adapters.sharding.tiling import tiles_of
 
 logger = logging.getLogger("xla_adapters")
 

@@ -16,8 +16,9 @@ from xla_adapters.optimizers import prime
 from xla_adapters.sharding.hlo import read_hlo, read_memory_report
 from xla_adapters.sharding.measure.job import Job
 from xla_adapters.sharding.measure.results import PlanResult
-from xla_adapters.sharding.placement import Placement, tiles_of
+from xla_adapters.sharding.placement import Placement
 from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding.tiling import tiles_of
 from xla_adapters.step_scope import StepScope
 from xla_adapters.transfers import uploading
 

@@ -17,8 +17,8 @@ from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.config import ShardingConfig
 from xla_adapters.sharding.measure.results import PlanResult
 from xla_adapters.sharding.mesh import Spec
-from xla_adapters.sharding.placement import tiles_of
 from xla_adapters.sharding.plan import FORMAT, ShardingPlan
+from xla_adapters.sharding.tiling import tiles_of
 
 _RESULTS = "measured.json"
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from xla_adapters.sharding.mesh import DATA, MODEL, Mesh, Spec
+from xla_adapters.sharding.mesh import MODEL, Mesh, Spec
 from xla_adapters.sharding.planner import storage
 from xla_adapters.sharding.planner.costs import Charge
 from xla_adapters.sharding.planner.fold import Folded
@@ -72,8 +72,7 @@ def formulate(
         filters: take strategies away; never all.
         follow: only layouts that GSPMD (Xu et al., arXiv 2105.04663) propagates from the parameters by itself: no
             value is cut along the model axis unless a parameter that is used with it is. Otherwise the batch and the
-            sequence may be cut too, but no parameter is stored split over the data axis: GSPMD then gathers
-            activations in the place of parameters, and such plans sent twice what was predicted.
+            sequence may be cut too.
     """
     return _Formulation(
         graph=graph, folded=folded, parameters=parameters, rules=rules, optimizer_bytes=optimizer_bytes,
@@ -124,8 +123,6 @@ class _Formulation:
         program = self.problem.program
         columns = []
         for spec in storage.choices(parameter, self._mesh):
-            if not self.follow and parameter.fixed is None and storage.split_dim(spec, DATA) is not None:
-                continue
             column = program.column(
                 charges=storage.data_charges(parameter, spec, self.rules.fabric) * parameter.count,
                 integral=True,
