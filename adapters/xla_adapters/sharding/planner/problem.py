@@ -93,12 +93,16 @@ class _Formulation:
 
     def write(self) -> Problem:
         uses: dict[str, int] = {}
+        lookups: dict[str, tuple[float, ...]] = {}
         for operator in self.graph.operators:
             for operand in operator.operands:
                 if operand.parameter is not None:
                     uses[operand.parameter] = uses.get(operand.parameter, 0) + 1
+                    if operator.target == "embedding":
+                        lookups[operand.parameter] = (*lookups.get(operand.parameter, ()), operator.size)
         for name in sorted(self.parameters):
-            self._store(replace(self.parameters[name], uses=uses.get(name, 1)))
+            found = replace(self.parameters[name], uses=uses.get(name, 1), lookups=lookups.get(name, ()))
+            self._store(found)
         times: dict[int, int] = {}
         for operator in self.graph.operators:
             key = self.folded.operators.of(operator.index)
@@ -127,7 +131,7 @@ class _Formulation:
                 charges=storage.data_charges(parameter, spec, self.rules.fabric) * parameter.count,
                 integral=True,
             )
-            program.memory[column] = storage.memory(parameter, spec, self._mesh, self.optimizer_bytes)
+            program.memory[column] = storage.memory(parameter, spec, self.rules.fabric, self.optimizer_bytes)
             columns.append((spec, column))
         program.choose_one([column for _, column in columns])
         self.problem.stores[parameter.name] = columns

@@ -20,6 +20,7 @@ class Parameter:
         count: how many there are.
         fixed: the spec somebody else decided.
         uses: how many operators use each; more than one where it is tied.
+        lookups: bytes of the rows taken from it, for each use that takes rows (an embedding).
     """
 
     name: str
@@ -29,6 +30,7 @@ class Parameter:
     count: int
     fixed: Spec | None = None
     uses: int = 1
+    lookups: tuple[float, ...] = ()
 
     @property
     def size(self) -> float:
@@ -72,7 +74,16 @@ def data_charges(parameter: Parameter, spec: Spec, fabric: Fabric) -> tuple[Char
         times = 1 if fabric.topology.merges_sums else parameter.uses
         return fabric.all_reduce(DATA, size, GRADIENTS) * times if parameter.trainable else ()
     gathers = fabric.all_gather(DATA, size, "parameters") * _gathers(fabric)
-    scatter = fabric.reduce_scatter(DATA, size, GRADIENTS) if parameter.trainable else ()
+    if not parameter.trainable:
+        return gathers
+    products = parameter.uses - len(parameter.lookups)
+    sums = min(products, 1) if fabric.topology.merges_sums else products
+    scatter = fabric.reduce_scatter(DATA, size, GRADIENTS) * sums
+    for rows in parameter.lookups:
+        # Each device adds the gradients of all rows to its own part of the table.
+        own = rows / (fabric.model if split_dim(spec, MODEL) == 1 else 1)
+        moves = fabric.all_gather if split_dim(spec, DATA) == 0 else fabric.all_to_all
+        scatter += moves(DATA, own, GRADIENTS)
     return (*gathers, *scatter)
 
 
@@ -109,11 +120,13 @@ def _gathers(fabric: Fabric) -> int:
     return 2 if fabric.topology.gathers_again else 1
 
 
-def memory(parameter: Parameter, spec: Spec, mesh: Mesh, optimizer_bytes: float) -> dict[str, float]:
+def memory(parameter: Parameter, spec: Spec, fabric: Fabric, optimizer_bytes: float) -> dict[str, float]:
     """Bytes on each device, of all parameters of this kind together."""
-    elements = parameter.count * math.prod(parameter.shape) / mesh.shards(spec)
+    elements = parameter.count * math.prod(parameter.shape) / fabric.mesh.shards(spec)
     found = {"parameters": elements * parameter.itemsize}
     if parameter.trainable:
         found["gradients"] = elements * parameter.itemsize
         found["optimizer"] = elements * optimizer_bytes
+    if split_dim(spec, DATA) is not None and not fabric.topology.gathers_again:
+        found["gathered"] = elements * parameter.itemsize * fabric.data
     return found

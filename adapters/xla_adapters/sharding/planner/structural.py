@@ -41,7 +41,7 @@ def formulate(
                 *storage.use_charges(parameter, stored, None, spread, fabric),
             )
             column = problem.program.column(compute=work, charges=charges, integral=True, times=parameter.count)
-            problem.program.memory[column] = storage.memory(parameter, spec, fabric.mesh, optimizer_bytes)
+            problem.program.memory[column] = storage.memory(parameter, spec, fabric, optimizer_bytes)
             columns.append((spec, column))
         problem.program.choose_one([column for _, column in columns])
         problem.stores[name] = columns
