@@ -1,4 +1,4 @@
-"""Models of the families that sharding is measured with, in any width, and batches for them."""
+"""Models of the families that sharding is measured with, in any width and without dropout, and batches for them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import transformers as hf
 
 VOCABULARY, ROWS, LENGTH, LABELS = 4096, 16, 128, 16
 Batch = dict[str, torch.Tensor]
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def _sizes(width: int, layers: int) -> dict[str, Any]:
@@ -28,6 +29,9 @@ def _gpt2(width: int, layers: int) -> Any:
         n_head=8,
         vocab_size=VOCABULARY,
         n_positions=LENGTH,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
         bos_token_id=0,
         eos_token_id=0,
     )
@@ -49,6 +53,9 @@ def _gpt_neo(width: int, layers: int) -> Any:
         vocab_size=VOCABULARY,
         max_position_embeddings=LENGTH,
         intermediate_size=4 * width,
+        attention_dropout=0.0,
+        embed_dropout=0.0,
+        resid_dropout=0.0,
         bos_token_id=0,
         eos_token_id=0,
     )
@@ -66,7 +73,9 @@ def _mixtral(width: int, layers: int) -> Any:
 
 def _bert(width: int, layers: int) -> Any:
     sizes = _sizes(width, layers)
-    return hf.BertForSequenceClassification(hf.BertConfig(**sizes, vocab_size=VOCABULARY, num_labels=LABELS))
+    return hf.BertForSequenceClassification(
+        hf.BertConfig(**sizes, **_NO_DROPOUT, vocab_size=VOCABULARY, num_labels=LABELS)
+    )
 
 
 def _t5(width: int, layers: int) -> Any:
@@ -77,6 +86,7 @@ def _t5(width: int, layers: int) -> Any:
         num_layers=layers,
         num_heads=8,
         vocab_size=VOCABULARY,
+        dropout_rate=0.0,
         decoder_start_token_id=0,
     )
     return hf.T5ForConditionalGeneration(config)
@@ -84,7 +94,7 @@ def _t5(width: int, layers: int) -> Any:
 
 def _vit(width: int, layers: int) -> Any:
     return hf.ViTForImageClassification(
-        hf.ViTConfig(**_sizes(width, layers), image_size=32, patch_size=4, num_labels=LABELS)
+        hf.ViTConfig(**_sizes(width, layers), **_NO_DROPOUT, image_size=32, patch_size=4, num_labels=LABELS)
     )
 
 

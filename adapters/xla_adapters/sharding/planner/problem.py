@@ -190,6 +190,8 @@ class _Formulation:
             )
             for stored in left
             for use in right
+            # GSPMD does not turn a split parameter: it uses it as it is stored, or puts it together.
+            if not self.follow or stored is None or use[0] in (None, stored)
         }
         self._balance(flows, left, right)
 
