@@ -31,7 +31,7 @@ from benchmarks.sharding_models import FAMILIES, build  # noqa: E402
 from hf_trainer.framework_patches import as_if_compiling  # noqa: E402
 from xla_adapters.errors import ConfigError  # noqa: E402
 from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan  # noqa: E402
-from xla_adapters.sharding.automatic import MEASURED_PLANS, state_bytes  # noqa: E402
+from xla_adapters.sharding.automatic import MARGIN, MEASURED_PLANS, state_bytes  # noqa: E402
 from xla_adapters.sharding.candidates import measured  # noqa: E402
 from xla_adapters.sharding.measure import KeptPlans  # noqa: E402
 from xla_adapters.sharding.planner import Topology, plan_model  # noqa: E402
@@ -91,8 +91,8 @@ def compile_together(model: Any, batch: Any, budgets: list[float | None], kept: 
     """Compiles in one process what the automatic plans for these budgets will want: each would start its own."""
     plans: list[ShardingPlan] = [template(name, model, Mesh.data_and_model(*shape)) for name, shape in RECIPES]
     for budget in budgets:
-        config = ShardingConfig(memory_budget=None if budget is None else int(budget * 1e6))
         try:
+            config = ShardingConfig(memory_budget=None if budget is None else int(budget * 1e6))
             plans += plan_model(
                 model, batch, mesh=None, devices=DEVICES, config=config, topology=Topology.preset("cpu")
             )[:MEASURED_PLANS]
@@ -132,7 +132,8 @@ def rows_of(model_name: str, width: int, caps: list[str]) -> tuple[list[Row], li
         (fsdp,) = [step for step in hand if step.name.startswith("fsdp")]
         rest = max(0.0, fsdp.memory - state)
         budgets = {cap: None if cap == "none" else float(cap) * state + rest for cap in caps}
-        compile_together(model, batch, list(budgets.values()), kept)
+        less = [MARGIN * budget for budget in budgets.values() if budget is not None]
+        compile_together(model, batch, [*budgets.values(), *less], kept)
         for cap, budget in budgets.items():
             fitting = [step for step in hand if budget is None or step.memory <= budget]
             best = min(fitting, key=lambda step: step.wire, default=None)

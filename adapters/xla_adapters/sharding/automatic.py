@@ -26,6 +26,7 @@ from xla_adapters.sharding.planner.topology import Topology
 from xla_adapters.sharding.templates import default_mesh, template
 
 _USABLE = 0.9
+MARGIN = 0.9
 MEASURED_PLANS = 2
 
 
@@ -102,15 +103,20 @@ def _measured(
     """The planner's best plans and the recipes, compiled."""
     problem: ConfigError | None = None
     plans: list[ShardingPlan] = []
+    thrifty: list[ShardingPlan] = []
     try:
         plans = plan_model(model, batch, mesh=mesh, devices=devices, config=config, topology=topology, fixed=fixed)
+        if config.memory_budget is not None:
+            # What is compiled may also need more.
+            less = dataclasses.replace(config, memory_budget=int(MARGIN * config.memory_budget))
+            thrifty = plan_model(model, batch, mesh=mesh, devices=devices, config=less, topology=topology, fixed=fixed)
     except ConfigError as error:
         # What is compiled may need less than was predicted.
         if config.memory_budget is None:
             raise
         problem = error
     recipes = _recipes(model, batch, config, devices, mesh, fixed, topology)
-    chosen = distinct([*plans[:top], *recipes])
+    chosen = distinct([*plans[:top], *thrifty[:top], *recipes])
     if not chosen and problem is not None:
         raise problem
     return measured(chosen, model, batch, topology, around, kept)

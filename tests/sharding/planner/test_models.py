@@ -35,7 +35,8 @@ def test_plans(name: str) -> None:
         assert {item.module for item in plan.activations} <= set(modules)
         assert plan.predicted is not None
         assert plan.predicted.step_seconds > 0
-        assert set(plan.predicted.memory) == {"activations", "batch", "gradients", "optimizer", "parameters"}
+        kinds = {"activations", "batch", "gradients", "optimizer", "parameters"}
+        assert kinds <= set(plan.predicted.memory) <= {*kinds, "gathered"}
     seconds = [plan.predicted.step_seconds for plan in plans if plan.predicted is not None]
     assert seconds == sorted(seconds)
     again = plan_model(make(), batch(), mesh=_MESH, devices=8, config=ShardingConfig(), topology=_CPU)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xla_adapters.sharding.mesh import DATA, MODEL
-from xla_adapters.sharding.planner.costs import Charge
+from xla_adapters.sharding.planner.costs import Charge, times
 from xla_adapters.sharding.planner.graph import Operator
 from xla_adapters.sharding.planner.strategies.base import WHOLE, Rules, Strategy, Want
 
@@ -64,8 +64,9 @@ def rows(operator: Operator, rules: Rules) -> list[Strategy] | None:
 def rearranged(operator: Operator, rules: Rules) -> list[Strategy]:
     """`cat`, `split`, `index_select` and the like, of tensors of the output's rank.
 
-    Along a dimension that changes its size the shards of input and output do not meet: each device gets most of its
-    part of the output from another, forward and backward.
+    Along a dimension that changes its size the shards of input and output do not meet. Forward and backward GSPMD hands
+    each device's part on from neighbour to neighbour until it is near, and then exchanges what is still not in place
+    (so measured on the three parts of GPT-2's fused projection over 2, 4 and 8 devices).
     """
     found = []
     for state in rules.states(operator):
@@ -83,8 +84,11 @@ def rearranged(operator: Operator, rules: Rules) -> list[Strategy]:
             wants.append(Want(state=state))
             if item.shape[state] != operator.shape[state]:
                 size = min(rules.local(item), rules.local(operator))
+                sizes = sorted((item.shape[state], operator.shape[state]))
+                hops = rules.fabric.model * sizes[0] / sizes[1]
                 for _ in range(2):
-                    charges += rules.fabric.permute(MODEL, size, "activations")
+                    charges += [times(charge, hops) for charge in rules.fabric.permute(MODEL, size, "activations")]
+                    charges += rules.fabric.all_to_all(MODEL, size, "activations")
         if valid:
             seconds = rules.touch(operator, state)
             found.append(Strategy(output=state, wants=tuple(wants), charges=tuple(charges), seconds=seconds))
