@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from xla_adapters.backend import Backend, Part, get_backend
@@ -81,10 +83,7 @@ class OnDevice(Destination):
         super().__init__(shape, dtype)
         self._like, self._backend = like, backend
         self._places = [] if like is None else backend.local_parts(like)
-        distinct = list(dict.fromkeys(self._places))
-        # A process that needs everything reads each part on disk once, however the parts lie.
-        self._is_whole = sum(torch.Size(part.sizes).numel() for part in distinct) in (0, shape.numel())
-        self._distinct = super().parts() if self._is_whole else distinct
+        self._distinct = list(dict.fromkeys(self._places)) or super().parts()
         self._buffers: dict[tuple[int, ...], torch.Tensor] = {}
 
     def parts(self) -> list[Part]:
@@ -103,12 +102,7 @@ class OnDevice(Destination):
         self._buffers = {}
         if self._like is None or not self._places:
             return self._backend.to_device(buffers[self._distinct[0].offsets])
-        if self._is_whole:
-            whole = buffers[self._distinct[0].offsets]
-            values = [whole[part.slices] for part in self._places]
-        else:
-            values = [buffers[part.offsets] for part in self._places]
-        return self._backend.upload_parts(values, self._like)
+        return self._backend.upload_parts([buffers[part.offsets] for part in self._places], self._like)
 
 
 class Reader:
@@ -157,20 +151,14 @@ class Reader:
 
     def objects(self, names: list[str]) -> dict[str, Any]:
         """Entries that are no tensors."""
+        objects = _Objects()
+        origin = torch.Size((0,))
         items = [
-            ReadItem(
-                type=LoadItemType.BYTE_IO,
-                dest_index=MetadataIndex(name),
-                dest_offsets=torch.Size((0,)),
-                storage_index=MetadataIndex(name),
-                storage_offsets=torch.Size((0,)),
-                lengths=torch.Size((0,)),
-            )
+            ReadItem(LoadItemType.BYTE_IO, MetadataIndex(name), origin, MetadataIndex(name), origin, origin)
             for name in names
         ]
-        planner = _Planner({})
-        self._reader.read_data(LoadPlan(items), planner)
-        return planner.objects
+        self._reader.read_data(LoadPlan(items), objects)
+        return objects.found
 
     def read(
         self, destinations: Mapping[str, Destination], *, bucket_bytes: int = BUCKET_BYTES
@@ -183,16 +171,38 @@ class Reader:
         for name, destination in destinations.items():
             self.check(name, destination.shape)
         for bucket in _buckets(destinations, bucket_bytes):
-            items: list[ReadItem] = []
             for name, destination in bucket.items():
-                chunks = [
-                    ChunkStorageMetadata(offsets=torch.Size(part.offsets), sizes=torch.Size(part.sizes))
-                    for part in destination.parts()
-                ]
-                items += create_read_items_for_chunk_list(name, self.tensors[name], chunks)
-            self._reader.read_data(LoadPlan(items), _Planner(bucket))
+                self._fill(name, destination)
             for name, destination in bucket.items():
                 yield name, destination.finish()
+
+    def _fill(self, name: str, destination: Destination) -> None:
+        """Reads each chunk on disk that is needed once, whatever it is needed for."""
+        wanted = [
+            ChunkStorageMetadata(offsets=torch.Size(part.offsets), sizes=torch.Size(part.sizes))
+            for part in destination.parts()
+        ]
+        of_chunk: dict[MetadataIndex, list[ReadItem]] = {}
+        for item in create_read_items_for_chunk_list(name, self.tensors[name], wanted):
+            of_chunk.setdefault(item.storage_index, []).append(item)
+        for index, items in of_chunk.items():
+            with self._open(index, items[0]) as stream:
+                chunk = torch.load(stream, map_location="cpu", weights_only=True)
+            for item in items:
+                assert item.dest_index.offset is not None
+                buffer = destination.buffer(tuple(item.dest_index.offset))
+                values = narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths)
+                narrow_tensor_by_index(buffer, item.dest_offsets, item.lengths).copy_(values)
+            del chunk, values
+
+    @contextmanager
+    def _open(self, index: MetadataIndex, item: ReadItem) -> Iterator[Any]:
+        """What is stored under an index, as torch's reader opens it."""
+        place = self._reader.storage_data[index]
+        with open(self.folder / place.relative_path, "rb") as file:
+            part = self._reader._slice_file(file, place)
+            stream = self._reader.transforms.transform_load_stream(item, place.transform_descriptors or (), part)
+            yield stream if stream.seekable() else io.BytesIO(stream.read())
 
 
 def load_state(state: dict[str, Any], folder: str | Path) -> None:
@@ -230,39 +240,15 @@ def destination_of(tensor: torch.Tensor) -> Destination:
     return OnHost(tensor)
 
 
-class _Planner(LoadPlanner):
-    """Hands the reader the buffers of a bucket."""
+class _Objects(DefaultLoadPlanner):
+    """Takes what is read and is no tensor."""
 
-    def __init__(self, bucket: Mapping[str, Destination]) -> None:
-        self._bucket = bucket
-        self.objects: dict[str, Any] = {}
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Any] = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.objects[read_item.dest_index.fqn] = torch.load(value, weights_only=False)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        index = read_item.dest_index
-        assert index.offset is not None
-        buffer = self._bucket[index.fqn].buffer(tuple(index.offset))
-        target: torch.Tensor = narrow_tensor_by_index(buffer, read_item.dest_offsets, read_item.lengths)
-        return target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """It is where it belongs already."""
-
-    # What follows is for plans that several processes make together; here each reads what it needs.
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError
+        self.found[read_item.dest_index.fqn] = torch.load(value, weights_only=False)
 
 
 def _buckets(destinations: Mapping[str, Destination], limit: int) -> Iterator[dict[str, Destination]]:

@@ -6,25 +6,25 @@ process hold copies of, and says nothing; it is not used here.
 
 from __future__ import annotations
 
-import queue
+import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _write_item
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 
 from xla_adapters.backend import Backend, Part, get_backend
 from xla_adapters.errors import ConfigError, RuntimeOrderError
 
 METADATA = ".metadata"
-FILE_BYTES = 512 * 2**20
 
 
 def save_state(
@@ -32,21 +32,19 @@ def save_state(
     folder: str | Path,
     *,
     process_group: dist.ProcessGroup | None = None,
-    file_bytes: int = FILE_BYTES,
 ) -> None:
     """Writes a state without putting it together: each process writes what its devices hold, copies once.
 
-    On the host there is one tensor at a time, beside at most one file. torch.distributed.checkpoint reads the result;
-    so do `load_state` (onto any mesh) and `consolidate`.
+    On the host there is one tensor at a time. torch.distributed.checkpoint reads the result; so do `load_state` (onto
+    any mesh) and `consolidate`.
 
     Args:
         state: nested dicts of tensors, on devices or the host, and plain objects.
         folder: to write to; made if it does not exist.
         process_group: of the processes that hold parts (the default group if not given); one process needs none.
-        file_bytes: a process begins a new file when the last one has this size.
 
     Raises:
-        ConfigError: the folder holds a checkpoint already, or nothing would be written.
+        ConfigError: the folder holds a checkpoint already.
         RuntimeOrderError: other processes hold parts, and torch.distributed is not initialised.
     """
     if (Path(folder) / METADATA).exists():
@@ -54,8 +52,7 @@ def save_state(
     planner = _Planner(get_backend())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        warnings.filterwarnings("ignore", "TypedStorage is deprecated")
-        save(dict(state), storage_writer=_Writer(folder, file_bytes), planner=planner, process_group=process_group)
+        save(dict(state), storage_writer=_Writer(folder), planner=planner, process_group=process_group)
 
 
 class _OnDevice:
@@ -102,8 +99,10 @@ class _Planner(DefaultSavePlanner):
         self._backend = backend
         self._copied, self._copies = "", dict[tuple[int, ...], torch.Tensor]()
 
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        super().set_up_planner(*args, **kwargs)
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
         wrapped: dict[int, _OnDevice] = {}
         for name, value in self.state_dict.items():
             if isinstance(value, torch.Tensor) and self._backend.is_backend_tensor(value):
@@ -121,32 +120,31 @@ class _Planner(DefaultSavePlanner):
         assert index.offset is not None
         if self._copied != index.fqn:
             self._copied, self._copies = index.fqn, value.to_host()
-        return self._copies.pop(tuple(index.offset))
+        return self._copies[tuple(index.offset)]
+
+    def release(self, item: WriteItem) -> None:
+        """Frees the copy that was written."""
+        if item.index.fqn == self._copied and item.index.offset is not None:
+            self._copies.pop(tuple(item.index.offset)).untyped_storage().resize_(0)
 
 
 class _Writer(FileSystemWriter):
-    """Writes several files: torch's (2.9) keeps a part of each tensor in memory until the file is complete."""
-
-    def __init__(self, folder: str | Path, file_bytes: int) -> None:
-        super().__init__(folder)
-        self._file_bytes = file_bytes
+    """Lets go of each copy when it is written: torch's (2.9) keeps some for the length of a file, or until a
+    collection of garbage (`torch.save` leaves a cycle that holds what it saved).
+    """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        files: queue.Queue[Any] = queue.Queue()
-        for number, items in enumerate(_in_files(plan.items, self._file_bytes)):
-            name = f"{plan.storage_data.prefix}{number}.distcp"
-            files.put((self.fs.concat_path(self.path, name), name, items))
-        return self._write_data(planner, files)
-
-
-def _in_files(items: Sequence[WriteItem], limit: int) -> Iterator[list[WriteItem]]:
-    file: list[WriteItem] = []
-    size = 0
-    for item in items:
-        file.append(item)
-        size += item.tensor_storage_size() or 0
-        if size >= limit:
-            yield file
-            file, size = [], 0
-    if file:
-        yield file
+        assert isinstance(planner, _Planner)
+        name = f"{plan.storage_data.prefix}0.distcp"
+        results: list[WriteResult] = []
+        if plan.items:
+            with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+                for item in plan.items:
+                    data = planner.resolve_data(item)
+                    results.append(_write_item(self.transforms, stream, data, item, name, self.serialization_format))
+                    planner.release(item)
+                stream.flush()
+                os.fsync(stream.fileno())
+        written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        written.set_result(results)
+        return written
