@@ -157,7 +157,7 @@ def test_a_checkpoint_moves_to_other_meshes_and_to_one_device(tmp_path: Path, sc
 
 
 @isolated(env=ON_8)
-def test_what_one_device_wrote_is_read_onto_a_mesh_and_each_part_is_on_disk_once(tmp_path: Path) -> None:
+def test_each_part_is_on_disk_once_and_tied_weights_too(tmp_path: Path) -> None:
     model = place(Net(), "2d")
     save_state({"model": model_state(model)}, tmp_path)
     reader = Reader(tmp_path)

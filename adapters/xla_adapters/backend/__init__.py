@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from xla_adapters.backend.interface import Backend, Metrics, SeamEvent
-from xla_adapters.backend.tiles import Part, Tiles
+from xla_adapters.backend.parts import Part
+from xla_adapters.backend.tiles import Tiles
 
 __all__ = ["Backend", "Metrics", "Part", "SeamEvent", "Tiles", "get_backend", "initialize", "using_backend"]
 

@@ -18,9 +18,11 @@ import torch_xla.debug.metrics as xla_metrics
 import torch_xla.debug.profiler as xla_profiler
 import torch_xla.runtime as xr
 import torch_xla.utils.checkpoint as xla_checkpoint
+from torch_xla.distributed.spmd import XLAShardedTensor
 
 from xla_adapters.backend.interface import Metrics, SeamEvent
-from xla_adapters.backend.tiles import Part, Tiles, op_sharding_arguments, put_together, tiles_from_text
+from xla_adapters.backend.parts import PartTransfers
+from xla_adapters.backend.tiles import Tiles, op_sharding_arguments, put_together, tiles_from_text
 from xla_adapters.errors import ConfigError, RuntimeOrderError
 
 _C = torch_xla._XLAC
@@ -28,9 +30,10 @@ _NANOSECONDS = 1e-9
 _SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
 
 
-class PJRTBackend:
+class PJRTBackend(PartTransfers):
     """The seam on torch_xla's lazy tensors."""
 
+    native = _C
     name = "torch_xla"
     dynamo_backend = "openxla"
 
@@ -302,33 +305,9 @@ class PJRTBackend:
         copy: torch.Tensor = _C._xla_tensors_from_aten([tensor.detach()], [str(self.device())], [spec])[0]
         return copy
 
-    def local_parts(self, tensor: torch.Tensor) -> list[Part]:
-        """What each device of this process holds of a cut tensor; nothing if every device holds it whole."""
-        if self.tiles_of(tensor) is None:
-            return []
-        places = _C._get_local_shard_replica_and_indices([tensor.detach()])[0]
-        return [
-            Part(offsets=tuple(s.start for s in slices), sizes=tuple(s.stop - s.start for s in slices))
-            for _, slices in places
-        ]
-
-    def parts_to_host(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Copies of what `local_parts` lists, in its order."""
-        if self.is_pending(tensor):
-            self.flush()
-        self.wait()
-        shards = _C._get_local_shards([tensor.detach()])[0]
-        parts = self.local_parts(tensor)
-        return [part.without_padding(shard) for part, (shard, _) in zip(parts, shards, strict=True)]
-
-    def upload_parts(self, parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """A tensor cut as `like`, from what `local_parts` lists of it: each device gets its part only."""
-        tiles = self.tiles_of(like)
-        assert tiles is not None
-        sizes = [-(-size // count) for size, count in zip(like.shape, tiles.counts, strict=True)]
-        buffers = [part.with_padding(values, sizes) for part, values in zip(self.local_parts(like), parts, strict=True)]
-        result: torch.Tensor = _C._global_tensor_from_cpu_shards(buffers, _op_sharding(tiles), list(like.shape))
-        return result
+    def plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The device tensor itself, if it is wrapped to show how it is cut (`xs.mark_sharding` does that)."""
+        return tensor.global_tensor if isinstance(tensor, XLAShardedTensor) else tensor
 
     @contextmanager
     def gathering_on_host(self) -> Iterator[None]:

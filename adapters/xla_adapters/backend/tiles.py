@@ -38,35 +38,6 @@ class Tiles:
         return len(self.devices) // self.number
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """What one device holds of a cut tensor.
-
-    Attributes:
-        offsets: of its first element, along each dimension of the tensor.
-        sizes: along each dimension, without the padding of a dimension that does not divide.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """Where it lies in the whole."""
-        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
-
-    def without_padding(self, shard: torch.Tensor) -> torch.Tensor:
-        """The part of a device's buffer that has values."""
-        return shard[tuple(slice(0, size) for size in self.sizes)]
-
-    def with_padding(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """The device's buffer for these values, which has the same size on every device."""
-        missing = [size - own for size, own in zip(sizes, self.sizes, strict=True)]
-        if not any(missing):
-            return values.contiguous()
-        return torch.nn.functional.pad(values, [n for size in reversed(missing) for n in (0, size)])
-
-
 def op_sharding_arguments(tiles: Tiles) -> tuple[Any, ...]:
     """What the constructor of torch_xla's `OpSharding` takes: tiles, their order, the groups of copies, the kind."""
     if tiles.number == 1:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from xla_adapters.backend import Backend, Tiles, get_backend
 from xla_adapters.errors import ConfigError
@@ -90,17 +91,25 @@ class Placement:
         Raises:
             ConfigError: the plan names a module the model does not have.
         """
-        modules = dict(model.named_modules())
         with ExitStack() as stack:
-            for entry in self.plan.activations:
-                if entry.module not in modules:
-                    raise ConfigError(
-                        f"the plan {self.plan.name!r} constrains what {entry.module!r} returns, and the model has no "
-                        "such module: it was made for another model"
-                    )
-                handle = modules[entry.module].register_forward_hook(self._constraint(entry))
+            for handle in self.constrain_always(model):
                 stack.callback(handle.remove)
             yield
+
+    def constrain_always(self, model: torch.nn.Module) -> list[RemovableHandle]:
+        """The same without an exit; the hooks it sets can be removed.
+
+        Raises:
+            ConfigError: the plan names a module the model does not have.
+        """
+        modules = dict(model.named_modules())
+        for entry in self.plan.activations:
+            if entry.module not in modules:
+                raise ConfigError(
+                    f"the plan {self.plan.name!r} constrains what {entry.module!r} returns, and the model has no "
+                    "such module: it was made for another model"
+                )
+        return [modules[entry.module].register_forward_hook(self._constraint(entry)) for entry in self.plan.activations]
 
     def _constraint(self, entry: ActivationPlan) -> Callable[..., Any]:
         tiles = tiles_of(self.plan.mesh, entry.spec)
