@@ -14,6 +14,7 @@ from hf_trainer.trainer_hooks import TrainerHooks
 from xla_adapters import XLAConfig
 from xla_adapters.errors import ConfigError, UnsupportedOptionError
 from xla_adapters.sharding import ShardingConfig
+from xla_adapters.sharding.dtensor import accept_placements
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.sharder import Sharder
 
@@ -67,6 +68,11 @@ class ShardingHooks(TrainerHooks):
         super()._load_best_model()
         if self._sharder is not None:
             self._sharder.prepare(self._live_model, self._example_batch)
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        if self._sharder is not None:
+            accept_placements(model)
+        super()._move_model_to_device(model, device)
 
     def _example_batch(self) -> Any:
         """A batch like the training's, on the host; neither the data nor the random numbers go on by it."""

@@ -12,6 +12,7 @@ from xla_adapters.sharding.mesh import Mesh, Spec, as_spec
 Scheme = Literal["auto", "dp", "fsdp", "tp", "2d"]
 Partitioner = Literal["planner", "alpa"]
 TopologyName = Literal["cpu", "v4", "v5e", "v5p", "v6e"]
+Checkpoints = Literal["whole", "sharded"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class ShardingConfig:
             `"v6e"`; chosen by the device if not given.
         overrides: specs by name pattern (shell style, e.g. `{"*.lm_head.weight": ("model", None)}`); the
             first that matches a parameter decides.
+        checkpoints: `"whole"` writes the files of an unsharded run, put together on the host; `"sharded"` never has
+            the state there as a whole: each process writes what its devices hold.
 
     Raises:
         ConfigError: a value is not valid; the message lists the valid ones.
@@ -46,6 +49,7 @@ class ShardingConfig:
     memory_budget: int | None = None
     topology: TopologyName | None = None
     overrides: Mapping[str, Spec] = field(default_factory=dict)
+    checkpoints: Checkpoints = "whole"
 
     def __post_init__(self) -> None:
         for name, value, choices in (
@@ -53,6 +57,7 @@ class ShardingConfig:
             ("partitioner", self.partitioner, get_args(Partitioner)),
             ("topology", self.topology, (None, *get_args(TopologyName))),
             ("keep_user_sharding", self.keep_user_sharding, (True, False)),
+            ("checkpoints", self.checkpoints, get_args(Checkpoints)),
         ):
             if value not in choices or (choices == (True, False) and not isinstance(value, bool)):
                 listed = ", ".join(map(repr, choices))
