@@ -7,6 +7,7 @@ process hold copies of, and says nothing; it is not used here.
 from __future__ import annotations
 
 import os
+import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,15 +15,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _write_item
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from xla_adapters.backend import Backend, Part, get_backend
-from xla_adapters.errors import ConfigError, RuntimeOrderError
+from xla_adapters.errors import RuntimeOrderError
 
 METADATA = ".metadata"
 
@@ -40,19 +48,23 @@ def save_state(
 
     Args:
         state: nested dicts of tensors, on devices or the host, and plain objects.
-        folder: to write to; made if it does not exist.
+        folder: to write to; made if it does not exist. A checkpoint that it holds is replaced when the new one is
+            complete.
         process_group: of the processes that hold parts (the default group if not given); one process needs none.
 
     Raises:
-        ConfigError: the folder holds a checkpoint already.
         RuntimeOrderError: other processes hold parts, and torch.distributed is not initialised.
     """
-    if (Path(folder) / METADATA).exists():
-        raise ConfigError(f"{folder} holds a checkpoint already: write to a folder of its own, or delete that one")
     planner = _Planner(get_backend())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        save(dict(state), storage_writer=_Writer(folder), planner=planner, process_group=process_group)
+        warnings.filterwarnings("ignore", "Detected an existing checkpoint")
+        try:
+            save(dict(state), storage_writer=_Writer(folder), planner=planner, process_group=process_group)
+        except CheckpointException as error:
+            # torch wraps what happened in something that is no `Exception`.
+            happened, _ = next(iter(error.failures.values()))
+            raise happened from error
 
 
 class _OnDevice:
@@ -135,7 +147,8 @@ class _Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         assert isinstance(planner, _Planner)
-        name = f"{plan.storage_data.prefix}0.distcp"
+        # A name of its own: the files of a former checkpoint are whole until this one is.
+        name = f"{plan.storage_data.prefix}{uuid.uuid4().hex[:8]}.distcp"
         results: list[WriteResult] = []
         if plan.items:
             with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
@@ -148,3 +161,10 @@ class _Writer(FileSystemWriter):
         written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         written.set_result(results)
         return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        current = {result.storage_data.relative_path for written in results for result in written}
+        for file in Path(self.path).glob("*.distcp"):
+            if file.name not in current:
+                file.unlink()
