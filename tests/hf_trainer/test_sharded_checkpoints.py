@@ -19,6 +19,7 @@ from tests.hf_trainer.scenarios import Run, arguments, assert_close, ours, refer
 from tests.hf_trainer.sharded_models import MODELS, data, model
 from tests.hf_trainer.test_sharding import assert_cut_as_planned, on_8_devices, options
 from tests.isolation import run_in_child
+from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import ShardingConfig
 
 STEPS = 6
@@ -150,6 +151,10 @@ def test_models_that_carry_dtensors(tmp_path: Path) -> None:
     assert (entry.spec, entry.decided_by) == (("data", None), "user")
     assert_cut_as_planned(done)
     assert_close(done.losses, reference(model("gpt2"), data("gpt2"), args=options()).losses, 1e-5)
+    layer.weight = nn.Parameter(distribute_tensor(model("gpt2").transformer.h[0].mlp.c_fc.weight, mesh, None))
+    former = torch.optim.AdamW(net.parameters())
+    with pytest.raises(ConfigError, match="before its DTensors were accepted"):
+        ours(net, data("gpt2"), args=arguments(**options()), sharding="2d", optimizers=(former, None))
 
 
 @on_8_devices

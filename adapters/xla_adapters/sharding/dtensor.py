@@ -17,7 +17,7 @@ def accept_placements(model: torch.nn.Module) -> list[str]:
     """Makes plain parameters of those that are DTensors: on the devices, cut as they were placed.
 
     A plan that is made afterwards keeps them so (`keep_user_sharding`). What is placed as a copy on every device is
-    open to the plan. Works in place; make the optimizer afterwards, it would update the former parameters else.
+    open to the plan. Works in place; an optimizer that was made before would go on to update the former parameters.
 
     Args:
         model: its DTensors may be torch's own (on a mesh of as many devices as there are here; brought together by a

@@ -4,7 +4,13 @@ from xla_adapters.sharding.state.consolidation import consolidate
 from xla_adapters.sharding.state.loading import load_state
 from xla_adapters.sharding.state.safetensors import write_safetensors
 from xla_adapters.sharding.state.saving import save_state
-from xla_adapters.sharding.state.training import load_model, load_optimizer, model_state, optimizer_state
+from xla_adapters.sharding.state.training import (
+    load_model,
+    load_optimizer,
+    model_state,
+    names_of_updated,
+    optimizer_state,
+)
 
 __all__ = [
     "consolidate",
@@ -12,6 +18,7 @@ __all__ = [
     "load_optimizer",
     "load_state",
     "model_state",
+    "names_of_updated",
     "optimizer_state",
     "save_state",
     "write_safetensors",

@@ -134,6 +134,17 @@ class Reader:
         planned: Mapping[str, Any] = self.metadata.planner_data or {}
         return tuple(planned.get(name, (name,)))
 
+    def under(self, key: str) -> dict[str, tuple[str | int, ...]]:
+        """The entries under a key of the state, with the keys below it; names alone tell if nothing else does."""
+        found = {}
+        for name in self.metadata.state_dict_metadata:
+            path = self.path(name)
+            if len(path) > 1 and path[0] == key:
+                found[name] = path[1:]
+            elif len(path) == 1 and name.startswith(f"{key}."):
+                found[name] = (name.removeprefix(f"{key}."),)
+        return found
+
     def check(self, name: str, shape: torch.Size) -> None:
         """Raises if a tensor cannot be read.
 
@@ -175,6 +186,12 @@ class Reader:
                 self._fill(name, destination)
             for name, destination in bucket.items():
                 yield name, destination.finish()
+
+    def on_host(self, names: list[str]) -> Iterator[tuple[str, Any]]:
+        """Entries of either kind, tensors on the host."""
+        yield from self.objects([name for name in names if name not in self.tensors]).items()
+        entries = {name: self.tensors[name] for name in names if name in self.tensors}
+        yield from self.read({name: Destination(entry.size, entry.properties.dtype) for name, entry in entries.items()})
 
     def _fill(self, name: str, destination: Destination) -> None:
         """Reads each chunk on disk that is needed once, whatever it is needed for."""

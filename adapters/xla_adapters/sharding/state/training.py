@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 
 from xla_adapters.backend import get_backend
 from xla_adapters.errors import ConfigError
@@ -36,7 +37,7 @@ def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     Raises:
         ConfigError: it updates a parameter that the model does not have.
     """
-    names = _names(model, optimizer)
+    names = names_of_updated(model, optimizer)
     groups = [
         {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
@@ -46,22 +47,39 @@ def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     return {"state": state, "groups": packed.getvalue()}
 
 
-def load_model(model: torch.nn.Module, folder: str | Path, *, key: str = MODEL) -> None:
+def load_model(model: torch.nn.Module, folder: str | Path, *, key: str = MODEL, strict: bool = True) -> None:
     """Reads the model's part of a checkpoint: `save_state({"model": model_state(model), ...}, folder)`.
 
     Args:
         model: on the device or the host, sharded in any way or not.
         folder: the checkpoint.
-        key: under which the model's state was saved.
+        key: under which the model's state was saved, `model_state` or its whole `state_dict()`.
+        strict: whether model and checkpoint must have the same names; otherwise what both have is read.
 
     Raises:
         ConfigError: it is another model's, or no checkpoint.
     """
     backend, reader = get_backend(), Reader(folder)
-    state = {f"{key}.{name}": tensor for name, tensor in model_state(model).items()}
-    for name, value in reader.read({name: destination_of(tensor) for name, tensor in state.items()}):
-        if backend.is_backend_tensor(state[name]):
-            backend.restore(state[name], backend.snapshot(value))
+    saved = reader.under(key)
+    names = {str(path[0]) for path in saved.values()}
+    in_place, expected = model_state(model), set(model.state_dict().keys())
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - in_place.keys()
+    if strict:
+        lacks, has = sorted(expected - names - tied), sorted(names - expected)
+        if lacks or has:
+            named = [f"{verb} {', '.join(some[:5])}" for verb, some in (("lacks", lacks), ("has", has)) if some]
+            raise ConfigError(f"{folder} is a checkpoint of another model ({'; '.join(named)})")
+    targets = {full: in_place[full_name] for full, path in saved.items() if (full_name := str(path[0])) in in_place}
+    for full, value in reader.read({full: destination_of(tensor) for full, tensor in targets.items()}):
+        if backend.is_backend_tensor(targets[full]):
+            backend.restore(targets[full], backend.snapshot(value))
+    # What modules save by methods of their own, they load by such.
+    rest = {full: path for full, path in saved.items() if path[0] in expected - in_place.keys() - tied}
+    if rest:
+        own: dict[str, Any] = {}
+        for full, value in reader.on_host(list(rest)):
+            set_element(own, rest[full], value)
+        model.load_state_dict(own, strict=False)
 
 
 def load_optimizer(
@@ -79,19 +97,18 @@ def load_optimizer(
         ConfigError: it is another optimizer's or model's, or no checkpoint.
     """
     reader = Reader(folder)
-    names = _names(model, optimizer)
+    names = names_of_updated(model, optimizer)
     parameters = {names[id(item)]: item for group in optimizer.param_groups for item in group["params"]}
     groups = _groups(reader, f"{key}.groups", optimizer, names)
     of_group = {name: saved for saved in groups for name in saved["params"]}
     destinations: dict[str, Destination] = {}
     objects: list[str] = []
     places: dict[str, tuple[str, str]] = {}
-    for full in reader.metadata.state_dict_metadata:
-        path = reader.path(full)
-        if path[:2] != (key, "state"):
+    for full, path in reader.under(key).items():
+        if path[0] != "state":
             continue
-        name, entry = str(path[2]), str(path[3])
-        if len(path) != 4 or name not in parameters:
+        name, entry = str(path[1]), str(path[2])
+        if len(path) != 3 or name not in parameters:
             raise ConfigError(f"{folder} has a state {full!r}, which fits no parameter of this optimizer")
         places[full] = name, entry
         if full in reader.tensors:
@@ -137,12 +154,17 @@ def _groups(
     return saved
 
 
-def _names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+def names_of_updated(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """The names of the model's parameters by `id`, all that the optimizer updates among them.
+
+    Raises:
+        ConfigError: it updates others.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     strangers = sum(id(parameter) not in names for group in optimizer.param_groups for parameter in group["params"])
     if strangers:
         raise ConfigError(
             f"the optimizer updates {strangers} parameters that the model does not have: it was made for another "
-            "model, or before the model was moved to the device"
+            "model, before the model was moved to the device, or before its DTensors were accepted; make it afterwards"
         )
     return names
