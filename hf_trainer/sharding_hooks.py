@@ -71,7 +71,7 @@ class ShardingHooks(TrainerHooks):
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         if self._sharder is not None:
-            self._placed = accept_placements(model)
+            self._placed = [*self._placed, *accept_placements(model)]
         super()._move_model_to_device(model, device)
 
     def _example_batch(self) -> Any:
