@@ -11,7 +11,7 @@ from transformers.trainer import SCHEDULER_NAME
 
 from hf_trainer.deferred_weights import deferred_state_dict, writing_deferred_weights
 from hf_trainer.trainer_hooks import TrainerHooks
-from xla_adapters.sharding.state import load_optimizer, names_of_updated, optimizer_state, save_state
+from xla_adapters.sharding.state import load_optimizer, optimizer_state, save_state
 
 # transformers' own Trainer finds an optimizer's state by this name, and refuses this one aloud.
 OPTIMIZER_FOLDER = "optimizer"
@@ -50,9 +50,6 @@ class ShardedCheckpointHooks(TrainerHooks):
         torch.save(scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self._placed:
-            # An optimizer that the user made before has the DTensors still.
-            names_of_updated(self._live_model, self._own_optimizer)
         if checkpoint is None or not (Path(checkpoint) / OPTIMIZER_FOLDER).is_dir():
             super()._load_optimizer_and_scheduler(checkpoint)
             return

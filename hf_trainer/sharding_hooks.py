@@ -17,6 +17,7 @@ from xla_adapters.sharding import ShardingConfig
 from xla_adapters.sharding.dtensor import accept_placements
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.sharder import Sharder
+from xla_adapters.sharding.state import names_of_updated
 
 
 def make_sharder(sharding: ShardingConfig, config: XLAConfig) -> Sharder:
@@ -60,6 +61,9 @@ class ShardingHooks(TrainerHooks):
 
     def weights_are_loaded(self) -> None:
         """A training begins, from a checkpoint perhaps (called by the first callback)."""
+        if self._placed and isinstance(self.optimizer, torch.optim.Optimizer):
+            # One that the user made before has the DTensors still.
+            names_of_updated(self._live_model, self.optimizer)
         if self._sharder is not None:
             self._sharder.prepare(self._live_model, self._example_batch)
             self._sharder.check_batch_size(self.args.train_batch_size, "per_device_train_batch_size")
