@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
 import torch_xla.debug.profiler as xp
 import torch_xla.runtime as xr
 
