@@ -180,6 +180,7 @@ def test_partly_copied_uneven_and_other_dtypes(tmp_path: Path) -> None:
     values = {
         "copied": (torch.arange(64.0).reshape(8, 8), ("data", None)),
         "uneven": (torch.arange(60.0).reshape(10, 6), ("data", "model")),
+        "too few": (torch.arange(10.0), (("data", "model"),)),
         "half": (torch.arange(16.0).bfloat16(), (("data", "model"),)),
         "integers": (torch.arange(32).reshape(4, 8), (None, "model")),
         "truth": (torch.arange(8) % 3 == 0, ("model",)),
@@ -255,6 +256,20 @@ def test_the_host_has_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.M
             del value
         # A chunk is an eighth of a tensor here.
         assert 0 < read.peak <= most * kilobytes + kilobytes // 8
+
+
+@isolated(env=ON_8)
+def test_a_value_that_was_copied_in_eagerly_and_is_not_cut_yet(tmp_path: Path) -> None:
+    xla_adapters.initialize(spmd=True)
+    backend, values = get_backend(), torch.arange(64.0).reshape(16, 4)
+    with xla_adapters.eager():
+        tensor = backend.to_device(torch.zeros(16, 4))
+        backend.shard(tensor, tiles_of(Mesh.data_and_model(4, 2), ("data", None)))
+        tensor.copy_(values)
+        save_state({"value": tensor}, tmp_path)
+    state = {"value": torch.zeros(16, 4)}
+    load_state(state, tmp_path)
+    assert torch.equal(state["value"], values)
 
 
 @isolated(env=ON_8)

@@ -80,9 +80,12 @@ class PartTransfers:
         if self.is_pending(tensor):
             self.flush()
         self.wait()
-        shards = self.native._get_local_shards([tensor.detach()])[0]
+        shards = [shard for shard, _ in self.native._get_local_shards([tensor.detach()])[0]]
         parts = self.local_parts(tensor)
-        return [part.without_padding(shard) for part, (shard, _) in zip(parts, shards, strict=True)]
+        if shards and shards[0].shape == tensor.shape:
+            # A value that was copied in eagerly is not cut yet, whatever the annotation says.
+            return [shards[0][part.slices].clone() for part in parts]
+        return [part.without_padding(shard) for part, shard in zip(parts, shards, strict=True)]
 
     def upload_parts(self, parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         """A tensor cut as `like`, from what `local_parts` lists of it: each device gets its part only."""
