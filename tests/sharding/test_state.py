@@ -266,6 +266,7 @@ def test_a_value_that_was_copied_in_eagerly_and_is_not_cut_yet(tmp_path: Path) -
         tensor = backend.to_device(torch.zeros(16, 4))
         backend.shard(tensor, tiles_of(Mesh.data_and_model(4, 2), ("data", None)))
         tensor.copy_(values)
+        assert torch.equal(backend.to_host([tensor])[0], values)
         save_state({"value": tensor}, tmp_path)
     state = {"value": torch.zeros(16, 4)}
     load_state(state, tmp_path)
