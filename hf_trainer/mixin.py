@@ -12,6 +12,7 @@ from hf_trainer.checkpoint_hooks import CheckpointHooks
 from hf_trainer.evaluation_hooks import EvaluationHooks
 from hf_trainer.framework_patches import trainer_patches
 from hf_trainer.refusals import check_arguments, check_optimizer, check_runtime
+from hf_trainer.sharded_checkpoints import ShardedCheckpointHooks
 from hf_trainer.sharding_hooks import ShardingHooks
 from hf_trainer.step_driver import StepDriver
 from hf_trainer.training_hooks import TrainingHooks
@@ -24,7 +25,7 @@ from xla_adapters.sharding import ShardingConfig
 from xla_adapters.sharding.sharder import Sharder
 
 
-class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks, ShardingHooks):
+class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks, ShardedCheckpointHooks, ShardingHooks):
     """Put it before a class derived from `transformers.Trainer`.
 
         class MyTrainer(XLATrainerMixin, SomebodysTrainer): ...

@@ -7,12 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hf_trainer.framework_patches import as_if_compiling
 from hf_trainer.trainer_hooks import TrainerHooks
 from xla_adapters.batches import example_of
 from xla_adapters.errors import ConfigError
+from xla_adapters.sharding.dtensor import accept_placements
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.sharder import Sharder
+from xla_adapters.sharding.state import names_of_updated
 
 
 class ShardingHooks(TrainerHooks):
@@ -53,6 +57,9 @@ class ShardingHooks(TrainerHooks):
 
     def weights_are_loaded(self) -> None:
         """A training begins, with the weights of a checkpoint or a new model perhaps (called by the first callback)."""
+        if self._placed and isinstance(self.optimizer, torch.optim.Optimizer):
+            # One that the user made before has the DTensors still.
+            names_of_updated(self._live_model, self.optimizer)
         if self._sharder is not None:
             self._hold_model(self._sharder)
             self._sharder.check_batch_size(self.args.train_batch_size, "per_device_train_batch_size")
@@ -61,6 +68,11 @@ class ShardingHooks(TrainerHooks):
         super()._load_best_model()
         if self._sharder is not None:
             self._hold_model(self._sharder)
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        if self._sharder is not None:
+            self._placed = [*self._placed, *accept_placements(model)]
+        super()._move_model_to_device(model, device)
 
     def _example_batch(self) -> Any:
         """A batch like the training's, on the host; neither the data nor the random numbers go on by it."""

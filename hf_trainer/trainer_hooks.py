@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ class TrainerHooks(_Base):
     # Evaluation works on host tensors; only its steps bring inputs to the device.
     _keep_inputs_on_host: bool = False
     _preprocess_in_step: Any = None
+    # Parameters that were DTensors when the model came.
+    _placed: Sequence[str] = ()
 
     @property
     def _live_model(self) -> torch.nn.Module:

@@ -32,14 +32,14 @@ def on_host(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         if backend.is_backend_tensor(tensor):
-            found.setdefault(_identity(tensor), tensor)
+            found.setdefault(identity(tensor), tensor)
         return tensor
 
     apply_to_collection(checkpoint, torch.Tensor, note)
     copies = dict(zip(found, backend.to_host(list(found.values())), strict=True))
 
     def replace(tensor: torch.Tensor) -> torch.Tensor:
-        return copies.get(_identity(tensor), tensor) if backend.is_backend_tensor(tensor) else tensor
+        return copies.get(identity(tensor), tensor) if backend.is_backend_tensor(tensor) else tensor
 
     converted: dict[str, Any] = apply_to_collection(checkpoint, torch.Tensor, replace)
     for name, value in checkpoint.items():
@@ -50,5 +50,6 @@ def on_host(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return converted
 
 
-def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+def identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """The same for tensors that are one (tied weights)."""
     return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())

@@ -16,7 +16,7 @@ from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from lightning.fabric.strategies.single_xla import SingleDeviceXLAStrategy
 from torch.optim import Optimizer
 
-from lightning_strategy import fabric_launch
+from lightning_strategy import fabric_launch, sharded_checkpoints
 from lightning_strategy.accelerator import XLAEagerAccelerator
 from lightning_strategy.checkpoints import RANDOM_STATE, XLAEagerCheckpointIO, on_host
 from lightning_strategy.connector import flags_under_construction
@@ -27,8 +27,9 @@ from lightning_strategy.sharding import AutoShardingOption, ShardingOption, make
 from xla_adapters import XLAConfig, get_backend, in_step
 from xla_adapters.compiling import as_if_compiling
 from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, XLAMode
-from xla_adapters.errors import BreakKind, UnsupportedOptionError
+from xla_adapters.errors import BreakKind, ConfigError, UnsupportedOptionError
 from xla_adapters.optimizers import eager_reason
+from xla_adapters.sharding.dtensor import accept_placements
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.step_scope import current_scope
 from xla_adapters.transfers import uploading
@@ -262,6 +263,11 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
 
     def module_to_device(self, module: torch.nn.Module) -> None:
         """Moves the module. Its parameters stay the objects they were: optimizers know them, ties hold."""
+        if self._sharding is not None and (placed := accept_placements(module)):
+            raise ConfigError(
+                f"{placed[0]} is a DTensor, of which a plain parameter was made, and an optimizer would update the "
+                "former one: call xla_adapters.sharding.dtensor.accept_placements(module) before the optimizer is made"
+            )
         with uploading(), _same_parameters():
             module.to(self.root_device)
         if not in_step():
@@ -381,18 +387,28 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
         scope = current_scope()
         if scope is not None:
             scope.meet_break(BreakKind.CHECKPOINT_SAVE, f"the checkpoint {os.fspath(path)}")
-        converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
+        in_parts = self._sharding is not None and self._sharding.saves_parts
+        whole = {key: value for key, value in state.items() if not in_parts or not _has_parts(value)}
+        converted = self._convert_stateful_objects_in_state(whole, filter=filter or {})
         if _is_resumable(state):
             converted[RANDOM_STATE] = self._steps.random_state()
+        if in_parts:
+            sharded_checkpoints.check_io(type(self).__name__, self._checkpoint_io)
+            sharded_checkpoints.save_objects(state, converted, path, filter or {})
+            return
         self.checkpoint_io.save_checkpoint(checkpoint=on_host(converted), path=path, storage_options=storage_options)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """As `Strategy.load_checkpoint`. If an optimizer is in the state, the random numbers go on, too."""
-        with uploading():
-            remainder: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
-        self._backend.flush()
+        remainder: dict[str, Any]
+        if isinstance(state, dict) and sharded_checkpoints.is_sharded(path):
+            remainder = sharded_checkpoints.load_objects(state, path, strict=strict, weights_only=weights_only)
+        else:
+            with uploading():
+                remainder = super().load_checkpoint(path, state, strict, weights_only)
+            self._backend.flush()
         if state and not isinstance(state, (torch.nn.Module, Optimizer)):
             random_state = remainder.pop(RANDOM_STATE, None)
             if random_state is not None and _is_resumable(state):
@@ -402,6 +418,10 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
 
 def _given(value: Any) -> Any:
     return value
+
+
+def _has_parts(value: Any) -> bool:
+    return isinstance(value, (torch.nn.Module, Optimizer))
 
 
 def _is_resumable(state: dict[str, Any]) -> bool:

@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.utilities import find_shared_parameters, set_shared_parameters
 
+from lightning_strategy import sharded_checkpoints
 from lightning_strategy.accelerator import XLAEagerAccelerator
 from lightning_strategy.checkpoints import RANDOM_STATE, XLAEagerCheckpointIO, on_host
 from lightning_strategy.connector import flags_under_construction
@@ -36,6 +37,7 @@ from xla_adapters import XLAConfig, get_backend
 from xla_adapters.compiling import as_if_compiling
 from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, XLAMode
 from xla_adapters.optimizers import eager_reason
+from xla_adapters.sharding.dtensor import accept_placements
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.transfers import uploading
 
@@ -213,6 +215,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     def model_to_device(self) -> None:
         """Moves the model; tied weights stay tied. Under sharding its parameters are cut."""
         assert self.model is not None
+        if self._sharding is not None:
+            accept_placements(self.model)
         with _keeping_ties(self.model), uploading():
             self.model.to(self.root_device)
         if self._sharding is not None:
@@ -317,22 +321,39 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         if self._run is not None:
             self._run.before_save(filepath)
             checkpoint = {**checkpoint, RANDOM_STATE: self._run.random_state()}
-        super().save_checkpoint(on_host(checkpoint), filepath, storage_options)
+        if self._sharding is not None and self._sharding.saves_parts:
+            sharded_checkpoints.check_io(type(self).__name__, self._checkpoint_io)
+            assert self.lightning_module is not None
+            sharded_checkpoints.save(checkpoint, filepath, self.lightning_module, self.optimizers)
+        else:
+            super().save_checkpoint(on_host(checkpoint), filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """As `Strategy.load_checkpoint`."""
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint: dict[str, Any]
+        if sharded_checkpoints.is_sharded(checkpoint_path):
+            checkpoint = sharded_checkpoints.read_rest(checkpoint_path, weights_only)
+        else:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._random_state = checkpoint.get(RANDOM_STATE)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """As `Strategy.load_model_state_dict`; on the device it is one execution, not one per weight."""
+        if sharded_checkpoints.FOLDER in checkpoint:
+            assert self.lightning_module is not None
+            sharded_checkpoints.load_weights(checkpoint, self.lightning_module, strict=strict)
+            return
         with uploading():
             super().load_model_state_dict(checkpoint, strict)
         self._backend.flush()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """As `Strategy.load_optimizer_state_dict`."""
+        if sharded_checkpoints.FOLDER in checkpoint:
+            assert self.lightning_module is not None
+            sharded_checkpoints.load_optimizers(checkpoint, self.lightning_module, self.optimizers)
+            return
         with uploading():
             super().load_optimizer_state_dict(checkpoint)
 

@@ -23,6 +23,7 @@ from xla_adapters.modes import eager
 from xla_adapters.optimizers import EagerOptimizerWarning, prime, register_eager_optimizer, register_state_init
 from xla_adapters.program import StepProgram
 from xla_adapters.rng import StepSeed
+from xla_adapters.sharding.distribute import distribute_module
 from xla_adapters.step import step
 from xla_adapters.step_scope import StepScope, in_step
 
@@ -48,6 +49,7 @@ __all__ = [
     "XLAAdapterError",
     "XLAConfig",
     "count",
+    "distribute_module",
     "eager",
     "get_backend",
     "in_step",

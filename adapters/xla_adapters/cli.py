@@ -1,4 +1,4 @@
-"""The command `xla-adapters`: what a sharded training would look like, without weights and without devices."""
+"""The command `xla-adapters`: plans a sharded training, and consolidates checkpoints, both without devices."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
+        if options.command == "consolidate":
+            return _consolidate(options)
         plan = _plan(options)
     except XLAAdapterError as error:
         print(f"xla-adapters: {error}", file=sys.stderr)
@@ -62,7 +64,20 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--gradient-checkpointing", action="store_true", help="keep one activation per layer")
     plan.add_argument("--save", help="write the plan to this file, to read, edit and use")
     plan.add_argument("--html", help="draw the plan into this file")
+    whole = commands.add_parser("consolidate", help="weights of a checkpoint in parts as safetensors files")
+    whole.add_argument("checkpoint", help="the folder with the parts")
+    whole.add_argument("output", help="the folder to write to; put config.json there for from_pretrained")
+    whole.add_argument("--key", default="model", help="under which the weights were saved (model)")
+    whole.add_argument("--max-shard-size", default="5GB", help="of one file (5GB)")
     return parser
+
+
+def _consolidate(options: argparse.Namespace) -> int:
+    from xla_adapters.sharding.state import consolidate
+
+    files = consolidate(options.checkpoint, options.output, key=options.key, max_shard_size=options.max_shard_size)
+    print("\n".join(map(str, files)))
+    return 0
 
 
 def _numbers(text: str) -> tuple[int, ...]:

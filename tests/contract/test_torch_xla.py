@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
 import torch_xla.debug.profiler as xp
 import torch_xla.experimental
 import torch_xla.runtime as xr
@@ -250,3 +251,23 @@ def test_a_value_copied_in_from_the_host_waits_there_under_an_annotation_that_is
     torch_xla.core.xla_model.wait_device_ops()
     parts = [shard for shard, _ in _C._get_local_shards([tensor])[0]]
     assert torch.equal(torch.cat(parts, 1), values)
+
+
+@isolated(env={"CPU_NUM_DEVICES": "8"})
+def test_tensors_are_made_of_parts_without_a_compile() -> None:
+    xr.use_spmd()
+    _start()
+    rows = [[device] for device in range(8)]
+    sharding = _C.OpSharding(rows, [], [], 3)
+    parts = [torch.full((2, 4), float(device)) for device in range(8)]
+    before = met.metric_data("CompileTime")
+    tensor = _C._global_tensor_from_cpu_shards(parts, sharding, [16, 4])
+    assert torch._is_functional_tensor(tensor)
+    assert _C._get_xla_sharding_spec(tensor).startswith("{devices=[8,1]")
+    places = _C._get_local_shard_replica_and_indices([tensor])[0]
+    assert [(replica, slices[0].start, slices[0].stop) for replica, slices in places] == [
+        (0, 2 * device, 2 * device + 2) for device in range(8)
+    ]
+    shards = _C._get_local_shards([tensor])[0]
+    assert all(torch.equal(shard, part) for (shard, _), part in zip(shards, parts, strict=True))
+    assert met.metric_data("CompileTime") == before

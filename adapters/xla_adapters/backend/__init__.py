@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from xla_adapters.backend.interface import Backend, Metrics, SeamEvent
+from xla_adapters.backend.parts import Part
 from xla_adapters.backend.tiles import Tiles
 
-__all__ = ["Backend", "Metrics", "SeamEvent", "Tiles", "get_backend", "initialize", "using_backend"]
+__all__ = ["Backend", "Metrics", "Part", "SeamEvent", "Tiles", "get_backend", "initialize", "using_backend"]
 
 _backend: Backend | None = None
 

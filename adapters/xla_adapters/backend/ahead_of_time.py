@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch_xla
-from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
-
-_C = torch_xla._XLAC
 
 
 class AheadOfTime:
-    """Mixed into `PJRTBackend`."""
+    """Mixed into `PJRTBackend`.
+
+    Attributes:
+        native: the module of torch_xla's private calls.
+    """
+
+    native: Any
 
     def former_values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The values as they are now, by other tensors of the same buffers, for `compile_only`."""
@@ -28,15 +31,17 @@ class AheadOfTime:
 
         Execution is not allowed while a step is traced, and torch_xla counts this as one.
         """
+        native = self.native
         for tensor in former:
-            _C._set_buffer_donation(tensor, True)
-        allowed = _C._get_allow_execution()
-        _C._set_allow_execution(True)
+            native._set_buffer_donation(tensor, True)
+        allowed, reusing = native._get_allow_execution(), native._xla_get_enable_alias_with_buffer_donor_config()
+        native._set_allow_execution(True)
+        native._xla_set_enable_alias_with_buffer_donor_config(True)
         try:
-            with alias_with_buffer_donor_config(True):
-                # In the order in which a sync takes them: the same program each time.
-                _C._xla_warm_up_cache(sorted(pending, key=_C._xla_get_tensor_id), [])
+            # In the order in which a sync takes them: the same program each time.
+            native._xla_warm_up_cache(sorted(pending, key=native._xla_get_tensor_id), [])
         finally:
-            _C._set_allow_execution(allowed)
+            native._set_allow_execution(allowed)
+            native._xla_set_enable_alias_with_buffer_donor_config(reusing)
             for tensor in former:
-                _C._set_buffer_donation(tensor, False)
+                native._set_buffer_donation(tensor, False)

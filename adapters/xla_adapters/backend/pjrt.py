@@ -18,9 +18,11 @@ import torch_xla.debug.metrics as xla_metrics
 import torch_xla.debug.profiler as xla_profiler
 import torch_xla.runtime as xr
 import torch_xla.utils.checkpoint as xla_checkpoint
+from torch_xla.distributed.spmd import XLAShardedTensor
 
 from xla_adapters.backend.ahead_of_time import AheadOfTime
 from xla_adapters.backend.interface import Metrics, SeamEvent
+from xla_adapters.backend.parts import PartTransfers
 from xla_adapters.backend.tiles import Tiles, op_sharding_arguments, put_together, tiles_from_text
 from xla_adapters.errors import ConfigError, RuntimeOrderError
 
@@ -29,9 +31,10 @@ _NANOSECONDS = 1e-9
 _SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
 
 
-class PJRTBackend(AheadOfTime):
+class PJRTBackend(AheadOfTime, PartTransfers):
     """The seam on torch_xla's lazy tensors."""
 
+    native = _C
     name = "torch_xla"
     dynamo_backend = "openxla"
 
@@ -314,6 +317,10 @@ class PJRTBackend(AheadOfTime):
         spec = _C.XlaShardingSpec(tensor, *op_sharding_arguments(tiles), False)
         copy: torch.Tensor = _C._xla_tensors_from_aten([tensor.detach()], [str(self.device())], [spec])[0]
         return copy
+
+    def plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The device tensor itself, if it is wrapped to show how it is cut (`xs.mark_sharding` does that)."""
+        return tensor.global_tensor if isinstance(tensor, XLAShardedTensor) else tensor
 
     @contextmanager
     def gathering_on_host(self) -> Iterator[None]:

@@ -72,6 +72,9 @@ def put_together(tensor: torch.Tensor, shards: Sequence[torch.Tensor], places: S
         shards: on the host, one per device.
         places: for each shard which copy it is and the slices it takes (`...` for all).
     """
+    if shards and shards[0].shape == tensor.shape:
+        # A value that was copied in eagerly is not cut yet, whatever the annotation says.
+        return shards[0]
     whole, copied = torch.empty(tensor.shape, dtype=tensor.dtype), 0
     for shard, (replica, indices) in zip(shards, places, strict=True):
         if replica == 0:

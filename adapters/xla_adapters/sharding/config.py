@@ -13,6 +13,7 @@ from xla_adapters.sharding.plan import ShardingPlan
 Scheme = Literal["auto", "dp", "fsdp", "tp", "2d"]
 Partitioner = Literal["planner", "alpa"]
 TopologyName = Literal["cpu", "v4", "v5e", "v5p", "v6e"]
+Checkpoints = Literal["whole", "sharded"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class ShardingConfig:
         plan: one that was made before (`ShardingPlan.load`); nothing is planned then.
         overrides: specs by name pattern (shell style, e.g. `{"*.lm_head.weight": ("model", None)}`); the
             first that matches a parameter decides.
+        checkpoints: `"whole"` writes the files of an unsharded run, put together on the host; `"sharded"` never has
+            the state there as a whole: each process writes what its devices hold.
 
     Raises:
         ConfigError: a value is not valid; the message lists the valid ones.
@@ -53,6 +56,7 @@ class ShardingConfig:
     measure_top_k: int | None = None
     plan: ShardingPlan | None = None
     overrides: Mapping[str, Spec] = field(default_factory=dict)
+    checkpoints: Checkpoints = "whole"
 
     def __post_init__(self) -> None:
         for name, value, choices in (
@@ -60,6 +64,7 @@ class ShardingConfig:
             ("partitioner", self.partitioner, get_args(Partitioner)),
             ("topology", self.topology, (None, *get_args(TopologyName))),
             ("keep_user_sharding", self.keep_user_sharding, (True, False)),
+            ("checkpoints", self.checkpoints, get_args(Checkpoints)),
         ):
             if value not in choices or (choices == (True, False) and not isinstance(value, bool)):
                 listed = ", ".join(map(repr, choices))

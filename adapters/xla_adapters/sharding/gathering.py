@@ -1,4 +1,4 @@
-"""`gathering`: parameters that are stored in parts over the data axis are put together where they are used.
+"""`gather_where_used`: parameters that are stored in parts over the data axis are put together where they are used.
 
 Left to itself the compiler may as well move the activations to the parts (GSPMD, arXiv 2105.04663, propagates from both
 sides): on GPT-2 that sends up to twice as much. Its gradient is brought to the parts at once (ZeRO, arXiv 1910.02054).
@@ -6,11 +6,10 @@ sides): on GPT-2 that sends up to twice as much. Its gradient is brought to the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from xla_adapters.backend import Backend, Tiles
 from xla_adapters.sharding.mesh import DATA, Mesh, Spec, axes_of
@@ -28,21 +27,20 @@ def used_spec(spec: Spec) -> Spec:
     return tuple(used)
 
 
-@contextmanager
-def gathering(model: torch.nn.Module, plan: ShardingPlan, backend: Backend) -> Iterator[None]:
-    """In compiled steps modules find their parameters put together, until the exit."""
-    with ExitStack() as stack:
-        for prefix, module in model.named_modules():
-            found: dict[str, tuple[Tiles, Tiles]] = {}
-            for name, _ in module.named_parameters(prefix, recurse=False):
-                spec = plan.spec_of(name)
-                if parts_over_data(plan.mesh, spec):
-                    found[name.rpartition(".")[2]] = (tiles_of(plan.mesh, used_spec(spec)), tiles_of(plan.mesh, spec))
-            if found:
-                gatherer = _Gatherer(backend, found)
-                stack.callback(module.register_forward_pre_hook(gatherer.before).remove)
-                stack.callback(module.register_forward_hook(gatherer.after, always_call=True, prepend=True).remove)
-        yield
+def gather_where_used(model: torch.nn.Module, plan: ShardingPlan, backend: Backend) -> list[RemovableHandle]:
+    """Lets modules find their parameters put together in compiled steps, until the hooks are removed."""
+    handles: list[RemovableHandle] = []
+    for prefix, module in model.named_modules():
+        found: dict[str, tuple[Tiles, Tiles]] = {}
+        for name, _ in module.named_parameters(prefix, recurse=False):
+            spec = plan.spec_of(name)
+            if parts_over_data(plan.mesh, spec):
+                found[name.rpartition(".")[2]] = (tiles_of(plan.mesh, used_spec(spec)), tiles_of(plan.mesh, spec))
+        if found:
+            gatherer = _Gatherer(backend, found)
+            handles.append(module.register_forward_pre_hook(gatherer.before))
+            handles.append(module.register_forward_hook(gatherer.after, always_call=True, prepend=True))
+    return handles
 
 
 def parts_over_data(mesh: Mesh, spec: Spec) -> bool:

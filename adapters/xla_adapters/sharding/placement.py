@@ -9,10 +9,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from xla_adapters.backend import Backend, get_backend
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding.gathering import gathering
+from xla_adapters.sharding.gathering import gather_where_used
 from xla_adapters.sharding.plan import ActivationPlan, ShardingPlan
 from xla_adapters.sharding.tiling import tiles_of
 from xla_adapters.step_scope import in_step
@@ -99,18 +100,28 @@ class Placement:
         Raises:
             ConfigError: the plan names a module the model does not have.
         """
-        modules = dict(model.named_modules())
         with ExitStack() as stack:
-            stack.enter_context(gathering(model, self.plan, self._backend))
-            for entry in self.plan.activations:
-                if entry.module not in modules:
-                    raise ConfigError(
-                        f"the plan {self.plan.name!r} constrains what {entry.module!r} returns, and the model has no "
-                        "such module: it was made for another model"
-                    )
-                handle = modules[entry.module].register_forward_hook(self._constraint(entry))
+            for handle in self.constrain_always(model):
                 stack.callback(handle.remove)
             yield
+
+    def constrain_always(self, model: torch.nn.Module) -> list[RemovableHandle]:
+        """The same without an exit; the hooks it sets can be removed.
+
+        Raises:
+            ConfigError: the plan names a module the model does not have.
+        """
+        modules = dict(model.named_modules())
+        for entry in self.plan.activations:
+            if entry.module not in modules:
+                raise ConfigError(
+                    f"the plan {self.plan.name!r} constrains what {entry.module!r} returns, and the model has no "
+                    "such module: it was made for another model"
+                )
+        handles = gather_where_used(model, self.plan, self._backend)
+        for entry in self.plan.activations:
+            handles.append(modules[entry.module].register_forward_hook(self._constraint(entry)))
+        return handles
 
     def _constraint(self, entry: ActivationPlan) -> Callable[..., Any]:
         tiles = tiles_of(self.plan.mesh, entry.spec)

@@ -1,0 +1,250 @@
+"""`distribute_module`: a model on all devices by one call, in the manner of torch's function of this name.
+
+Source: RFC pytorch/xla#6322. There is no such `partition_fn="AUTO"` in torch_xla 2.9.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any, get_args
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree
+
+from xla_adapters.backend import Backend, get_backend
+from xla_adapters.errors import ConfigError
+from xla_adapters.sharding.config import Scheme, ShardingConfig
+from xla_adapters.sharding.dtensor import accept_placements
+from xla_adapters.sharding.mesh import DATA, Mesh, Spec
+from xla_adapters.sharding.placement import Placement
+from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding.sharder import make_plan, spec_of
+from xla_adapters.sharding.templates import default_mesh, template
+from xla_adapters.sharding.tiling import tiles_of
+
+AUTO = "AUTO"
+PartitionFn = Callable[[str, torch.nn.Module, DeviceMesh], None]
+
+_placements: weakref.WeakKeyDictionary[torch.nn.Module, Placement] = weakref.WeakKeyDictionary()
+
+
+def distribute_module(
+    module: torch.nn.Module,
+    device_mesh: Mesh | DeviceMesh | None = None,
+    partition_fn: str | ShardingConfig | PartitionFn | None = AUTO,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+    *,
+    example: Any = None,
+) -> torch.nn.Module:
+    """Brings a model to all devices, each of which gets its part of the parameters only.
+
+    Use it before the optimizer is made, and put each training step into `xla_adapters.step()`. What the model is
+    called with is split over the data axis; `place_batch` splits what is not (labels).
+
+        model = distribute_module(Net(), partition_fn="AUTO", example=batch)
+
+    Args:
+        module: on the host, or annotated on the device already; changed in place.
+        device_mesh: chosen if not given. The data axis is named `"data"`, the one for layers `"model"`.
+        partition_fn: `"AUTO"` plans, and takes what costs least; `"dp"`, `"fsdp"`, `"tp"` and `"2d"` are recipes; a
+            `ShardingConfig` is either. Parameters that are DTensors or annotated stay as they are. A function is
+            called as torch calls it, with each module's name, the module and the mesh, and places the module's
+            parameters by `distribute_tensor` or `xs.mark_sharding`; what it leaves is copied to every device, as is
+            everything if None.
+        input_fn: called with (module, inputs, mesh) before each forward in place of the splitting; returns the inputs,
+            or None if it marked them.
+        output_fn: called with (module, outputs, mesh) behind each forward; returns the outputs, or None.
+        example: a batch for the model as it will be called (a tensor, a dict, a tuple); `"AUTO"` plans for it.
+
+    Returns:
+        The module; `plan_of(module)` is how it lies.
+
+    Raises:
+        ConfigError: an argument is not valid, the mesh is for another number of devices, nothing fits, or the module
+            was distributed before.
+        RuntimeOrderError: the runtime was started without SPMD before.
+    """
+    if module in _placements:
+        raise ConfigError("distribute_module was called on this module before; call it once")
+    for name, function in (("input_fn", input_fn), ("output_fn", output_fn)):
+        if function is not None and len(inspect.signature(function).parameters) != 3:
+            raise ConfigError(f"{name} is called with three arguments: the module, the values and the mesh")
+    backend = get_backend()
+    backend.initialize(spmd=True)
+    mesh = _own_mesh(device_mesh, backend.device_count())
+    if partition_fn is None or callable(partition_fn):
+        placement = Placement(_partitioned(module, mesh, device_mesh, partition_fn, backend), backend)
+    else:
+        accept_placements(module)
+        config = _config(partition_fn, mesh)
+        fixed = _annotated(module, mesh or config.mesh(backend.device_count()), backend)
+        plan = make_plan(module, config, backend.device_count(), fixed=fixed, example=lambda: _arguments(example))
+        placement = Placement(plan, backend)
+    _move(module, placement, backend)
+    _placements[module] = placement
+    _hook(module, placement, backend, device_mesh or placement.plan.mesh, input_fn, output_fn)
+    return module
+
+
+def plan_of(module: torch.nn.Module) -> ShardingPlan:
+    """How a model lies that `distribute_module` brought to the devices.
+
+    Raises:
+        ConfigError: it did not.
+    """
+    return _placement_of(module).plan
+
+
+def place_batch(module: torch.nn.Module, batch: Any) -> Any:
+    """A batch on the devices, split as the inputs of a distributed model are.
+
+    Args:
+        module: that `distribute_module` returned.
+        batch: nested mappings, lists and tuples of tensors, on the host or the device.
+
+    Raises:
+        ConfigError: the module is not distributed.
+    """
+    placement, device = _placement_of(module), get_backend().device()
+    return placement.place_batch(_pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch))
+
+
+def _placement_of(module: torch.nn.Module) -> Placement:
+    if module not in _placements:
+        raise ConfigError("this module is not distributed: call distribute_module on it")
+    return _placements[module]
+
+
+def _own_mesh(given: Mesh | DeviceMesh | None, devices: int) -> Mesh | None:
+    if given is None or isinstance(given, Mesh):
+        mesh = given
+    elif isinstance(given, DeviceMesh):
+        if given.mesh.flatten().tolist() != list(range(given.size())):
+            raise ConfigError(
+                f"device_mesh has its devices in the order {given.mesh.tolist()}; give them in rising order"
+            )
+        if given.mesh_dim_names is None:
+            raise ConfigError("device_mesh has no names for its axes: give mesh_dim_names=('data', 'model')")
+        mesh = Mesh(shape=tuple(given.shape), axis_names=given.mesh_dim_names)
+    else:
+        raise ConfigError(f"device_mesh={given!r} is not a valid value; valid values: None, a Mesh, a DeviceMesh")
+    if mesh is not None and mesh.size != devices:
+        raise ConfigError(f"device_mesh ({mesh}) is for {mesh.size} devices, and there are {devices}")
+    return mesh
+
+
+def _config(partition_fn: str | ShardingConfig, mesh: Mesh | None) -> ShardingConfig:
+    if isinstance(partition_fn, ShardingConfig):
+        config = partition_fn
+        if mesh is not None and config.mesh_shape is not None:
+            raise ConfigError("the mesh is given twice: as device_mesh and in the ShardingConfig")
+    elif isinstance(partition_fn, str) and partition_fn.lower() in get_args(Scheme):
+        config = ShardingConfig(scheme=partition_fn.lower())  # type: ignore[arg-type]
+    else:
+        valid = ", ".join(map(repr, (AUTO, *get_args(Scheme)[1:])))
+        raise ConfigError(
+            f"partition_fn={partition_fn!r} is not a valid value; valid values: {valid}, a ShardingConfig, a function, "
+            "None"
+        )
+    if mesh is None:
+        return config
+    return dataclasses.replace(config, mesh_shape=mesh.shape, axis_names=mesh.axis_names)
+
+
+def _partitioned(
+    module: torch.nn.Module,
+    mesh: Mesh | None,
+    given: Mesh | DeviceMesh | None,
+    partition_fn: PartitionFn | None,
+    backend: Backend,
+) -> ShardingPlan:
+    """What a function of torch's contract made of the module; the rest is copied."""
+    mesh = mesh if mesh is not None else default_mesh("dp", backend.device_count())
+    if partition_fn is not None:
+        ranks = torch.arange(mesh.size).reshape(mesh.shape)
+        torch_mesh = (
+            given if isinstance(given, DeviceMesh) else DeviceMesh("xla", ranks, mesh_dim_names=mesh.axis_names)
+        )
+        for name, part in module.named_modules():
+            partition_fn(name, part, torch_mesh)
+    accept_placements(module)
+    fixed = _annotated(module, mesh, backend)
+    scheme = "dp" if DATA in mesh.axis_names else "tp"
+    plan = template(scheme, module, mesh, config=ShardingConfig(scheme=scheme), fixed=fixed)  # type: ignore[arg-type]
+    return dataclasses.replace(plan, name="partition_fn")
+
+
+def _annotated(module: torch.nn.Module, mesh: Mesh | None, backend: Backend) -> dict[str, Spec]:
+    found: dict[str, Spec] = {}
+    for name, parameter in module.named_parameters():
+        tiles = backend.tiles_of(parameter) if backend.is_backend_tensor(parameter) else None
+        if tiles is None:
+            continue
+        spec = None if mesh is None else spec_of(mesh, tiles)
+        if spec is None:
+            raise ConfigError(
+                f"{name} is placed on the devices already, and not on the mesh {mesh}: give the mesh it was placed on "
+                "as device_mesh"
+            )
+        found[name] = spec
+    return found
+
+
+def _arguments(example: Any) -> Any:
+    return (example,) if isinstance(example, torch.Tensor) else example
+
+
+def _move(module: torch.nn.Module, placement: Placement, backend: Backend) -> None:
+    """Parameters go to the devices in parts, each once: tied weights stay tied."""
+    moved: dict[int, torch.Tensor] = {}
+    for prefix, part in module.named_modules():
+        for key, value in part._parameters.items():
+            if value is None or backend.is_backend_tensor(value):
+                continue
+            if id(value) not in moved:
+                tiles = tiles_of(placement.plan.mesh, placement.plan.spec_of(f"{prefix}.{key}" if prefix else key))
+                copy = backend.upload_sharded(value, tiles)
+                moved[id(value)] = torch.nn.Parameter(copy, requires_grad=value.requires_grad)
+            part._parameters[key] = moved[id(value)]
+        for key, buffer in part._buffers.items():
+            if buffer is not None and not backend.is_backend_tensor(buffer):
+                part._buffers[key] = moved.setdefault(id(buffer), backend.to_device(buffer))
+    placement.place_model(module)
+
+
+def _hook(
+    module: torch.nn.Module,
+    placement: Placement,
+    backend: Backend,
+    mesh: Mesh | DeviceMesh,
+    input_fn: Callable[..., Any] | None,
+    output_fn: Callable[..., Any] | None,
+) -> None:
+    def plain(values: Any) -> Any:
+        return _pytree.tree_map(
+            lambda value: backend.plain(value) if isinstance(value, torch.Tensor) else value, values
+        )
+
+    def split(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        placement.place_batch((args, kwargs))
+
+    def inputs(_: torch.nn.Module, args: Any) -> Any:
+        assert input_fn is not None
+        return plain(input_fn(module, args, mesh))
+
+    def outputs(_: torch.nn.Module, args: Any, values: Any) -> Any:
+        assert output_fn is not None
+        return plain(output_fn(module, values, mesh))
+
+    if input_fn is None:
+        module.register_forward_pre_hook(split, with_kwargs=True)
+    else:
+        module.register_forward_pre_hook(inputs)
+    placement.constrain_always(module)
+    if output_fn is not None:
+        module.register_forward_hook(outputs)

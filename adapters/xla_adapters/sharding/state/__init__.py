@@ -1,0 +1,25 @@
+"""The state of a sharded training on disk: written and read part by part, never whole on one host."""
+
+from xla_adapters.sharding.state.consolidation import consolidate
+from xla_adapters.sharding.state.loading import load_state
+from xla_adapters.sharding.state.safetensors import write_safetensors
+from xla_adapters.sharding.state.saving import save_state
+from xla_adapters.sharding.state.training import (
+    load_model,
+    load_optimizer,
+    model_state,
+    names_of_updated,
+    optimizer_state,
+)
+
+__all__ = [
+    "consolidate",
+    "load_model",
+    "load_optimizer",
+    "load_state",
+    "model_state",
+    "names_of_updated",
+    "optimizer_state",
+    "save_state",
+    "write_safetensors",
+]

@@ -1,0 +1,94 @@
+"""`consolidate`: the weights of a sharded checkpoint as safetensors files, which `from_pretrained` reads.
+
+Needs neither the devices nor torch_xla.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from xla_adapters.errors import ConfigError
+from xla_adapters.sharding.state.loading import Destination, Reader
+from xla_adapters.sharding.state.safetensors import write_safetensors
+from xla_adapters.sharding.state.training import MODEL
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def consolidate(
+    folder: str | Path, output: str | Path, *, key: str = MODEL, max_shard_size: int | str = "5GB"
+) -> list[Path]:
+    """Writes the weights of a checkpoint to `model.safetensors`, or several files and their index.
+
+    One tensor at a time is in memory. Of tied weights there is one, as always in these files. Put a `config.json`
+    beside them for `from_pretrained`.
+
+    Args:
+        folder: that `save_state({"model": model_state(model)}, folder)` wrote.
+        output: a folder; made if it does not exist.
+        key: under which the model's state was saved; `""` takes all tensors.
+        max_shard_size: bytes of one file, as a number or like `"5GB"`; a larger tensor has a file of its own.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigError: there is no checkpoint, it has no tensor under this key, or the size is not one.
+    """
+    reader, limit = Reader(folder), _bytes(max_shard_size)
+    prefix = f"{key}." if key else ""
+    tensors = {name.removeprefix(prefix): entry for name, entry in reader.tensors.items() if name.startswith(prefix)}
+    if not tensors:
+        found = sorted({str(reader.path(name)[0]) for name in reader.tensors})
+        raise ConfigError(f"{folder} has no tensors under {key!r}; there are {', '.join(found) or 'none at all'}")
+    output = Path(output)
+    output.mkdir(parents=True, exist_ok=True)
+    files = list(_in_files(tensors, limit))
+    names = (
+        [WEIGHTS]
+        if len(files) == 1
+        else [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    )
+    for name, members in zip(names, files, strict=True):
+        shapes = {member: (tuple(entry.size), entry.properties.dtype) for member, entry in members.items()}
+        destinations = {
+            prefix + member: Destination(entry.size, entry.properties.dtype) for member, entry in members.items()
+        }
+        values = reader.read(destinations, bucket_bytes=0)
+        write_safetensors(output / name, shapes, ((full.removeprefix(prefix), value) for full, value in values))
+    if len(files) > 1:
+        placed = {member: name for name, members in zip(names, files, strict=True) for member in members}
+        index = {"metadata": {"total_size": sum(map(_size, tensors.values()))}, "weight_map": placed}
+        (output / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        names.append(INDEX)
+    return [output / name for name in names]
+
+
+def _in_files(tensors: dict[str, TensorStorageMetadata], limit: int) -> Iterator[dict[str, TensorStorageMetadata]]:
+    file: dict[str, TensorStorageMetadata] = {}
+    size = 0
+    for name, entry in tensors.items():
+        if file and size + _size(entry) > limit:
+            yield file
+            file, size = {}, 0
+        file[name] = entry
+        size += _size(entry)
+    yield file
+
+
+def _size(entry: TensorStorageMetadata) -> int:
+    return entry.size.numel() * entry.properties.dtype.itemsize
+
+
+def _bytes(size: int | str) -> int:
+    match = re.fullmatch(r"(\d+)\s*([KMG]I?B)?", str(size).upper())
+    if match is None or int(match[1]) == 0:
+        raise ConfigError(f"max_shard_size={size!r} is not a valid value; valid values: bytes, '500MB', '5GB', '4GiB'")
+    return int(match[1]) * _UNITS[match[2] or ""]

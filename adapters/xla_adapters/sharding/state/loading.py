@@ -1,0 +1,281 @@
+"""`load_state`: a checkpoint read onto any mesh, each device given its part only."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from xla_adapters.backend import Backend, Part, get_backend
+from xla_adapters.errors import ConfigError
+from xla_adapters.sharding.state.saving import METADATA
+
+BUCKET_BYTES = 512 * 2**20
+
+
+class Destination:
+    """A tensor to be read: buffers on the host for what this process needs of it, and where they go."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+        self._buffer: torch.Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def parts(self) -> list[Part]:
+        """What is to be read."""
+        return [Part(offsets=(0,) * len(self.shape), sizes=tuple(self.shape))]
+
+    def buffer(self, offsets: tuple[int, ...]) -> torch.Tensor:
+        """Where a part is read to."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self.shape, dtype=self.dtype)
+        return self._buffer
+
+    def finish(self) -> torch.Tensor:
+        """What was read, all parts being there."""
+        result, self._buffer = self.buffer(()), None
+        return result
+
+
+class OnHost(Destination):
+    """A tensor on the host, read in place."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.shape, tensor.dtype)
+        self._tensor = tensor.detach()
+
+    def buffer(self, offsets: tuple[int, ...]) -> torch.Tensor:
+        """The tensor itself."""
+        return self._tensor
+
+    def finish(self) -> torch.Tensor:
+        """The tensor itself."""
+        return self._tensor
+
+
+class OnDevice(Destination):
+    """A new tensor on the devices.
+
+    Args:
+        shape, dtype: of it.
+        like: a tensor of the same shape that is cut as it will be; None is held whole.
+        backend: the seam.
+    """
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, *, like: torch.Tensor | None, backend: Backend) -> None:
+        super().__init__(shape, dtype)
+        self._like, self._backend = like, backend
+        self._places = [] if like is None else backend.local_parts(like)
+        self._distinct = list(dict.fromkeys(self._places)) or super().parts()
+        self._buffers: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def parts(self) -> list[Part]:
+        """What this process's devices hold."""
+        return self._distinct
+
+    def buffer(self, offsets: tuple[int, ...]) -> torch.Tensor:
+        """For one of the parts."""
+        if not self._buffers:
+            self._buffers = {part.offsets: torch.empty(part.sizes, dtype=self.dtype) for part in self._distinct}
+        return self._buffers[offsets]
+
+    def finish(self) -> torch.Tensor:
+        """The tensor on the devices."""
+        buffers = {part.offsets: self.buffer(part.offsets) for part in self._distinct}
+        self._buffers = {}
+        if self._like is None or not self._places:
+            return self._backend.to_device(buffers[self._distinct[0].offsets])
+        return self._backend.upload_parts([buffers[part.offsets] for part in self._places], self._like)
+
+
+class Reader:
+    """A checkpoint on disk.
+
+    Args:
+        folder: that `save_state`, or torch.distributed.checkpoint, wrote.
+
+    Raises:
+        ConfigError: it holds no checkpoint.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not (self.folder / METADATA).is_file():
+            raise ConfigError(f"{folder} holds no checkpoint of torch.distributed.checkpoint: there is no {METADATA}")
+        self._reader = FileSystemReader(folder)
+        self.metadata: Metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self.metadata, True)
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Shapes and dtypes by name."""
+        entries = self.metadata.state_dict_metadata.items()
+        return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+    def path(self, name: str) -> tuple[str | int, ...]:
+        """The keys under which the entry lay in the state's nested dicts."""
+        planned: Mapping[str, Any] = self.metadata.planner_data or {}
+        return tuple(planned.get(name, (name,)))
+
+    def under(self, key: str) -> dict[str, tuple[str | int, ...]]:
+        """The entries under a key of the state, with the keys below it; names alone tell if nothing else does."""
+        found = {}
+        for name in self.metadata.state_dict_metadata:
+            path = self.path(name)
+            if len(path) > 1 and path[0] == key:
+                found[name] = path[1:]
+            elif len(path) == 1 and name.startswith(f"{key}."):
+                found[name] = (name.removeprefix(f"{key}."),)
+        return found
+
+    def check(self, name: str, shape: torch.Size) -> None:
+        """Raises if a tensor cannot be read.
+
+        Raises:
+            ConfigError: the checkpoint does not have it, or in another shape.
+        """
+        entry = self.metadata.state_dict_metadata.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ConfigError(f"{self.folder} has no tensor {name!r}: it is a checkpoint of another model or optimizer")
+        if entry.size != shape:
+            raise ConfigError(
+                f"{self.folder}: {name} has the shape {tuple(entry.size)} in the checkpoint and {tuple(shape)} here: "
+                "it is a checkpoint of another model"
+            )
+
+    def objects(self, names: list[str]) -> dict[str, Any]:
+        """Entries that are no tensors."""
+        objects = _Objects()
+        origin = torch.Size((0,))
+        items = [
+            ReadItem(LoadItemType.BYTE_IO, MetadataIndex(name), origin, MetadataIndex(name), origin, origin)
+            for name in names
+        ]
+        self._reader.read_data(LoadPlan(items), objects)
+        return objects.found
+
+    def read(
+        self, destinations: Mapping[str, Destination], *, bucket_bytes: int = BUCKET_BYTES
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors by name, in the order of `destinations`; on the host there is a bucket of them at a time.
+
+        Raises:
+            ConfigError: the checkpoint lacks one, or has it in another shape.
+        """
+        for name, destination in destinations.items():
+            self.check(name, destination.shape)
+        for bucket in _buckets(destinations, bucket_bytes):
+            for name, destination in bucket.items():
+                self._fill(name, destination)
+            for name, destination in bucket.items():
+                yield name, destination.finish()
+
+    def on_host(self, names: list[str]) -> Iterator[tuple[str, Any]]:
+        """Entries of either kind, tensors on the host."""
+        yield from self.objects([name for name in names if name not in self.tensors]).items()
+        entries = {name: self.tensors[name] for name in names if name in self.tensors}
+        yield from self.read({name: Destination(entry.size, entry.properties.dtype) for name, entry in entries.items()})
+
+    def _fill(self, name: str, destination: Destination) -> None:
+        """Reads each chunk on disk that is needed once, whatever it is needed for."""
+        wanted = [
+            ChunkStorageMetadata(offsets=torch.Size(part.offsets), sizes=torch.Size(part.sizes))
+            for part in destination.parts()
+        ]
+        of_chunk: dict[MetadataIndex, list[ReadItem]] = {}
+        for item in create_read_items_for_chunk_list(name, self.tensors[name], wanted):
+            of_chunk.setdefault(item.storage_index, []).append(item)
+        for index, items in of_chunk.items():
+            with self._open(index, items[0]) as stream:
+                chunk = torch.load(stream, map_location="cpu", weights_only=True)
+            for item in items:
+                assert item.dest_index.offset is not None
+                buffer = destination.buffer(tuple(item.dest_index.offset))
+                values = narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths)
+                narrow_tensor_by_index(buffer, item.dest_offsets, item.lengths).copy_(values)
+            del chunk, values
+
+    @contextmanager
+    def _open(self, index: MetadataIndex, item: ReadItem) -> Iterator[Any]:
+        """What is stored under an index, as torch's reader opens it."""
+        place = self._reader.storage_data[index]
+        with open(self.folder / place.relative_path, "rb") as file:
+            part = self._reader._slice_file(file, place)
+            stream = self._reader.transforms.transform_load_stream(item, place.transform_descriptors or (), part)
+            yield stream if stream.seekable() else io.BytesIO(stream.read())
+
+
+def load_state(state: dict[str, Any], folder: str | Path) -> None:
+    """Reads a checkpoint into a state, in place.
+
+    It may have been written on another mesh, by another plan or without any: each device is given its part of what is
+    read, and keeps the sharding it has.
+
+    Args:
+        state: nested dicts as they were saved, or a selection of them; tensors are overwritten, other entries replaced.
+        folder: the checkpoint.
+
+    Raises:
+        ConfigError: the folder holds no checkpoint, lacks an entry, or has a tensor in another shape.
+    """
+    backend, reader = get_backend(), Reader(folder)
+    flat, paths = flatten_state_dict(state)
+    tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
+    others = [name for name in flat if name not in tensors]
+    missing = [name for name in flat if name not in reader.metadata.state_dict_metadata]
+    if missing:
+        raise ConfigError(f"{folder} lacks {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}")
+    for name, value in reader.objects(others).items():
+        set_element(state, paths[name], value)
+    for name, value in reader.read({name: destination_of(tensor) for name, tensor in tensors.items()}):
+        if backend.is_backend_tensor(tensors[name]):
+            backend.restore(tensors[name], backend.snapshot(value))
+
+
+def destination_of(tensor: torch.Tensor) -> Destination:
+    """To read into a tensor, where it is."""
+    backend = get_backend()
+    if backend.is_backend_tensor(tensor):
+        return OnDevice(tensor.shape, tensor.dtype, like=tensor, backend=backend)
+    return OnHost(tensor)
+
+
+class _Objects(DefaultLoadPlanner):
+    """Takes what is read and is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.found[read_item.dest_index.fqn] = torch.load(value, weights_only=False)
+
+
+def _buckets(destinations: Mapping[str, Destination], limit: int) -> Iterator[dict[str, Destination]]:
+    bucket: dict[str, Destination] = {}
+    size = 0
+    for name, destination in destinations.items():
+        if bucket and size + destination.bytes > limit:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = destination
+        size += destination.bytes
+    if bucket:
+        yield bucket

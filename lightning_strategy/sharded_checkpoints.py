@@ -1,0 +1,179 @@
+"""Checkpoints in parts, in the folders that Lightning's FSDP strategy writes: its tools read them too."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io import CheckpointIO
+from torch.optim import Optimizer
+
+from lightning_strategy.checkpoints import XLAEagerCheckpointIO, identity, on_host
+from xla_adapters.errors import ConfigError, UnsupportedOptionError
+from xla_adapters.sharding.state import load_model, load_optimizer, optimizer_state, save_state
+
+# Lightning's names (lightning.fabric.strategies.fsdp).
+META, MODEL = "meta.pt", "model"
+# In a checkpoint that was loaded: where its parts are.
+FOLDER = "xla_adapters_folder"
+
+
+def is_sharded(path: Any) -> bool:
+    """Whether there is a checkpoint in parts."""
+    return (Path(path) / META).is_file()
+
+
+def check_io(strategy: str, io: CheckpointIO | None) -> None:
+    """Raises if checkpoints are to be written by a plugin, which gets no parts.
+
+    Raises:
+        UnsupportedOptionError: they are.
+    """
+    if io is not None and not isinstance(io, XLAEagerCheckpointIO):
+        raise UnsupportedOptionError(
+            f"{strategy} with checkpoints='sharded' writes parts itself, and has no use for {type(io).__name__}: leave "
+            "checkpoints at 'whole', or the plugin away"
+        )
+
+
+def save(checkpoint: Mapping[str, Any], path: Any, module: torch.nn.Module, optimizers: list[Optimizer]) -> None:
+    """Writes the Trainer's checkpoint to a folder: weights and optimizers in parts, the rest in a file.
+
+    Args:
+        checkpoint: as the Trainer made it, on the device.
+        path: of the folder; what is there is replaced when this is complete.
+        module: that was trained.
+        optimizers: that trained it.
+    """
+    rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+    state: dict[str, Any] = {MODEL: _each_once(checkpoint["state_dict"])}
+    if "optimizer_states" in checkpoint:
+        rest["optimizer_states"] = []
+        state |= {_key(index): optimizer_state(module, optimizer) for index, optimizer in enumerate(optimizers)}
+    write(state, rest, path)
+
+
+def write(state: Mapping[str, Any], rest: dict[str, Any], path: Any) -> None:
+    """Writes parts and the rest; the folder appears when it is complete.
+
+    Raises:
+        UnsupportedOptionError: the path is no local one.
+    """
+    if "://" in os.fspath(path):
+        raise UnsupportedOptionError(f"{path}: checkpoints in parts are written to local folders only")
+    folder = Path(path)
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    _remove(unfinished)
+    unfinished.mkdir(parents=True)
+    save_state(state, unfinished)
+    torch.save(on_host(rest), unfinished / META)
+    _remove(folder)
+    unfinished.rename(folder)
+
+
+def read_rest(path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    """What is not in parts, and where the parts are."""
+    rest: dict[str, Any] = torch.load(Path(path) / META, map_location="cpu", weights_only=bool(weights_only))
+    return {**rest, FOLDER: os.fspath(path)}
+
+
+def load_weights(checkpoint: Mapping[str, Any], module: torch.nn.Module, *, strict: bool) -> None:
+    """Reads the weights of a checkpoint that `read_rest` returned, wherever the module is."""
+    load_model(module, checkpoint[FOLDER], key=MODEL, strict=strict)
+
+
+def load_optimizers(checkpoint: Mapping[str, Any], module: torch.nn.Module, optimizers: list[Optimizer]) -> None:
+    """Reads the optimizers of a checkpoint that `read_rest` returned, cut as the module's parameters are now."""
+    for index, optimizer in enumerate(optimizers):
+        load_optimizer(module, optimizer, checkpoint[FOLDER], key=_key(index))
+
+
+def save_objects(
+    state: Mapping[str, Any],
+    rest: dict[str, Any],
+    path: Any,
+    filter: Mapping[str, Callable[[str, Any], bool]],
+) -> None:
+    """Writes what Fabric's user gave: modules and optimizers in parts, under their names.
+
+    Args:
+        state: as the user gave it.
+        rest: all of it that is neither module nor optimizer, ready to be saved.
+        path: of the folder.
+        filter: by name of a module, which entries of its state are saved.
+    """
+    parts: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.nn.Module):
+            wanted = filter.get(key, _all)
+            entries = {name: entry for name, entry in value.state_dict().items() if wanted(name, entry)}
+            parts[key] = _each_once(entries)
+        elif isinstance(value, Optimizer):
+            parts[key] = optimizer_state(_owner(value, state), value)
+    write(parts, rest, path)
+
+
+def load_objects(state: dict[str, Any], path: Any, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+    """Reads what `save_objects` wrote into the user's objects; returns what they did not ask for.
+
+    Raises:
+        KeyError: under `strict`, the checkpoint lacks an entry that is neither module nor optimizer.
+    """
+    rest = read_rest(path, weights_only)
+    del rest[FOLDER]
+    for key, value in state.items():
+        if isinstance(value, torch.nn.Module):
+            load_model(value, path, key=key, strict=strict)
+        elif isinstance(value, Optimizer):
+            load_optimizer(_owner(value, state), value, path, key=key)
+        elif key in rest and hasattr(value, "load_state_dict"):
+            value.load_state_dict(rest.pop(key))
+        elif key in rest:
+            state[key] = rest.pop(key)
+        elif strict:
+            raise KeyError(f"{path} has no entry {key!r}; it has {', '.join(map(repr, rest)) or 'none but parts'}")
+    return rest
+
+
+def _owner(optimizer: Optimizer, state: Mapping[str, Any]) -> torch.nn.Module:
+    """The module of the state whose parameters the optimizer updates."""
+    parameters = {id(item) for group in optimizer.param_groups for item in group["params"]}
+    for value in state.values():
+        if isinstance(value, torch.nn.Module) and parameters <= {id(item) for item in value.parameters()}:
+            return value
+    raise ConfigError(
+        "a checkpoint in parts names an optimizer's state by the parameters of its module, and none of the modules in "
+        "the state has them all: put the module beside its optimizer"
+    )
+
+
+def _all(name: str, value: Any) -> bool:
+    return True
+
+
+def _key(index: int) -> str:
+    return f"optimizer_{index}"
+
+
+def _each_once(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the further names of tied weights."""
+    kept: dict[str, Any] = {}
+    seen: set[object] = set()
+    for name, value in weights.items():
+        if isinstance(value, torch.Tensor):
+            if identity(value) in seen:
+                continue
+            seen.add(identity(value))
+        kept[name] = value
+    return kept
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif path.exists():
+        path.unlink()

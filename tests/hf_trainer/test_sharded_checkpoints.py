@@ -1,0 +1,177 @@
+"""Checkpoints in parts: `from_pretrained` reads the weights, other meshes go on from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import hf_trainer
+import xla_adapters
+from hf_trainer.deferred_weights import deferred_state_dict, writing_deferred_weights
+from tests.hf_trainer.scenarios import Run, arguments, assert_close, ours, reference
+from tests.hf_trainer.sharded_models import MODELS, data, model
+from tests.hf_trainer.test_sharding import assert_cut_as_planned, on_8_devices, options
+from tests.isolation import run_in_child
+from xla_adapters.errors import ConfigError
+from xla_adapters.sharding import ShardingConfig
+
+STEPS = 6
+
+
+def run(folder: Path, name: str, scheme: str | None, *, checkpoints: Any = "sharded", **more: Any) -> Run:
+    if scheme is not None:
+        xla_adapters.initialize(spmd=True)
+        more["sharding"] = ShardingConfig(scheme=scheme, checkpoints=checkpoints)  # type: ignore[arg-type]
+    args = options(output_dir=str(folder), save_strategy="steps", save_steps=3, max_steps=STEPS)
+    return ours(model(name), data(name), args=arguments(**args), **more)
+
+
+# Tied weights, experts that are saved one by one, and names that differ on disk.
+_IN_SHORT = ("gpt2", "mixtral", "vit")
+
+
+@on_8_devices
+@pytest.mark.parametrize(
+    "name", [*_IN_SHORT, *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name not in _IN_SHORT)]
+)
+def test_weights_of_every_model_are_read_by_from_pretrained(name: str, tmp_path: Path) -> None:
+    done = run(tmp_path, name, "2d")
+    # The step, and nothing else.
+    assert done.counts.compiles == 1, done.explain()
+    checkpoint = tmp_path / f"checkpoint-{STEPS}"
+    assert not (checkpoint / "optimizer.pt").exists()
+    loaded: Any = type(model(name)).from_pretrained(checkpoint)
+    for key, value in done.parameters().items():
+        assert torch.equal(loaded.state_dict()[key], value), key
+    # The same names as without the option.
+    plain = tmp_path / "plain"
+    loaded.save_pretrained(plain)
+    names = [set(_names(folder)) for folder in (checkpoint, plain)]
+    assert names[0] == names[1]
+
+
+def _names(folder: Path) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return list(file.keys())
+
+
+@pytest.mark.slow
+def test_other_meshes_and_one_device_go_on_exactly(tmp_path: Path) -> None:
+    def writes() -> list[float]:
+        return run(tmp_path, "llama", "fsdp").losses
+
+    def goes_on(scheme: str | None, checkpoints: str) -> list[float]:
+        resumed = run(
+            tmp_path,
+            "llama",
+            scheme,
+            checkpoints=checkpoints,
+            train_options={"resume_from_checkpoint": str(tmp_path / "checkpoint-3")},
+        )
+        if scheme is not None:
+            assert_cut_as_planned(resumed)
+        return resumed.losses
+
+    losses = run_in_child(writes, env={"CPU_NUM_DEVICES": "8"})
+    for devices, scheme, checkpoints in (
+        (8, "fsdp", "sharded"),
+        (4, "2d", "sharded"),
+        (8, "tp", "whole"),
+        (1, None, "whole"),
+    ):
+        env = {"CPU_NUM_DEVICES": str(devices)}
+        resumed = run_in_child(lambda scheme=scheme, kind=checkpoints: goes_on(scheme, kind), env=env)
+        assert_close(resumed, losses, 1e-5)
+        if scheme == "fsdp":
+            assert resumed == losses
+
+
+@on_8_devices
+def test_a_whole_checkpoint_is_gone_on_from_in_parts(tmp_path: Path) -> None:
+    losses = run(tmp_path, "gpt2", "2d", checkpoints="whole").losses
+    resumed = run(tmp_path, "gpt2", "2d", train_options={"resume_from_checkpoint": str(tmp_path / "checkpoint-3")})
+    assert resumed.losses == losses
+
+
+@on_8_devices
+def test_the_host_has_few_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtral's experts are one weight of the model and many of the file."""
+    done = run(tmp_path / "run", "mixtral", "2d")
+    backend, net = xla_adapters.get_backend(), done.trainer.model
+    brought: list[list[str]] = []
+    stock = type(backend).to_host
+    shapes = {tuple(value.shape) for value in net.state_dict().values()}
+
+    def to_host(self: Any, tensors: Any) -> Any:
+        brought.append([str(tuple(tensor.shape)) for tensor in tensors])
+        return stock(self, tensors)
+
+    monkeypatch.setattr(type(backend), "to_host", to_host)
+    with xla_adapters.count() as counted, writing_deferred_weights():
+        net.save_pretrained(tmp_path / "saved", state_dict=deferred_state_dict(net))
+    assert (counted.compiles, counted.executions, counted.eager_ops) == (0, 0, 0)
+    assert {len(tensors) for tensors in brought} == {1}
+    # Each weight once or twice, whatever it is split into.
+    assert len(shapes) <= len(brought) <= 2 * len(net.state_dict())
+    net.cpu()
+    net.save_pretrained(tmp_path / "stock")
+    assert set(_names(tmp_path / "saved")) == set(_names(tmp_path / "stock"))
+
+
+@on_8_devices
+def test_large_models_have_several_files(tmp_path: Path) -> None:
+    xla_adapters.initialize(spmd=True)
+    net = model("llama").to("xla")
+    with writing_deferred_weights():
+        net.save_pretrained(tmp_path, state_dict=deferred_state_dict(net), max_shard_size="100KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    for name, value in model("llama").state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+
+
+@on_8_devices
+def test_models_that_carry_dtensors(tmp_path: Path) -> None:
+    xla_adapters.initialize(spmd=True)
+    net, mesh = model("gpt2"), DeviceMesh("xla", torch.arange(8).reshape(4, 2))
+    layer = net.transformer.h[0].mlp.c_fc
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(0), Replicate()]))
+    done = ours(net, data("gpt2"), args=arguments(**options()), sharding="2d")
+    plan = done.trainer.sharding_plan
+    entry = next(entry for entry in plan.parameters if entry.name == "transformer.h.0.mlp.c_fc.weight")
+    assert (entry.spec, entry.decided_by) == (("data", None), "user")
+    assert_cut_as_planned(done)
+    assert_close(done.losses, reference(model("gpt2"), data("gpt2"), args=options()).losses, 1e-5)
+    layer.weight = nn.Parameter(distribute_tensor(model("gpt2").transformer.h[0].mlp.c_fc.weight, mesh, None))
+    former = torch.optim.AdamW(net.parameters())
+    with pytest.raises(ConfigError, match="before its DTensors were accepted"):
+        ours(net, data("gpt2"), args=arguments(**options()), sharding="2d", optimizers=(former, None))
+
+
+@on_8_devices
+def test_a_module_of_ones_own_is_saved_as_ever(tmp_path: Path) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model("gpt2")
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+            return self.inner(input_ids=input_ids, labels=labels)
+
+    xla_adapters.initialize(spmd=True)
+    args = options(output_dir=str(tmp_path), save_strategy="steps", save_steps=3)
+    sharding = ShardingConfig(scheme="fsdp", checkpoints="sharded")
+    trainer = hf_trainer.Trainer(Own(), arguments(**args), train_dataset=data("gpt2"), sharding=sharding)
+    trainer.train()
+    again = hf_trainer.Trainer(Own(), arguments(**args), train_dataset=data("gpt2"), sharding=sharding)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert again.state.log_history[-2]["loss"] == trainer.state.log_history[-2]["loss"]
