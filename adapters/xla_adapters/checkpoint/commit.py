@@ -71,7 +71,7 @@ class Commit(Protocol):
         """
 
     def discard(self, draft: Draft) -> None:
-        """Deletes what was written, or what is left of it."""
+        """Deletes the draft; of a committed one what is left of it, and its predecessor."""
 
     def recover(self) -> None:
         """Completes or removes what processes that are no more have left behind. Only under the lock."""
@@ -130,7 +130,6 @@ class RenameCommit:
         elif not storage.exchange(path, final):
             self._move_aside_and_in(path, final)
         storage.fsync_folder(self._root)
-        remove_tree(storage, str(draft.path.parent))
         return Checkpoint(path=final, manifest=manifest)
 
     def _move_aside_and_in(self, path: str, final: str) -> None:
@@ -194,10 +193,6 @@ class MarkerCommit:
             name = draft.name
         else:
             manifest = self._finish_folder(draft, name, describe)
-        for older in self._revisions(draft.name):
-            if older != name:
-                remove_tree(self._storage, join(self._root, older), first=MANIFEST)
-        self.discard(draft)
         return Checkpoint(path=join(self._root, name), manifest=manifest)
 
     def _finish_folder(self, draft: Draft, name: str, describe: Describe) -> Manifest:
@@ -245,6 +240,10 @@ class MarkerCommit:
     def discard(self, draft: Draft) -> None:
         """See `Commit`."""
         shutil.rmtree(draft.path.parent, ignore_errors=True)
+        if draft.checkpoint is not None:
+            for older in self._revisions(draft.name):
+                if older != draft.checkpoint.name:
+                    remove_tree(self._storage, join(self._root, older), first=MANIFEST)
 
     def recover(self) -> None:
         """See `Commit`."""

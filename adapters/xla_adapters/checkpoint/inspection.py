@@ -27,14 +27,14 @@ class Found:
     """Something in the folder that is a checkpoint, or should be.
 
     Attributes:
-        step: that of the manifest; without one, the number at the end of the name, or -1.
+        step: that of the manifest; without one, the number at the end of the name, if there is one.
         checkpoint: it, if it has a readable manifest.
         problems: why it is none, or what is wrong with its files where they were looked at.
         is_sealed: whether it has a manifest, if a damaged one.
     """
 
     name: str
-    step: int
+    step: int | None
     checkpoint: Checkpoint | None
     problems: tuple[str, ...]
     is_sealed: bool
@@ -59,7 +59,7 @@ def find(storage: Storage, root: str, prefix: str) -> list[Found]:
 def look_at(storage: Storage, root: str, path: str, entry: Entry) -> Found:
     """What is at a path, by its manifest."""
     number = re.search(r"(\d+)(\.r\d+)?$", entry.name.removesuffix(_ONE_FILE))
-    step, is_sealed = int(number[1]) if number else -1, True
+    step, is_sealed = int(number[1]) if number else None, True
     try:
         manifest = read_manifest(storage, path)
         if manifest is not None:
@@ -105,6 +105,7 @@ def warn_of(path: str, what: str, found: Found) -> None:
     warnings.warn(f"checkpoint {path} {what}: {'; '.join(found.problems)}", CheckpointWarning, stacklevel=2)
 
 
-def _age(found: Found) -> tuple[int, str, str]:
+def _age(found: Found) -> tuple[bool, int, str, str]:
     created = found.checkpoint.manifest.created if found.checkpoint is not None else ""
-    return found.step, created, found.name
+    # One that does not tell its step any more may be the newest: whoever resumes must hear of it.
+    return found.step is None, found.step or 0, created, found.name

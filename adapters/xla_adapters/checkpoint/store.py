@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
@@ -13,7 +14,16 @@ from typing import Any, TypeVar
 
 from xla_adapters.checkpoint.commit import Commit, Draft, MarkerCommit, RenameCommit, remove_checkpoint
 from xla_adapters.checkpoint.group import Group, OneProcess
-from xla_adapters.checkpoint.inspection import DAMAGED, Found, check, find, look_at, set_aside, warn_of
+from xla_adapters.checkpoint.inspection import (
+    DAMAGED,
+    CheckpointWarning,
+    Found,
+    check,
+    find,
+    look_at,
+    set_aside,
+    warn_of,
+)
 from xla_adapters.checkpoint.manifest import Checkpoint, FileRecord, Manifest, versions
 from xla_adapters.checkpoint.object_storage import storage_of
 from xla_adapters.checkpoint.rotation import superfluous
@@ -163,14 +173,21 @@ class CheckpointStore:
 
     def _finish(self, draft: Draft, describe: Callable[[Mapping[str, FileRecord]], Manifest]) -> Checkpoint:
         try:
-            checkpoint = self._commit.finish(draft, describe)
+            checkpoint = draft.checkpoint = self._commit.finish(draft, describe)
         except (OSError, CheckpointError) as error:
             self._discard(draft)
             raise CheckpointWriteError(
                 f"checkpoint {draft.name!r} was not saved to {self.root}: {error}; those that were there still are"
             ) from error
-        if self._keep_last is not None:
+        try:
+            self._commit.discard(draft)
             self._rotate(self._keep_last, self._keep_every, (), valid=checkpoint)
+        except OSError as error:
+            warnings.warn(
+                f"{checkpoint.path} is saved, but what it replaces is not all removed: {error}",
+                CheckpointWarning,
+                stacklevel=2,
+            )
         return checkpoint
 
     def _discard(self, draft: Draft) -> None:
