@@ -1,4 +1,4 @@
-"""The command `xla-adapters`: what a sharded training would look like, without weights and without devices."""
+"""The command `xla-adapters`: plans of sharded trainings, and checkpoints, without devices."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import torch
 
+from xla_adapters.checkpoint import commands as checkpoint_commands
 from xla_adapters.errors import ConfigError, XLAAdapterError
 from xla_adapters.sharding.config import Scheme, ShardingConfig, TopologyName
 from xla_adapters.sharding.plan import ShardingPlan
@@ -30,10 +31,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        plan = _plan(options)
+        status: int = options.run(options)
     except XLAAdapterError as error:
         print(f"xla-adapters: {error}", file=sys.stderr)
         return 2
+    return status
+
+
+def _run_plan(options: argparse.Namespace) -> int:
+    plan = _plan(options)
     print(plan.report())
     if options.save is not None:
         plan.save(options.save)
@@ -62,6 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--gradient-checkpointing", action="store_true", help="keep one activation per layer")
     plan.add_argument("--save", help="write the plan to this file, to read, edit and use")
     plan.add_argument("--html", help="draw the plan into this file")
+    plan.set_defaults(run=_run_plan)
+    checkpoint_commands.add_parser(commands)
     return parser
 
 

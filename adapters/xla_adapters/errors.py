@@ -123,5 +123,5 @@ class CheckpointWriteError(CheckpointError, OSError):
     """A checkpoint could not be written; those that were there before still are."""
 
 
-class StallError(XLAAdapterError, TimeoutError):
+class StallError(XLAAdapterError, RuntimeError):
     """A step, a save or a barrier did not end before its deadline; the stacks of all threads were printed."""

@@ -49,11 +49,10 @@ class Manifest:
     settings_digest: str = field(default="")
 
     def __post_init__(self) -> None:
-        plain = json.loads(json.dumps(self.settings, default=str))
-        object.__setattr__(self, "settings", plain)
+        object.__setattr__(self, "settings", plain(self.settings))
         # A seal of one file has room for the digest only, not for large settings: it is given then.
         if not self.settings_digest:
-            object.__setattr__(self, "settings_digest", _digest(plain))
+            object.__setattr__(self, "settings_digest", _digest(self.settings))
 
     @property
     def size(self) -> int:
@@ -112,6 +111,12 @@ class Checkpoint:
     def step(self) -> int:
         """The optimizer step it was taken after."""
         return self.manifest.step
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as JSON holds them; what it does not know as its text."""
+    result: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return result
 
 
 def versions(distributions: Iterable[str] = ()) -> dict[str, str]:

@@ -78,8 +78,9 @@ def seal_file(storage: Storage, path: str, describe: Describe) -> Manifest:
 
 def records(storage: Storage, folder: str) -> dict[str, FileRecord]:
     """The files of a folder as they are now, but for the manifest. Their digests are taken in parallel."""
-    found = {relative: entry for relative, entry in walk(storage, folder) if not entry.is_folder}
-    found.pop(MANIFEST, None)
+    everything = {relative: entry for relative, entry in walk(storage, folder) if not entry.is_folder}
+    # Nor one that was not finished.
+    found = {relative: entry for relative, entry in everything.items() if not relative.startswith(MANIFEST)}
     with ThreadPoolExecutor(max_workers=min(8, cpu_count() or 1)) as pool:
         digests = pool.map(lambda relative: storage.digest(join(folder, relative)), found)
         return {

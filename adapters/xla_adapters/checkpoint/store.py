@@ -140,17 +140,10 @@ class CheckpointStore:
         called = _checked(name if name is not None else f"{self.prefix}{step}")
 
         def describe(files: Mapping[str, FileRecord]) -> Manifest:
-            return Manifest(
-                step=step,
-                created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-                world={"processes": self.group.size, "devices": self._devices},
-                versions=versions(self._distributions),
-                settings=settings if settings is not None else {},
-                files=files,
-            )
+            return self.manifest(step, files, settings)
 
         doing = f"checkpoint {called!r} was not saved to {self.root}"
-        with self._alone(doing, create=True):
+        with self.alone(doing, create=True):
             draft = self._first(doing, lambda: self._commit.begin(called, one_file))
             failed: BaseException | None = None
             try:
@@ -170,6 +163,19 @@ class CheckpointStore:
                 told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
                 raise CheckpointWriteError(f"{doing}: {told}")
             draft.checkpoint = self._first(doing, lambda: self._finish(draft, describe))
+
+    def manifest(
+        self, step: int, files: Mapping[str, FileRecord], settings: Mapping[str, Any] | None = None
+    ) -> Manifest:
+        """The manifest of a checkpoint that this run takes now."""
+        return Manifest(
+            step=step,
+            created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            world={"processes": self.group.size, "devices": self._devices},
+            versions=versions(self._distributions),
+            settings=settings if settings is not None else {},
+            files=files,
+        )
 
     def _finish(self, draft: Draft, describe: Callable[[Mapping[str, FileRecord]], Manifest]) -> Checkpoint:
         try:
@@ -275,7 +281,7 @@ class CheckpointStore:
             return [] if newest is None else self._rotate(keep_last, keep_every, protected, valid=newest)
 
         doing = f"checkpoints were not removed from {self.root}"
-        with self._alone(doing):
+        with self.alone(doing):
             return self._first(doing, rotate)
 
     def _rotate(
@@ -304,7 +310,7 @@ class CheckpointStore:
             remove_checkpoint(self.storage, self.root, name)
 
         doing = f"checkpoint {name!r} was not removed from {self.root}"
-        with self._alone(doing):
+        with self.alone(doing):
             self._first(doing, remove)
 
     # ---- one at a time ---------------------------------------------------------------------------
@@ -315,12 +321,16 @@ class CheckpointStore:
         Raises:
             CheckpointWriteError: the storage refuses.
         """
-        with self._alone(f"{self.root} was not tidied"):
+        with self.alone(f"{self.root} was not tidied"):
             pass
 
     @contextmanager
-    def _alone(self, doing: str, *, create: bool = False) -> Iterator[None]:
-        """Nobody else changes the folder meanwhile, and nothing in it is half done."""
+    def alone(self, doing: str, *, create: bool = False) -> Iterator[None]:
+        """Nobody else changes the folder meanwhile, and nothing in it is half done.
+
+        Raises:
+            CheckpointWriteError: the storage refuses; the message begins with `doing`.
+        """
         with self._lock, ExitStack() as stack:
             self._first(doing, lambda: self._enter(stack, create=create))
             yield
