@@ -32,7 +32,7 @@ def writes(text: str) -> Callable[[Path], None]:
 
 
 def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
+    return sorted(path.name for path in root.iterdir() if path.name != "_lock")
 
 
 def test_save_and_find(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_save_that_raises_leaves_nothing(tmp_path: Path) -> None:
         store.save(1, fail)
     with pytest.raises(KeyboardInterrupt), store.writing(2):
         raise KeyboardInterrupt
-    assert sorted(os.listdir(tmp_path)) == [".lock", "checkpoint-1"]
+    assert sorted(os.listdir(tmp_path)) == ["_lock", "checkpoint-1"]
     assert (Path(store.load(1).path) / "weights").read_text() == "one"
 
 
@@ -82,7 +82,7 @@ def test_a_framework_that_puts_the_name_together_itself(tmp_path: Path) -> None:
     with store.writing(3) as draft:
         folder = draft.path.parent / f"checkpoint-{3}"
         writes("three")(folder)
-        assert names(tmp_path) == []
+        assert not list(tmp_path.glob("checkpoint-*"))
     assert draft.checkpoint == store.newest_valid()
 
 
@@ -104,7 +104,7 @@ def test_rotation_counts_what_is_valid_and_touches_nothing_else(tmp_path: Path) 
     (tmp_path / "checkpoint-3" / "weights").write_text("x")
     with pytest.warns(CheckpointWarning, match="checkpoint-3 is damaged"):
         assert store.rotate(keep_last=1) == ["checkpoint-1"]
-    assert names(tmp_path) == ["checkpoint-2", "checkpoint-99", "damaged-checkpoint-3", "runs"]
+    assert names(tmp_path) == ["_damaged-checkpoint-3", "checkpoint-2", "checkpoint-99", "runs"]
 
 
 def test_the_only_valid_one_stays(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_large_settings_of_one_file(tmp_path: Path) -> None:
     assert saved.manifest.settings_digest == small.manifest.settings_digest
 
 
-@pytest.mark.parametrize("name", ["", "a/b", ".hidden", "damaged-x", "replaced"])
+@pytest.mark.parametrize("name", ["", "a/b", ".hidden", "_x", "replaced"])
 def test_names_that_cannot_be(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be the name"):
         CheckpointStore(tmp_path).save(1, writes("one"), name=name)

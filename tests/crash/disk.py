@@ -181,5 +181,5 @@ def operation_kind(operation: Operation, root: str) -> str:
     for argument in arguments:
         if isinstance(argument, str):
             relative = argument.removeprefix(root).strip("/").split("/")
-            parts.append("/".join("*" if part[:1] in (".", "c") else part for part in relative))
+            parts.append("/".join("*" if part[:1] in ("_", "c") else part for part in relative))
     return f"{name} {' '.join(parts)}"

@@ -105,8 +105,8 @@ def check(form: Form, root: Path, saved: int, storage: Storage | None = None) ->
         number = form.number_at(Path(newest.path))
         assert number in allowed, f"{saved} saves had returned, resumed from number {number}"
         assert newest.step == STEPS[number]
-    hidden = {path.name for path in root.iterdir() if path.name.startswith(".")} if root.is_dir() else set()
-    assert hidden <= {".lock"}, f"left behind: {hidden}"
+    hidden = {path.name for path in root.iterdir() if path.name.startswith((".", "_"))} if root.is_dir() else set()
+    assert hidden <= {"_lock"}, f"left behind: {hidden}"
     if saved < len(STEPS):
         form.save(store, saved)
         again = store.newest_valid()

@@ -133,8 +133,8 @@ def test_when_all_are_damaged_nothing_is_resumed_from(tmp_path: Path) -> None:
     with pytest.warns(CheckpointWarning, match="checkpoint-1 is damaged .* weights.bin is missing"):
         assert store.newest_valid() is None
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
-        "damaged-checkpoint-1",
-        "damaged-checkpoint-2",
+        "_damaged-checkpoint-1",
+        "_damaged-checkpoint-2",
     ]
 
 

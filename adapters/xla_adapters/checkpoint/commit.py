@@ -1,6 +1,6 @@
 """How a finished checkpoint comes to its name: at one instant, or not at all.
 
-Where renames are atomic, a checkpoint is written below `.tmp-<token>/` and renamed (after Orbax's
+Where renames are atomic, a checkpoint is written below `_tmp-<token>/` and renamed (after Orbax's
 AtomicRenameTemporaryPath). One that takes the place of another of its name is exchanged with it. Where the
 file system cannot exchange, the old one is moved aside and the new one in; whoever opens the store after a
 crash between the two completes it. Nothing is deleted before the names are durable.
@@ -23,7 +23,6 @@ from typing import Protocol
 from xla_adapters.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
 from xla_adapters.checkpoint.sealing import (
     Describe,
-    make_durable,
     problems,
     read_manifest,
     records,
@@ -33,9 +32,10 @@ from xla_adapters.checkpoint.sealing import (
 from xla_adapters.checkpoint.storage import LocalStorage, Storage, join, remove_tree
 from xla_adapters.errors import CheckpointDamagedError
 
-TEMPORARY = ".tmp-"
-TRASH = ".trash-"
-UPLOADING = ".uploading-"
+# transformers uploads what lies beside its checkpoints to the hub, but for names that begin like this.
+TEMPORARY = "_tmp-"
+TRASH = "_trash-"
+UPLOADING = "_uploading-"
 _REPLACED = "replaced"
 
 
@@ -118,11 +118,7 @@ class RenameCommit:
     def finish(self, draft: Draft, describe: Describe) -> Checkpoint:
         """See `Commit`."""
         storage, path, final = self._storage, str(draft.path), join(self._root, draft.name)
-        if draft.one_file:
-            manifest = seal_file(storage, path, describe)
-        else:
-            make_durable(storage, path)
-            manifest = seal_folder(storage, path, describe)
+        manifest = (seal_file if draft.one_file else seal_folder)(storage, path, describe)
         _verify(storage, path, manifest)
         present = storage.entry(final)
         if present is None or (draft.one_file and not present.is_folder):

@@ -14,7 +14,7 @@ from xla_adapters.checkpoint.sealing import problems, read_manifest
 from xla_adapters.checkpoint.storage import Entry, Storage, join
 from xla_adapters.errors import CheckpointDamagedError
 
-DAMAGED = "damaged-"
+DAMAGED = "_damaged-"
 _ONE_FILE = ".ckpt"
 
 
@@ -48,7 +48,7 @@ def find(storage: Storage, root: str, prefix: str) -> list[Found]:
     names = re.compile(rf"{re.escape(prefix)}\d+(\.r\d+)?|.*{re.escape(_ONE_FILE)}")
     found = []
     for entry in storage.entries(root):
-        if entry.name.startswith((".", DAMAGED)) or (not entry.is_folder and not entry.name.endswith(_ONE_FILE)):
+        if entry.name.startswith((".", "_")) or (not entry.is_folder and not entry.name.endswith(_ONE_FILE)):
             continue
         item = look_at(storage, root, join(root, entry.name), entry)
         if item.is_sealed or names.fullmatch(entry.name):

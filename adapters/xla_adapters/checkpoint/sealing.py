@@ -27,14 +27,8 @@ Describe = Callable[[Mapping[str, FileRecord]], Manifest]
 
 
 def make_durable(storage: Storage, folder: str) -> None:
-    """Flushes what is in a folder, so that a power cut loses none of it. The names in the folder itself are left.
-
-    Raises:
-        CheckpointWriteError: a link is among them: what it points to cannot be promised.
-    """
+    """Flushes what is in a folder, so that a power cut loses none of it. The names in the folder itself are left."""
     for relative, entry in walk(storage, folder):
-        if entry.is_link:
-            raise CheckpointWriteError(f"{join(folder, relative)} is a link; write the file itself")
         if entry.is_folder:
             storage.fsync_folder(join(folder, relative))
         else:
@@ -42,8 +36,14 @@ def make_durable(storage: Storage, folder: str) -> None:
 
 
 def seal_folder(storage: Storage, folder: str, describe: Describe) -> Manifest:
-    """Writes the manifest of a folder whose files are durable, and makes it durable."""
+    """Writes the manifest of a folder into it, and makes all of it durable.
+
+    Raises:
+        CheckpointWriteError: a link is among the files.
+    """
+    # Before they are flushed: then from the cache, so that it is what was written, not what a disk made of it.
     manifest = describe(records(storage, folder))
+    make_durable(storage, folder)
     storage.write(join(folder, MANIFEST), manifest.encode())
     storage.fsync(join(folder, MANIFEST))
     storage.fsync_folder(folder)
@@ -77,8 +77,15 @@ def seal_file(storage: Storage, path: str, describe: Describe) -> Manifest:
 
 
 def records(storage: Storage, folder: str) -> dict[str, FileRecord]:
-    """The files of a folder as they are now, but for the manifest. Their digests are taken in parallel."""
+    """The files of a folder as they are now, but for the manifest. Their digests are taken in parallel.
+
+    Raises:
+        CheckpointWriteError: a link is among them: what it points to cannot be promised.
+    """
     everything = {relative: entry for relative, entry in walk(storage, folder) if not entry.is_folder}
+    links = [relative for relative, entry in everything.items() if entry.is_link]
+    if links:
+        raise CheckpointWriteError(f"{join(folder, links[0])} is a link; write the file itself")
     # Nor one that was not finished.
     found = {relative: entry for relative, entry in everything.items() if not relative.startswith(MANIFEST)}
     with ThreadPoolExecutor(max_workers=min(8, cpu_count() or 1)) as pool:

@@ -206,9 +206,14 @@ class LocalStorage:
     @contextmanager
     def locked(self, folder: str) -> Iterator[None]:
         """See `Storage`. The kernel frees the lock of a process that dies."""
-        descriptor = os.open(join(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(join(folder, "_lock"), os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except OSError as error:
+                # Some network file systems have no locks: there one process writes to a folder, as in an object store.
+                if error.errno not in (*_UNSUPPORTED, errno.ENOLCK):
+                    raise
             yield
         finally:
             # By name: a forked child that holds a copy of the descriptor would keep the lock.

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from xla_adapters.checkpoint.commit import Commit, Draft, MarkerCommit, RenameCommit, remove_checkpoint
 from xla_adapters.checkpoint.group import Group, OneProcess
 from xla_adapters.checkpoint.inspection import (
-    DAMAGED,
     CheckpointWarning,
     Found,
     check,
@@ -215,7 +214,7 @@ class CheckpointStore:
     def newest_valid(self) -> Checkpoint | None:
         """The checkpoint to resume from: that of the highest step whose files are all what was written.
 
-        Newer ones that are damaged get a name that begins with `damaged-`, and a `CheckpointWarning` says what is
+        Newer ones that are damaged get a name that begins with `_damaged-`, and a `CheckpointWarning` says what is
         wrong with them; where nothing can be renamed they are passed over. All ranks get the same answer.
         """
         return self._first(f"no checkpoint was looked for in {self.root}", self._newest_valid)
@@ -377,8 +376,6 @@ class CheckpointStore:
 
 
 def _checked(name: str) -> str:
-    if not name or "/" in name or name.startswith((".", DAMAGED)) or name == "replaced":
-        raise ConfigError(
-            f"{name!r} cannot be the name of a checkpoint: no '/', no '.' or {DAMAGED!r} at its beginning"
-        )
+    if not name or "/" in name or name.startswith((".", "_")) or name == "replaced":
+        raise ConfigError(f"{name!r} cannot be the name of a checkpoint: no '/', no '.' or '_' at its beginning")
     return name

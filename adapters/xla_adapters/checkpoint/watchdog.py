@@ -66,8 +66,8 @@ class Watchdog:
             with lock:
                 if not done.is_set():
                     expired = True
-                    print(f"xla-adapters: {message}", file=sys.stderr, flush=True)
                     faulthandler.dump_traceback(file=_stderr(), all_threads=True)
+                    print(f"xla-adapters: {message}", file=_stderr(), flush=True)
                     _raise_in(thread, _Expired)
 
         watcher = threading.Thread(target=guard, name=f"watchdog of {what}", daemon=True)
