@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import children
 from tests.isolation import isolated
-from xla_adapters.checkpoint import Watchdog
+from xla_adapters.checkpoint import CheckpointStore, Watchdog
 from xla_adapters.checkpoint.watchdog import STALLED_EXIT_CODE
 from xla_adapters.errors import StallError
 
@@ -107,3 +107,15 @@ def test_another_thread_is_watched_too() -> None:
     outcome = children.run_in_child(child, timeout=60)
     assert len(outcome.value) == 1
     assert outcome.value[0].startswith("a background save")
+
+
+def test_a_save_that_hangs_is_discarded(tmp_path: Path) -> None:
+    def child() -> list[str]:
+        store = CheckpointStore(tmp_path / "run", watchdog=Watchdog(SOON, grace=NEVER))
+        store.save(1, lambda folder: (folder / "weights").touch())
+        with pytest.raises(StallError, match="the save of checkpoint 'checkpoint-2' did not end"):
+            store.save(2, lambda folder: hang_in_python())
+        return sorted(os.listdir(tmp_path / "run"))
+
+    outcome, _ = run(child, tmp_path)
+    assert outcome.value == ["_lock", "checkpoint-1"], outcome.error

@@ -18,7 +18,16 @@ from benchmarks import children
 from tests.core.support import Loop
 from tests.crash.storages import dying
 from tests.isolation import run_in_child
-from xla_adapters.checkpoint import AsyncSaver, CheckpointStore, TrainingState
+from xla_adapters.checkpoint import (
+    AsyncSaver,
+    CheckpointConfig,
+    CheckpointStore,
+    Preemption,
+    SaveReason,
+    SaveSchedule,
+    TrainingState,
+    snapshot,
+)
 from xla_adapters.checkpoint.storage import LocalStorage, Storage
 
 STEPS = 30
@@ -143,4 +152,58 @@ def test_killed_between_the_operations_of_a_save(tmp_path: Path) -> None:
         outcome = children.run_in_child(child, timeout=120)
         assert outcome.error == "the process died with signal 9", outcome.error
     run_in_child(lambda: train(tmp_path / "run", journal, asynchronous=True))
+    assert losses(journal) == whole
+
+
+_PLACES = {5: "loader", 10: "forward", 15: "optimizer", 20: "save"}
+
+
+def train_until_preempted(root: Path, journal: Path) -> None:
+    """Is sent SIGTERM, twice, by what it does in the steps of `_PLACES`; ends the process as it says it does."""
+    config = CheckpointConfig(save_on="preemption")
+    loop, store = Loop(), CheckpointStore(root)
+    xla_adapters.prime(loop.optimizer)
+
+    def maybe(place: str, number: int) -> None:
+        if _PLACES.get(number) == place:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with Preemption(config) as preemption, journal.open("a") as noted:
+        schedule = SaveSchedule(config, preemption=preemption)
+        done = resume(loop, store)
+        for number in range(done + 1, STEPS + 1):
+            maybe("loader", number)
+            hook = loop.model.register_forward_hook(lambda *_, number=number: maybe("forward", number))
+            post = loop.optimizer.register_step_post_hook(lambda *_, number=number: maybe("optimizer", number))
+            with xla_adapters.step():
+                loss = loop.body()
+            hook.remove()
+            post.remove()
+            noted.write(f"{number} {loss.item().hex()}\n")
+            noted.flush()
+            saving = _PLACES.get(number) == "save"
+            if saving or schedule.due(number) is SaveReason.PREEMPTION:
+                schedule.saved(number)
+                state = snapshot({"model": loop.model.state_dict(), "optimizer": loop.optimizer.state_dict()})
+                training = TrainingState.capture()
+
+                def save(folder: Path, state: Any = state, training: Any = training, number: int = number) -> None:
+                    maybe("save", number)
+                    write({**state, "training": training}, folder)
+
+                store.save(number, save)
+            if preemption.requested:
+                os._exit(preemption.exit_code)
+
+
+def test_preempted_wherever_it_is(tmp_path: Path) -> None:
+    whole, root, journal = expected(tmp_path), tmp_path / "run", tmp_path / "preempted.txt"
+    for number in _PLACES:
+        outcome = children.run_in_child(lambda: train_until_preempted(root, journal), timeout=120)
+        assert outcome.error == "the process died with exit code 143", (number, outcome.error)
+        newest = CheckpointStore(root).newest_valid()
+        assert newest is not None
+        assert newest.step == number
+    run_in_child(lambda: train_until_preempted(root, journal))
     assert losses(journal) == whole

@@ -28,6 +28,7 @@ from xla_adapters.checkpoint.object_storage import storage_of
 from xla_adapters.checkpoint.rotation import superfluous
 from xla_adapters.checkpoint.sealing import make_durable
 from xla_adapters.checkpoint.storage import Storage, join
+from xla_adapters.checkpoint.watchdog import Watchdog
 from xla_adapters.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -55,6 +56,7 @@ class CheckpointStore:
         distributions: whose versions a manifest names beside those of Python, torch, torch_xla and numpy.
         devices: how many devices the run uses, for the manifest.
         group: the processes that save together. They share the folder.
+        watchdog: ends a save (and the barriers in it) that takes too long.
         storage: in place of the one that `root` calls for.
 
     Raises:
@@ -71,12 +73,14 @@ class CheckpointStore:
         distributions: Collection[str] = (),
         devices: int = 1,
         group: Group | None = None,
+        watchdog: Watchdog | None = None,
         storage: Storage | None = None,
     ) -> None:
         found, self.root = storage_of(root)
         self.prefix = prefix
         self.storage: Storage = storage if storage is not None else found
         self.group: Group = group if group is not None else OneProcess()
+        self._watchdog = watchdog if watchdog is not None else Watchdog(None)
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._distributions = tuple(distributions)
@@ -111,6 +115,7 @@ class CheckpointStore:
             CheckpointWriteError: the storage refused, or does not hold what was written. What was there before
                 still is.
             CheckpointSaveError: a step is open.
+            StallError: it took longer than the watchdog's deadline.
         """
         with self.writing(step, name=name, one_file=one_file, settings=settings) as draft:
             write(draft.path)
@@ -142,7 +147,7 @@ class CheckpointStore:
             return self.manifest(step, files, settings)
 
         doing = f"checkpoint {called!r} was not saved to {self.root}"
-        with self.alone(doing, create=True):
+        with self._watchdog.watch(f"the save of checkpoint {called!r}"), self.alone(doing, create=True):
             draft = self._first(doing, lambda: self._commit.begin(called, one_file))
             failed: BaseException | None = None
             try:
@@ -177,13 +182,15 @@ class CheckpointStore:
         )
 
     def _finish(self, draft: Draft, describe: Callable[[Mapping[str, FileRecord]], Manifest]) -> Checkpoint:
-        try:
-            checkpoint = draft.checkpoint = self._commit.finish(draft, describe)
-        except (OSError, CheckpointError) as error:
-            self._discard(draft)
-            raise CheckpointWriteError(
-                f"checkpoint {draft.name!r} was not saved to {self.root}: {error}; those that were there still are"
-            ) from error
+        with ExitStack() as undo:
+            undo.callback(self._discard, draft)
+            try:
+                checkpoint = draft.checkpoint = self._commit.finish(draft, describe)
+            except (OSError, CheckpointError) as error:
+                raise CheckpointWriteError(
+                    f"checkpoint {draft.name!r} was not saved to {self.root}: {error}; those that were there still are"
+                ) from error
+            undo.pop_all()
         try:
             self._commit.discard(draft)
             self._rotate(self._keep_last, self._keep_every, (), valid=checkpoint)
@@ -357,16 +364,15 @@ class CheckpointStore:
     def _first(self, doing: str, action: Callable[[], _Result]) -> _Result:
         """Runs it on the first rank; all return what it returned, or raise."""
         result: Any = None
-        failed: CheckpointError | None = None
+        failed: BaseException | None = None
         if self.group.rank == 0:
             try:
                 result = action()
-            except CheckpointError as error:
+            except BaseException as error:  # noqa: BLE001 (raised again, once the other ranks know)
                 failed = error
-            except OSError as error:
-                failed = CheckpointWriteError(f"{doing}: {error}")
-                failed.__cause__ = error
         told, result = self.group.gather((None if failed is None else str(failed), result))[0]
+        if isinstance(failed, OSError) and not isinstance(failed, CheckpointError):
+            raise CheckpointWriteError(f"{doing}: {failed}") from failed
         if failed is not None:
             raise failed
         if told is not None:
