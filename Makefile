@@ -31,6 +31,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.step_counts --lightning --check
 	$(BIN)/python -m benchmarks.modes --check
 	$(BIN)/python -m benchmarks.architectures --check
+	$(BIN)/python -m benchmarks.checkpoint --check
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
