@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import threading
@@ -44,6 +46,8 @@ def test_save_and_find(tmp_path: Path) -> None:
     newest = store.newest_valid()
     assert newest is not None
     assert (newest.name, newest.step) == ("checkpoint-10", 10)
+    with store.local(newest) as folder:
+        assert folder == tmp_path / "a" / "b" / "checkpoint-10"
     assert store.load(5) == store.load("checkpoint-5") == store.load(first.path) == first
     assert first.manifest.world == {"processes": 1, "devices": 8}
     assert first.manifest.settings == {"lr": 0.1, "model": {"layers": 2}, "path": "x"}
@@ -218,6 +222,22 @@ def test_two_writers_take_turns(tmp_path: Path) -> None:
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
 
 
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(code: int) -> Callable[[int, int], None]:
+        def flock(descriptor: int, operation: int) -> None:
+            if operation == fcntl.LOCK_EX:
+                raise OSError(code, os.strerror(code))
+
+        return flock
+
+    store = CheckpointStore(tmp_path)
+    monkeypatch.setattr("fcntl.flock", refuse(errno.ENOLCK))
+    assert store.save(1, writes("one")).step == 1
+    monkeypatch.setattr("fcntl.flock", refuse(errno.EIO))
+    with pytest.raises(CheckpointWriteError, match=r"checkpoint-2.*Input/output error"):
+        store.save(2, writes("two"))
+
+
 def test_the_same_thread_may_look_while_it_writes(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.save(1, writes("one"))
@@ -235,12 +255,30 @@ def test_an_object_store(tmp_path: Path) -> None:
     assert [checkpoint.name for checkpoint in store.checkpoints()] == ["checkpoint-2", "checkpoint-3.r1"]
     newest = store.newest_valid()
     assert newest is not None
-    assert store.storage.read(f"{newest.path}/weights") == b"3"
+    with store.local(newest) as folder:
+        assert (folder / "weights").read_text() == "3"
+    assert not folder.exists()
     store.storage.write(f"{newest.path}/weights", b"4")
+    with pytest.raises(CheckpointDamagedError, match="did not arrive as it was written: weights"):
+        store.local(newest).__enter__()
     with pytest.warns(CheckpointWarning, match=r"checkpoint-3.r1 is damaged and was passed over"):
         older = store.newest_valid()
     assert older is not None
     assert older.step == 2
+
+
+def test_one_file_in_an_object_store(tmp_path: Path) -> None:
+    def write(path: Path) -> None:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("weights", "three")
+
+    store = CheckpointStore(f"memory://bucket/{tmp_path.name}")
+    for step in (1, 2):
+        store.save(step, write, name="last.ckpt", one_file=True)
+    (found,) = store.checkpoints()
+    assert (found.name, found.step) == ("last.ckpt", 2)
+    with store.local(found) as path, zipfile.ZipFile(path) as archive:
+        assert archive.read("weights") == b"three"
 
 
 def test_urls_that_nothing_knows() -> None:

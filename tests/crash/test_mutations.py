@@ -86,6 +86,6 @@ def test_names_not_flushed_before_the_old_one_is_deleted(tmp_path: Path) -> None
 
 def test_the_list_of_changes_is_that_of_the_interface() -> None:
     """A new operation is either a change, and tried, or one that only looks."""
-    looks = {"entries", "entry", "read", "digest", "locked"}
+    looks = {"entries", "entry", "read", "download", "digest", "locked"}
     methods = {name for name in vars(Storage) if not name.startswith("_")}
     assert methods == looks | set(CHANGES)

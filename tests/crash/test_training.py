@@ -109,8 +109,9 @@ def survive(kills: int, seed: int, folder: Path, *, asynchronous: bool) -> None:
     """Kills a training again and again; every loss it ever notes is that of the one that was left alone."""
     whole, chosen, journal = expected(folder), random.Random(seed), folder / "killed.txt"
     assert len(whole) == STEPS
-    died = 0
+    lives = died = 0
     while died < kills:
+        lives += 1
         seconds = chosen.random() * _LIFETIME
 
         def child(seconds: float = seconds) -> None:
@@ -121,10 +122,10 @@ def survive(kills: int, seed: int, folder: Path, *, asynchronous: bool) -> None:
         if outcome.error is None:
             # It was done before it could die: once more, from the beginning.
             assert losses(journal) == whole
-            (folder / "run").rename(folder / f"done-{died}")
+            (folder / "run").rename(folder / f"done-{lives}")
         else:
             assert outcome.error == "the process died with signal 9", outcome.error + outcome.output
-        died += 1
+            died += 1
     run_in_child(lambda: train(folder / "run", journal, asynchronous=asynchronous))
     assert losses(journal) == whole
 

@@ -89,6 +89,10 @@ class ObjectStorage:
         data: bytes = self._files.cat_file(path, start=first, end=size)
         return data
 
+    def download(self, path: str, target: Path) -> None:
+        """See `Storage`."""
+        self._files.get_file(path, str(target))
+
     def digest(self, path: str, length: int | None = None) -> str:
         """See `Storage`."""
         found = hashlib.sha256()

@@ -9,7 +9,7 @@ from xla_adapters.checkpoint.commit import is_valid
 from xla_adapters.checkpoint.inspection import DAMAGED, check, find, set_aside
 from xla_adapters.checkpoint.manifest import MANIFEST, Checkpoint
 from xla_adapters.checkpoint.sealing import make_durable, records
-from xla_adapters.checkpoint.storage import LocalStorage, join
+from xla_adapters.checkpoint.storage import join
 from xla_adapters.checkpoint.store import CheckpointStore
 from xla_adapters.errors import CheckpointNotFoundError, CheckpointWriteError
 
@@ -74,10 +74,7 @@ def adopt(store: CheckpointStore, name: str, *, step: int) -> Checkpoint:
     if not entry.is_folder:
 
         def copy(target: Path) -> None:
-            if storage.can_rename:
-                storage.upload(Path(path), str(target))
-            else:
-                LocalStorage().write(str(target), storage.read(path))
+            storage.download(path, target)
 
         return store.save(step, copy, name=name, one_file=True)
     with store.alone(f"{name} was not adopted"):

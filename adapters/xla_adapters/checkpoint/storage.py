@@ -11,6 +11,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -100,6 +101,9 @@ class Storage(Protocol):
     def read(self, path: str, start: int = 0) -> bytes:
         """The content of a file from this byte on; a negative `start` counts from the end."""
 
+    def download(self, path: str, target: Path) -> None:
+        """Copies a file from here to this machine."""
+
     def digest(self, path: str, length: int | None = None) -> str:
         """SHA-256 of the first `length` bytes of a file, of all if not given, in hexadecimal digits."""
 
@@ -124,9 +128,7 @@ class LocalStorage:
 
     def upload(self, source: Path, path: str) -> None:
         """See `Storage`."""
-        with open(source, "rb") as read, open(path, "wb") as written:
-            while chunk := read.read(_CHUNK):
-                written.write(chunk)
+        shutil.copyfile(source, path)
 
     def fsync(self, path: str) -> None:
         """See `Storage`. What is read afterwards comes from the disk, not from the cache of what was written."""
@@ -191,6 +193,10 @@ class LocalStorage:
         with open(path, "rb") as stream:
             stream.seek(start if start >= 0 else max(0, os.fstat(stream.fileno()).st_size + start))
             return stream.read()
+
+    def download(self, path: str, target: Path) -> None:
+        """See `Storage`."""
+        shutil.copyfile(path, target)
 
     def digest(self, path: str, length: int | None = None) -> str:
         """See `Storage`."""

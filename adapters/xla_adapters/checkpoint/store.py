@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -26,8 +27,8 @@ from xla_adapters.checkpoint.inspection import (
 from xla_adapters.checkpoint.manifest import Checkpoint, FileRecord, Manifest, versions
 from xla_adapters.checkpoint.object_storage import storage_of
 from xla_adapters.checkpoint.rotation import superfluous
-from xla_adapters.checkpoint.sealing import make_durable
-from xla_adapters.checkpoint.storage import Storage, join
+from xla_adapters.checkpoint.sealing import ONE_FILE, make_durable, problems
+from xla_adapters.checkpoint.storage import LocalStorage, Storage, join
 from xla_adapters.checkpoint.watchdog import Watchdog
 from xla_adapters.errors import (
     CheckpointDamagedError,
@@ -264,6 +265,27 @@ class CheckpointStore:
         if checked.problems or checked.checkpoint is None:
             raise CheckpointDamagedError(f"{path}: {'; '.join(checked.problems)}")
         return checked.checkpoint
+
+    @contextmanager
+    def local(self, checkpoint: Checkpoint) -> Iterator[Path]:
+        """A checkpoint as files of this machine: itself, or a copy for the time of a `with` block.
+
+        Raises:
+            CheckpointDamagedError: what arrived here is not what was written.
+        """
+        if self.storage.can_rename:
+            yield Path(checkpoint.path)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            target = Path(folder) / checkpoint.name
+            for name in checkpoint.manifest.files:
+                file = target if name == ONE_FILE else target / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                self.storage.download(checkpoint.path if name == ONE_FILE else join(checkpoint.path, name), file)
+            wrong = problems(LocalStorage(), str(target), checkpoint.manifest)
+            if wrong:
+                raise CheckpointDamagedError(f"{checkpoint.path} did not arrive as it was written: {'; '.join(wrong)}")
+            yield target
 
     # ---- removing --------------------------------------------------------------------------------
 
