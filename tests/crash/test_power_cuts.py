@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from tests.crash import history
 from tests.crash.disk import Disk, materialise, operation_kind
 from tests.crash.history import Form
 from tests.crash.storages import Operation, Quick, WithoutExchange, recording
+from xla_adapters.checkpoint import CheckpointStore, CheckpointWarning
+from xla_adapters.checkpoint.repair import adopt
 from xla_adapters.checkpoint.storage import Storage
 
 FORMS = {
@@ -79,3 +83,62 @@ def test_without_any_of_the_flushes_something_would_be_lost(name: str, tmp_path:
             continue
         unneeded.append(flush)
     assert unneeded == [], "a power cut is survived without these: they do nothing, or the test is blind"
+
+
+def _states(log: list[Operation], begin: int, root: Path, scratch: Path) -> Iterator[tuple[int, Path]]:
+    """Every state that a power cut may leave after at least `begin` operations, in a folder."""
+    disk = Disk(str(root))
+    for length, operation in enumerate(log, start=1):
+        disk.apply(operation)
+        if length >= begin:
+            for tree in disk.after_power_cut(seed=length):
+                materialise(tree, scratch)
+                yield length, scratch
+                shutil.rmtree(scratch)
+
+
+def test_adopting_is_cut_off(tmp_path: Path) -> None:
+    log: list[Operation] = []
+    root, storage, folder = tmp_path / "root", recording(Quick(), log), tmp_path / "root" / "checkpoint-2"
+    root.mkdir()
+    storage.make_folder(str(folder))
+    storage.write(str(folder / "weights"), b"theirs")
+    storage.fsync_folder(str(root))
+    begin = len(log)
+    adopt(CheckpointStore(root, storage=storage), "checkpoint-2", step=2)
+    found = set()
+    for length, scratch in _states(log, begin, root, tmp_path / "scratch"):
+        store = CheckpointStore(scratch, storage=Quick())
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            newest = store.newest_valid()
+        assert all("it has no manifest" in str(warning.message) for warning in said)
+        found.add(newest is not None)
+        assert newest is not None or length < len(log)
+        if newest is not None:
+            assert (scratch / "checkpoint-2" / "weights").read_bytes() == b"theirs"
+    assert found == {False, True}
+
+
+def test_setting_aside_and_removing_are_cut_off(tmp_path: Path) -> None:
+    log: list[Operation] = []
+    root, storage = tmp_path / "root", recording(Quick(), log)
+    root.mkdir()
+    store = CheckpointStore(root, storage=storage)
+    for step in (1, 2, 3):
+        store.save(step, lambda path, step=step: storage.write(str(path / "weights"), bytes([step]) * 20))
+    storage.write(str(root / "checkpoint-3" / "weights"), b"damaged")
+    storage.fsync(str(root / "checkpoint-3" / "weights"))
+    begin = len(log)
+    with pytest.warns(CheckpointWarning, match="checkpoint-3 is damaged"):
+        assert store.rotate(keep_last=1) == ["checkpoint-1"]
+    for _, scratch in _states(log, begin, root, tmp_path / "scratch"):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            newest = CheckpointStore(scratch, storage=Quick()).newest_valid()
+        assert newest is not None
+        assert newest.step == 2
+        # Of the one that is being removed nobody hears.
+        assert all("checkpoint-3 is damaged" in str(warning.message) for warning in said)
+        removed = scratch / "checkpoint-1"
+        assert not removed.exists() or (removed / "weights").read_bytes() == bytes([1]) * 20

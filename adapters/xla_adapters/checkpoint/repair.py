@@ -84,6 +84,7 @@ def adopt(store: CheckpointStore, name: str, *, step: int) -> Checkpoint:
             unfinished = join(path, _UNFINISHED)
             storage.write(unfinished, manifest.encode())
             storage.fsync(unfinished)
+            storage.fsync_folder(path)
             storage.rename(unfinished, join(path, MANIFEST))
             storage.fsync_folder(path)
         else:
