@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
+import signal
 import threading
+import time
 import warnings
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from benchmarks import children
 from tests.crash.storages import Operation, Quick, recording
 from xla_adapters.checkpoint import MANIFEST, CheckpointConfig, CheckpointStore, CheckpointWarning
 from xla_adapters.checkpoint.repair import adopt
@@ -222,18 +225,62 @@ def test_two_writers_take_turns(tmp_path: Path) -> None:
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
 
 
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(code: int) -> Callable[[int, int], None]:
-        def flock(descriptor: int, operation: int) -> None:
-            if operation == fcntl.LOCK_EX:
-                raise OSError(code, os.strerror(code))
+def test_a_process_that_dies_leaves_no_lock_to_its_children(tmp_path: Path) -> None:
+    """As the workers of a loader, which were forked while a checkpoint was written."""
+    worker = tmp_path / "worker"
 
-        return flock
+    def dies() -> None:
+        with CheckpointStore(tmp_path / "run").writing(1):
+            pid = os.fork()
+            if pid == 0:
+                os.setsid()
+                time.sleep(60)
+                os._exit(0)
+            worker.write_text(str(pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert children.run_in_child(dies, timeout=30).error == "the process died with signal 9"
+    try:
+        saved = children.run_in_child(lambda: CheckpointStore(tmp_path / "run").save(2, writes("two")).step, timeout=30)
+        os.kill(int(worker.read_text()), 0)
+    finally:
+        os.kill(int(worker.read_text()), signal.SIGKILL)
+    assert saved.value == 2, saved.error
+    assert names(tmp_path / "run") == ["checkpoint-2"]
+
+
+def test_two_processes_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ready, go = tmp_path / "ready", tmp_path / "go"
+
+    def other() -> None:
+        with CheckpointStore(tmp_path / "run").writing(1) as draft:
+            ready.touch()
+            while not go.exists():
+                time.sleep(0.01)
+            assert draft.path.is_dir()
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(children.run_in_child, other, timeout=60)
+        while not ready.exists():
+            time.sleep(0.01)
+        threading.Timer(0.2, go.touch).start()
+        CheckpointStore(tmp_path / "run").save(2, writes("two"))
+        assert waiting.result().ok, waiting.result().error
+    assert "another process saves to" in caplog.text
+    assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(code: int) -> Callable[[object, int], None]:
+        def lockf(stream: object, operation: int) -> None:
+            raise OSError(code, os.strerror(code))
+
+        return lockf
 
     store = CheckpointStore(tmp_path)
-    monkeypatch.setattr("fcntl.flock", refuse(errno.ENOLCK))
+    monkeypatch.setattr("fcntl.lockf", refuse(errno.ENOLCK))
     assert store.save(1, writes("one")).step == 1
-    monkeypatch.setattr("fcntl.flock", refuse(errno.EIO))
+    monkeypatch.setattr("fcntl.lockf", refuse(errno.EIO))
     with pytest.raises(CheckpointWriteError, match=r"checkpoint-2.*Input/output error"):
         store.save(2, writes("two"))
 

@@ -10,9 +10,11 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,9 @@ from typing import Protocol
 _CHUNK = 4 << 20
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+_log = logging.getLogger(__name__)
+_own_locks: dict[str, threading.Lock] = {}
+_own_locks_guard = threading.Lock()
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -211,20 +216,25 @@ class LocalStorage:
 
     @contextmanager
     def locked(self, folder: str) -> Iterator[None]:
-        """See `Storage`. The kernel frees the lock of a process that dies."""
-        descriptor = os.open(join(folder, "_lock"), os.O_RDWR | os.O_CREAT, 0o644)
-        try:
+        """See `Storage`. The kernel frees the lock of a process that dies, even if it leaves children behind."""
+        with _of_this_process(folder), open(join(folder, "_lock"), "wb") as stream:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                # Not flock: a forked worker of a loader would hold that, too, and outlive its parent with it.
+                fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    _log.warning("another process saves to %s: waiting for it", folder)
+                    fcntl.lockf(stream, fcntl.LOCK_EX)
                 # Some network file systems have no locks: there one process writes to a folder, as in an object store.
-                if error.errno not in (*_UNSUPPORTED, errno.ENOLCK):
+                elif error.errno not in (*_UNSUPPORTED, errno.ENOLCK):
                     raise
             yield
-        finally:
-            # By name: a forked child that holds a copy of the descriptor would keep the lock.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
+
+
+def _of_this_process(folder: str) -> threading.Lock:
+    """The lock for its own threads, which the kernel's does not keep apart."""
+    with _own_locks_guard:
+        return _own_locks.setdefault(os.path.realpath(folder), threading.Lock())
 
 
 def _local_entry(name: str, found: os.stat_result) -> Entry:
