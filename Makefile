@@ -32,6 +32,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.modes --check
 	$(BIN)/python -m benchmarks.architectures --check
 	$(BIN)/python -m benchmarks.sharding --check
+	$(BIN)/python -m benchmarks.checkpoint --check
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -1,4 +1,4 @@
-"""The command `xla-adapters`: plans a sharded training, and consolidates checkpoints, both without devices."""
+"""The command `xla-adapters`: plans of sharded trainings, and checkpoints, without devices."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import torch
 
+from xla_adapters.checkpoint import commands as checkpoint_commands
 from xla_adapters.errors import ConfigError, XLAAdapterError
 from xla_adapters.sharding.config import Scheme, ShardingConfig, TopologyName
 from xla_adapters.sharding.plan import ShardingPlan
@@ -30,12 +31,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        if options.command == "consolidate":
-            return _consolidate(options)
-        plan = _plan(options)
+        status: int = options.run(options)
     except XLAAdapterError as error:
         print(f"xla-adapters: {error}", file=sys.stderr)
         return 2
+    return status
+
+
+def _run_plan(options: argparse.Namespace) -> int:
+    plan = _plan(options)
     print(plan.report())
     if options.save is not None:
         plan.save(options.save)
@@ -64,20 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--gradient-checkpointing", action="store_true", help="keep one activation per layer")
     plan.add_argument("--save", help="write the plan to this file, to read, edit and use")
     plan.add_argument("--html", help="draw the plan into this file")
-    whole = commands.add_parser("consolidate", help="weights of a checkpoint in parts as safetensors files")
-    whole.add_argument("checkpoint", help="the folder with the parts")
-    whole.add_argument("output", help="the folder to write to; put config.json there for from_pretrained")
-    whole.add_argument("--key", default="model", help="under which the weights were saved (model)")
-    whole.add_argument("--max-shard-size", default="5GB", help="of one file (5GB)")
+    plan.set_defaults(run=_run_plan)
+    checkpoint_commands.add_parser(commands)
     return parser
-
-
-def _consolidate(options: argparse.Namespace) -> int:
-    from xla_adapters.sharding.state import consolidate
-
-    files = consolidate(options.checkpoint, options.output, key=options.key, max_shard_size=options.max_shard_size)
-    print("\n".join(map(str, files)))
-    return 0
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -105,3 +105,23 @@ GRAPH_BREAK_ERRORS: dict[BreakKind, type[GraphBreakError]] = {
         ProfilerScopeError,
     )
 }
+
+
+class CheckpointError(XLAAdapterError):
+    """Base of what can go wrong with checkpoints on a disk."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is nothing at the path that was asked for."""
+
+
+class CheckpointDamagedError(CheckpointError, ValueError):
+    """A checkpoint is not what was written; the message names the files and what is wrong with them."""
+
+
+class CheckpointWriteError(CheckpointError, OSError):
+    """A checkpoint could not be written; those that were there before still are."""
+
+
+class StallError(XLAAdapterError, RuntimeError):
+    """A step, a save or a barrier did not end before its deadline; the stacks of all threads were printed."""

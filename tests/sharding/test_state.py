@@ -392,10 +392,10 @@ def test_consolidated_weights_are_read_by_from_pretrained(tmp_path: Path) -> Non
         assert_same(loaded.state_dict(), expected)
         (single,) = consolidate(tmp_path / "checkpoint", tmp_path / "single")
         values = load_file(single)
-        command = ["consolidate", str(tmp_path / "checkpoint"), str(tmp_path / "command"), "--max-shard-size", "1GB"]
+        command = ["checkpoint", "consolidate", str(tmp_path / "checkpoint"), str(tmp_path / "command")]
         assert main(command) == 0
         assert (tmp_path / "command" / single.name).read_bytes() == single.read_bytes()
-        assert main(["consolidate", str(tmp_path), str(tmp_path / "command")]) == 2
+        assert main([*command[:2], str(tmp_path / "nothing"), str(tmp_path / "command")]) == 2
         assert "lm_head.weight" not in values
         assert_same(values, {name: expected[name] for name in values})
         index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())

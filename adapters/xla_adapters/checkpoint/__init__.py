@@ -1,0 +1,39 @@
+"""Checkpoints that survive: committed at one instant, checked when opened, written while training goes on."""
+
+from xla_adapters.checkpoint.async_saver import SAVE_FAILED_EXIT_CODE, AsyncSaver
+from xla_adapters.checkpoint.commit import Draft
+from xla_adapters.checkpoint.config import CheckpointConfig
+from xla_adapters.checkpoint.group import Group, OneProcess, TorchGroup
+from xla_adapters.checkpoint.inspection import CheckpointWarning
+from xla_adapters.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
+from xla_adapters.checkpoint.mismatch import CheckpointMismatchWarning, differences, warn_of_differences
+from xla_adapters.checkpoint.preemption import Preemption
+from xla_adapters.checkpoint.schedule import SaveReason, SaveSchedule
+from xla_adapters.checkpoint.snapshot import snapshot
+from xla_adapters.checkpoint.store import CheckpointStore
+from xla_adapters.checkpoint.training_state import TrainingState
+from xla_adapters.checkpoint.watchdog import Watchdog
+
+__all__ = [
+    "MANIFEST",
+    "SAVE_FAILED_EXIT_CODE",
+    "AsyncSaver",
+    "Checkpoint",
+    "CheckpointConfig",
+    "CheckpointMismatchWarning",
+    "CheckpointStore",
+    "CheckpointWarning",
+    "Draft",
+    "Group",
+    "Manifest",
+    "OneProcess",
+    "Preemption",
+    "SaveReason",
+    "SaveSchedule",
+    "TorchGroup",
+    "TrainingState",
+    "Watchdog",
+    "differences",
+    "snapshot",
+    "warn_of_differences",
+]

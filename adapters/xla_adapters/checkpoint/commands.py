@@ -1,0 +1,146 @@
+"""The command `xla-adapters checkpoint`: looks at checkpoints, and mends them, when nothing runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from xla_adapters.checkpoint.commit import TEMPORARY, TRASH, UPLOADING
+from xla_adapters.checkpoint.inspection import DAMAGED, CheckpointWarning, Found, check, look_at
+from xla_adapters.checkpoint.repair import adopt, repair
+from xla_adapters.checkpoint.storage import join
+from xla_adapters.checkpoint.store import CheckpointStore
+from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError, ConfigError
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `checkpoint` with its own commands to those of `xla-adapters`."""
+    parser = commands.add_parser("checkpoint", help="list, verify, repair and consolidate checkpoints")
+    own = parser.add_subparsers(dest="checkpoint_command", required=True)
+    for name, run, text in (
+        ("list", _list, "what is in a folder of checkpoints, by manifests alone"),
+        ("verify", _verify, "reads every byte; exit status 1 if something is not what was written"),
+        ("repair", _repair, "completes what was interrupted, sets damaged ones aside, puts whole ones back"),
+        ("consolidate", _consolidate, "whole files out of a checkpoint whose tensors lie in pieces"),
+    ):
+        command = own.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        command.add_argument("folder", metavar="DIR", help="a folder of checkpoints, a checkpoint, or the URL of one")
+        if name == "repair":
+            command.add_argument("--adopt", metavar="NAME", help="trust this one, which has no manifest, as it is now")
+            command.add_argument("--step", type=int, help="of the adopted one (the number in its name)")
+        if name == "consolidate":
+            command.add_argument(
+                "output", help="a folder, for the weights as safetensors; or a file ending in .pt, for everything"
+            )
+            command.add_argument("--key", default="model", help="under which the weights were saved (model)")
+            command.add_argument("--max-shard-size", default="5GB", help="of one file of weights (5GB)")
+
+
+def _store(options: argparse.Namespace) -> CheckpointStore:
+    store = CheckpointStore(options.folder)
+    if store.storage.entry(store.root) is None:
+        raise CheckpointNotFoundError(f"{options.folder}: there is no such folder")
+    return store
+
+
+def _found(store: CheckpointStore) -> list[Found]:
+    """Those in a folder, or the one that the path is itself."""
+    entry = store.storage.entry(store.root)
+    if entry is not None:
+        alone = look_at(store.storage, store.root.rpartition("/")[0], store.root, entry)
+        if alone.is_sealed or not entry.is_folder:
+            return [alone]
+    return store.found()
+
+
+def _list(options: argparse.Namespace) -> int:
+    store = _store(options)
+    rows = [("NAME", "STEP", "CREATED", "FILES", "SIZE", "")]
+    for found in _found(store):
+        step = "?" if found.step is None else str(found.step)
+        if found.checkpoint is None:
+            rows.append((found.name, step, "", "", "", found.problems[0].split(":")[0]))
+            continue
+        manifest = found.checkpoint.manifest
+        created, size = manifest.created.partition(".")[0].replace("T", " "), _size(manifest.size)
+        rows.append((found.name, step, created, str(len(manifest.files)), size, ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    for row in rows:
+        print("  ".join([cell.ljust(width) for cell, width in zip(row[:5], widths, strict=True)] + [row[5]]).rstrip())
+    for entry in store.storage.entries(store.root):
+        if entry.name.startswith(DAMAGED):
+            print(f"{entry.name}: set aside")
+        elif entry.name.startswith((TEMPORARY, TRASH, UPLOADING)):
+            print(f"{entry.name}: of a save that is running, or was interrupted (repair removes or completes it)")
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    store, wrong = _store(options), 0
+    found = _found(store)
+    for item in found:
+        checked = check(store.storage, item)
+        wrong += bool(checked.problems)
+        print(f"{item.name}: ok" if not checked.problems else f"{item.name}: NOT OK: {'; '.join(checked.problems)}")
+    if not found:
+        print(f"{options.folder}: no checkpoints", file=sys.stderr)
+    return 1 if wrong or not found else 0
+
+
+def _repair(options: argparse.Namespace) -> int:
+    store = _store(options)
+    if options.adopt is None:
+        with warnings.catch_warnings():
+            # It is what the lines below say.
+            warnings.simplefilter("ignore", CheckpointWarning)
+            done = repair(store)
+        print("\n".join(done) or "nothing to do")
+        return 0
+    path = join(store.root, options.adopt)
+    entry = store.storage.entry(path)
+    if entry is None:
+        raise CheckpointNotFoundError(f"{path}: there is no such checkpoint")
+    step = options.step if options.step is not None else look_at(store.storage, store.root, path, entry).step
+    if step is None:
+        raise ConfigError(f"--adopt {options.adopt}: the name does not end in a number; say --step")
+    print(f"adopted {adopt(store, options.adopt, step=step).name} as step {step}")
+    return 0
+
+
+def _consolidate(options: argparse.Namespace) -> int:
+    # Late: it takes a second to import.
+    from xla_adapters.checkpoint.consolidate import one_sharded_folder, to_one_file
+    from xla_adapters.sharding.state import consolidate
+
+    output = Path(options.output)
+    if output.suffix not in ("", ".pt"):
+        raise ConfigError(f"{output}: give a folder, for the weights as safetensors, or a file ending in .pt")
+    store = _store(options)
+    entry = store.storage.entry(store.root)
+    assert entry is not None
+    found = check(store.storage, look_at(store.storage, store.root, store.root, entry))
+    if found.is_sealed and found.problems:
+        raise CheckpointDamagedError(f"{options.folder}: {'; '.join(found.problems)}")
+    if not found.is_sealed:
+        print(f"{options.folder} has no manifest: nobody can tell whether it is what was written", file=sys.stderr)
+    if output.suffix:
+        to_one_file(Path(store.root), output)
+        print(output)
+    else:
+        folder = one_sharded_folder(Path(store.root))
+        files = consolidate(folder, output, key=options.key, max_shard_size=options.max_shard_size)
+        print("\n".join(map(str, files)))
+    return 0
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

@@ -1,0 +1,111 @@
+"""What there is in a folder of checkpoints, and what is wrong with it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import uuid
+import warnings
+from dataclasses import dataclass
+
+from xla_adapters.checkpoint.manifest import MANIFEST, Checkpoint
+from xla_adapters.checkpoint.sealing import problems, read_manifest
+from xla_adapters.checkpoint.storage import Entry, Storage, join
+from xla_adapters.errors import CheckpointDamagedError
+
+DAMAGED = "_damaged-"
+_ONE_FILE = ".ckpt"
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was passed over; the message says which, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Something in the folder that is a checkpoint, or should be.
+
+    Attributes:
+        step: that of the manifest; without one, the number at the end of the name, if there is one.
+        checkpoint: it, if it has a readable manifest.
+        problems: why it is none, or what is wrong with its files where they were looked at.
+        is_sealed: whether it has a manifest, if a damaged one.
+    """
+
+    name: str
+    step: int | None
+    checkpoint: Checkpoint | None
+    problems: tuple[str, ...]
+    is_sealed: bool
+
+
+def find(storage: Storage, root: str, prefix: str) -> list[Found]:
+    """All that is a checkpoint or should be (its name begins with `prefix`, or ends in `.ckpt`), by step.
+
+    Manifests are read, files are not.
+    """
+    names = re.compile(rf"{re.escape(prefix)}\d+(\.r\d+)?|.*{re.escape(_ONE_FILE)}")
+    found = []
+    for entry in storage.entries(root):
+        if entry.name.startswith((".", "_")) or (not entry.is_folder and not entry.name.endswith(_ONE_FILE)):
+            continue
+        item = look_at(storage, root, join(root, entry.name), entry)
+        if item.is_sealed or names.fullmatch(entry.name):
+            found.append(item)
+    return sorted(found, key=_age)
+
+
+def look_at(storage: Storage, root: str, path: str, entry: Entry) -> Found:
+    """What is at a path, by its manifest."""
+    number = re.search(r"(\d+)(\.r\d+)?$", entry.name.removesuffix(_ONE_FILE))
+    step, is_sealed = int(number[1]) if number else None, True
+    try:
+        manifest = read_manifest(storage, path)
+        if manifest is not None:
+            checkpoint = Checkpoint(path=path, manifest=manifest)
+            return Found(name=entry.name, step=manifest.step, checkpoint=checkpoint, problems=(), is_sealed=True)
+        is_sealed = False
+        problem = (
+            f"it has no manifest ({MANIFEST}): somebody else wrote it, or the manifest is lost. If you trust it: "
+            f"xla-adapters checkpoint repair {root} --adopt {entry.name}"
+        )
+    except CheckpointDamagedError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"the manifest cannot be read: {error}"
+    return Found(name=entry.name, step=step, checkpoint=None, problems=(problem,), is_sealed=is_sealed)
+
+
+def check(storage: Storage, found: Found) -> Found:
+    """The same, with all its files looked at."""
+    if found.checkpoint is None:
+        return found
+    wrong = tuple(problems(storage, found.checkpoint.path, found.checkpoint.manifest))
+    return dataclasses.replace(found, problems=wrong)
+
+
+def set_aside(storage: Storage, root: str, damaged: Found) -> str | None:
+    """Gives a damaged checkpoint a name nothing resumes from, and warns; `None` where nothing can be renamed."""
+    path, target = join(root, damaged.name), f"{DAMAGED}{damaged.name}"
+    if storage.entry(join(root, target)) is not None:
+        target = f"{target}-{uuid.uuid4().hex[:8]}"
+    aside: str | None = None
+    if storage.can_rename:
+        with contextlib.suppress(OSError):
+            storage.rename(path, join(root, target))
+            aside = target
+            storage.fsync_folder(root)
+    warn_of(path, f"is damaged and was {f'renamed to {target}' if aside else 'passed over'}", damaged)
+    return aside
+
+
+def warn_of(path: str, what: str, found: Found) -> None:
+    """Says why a checkpoint is not resumed from."""
+    warnings.warn(f"checkpoint {path} {what}: {'; '.join(found.problems)}", CheckpointWarning, stacklevel=2)
+
+
+def _age(found: Found) -> tuple[bool, int, str, str]:
+    created = found.checkpoint.manifest.created if found.checkpoint is not None else ""
+    # One that does not tell its step any more may be the newest: whoever resumes must hear of it.
+    return found.step is None, found.step or 0, created, found.name

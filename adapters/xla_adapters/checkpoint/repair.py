@@ -1,0 +1,92 @@
+"""What can be done to a folder of checkpoints when nothing runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from xla_adapters.checkpoint.commit import is_valid
+from xla_adapters.checkpoint.inspection import DAMAGED, check, find, set_aside
+from xla_adapters.checkpoint.manifest import MANIFEST, Checkpoint
+from xla_adapters.checkpoint.sealing import make_durable, records
+from xla_adapters.checkpoint.storage import join
+from xla_adapters.checkpoint.store import CheckpointStore
+from xla_adapters.errors import CheckpointNotFoundError, CheckpointWriteError
+
+_UNFINISHED = f"{MANIFEST}.unfinished"
+
+
+def repair(store: CheckpointStore) -> list[str]:
+    """Completes what was interrupted, puts damaged checkpoints aside, and back what turns out to be whole.
+
+    Returns: what was done, a line for each.
+
+    Raises:
+        CheckpointWriteError: the storage refuses.
+    """
+    before = {entry.name for entry in store.storage.entries(store.root)}
+    with store.alone(f"{store.root} was not repaired"):
+        after = {entry.name for entry in store.storage.entries(store.root)}
+        done = [f"completed {name}" for name in sorted(after - before) if not name.startswith(".")]
+        done += [f"removed {name}, which was never finished" for name in sorted(before - after)]
+        for found in find(store.storage, store.root, store.prefix):
+            checked = check(store.storage, found)
+            if checked.problems and checked.is_sealed:
+                aside = set_aside(store.storage, store.root, checked)
+                done.append(f"set {found.name} aside" + (f" as {aside}" if aside else ", which could not be renamed"))
+        done += [f"put {name} back, whose files are all right" for name in _put_back(store)]
+    return done
+
+
+def _put_back(store: CheckpointStore) -> list[str]:
+    back = []
+    for entry in store.storage.entries(store.root):
+        name = re.sub(r"-[0-9a-f]{8}$", "", entry.name.removeprefix(DAMAGED))
+        path = join(store.root, entry.name)
+        free = store.storage.entry(join(store.root, name)) is None
+        if entry.name.startswith(DAMAGED) and free and is_valid(store.storage, path):
+            store.storage.rename(path, join(store.root, name))
+            store.storage.fsync_folder(store.root)
+            back.append(name)
+    return back
+
+
+def adopt(store: CheckpointStore, name: str, *, step: int) -> Checkpoint:
+    """Gives a checkpoint that somebody else wrote a manifest of its files as they are now.
+
+    Args:
+        name: of a folder in the store, or of a file of `torch.save`.
+        step: optimizer steps done when it was taken.
+
+    Raises:
+        CheckpointNotFoundError: there is none of this name.
+        CheckpointWriteError: it has a manifest, or the storage refuses.
+    """
+    storage, path = store.storage, join(store.root, name)
+    entry = storage.entry(path)
+    if entry is None:
+        raise CheckpointNotFoundError(f"{path}: there is no such checkpoint")
+    found = next((item for item in find(storage, store.root, store.prefix) if item.name == name), None)
+    if found is not None and found.is_sealed:
+        raise CheckpointWriteError(
+            f"{path} has a manifest: `xla-adapters checkpoint verify` says what is wrong with it"
+        )
+    if not entry.is_folder:
+
+        def copy(target: Path) -> None:
+            storage.download(path, target)
+
+        return store.save(step, copy, name=name, one_file=True)
+    with store.alone(f"{name} was not adopted"):
+        make_durable(storage, path)
+        manifest = store.manifest(step, records(storage, path))
+        if storage.can_rename:
+            unfinished = join(path, _UNFINISHED)
+            storage.write(unfinished, manifest.encode())
+            storage.fsync(unfinished)
+            storage.fsync_folder(path)
+            storage.rename(unfinished, join(path, MANIFEST))
+            storage.fsync_folder(path)
+        else:
+            storage.write(join(path, MANIFEST), manifest.encode())
+    return Checkpoint(path=path, manifest=manifest)

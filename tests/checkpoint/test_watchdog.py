@@ -1,0 +1,121 @@
+"""What hangs ends with the place where it hangs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import children
+from tests.isolation import isolated
+from xla_adapters.checkpoint import CheckpointStore, Watchdog
+from xla_adapters.checkpoint.watchdog import STALLED_EXIT_CODE
+from xla_adapters.errors import StallError
+
+SOON = timedelta(seconds=0.2)
+NEVER = timedelta(hours=1)
+
+
+def hang_in_python() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def run(function: Callable[[], Any], folder: Path) -> tuple[children.Outcome, str]:
+    """Runs it in a child; how it ended, and all it printed to stderr."""
+    printed = folder / "stderr"
+
+    def child() -> Any:
+        os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT), 2)
+        return function()
+
+    return children.run_in_child(child, timeout=60), printed.read_text()
+
+
+def test_python_code_gets_an_error(tmp_path: Path) -> None:
+    def child() -> str:
+        with pytest.raises(StallError) as caught, Watchdog(SOON, grace=NEVER).watch("the save of step 7"):
+            hang_in_python()
+        # Nothing is left armed, or on its way.
+        for _ in range(1000):
+            time.sleep(0.0001)
+        return str(caught.value)
+
+    outcome, printed = run(child, tmp_path)
+    assert outcome.ok, outcome.error
+    assert outcome.value.startswith("the save of step 7 did not end within 0.2 s")
+    assert "hang_in_python" in printed
+    assert "the save of step 7 did not end" in printed
+
+
+def test_native_code_ends_with_the_process(tmp_path: Path) -> None:
+    def child() -> None:
+        with Watchdog(SOON, grace=SOON).watch("a barrier"):
+            # One call that does not return: no Python code of this thread runs meanwhile.
+            threading.Lock().acquire() and time.sleep(600)
+
+    outcome, printed = run(child, tmp_path)
+    assert outcome.error == f"the process died with exit code {STALLED_EXIT_CODE}"
+    assert "a barrier did not end within 0.2 s" in printed
+    assert "Timeout (" in printed, "what ended the process was not the watchdog"
+
+
+@isolated
+def test_what_ends_in_time_is_left_alone() -> None:
+    threads = threading.active_count()
+    with Watchdog(NEVER).watch("a step"), Watchdog(None).watch("nothing"):
+        assert threading.active_count() == threads + 1
+    assert threading.active_count() == threads
+    with pytest.raises(ValueError, match="mine"), Watchdog(NEVER).watch("a step"):
+        raise ValueError("mine")
+
+
+def test_the_outer_one_is_still_armed_behind_an_inner_one(tmp_path: Path) -> None:
+    def child() -> None:
+        with Watchdog(SOON, grace=SOON).watch("the outer"):
+            with Watchdog(NEVER).watch("the inner"):
+                pass
+            time.sleep(600)
+
+    outcome, printed = run(child, tmp_path)
+    assert outcome.error == f"the process died with exit code {STALLED_EXIT_CODE}"
+    assert "the outer did not end" in printed
+
+
+def test_another_thread_is_watched_too() -> None:
+    def child() -> list[str]:
+        said: list[str] = []
+
+        def save() -> None:
+            try:
+                with Watchdog(SOON, grace=NEVER).watch("a background save"):
+                    hang_in_python()
+            except StallError as error:
+                said.append(str(error))
+
+        thread = threading.Thread(target=save)
+        thread.start()
+        thread.join()
+        return said
+
+    outcome = children.run_in_child(child, timeout=60)
+    assert len(outcome.value) == 1
+    assert outcome.value[0].startswith("a background save")
+
+
+def test_a_save_that_hangs_is_discarded(tmp_path: Path) -> None:
+    def child() -> list[str]:
+        store = CheckpointStore(tmp_path / "run", watchdog=Watchdog(SOON, grace=NEVER))
+        store.save(1, lambda folder: (folder / "weights").touch())
+        with pytest.raises(StallError, match="the save of checkpoint 'checkpoint-2' did not end"):
+            store.save(2, lambda folder: hang_in_python())
+        return sorted(os.listdir(tmp_path / "run"))
+
+    outcome, _ = run(child, tmp_path)
+    assert outcome.value == ["_lock", "checkpoint-1"], outcome.error
