@@ -253,6 +253,8 @@ class _Formulation:
                 for want in right:
                     if self.follow and state is None and want.state is not None and want not in cuts:
                         continue
+                    if self.follow and self._stays(seam, state, right) and want.state is None:
+                        continue
                     flows[state, want] = column = self.problem.program.column()
                     origin = None if want.state is None else seam.operand.origin(want.state)
                     view = (seam.operand.dims, want.state) if want.state is not None and origin is None else ()
@@ -261,6 +263,12 @@ class _Formulation:
             self._balance(flows, left, right)
         for (start, *_), members in shared.items():
             self._price(source, start if isinstance(start, int) else None, members, times)
+
+    def _stays(self, seam: _Seam, state: State, wants: Mapping[Want, Sequence[int]]) -> bool:
+        """Whether GSPMD leaves a value split although its parts do not meet those that are cut from it."""
+        if state is None or self.graph.operators[seam.consumer].target != "split":
+            return False
+        return any(want.state is not None and seam.operand.origin(want.state) == state for want in wants)
 
     def _price(self, source: Operator, state: State, members: Sequence[tuple[int, _Seam, Want]], times: int) -> None:
         changes = [reshard(self.rules, source, seam.operand, state, want) for _, seam, want in members]
