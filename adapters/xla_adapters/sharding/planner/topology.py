@@ -98,7 +98,7 @@ _PRESETS = {
             gathers_again=False,
         ),
         Topology(name="v4", flops=275e12, memory_bandwidth=1.2e12, memory_bytes=32 * _GIB, bandwidth=9e10),
-        Topology(name="v5e", flops=197e12, memory_bandwidth=8.1e11, memory_bytes=16 * _GIB, bandwidth=9e10),
+        Topology(name="v5e", flops=197e12, memory_bandwidth=8.19e11, memory_bytes=16 * _GIB, bandwidth=9e10),
         Topology(name="v5p", flops=459e12, memory_bandwidth=2.765e12, memory_bytes=95 * _GIB, bandwidth=1.8e11),
         Topology(name="v6e", flops=918e12, memory_bandwidth=1.64e12, memory_bytes=32 * _GIB, bandwidth=1.8e11),
     )
