@@ -19,6 +19,7 @@ import torch_xla.debug.profiler as xla_profiler
 import torch_xla.runtime as xr
 import torch_xla.utils.checkpoint as xla_checkpoint
 
+from xla_adapters.backend.cached_graphs import CachedGraphs
 from xla_adapters.backend.interface import Metrics, SeamEvent
 from xla_adapters.backend.tiles import Tiles, op_sharding_arguments, put_together, tiles_from_text
 from xla_adapters.errors import ConfigError, RuntimeOrderError
@@ -28,7 +29,7 @@ _NANOSECONDS = 1e-9
 _SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
 
 
-class PJRTBackend:
+class PJRTBackend(CachedGraphs):
     """The seam on torch_xla's lazy tensors."""
 
     name = "torch_xla"
