@@ -210,12 +210,18 @@ class StepProgram:
     def _may_replay(self, replay: ReplayRequest) -> bool:
         if self.config.step_replay is False or in_step():
             return False
+        if replay.obstacle is not None and self.config.step_replay == "auto":
+            self.refuse_replay(replay.obstacle)
+            return False
         if self._replay is None:
             self._replay = StepReplay(self.name)
-        if replay.obstacle is not None and self.config.step_replay == "auto":
-            self._replay.refuse(replay.obstacle)
-            return False
         return get_backend().replay_works
+
+    def refuse_replay(self, reason: str) -> None:
+        """Notes why the next pass is traced without an attempt to replay it later."""
+        if self._replay is None:
+            self._replay = StepReplay(self.name)
+        self._replay.refuse(reason)
 
     def keep(self, name: str, value: Any) -> None:
         """Notes what the step hands out under a name, so that replays can; does nothing in other passes."""

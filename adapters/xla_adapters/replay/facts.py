@@ -36,7 +36,6 @@ def environment() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.is_anomaly_enabled(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
         torch.overrides._len_torch_function_stack(),  # type: ignore[attr-defined]
         tuple(key for name in _GLOBAL_HOOKS for key in getattr(nn_module, name)),
     )
