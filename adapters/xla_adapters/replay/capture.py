@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_adapters.backend import Backend
 from xla_adapters.replay.errors import CannotReplay
@@ -20,6 +21,10 @@ from xla_adapters.replay.places import PassTensors, Place
 from xla_adapters.replay.recording import Kept, Number, Recording
 from xla_adapters.replay.update import Update, UpdateRecipe
 from xla_adapters.step_scope import StepScope
+
+
+# Inputs that are Python numbers: no user's tensors, if they share a buffer with one.
+_numbers = WeakTensorKeyDictionary()
 
 
 @dataclass(kw_only=True)
@@ -191,10 +196,10 @@ class _Capture:
         for leaf, before in journal.leaves():
             self.grads.append((leaf, before is not None))
             if before is not None:
+                # Also if it is dropped: the journal holds it until the step is executed.
                 self._noted.add(id(before))
+                self._known.add(id(before))
             if leaf.grad is before:
-                if before is not None:
-                    self._known.add(id(before))
                 continue
             if leaf.grad is None:
                 self.dropped_grads.append(leaf)
@@ -315,6 +320,7 @@ class _Capture:
                     raise CannotReplay(
                         f"the step reads a tensor ({what}) that is neither its batch nor part of a module or optimizer"
                     )
+                _numbers[item.value] = True
                 found.append(Number(item.value))
         return found, donated
 
@@ -325,7 +331,10 @@ class _Capture:
             [
                 tensor
                 for tensor in self._backend.live_tensors()
-                if id(tensor) not in feed and tensor.ndim == 0 and not self._backend.is_pending(tensor)
+                if tensor.ndim == 0
+                and id(tensor) not in feed
+                and tensor not in _numbers
+                and not self._backend.is_pending(tensor)
             ]
         )
 
