@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -80,99 +81,95 @@ class ObjectFacts:
         return None
 
 
-@dataclass(slots=True)
 class ModuleFacts:
-    """What a trace depends on in one module: mode, hooks, which tensors it holds, plain attributes."""
+    """What a trace depends on in one module: mode, hooks, which tensors it holds, plain attributes.
 
-    name: str
-    module: torch.nn.Module
-    training: bool
-    parameters: list[torch.nn.Parameter | None]
-    grads: list[tuple[torch.nn.Parameter, bool, torch.Size]]
-    buffers: list[tuple[str, int]]
-    tensors: list[tuple[str, torch.Tensor]]
-    children: list[int]
-    hooks: list[tuple[dict[int, Any], list[int]]]
-    values: dict[str, Any]
-    configs: list[ObjectFacts] = field(default_factory=list)
+    Args:
+        name: of the module, for messages.
+        module: the module, as it is now.
+        noted: configurations that are noted already; the module's are added.
+        rebound: buffers (module, name) that the step itself binds anew.
+    """
 
-    @classmethod
-    def of(cls, name: str, module: torch.nn.Module, noted: set[int], rebound: set[tuple[int, str]]) -> ModuleFacts:
-        """Notes the module as it is.
-
-        Args:
-            name: of the module, for messages.
-            module: the module.
-            noted: configurations that are noted already; the module's are added.
-            rebound: buffers (module, name) that the step itself binds anew.
-        """
+    def __init__(self, name: str, module: torch.nn.Module, noted: set[int], rebound: set[tuple[int, str]]) -> None:
         own = vars(module)
-        parameters = list(module._parameters.values())
-        return cls(
-            name=name,
-            module=module,
-            training=module.training,
-            parameters=parameters,
-            grads=[(item, item.requires_grad, item.shape) for item in parameters if item is not None],
-            buffers=[(key, id(item)) for key, item in module._buffers.items() if (id(module), key) not in rebound],
-            tensors=[(key, value) for key, value in own.items() if isinstance(value, torch.Tensor)],
-            children=list(map(id, module._modules.values())),
-            hooks=[(own[kind], list(own[kind])) for kind in _HOOKS if kind in own],
-            values={
-                key: _copy(value)
-                for key, value in own.items()
-                if (is_simple(value) or isinstance(value, (types.FunctionType, types.MethodType)))
-                and key not in ("training", *_HOOKS)
-            },
-            configs=_configs(name, own, noted),
-        )
+        self.name = name
+        self.module = module
+        self._parameters = list(module._parameters.values())
+        given = [item for item in self._parameters if item is not None]
+        self._traits = [(item, item.requires_grad, item.shape) for item in given]
+        self._buffers = [(key, item) for key, item in module._buffers.items() if (id(module), key) not in rebound]
+        self._children = list(module._modules.values())
+        self._hooks = [(own[kind], list(own[kind])) for kind in _HOOKS if kind in own]
+        self._configs = _configs(name, own, noted)
+        identical = (types.FunctionType, types.MethodType, torch.Tensor)
+        self._keys = [
+            key for key, value in own.items() if key not in _HOOKS and (is_simple(value) or isinstance(value, identical))
+        ]
+        # Tensors compare element by element: they are held as their identity.
+        self._values = {key: _copy(own[key]) for key in self._keys if not isinstance(own[key], torch.Tensor)}
+        self._tensors = [(key, own[key]) for key in self._keys if isinstance(own[key], torch.Tensor)]
+        self._fetch = itemgetter("training", *self._values)
+        self._fetched = self._fetch({"training": module.training, **self._values})
 
     def changed(self) -> str | None:
         """How the module differs from what was noted, or None."""
         own = self.module.__dict__
-        if own["training"] is not self.training:
-            return f"{self.name} went to {'eval' if self.training else 'train'} mode"
-        parameters = own["_parameters"]
-        if len(parameters) != len(self.parameters):
+        try:
+            plain = self._fetch(own) == self._fetched
+        except KeyError:
+            plain = False
+        if not plain:
+            return self._changed_value(own)
+        if self._parameters:
+            # Identity is tried before equality, which would compare elements; the lengths come first.
+            parameters = own["_parameters"].values()
+            if len(parameters) != len(self._parameters):
+                return f"{self.name} has other parameters"
+            for present, noted in zip(parameters, self._parameters, strict=True):
+                if present is not noted:
+                    return f"a parameter of {self.name} was replaced"
+            for parameter, requires_grad, shape in self._traits:
+                if parameter.requires_grad is not requires_grad:
+                    return f"requires_grad of a parameter of {self.name}: {requires_grad} -> {not requires_grad}"
+                if parameter.shape != shape:
+                    return f"the shape of a parameter of {self.name} changed"
+        elif own["_parameters"]:
             return f"{self.name} has other parameters"
-        for present, noted in zip(parameters.values(), self.parameters, strict=True):
-            if present is not noted:
-                return f"a parameter of {self.name} was replaced"
-        for parameter, requires_grad, shape in self.grads:
-            if parameter.requires_grad is not requires_grad:
-                return f"requires_grad of a parameter of {self.name}: {requires_grad} -> {not requires_grad}"
-            if parameter.shape != shape:
-                return f"the shape of a parameter of {self.name} changed"
-        for key, noted in self.buffers:
-            if id(own["_buffers"].get(key)) != noted:
+        for key, noted in self._buffers:
+            if own["_buffers"].get(key) is not noted:
                 return f"the buffer {key} of {self.name} was replaced"
-        for key, tensor in self.tensors:
+        for key, tensor in self._tensors:
             if own.get(key) is not tensor:
                 return f"the tensor {self.name}.{key} was replaced"
-        if self.children and list(map(id, own["_modules"].values())) != self.children:
+        if self._children and list(own["_modules"].values()) != self._children:
             return f"a submodule of {self.name} was replaced"
-        for hooks, keys in self.hooks:
+        for hooks, keys in self._hooks:
             if (hooks or keys) and list(hooks) != keys:
                 return f"the hooks of {self.name} changed"
-        for key, value in self.values.items():
-            present = own.get(key, _ABSENT)
-            if present is not value and present != value:
-                return f"{self.name}.{key}: {value!r:.60} -> {present!r:.60}"
-        for config in self.configs:
+        for config in self._configs:
             change = config.changed()
             if change is not None:
                 return change
         return None
 
+    def _changed_value(self, own: dict[str, Any]) -> str:
+        if own["training"] is not self._fetched[0]:
+            return f"{self.name} went to {'eval' if self._fetched[0] else 'train'} mode"
+        for key, value in self._values.items():
+            if own.get(key, _ABSENT) != value:
+                return f"{self.name}.{key}: {value!r:.60} -> {own.get(key)!r:.60}"
+        return f"{self.name} changed"
+
     def tensors_held(self) -> Iterable[torch.Tensor]:
         """Its parameters, buffers and plain attributes that are tensors."""
-        yield from (item for item in self.parameters if item is not None)
+        yield from (item for item in self._parameters if item is not None)
         yield from (item for item in self.module._buffers.values() if item is not None)
-        yield from (item for _, item in self.tensors)
+        yield from (item for _, item in self._tensors)
 
     def user_hook(self) -> str | None:
         """A hook on the module, whose Python a replay would leave out."""
-        for _, keys in self.hooks:
+        for _, keys in self._hooks:
             if keys:
                 return f"{self.name} has a hook, whose Python a replay would leave out"
         return None
@@ -238,5 +235,5 @@ def facts_of(roots: Iterable[torch.nn.Module], rebound: set[tuple[int, str]]) ->
         for name, module in root.named_modules():
             if id(module) not in seen:
                 seen.add(id(module))
-                found.append(ModuleFacts.of(name or type(module).__name__, module, noted, rebound))
+                found.append(ModuleFacts(name or type(module).__name__, module, noted, rebound))
     return found

@@ -40,38 +40,52 @@ class Update:
 
 
 class _Listener(TorchFunctionMode):
-    """Notes the operators on stand-ins and the numbers they are given."""
+    """Notes the operators on stand-ins and the numbers they are given.
 
-    def __init__(self) -> None:
+    Args:
+        skipped: operators that need not compute: any stand-in serves as their result.
+    """
+
+    def __init__(self, skipped: set[Callable[..., Any]]) -> None:
         super().__init__()
         self.numbers: list[float] = []
         self.operators: list[Callable[..., Any]] = []
+        self.computing: set[Callable[..., Any]] = set()
+        self._skipped = skipped
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        met = None
         if getattr(func, "__name__", "") not in ("__get__", "__set__"):
             numbers: list[float] = []
-            if _listen((*args, *kwargs.values()), numbers):
+            met = _listen((*args, *kwargs.values()), numbers)
+            if met is not None:
                 self.operators.append(func)
                 self.numbers.extend(numbers)
-        return func(*args, **kwargs)
+                if func in self._skipped:
+                    return met
+        result = func(*args, **kwargs)
+        if met is not None and isinstance(result, torch.Tensor):
+            self.computing.add(func)
+        return result
 
 
-def _listen(values: Iterable[Any], numbers: list[float]) -> bool:
-    """Collects the numbers among an operator's arguments; returns whether a stand-in is among them."""
-    met = False
+def _listen(values: Iterable[Any], numbers: list[float]) -> torch.Tensor | None:
+    """Collects the numbers among an operator's arguments; returns the first stand-in among them."""
+    met = None
     for value in values:
         if isinstance(value, torch.Tensor):
-            if value.device.type == "meta":
-                met = True
+            if value.is_meta:
+                met = value if met is None else met
             elif value.ndim == 0:
                 numbers.append(float(value))
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        elif type(value) is float or type(value) is int:
             numbers.append(float(value))
         elif isinstance(value, (list, tuple)):
-            met = _listen(value, numbers) or met
+            inside = _listen(value, numbers)
+            met = inside if met is None else met
     return met
 
 
@@ -84,6 +98,7 @@ class _Kind:
     members: list[dict[str, Any]] = field(default_factory=list)
     host: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     numbers: tuple[str, ...] = ()
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class UpdateRecipe:
@@ -121,6 +136,7 @@ class UpdateRecipe:
         self._state = optimizer.state
         self._counts = [value for kind in self._kinds for values in kind.host.values() for value in values]
         self._version = self._versions()
+        self._skipped: set[Callable[..., Any]] = set()
 
     def _add(self, found: dict[Any, _Kind], index: int, parameter: torch.Tensor) -> None:
         state = self.optimizer.state.get(parameter, {})
@@ -142,7 +158,14 @@ class UpdateRecipe:
         if kind is None:
             stand_in = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta", requires_grad=True)
             numbers = tuple(name for name, value in state.items() if isinstance(value, (int, float)))
+            # Not `empty_like`: of a functional tensor it makes another one.
+            stand_in.grad = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             kind = found[key] = _Kind(index, stand_in, numbers=numbers)
+            kind.state = {
+                name: torch.empty(value.shape, dtype=value.dtype, device="meta")
+                for name, value in state.items()
+                if isinstance(value, torch.Tensor) and value.device.type != "cpu"
+            }
         kind.members.append(state)
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.device.type == "cpu":
@@ -187,13 +210,15 @@ class UpdateRecipe:
         state: defaultdict[Any, Any] = defaultdict(dict)
         for kind in self._kinds:
             groups[kind.group]["params"].append(kind.stand_in)
-            kind.stand_in.grad = torch.empty_like(kind.stand_in)
             if kind.members[0]:
-                state[kind.stand_in] = {name: _stand_in_of(value) for name, value in kind.members[0].items()}
+                state[kind.stand_in] = {
+                    name: kind.state[name] if name in kind.state else _copy(value)
+                    for name, value in kind.members[0].items()
+                }
         stand_in.__dict__.update(attributes, param_groups=groups, state=state)
         step: Any = type(optimizer).step
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
-        listener = _Listener()
+        listener = _Listener(self._skipped)
         try:
             with as_if_compiling(self._compiling), listener:
                 step(stand_in)
@@ -201,6 +226,9 @@ class UpdateRecipe:
             raise CannotReplay(
                 f"{type(optimizer).__name__} cannot compute its numbers without tensors ({_first_line(error)})"
             ) from error
+        if type(optimizer) in _ANY_SHAPE:
+            # Their course does not depend on what operators on tensors return.
+            self._skipped |= listener.computing
         _check_attributes(optimizer, attributes, vars(stand_in))
         changed = [
             {key: value for key, value in after.items() if key != "params" and value is not before.get(key)}
@@ -235,11 +263,8 @@ class UpdateRecipe:
         return sum(value._version for value in self._counts)
 
 
-def _stand_in_of(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    # Not `empty_like`: of a functional tensor it makes another one.
-    return value.clone() if value.device.type == "cpu" else torch.empty(value.shape, dtype=value.dtype, device="meta")
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _check_attributes(optimizer: Optimizer, before: dict[str, Any], after: dict[str, Any]) -> None:
