@@ -13,8 +13,10 @@ from hf_trainer.callbacks import FirstCallback
 from xla_adapters.program import ReplayRequest
 
 # Methods whose code is the step's. Whoever overrides the first ones surrounds the step with code of his own.
-_AROUND = ("training_step", "_clip_grad_norm", "_get_grad_norm")
+_AROUND = ("training_step", "_clip_grad_norm", "_get_grad_norm", "floating_point_ops")
 _WITHIN = ("compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager", "_prepare_inputs")
+# Steps until the proof costs a transfer of its own, if nothing is logged before.
+_PATIENCE = 4
 _OWN_PACKAGES = ("transformers.", "hf_trainer.")
 # Arguments that the step's Python looks at.
 _ARGUMENTS = (
@@ -101,6 +103,8 @@ def request_of(
         batch=[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)],
         extras=[trainer._tr_loss],
         modules=[model],
+        set_modes=model.train,
+        patience=_PATIENCE,
         obstacle=obstacle,
     )
 

@@ -107,8 +107,7 @@ class TrainingHooks(TrainerHooks):
         steps, training = self._steps, model.training
         replay = None
         if self._may_replay():
-            # Uploads and the mode come first: a replay leaves out the rest of the base class's method.
-            model.train()
+            # Before the step begins: a replay leaves out the base class's method.
             inputs, num_items_in_batch = self._prepare_inputs(inputs), self._on_device(num_items_in_batch)
             within = obstacle_within(self)
             replay = request_of(
@@ -127,6 +126,14 @@ class TrainingHooks(TrainerHooks):
             loss = super().training_step(model, inputs, self._on_device(num_items_in_batch))
         steps.train.keep("loss", loss)
         return loss
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
+        """As `Trainer.floating_point_ops`, which walks over all parameters; not again in replayed steps."""
+        if self._steps.train.is_replaying:
+            return self._steps.train.promise("floating point operations")
+        operations = super().floating_point_ops(inputs)  # type: ignore[no-untyped-call]
+        self._steps.train.keep("floating point operations", operations)
+        return operations
 
     def _may_replay(self) -> bool:
         if not self._steps.may_replay:

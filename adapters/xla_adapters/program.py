@@ -114,6 +114,8 @@ class ReplayRequest:
         batch: tensors on the device that the step only reads, in the same order each time.
         extras: further tensors from outside that the step may update in place, in the same order each time.
         modules: that take part, beside those that are called.
+        set_modes: what the step does first to put its modules into their modes, if it does.
+        patience: passes that may be traced while the proof waits for somebody else's transfer to the host.
         obstacle: why the step cannot be replayed, if so (overridden by `step_replay=True`).
     """
 
@@ -121,6 +123,8 @@ class ReplayRequest:
     batch: Sequence[torch.Tensor] = ()
     extras: Sequence[torch.Tensor] = ()
     modules: Sequence[torch.nn.Module] = ()
+    set_modes: Callable[[], object] | None = None
+    patience: int = 0
     obstacle: str | None = None
 
 
@@ -201,6 +205,8 @@ class StepProgram:
             request = Request(
                 tensors=PassTensors(replay.batch, replay.extras),
                 modules=replay.modules,
+                set_modes=replay.set_modes,
+                patience=replay.patience,
                 strict=self.config.step_replay != True,  # noqa: E712 (it may be "auto")
             )
             key = (phase, tuple(replay.key), tuple((facts or {}).items()))

@@ -6,7 +6,7 @@ Written against torch_xla 2.9; `replay_works` tries all of it out.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -45,6 +45,12 @@ class CachedGraphs:
     """Executables that can be run again without tracing; a part of `PJRTBackend`."""
 
     _scalars_evicted = 0
+
+    def __init__(self) -> None:
+        self._riders: list[tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], None]]] = []
+
+    def _copy_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        raise NotImplementedError
 
     def device(self) -> torch.device:
         """The device a training process computes on."""
@@ -143,6 +149,22 @@ class CachedGraphs:
         return int(os.environ.get("XLA_COMPILATION_CACHE_SIZE", _EXECUTABLES))
 
     # ---- values --------------------------------------------------------------------------------------
+
+    def ride_along(self, tensors: Sequence[torch.Tensor], receive: Callable[[list[torch.Tensor]], None]) -> None:
+        """Copies tensors to the host with the next transfer, whoever asks for it, and hands the copies over."""
+        self._riders.append((list(tensors), receive))
+
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of all tensors on the host, in one transfer."""
+        if not self._riders:
+            return self._copy_to_host(tensors)
+        riders, self._riders = self._riders, []
+        copies = self._copy_to_host([*tensors, *(tensor for group, _ in riders for tensor in group)])
+        rest = copies[len(tensors) :]
+        for group, receive in riders:
+            receive(rest[: len(group)])
+            rest = rest[len(group) :]
+        return copies[: len(tensors)]
 
     def inner(self, tensor: torch.Tensor) -> torch.Tensor:
         """The device tensor behind a tensor."""

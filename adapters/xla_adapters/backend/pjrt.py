@@ -36,6 +36,7 @@ class PJRTBackend(CachedGraphs):
     dynamo_backend = "openxla"
 
     def __init__(self) -> None:
+        super().__init__()
         self._initialized = False
         self._device: torch.device | None = None
         self._stock_get_cpu_tensors: Callable[..., Any] = _C._xla_get_cpu_tensors
@@ -259,8 +260,7 @@ class PJRTBackend(CachedGraphs):
         copy: torch.Tensor = _C._xla_tensors_from_aten([tensor.detach()], [str(self.device())], None)[0]
         return copy
 
-    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of all tensors on the host, in one transfer."""
+    def _copy_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if not tensors:
             return []
         tensors = [tensor.detach() for tensor in tensors]

@@ -34,11 +34,15 @@ class Request:
     Attributes:
         tensors: the batch, and what else changes from pass to pass.
         modules: beside those that are called in the pass.
+        set_modes: what the step does first to put its modules into their modes.
+        patience: passes that may be traced while the proof waits for somebody else's transfer to the host.
         strict: whether the step's Python must be free of effects that a replay would leave out.
     """
 
     tensors: PassTensors = field(default_factory=PassTensors)
     modules: Sequence[torch.nn.Module] = ()
+    set_modes: Callable[[], object] | None = None
+    patience: int = 0
     strict: bool = True
 
 

@@ -29,6 +29,8 @@ class _Plan:
     recording: Recording | None = None
     proven: bool = False
     failures: int = 0
+    waited: int = 0
+    patience: int = 0
 
 
 @dataclass
@@ -63,9 +65,13 @@ class StepReplay:
         plan = self._plans.setdefault((key, environment()), _Plan())
         if plan.failures >= _ATTEMPTS:
             return StepScope(seed=seed, **options)
+        plan.patience = request.patience
+        if plan.waited > plan.patience:
+            # The proof needs values, and no transfer came by that could have brought them.
+            backend.to_host([])
         if plan.proven and plan.recording is not None:
             backend.flush()
-            obstacle = plan.recording.obstacle(request.tensors, backend)
+            obstacle = plan.recording.obstacle(backend, request.set_modes)
             try:
                 if obstacle is not None:
                     raise CannotReplay(obstacle)
@@ -97,15 +103,30 @@ class StepReplay:
         plan.recording = outcome
         if before is None:
             return
-        reason = outcome.difference(before) or outcome.resolve_numbers(before, backend)
+        reason = outcome.difference(before)
         if reason is not None:
             self._fail(plan, reason)
             return
-        outcome.ready(backend)
-        plan.proven, plan.failures = True, 0
+        plan.waited += 1
+        mine, theirs = outcome.numbers(), before.numbers()
+
+        def prove(values: list[torch.Tensor]) -> None:
+            if plan.recording is not outcome or plan.proven:
+                return
+            floats = [float(value) for value in values]
+            reason = outcome.resolve_numbers(before, floats[: len(mine)], floats[len(mine) :])
+            plan.waited = 0
+            if reason is not None:
+                self._fail(plan, reason)
+                return
+            outcome.ready(backend)
+            plan.proven, plan.failures = True, 0
+
+        backend.ride_along([number.value for number in (*mine, *theirs)], prove)
 
     def _fail(self, plan: _Plan, reason: str) -> None:
         plan.failures += 1
+        plan.waited = 0
         self._note(reason)
         if plan.failures == _ATTEMPTS:
             plan.recording = None

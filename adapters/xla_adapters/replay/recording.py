@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,19 +125,20 @@ class Recording:
             return "other modules took part than in the pass before"
         return next((change for fact in other.facts if (change := fact.changed())), None)
 
-    def resolve_numbers(self, other: Recording, backend: Backend) -> str | None:
+    def numbers(self) -> list[Number]:
+        """The inputs that began as Python numbers."""
+        return [source for source in self.sources if isinstance(source, Number)]
+
+    def resolve_numbers(self, other: Recording, mine: Sequence[float], theirs: Sequence[float]) -> str | None:
         """Finds out which numbers of the graph are the optimizer's, from two passes; why not, if it cannot be told.
 
         Args:
             other: the pass before, which does not differ.
-            backend: the seam; one transfer.
+            mine: the values of `numbers()`.
+            theirs: those of the pass before.
         """
-        mine = [source for source in self.sources if isinstance(source, Number)]
-        theirs = [source for source in other.sources if isinstance(source, Number)]
-        values = backend.to_host([number.value for number in (*mine, *theirs)])
-        floats = [float(value) for value in values]
         first, second = _numbers(other.updates), _numbers(self.updates)
-        for number, now, before in zip(mine, floats[: len(mine)], floats[len(mine) :], strict=True):
+        for number, now, before in zip(self.numbers(), mine, theirs, strict=True):
             dtype = number.value.dtype
             number.present = now
             number.roles = tuple(
@@ -147,7 +148,7 @@ class Recording:
             )
             if not number.roles and now != before:
                 return f"a Python number in the graph changes from pass to pass ({before:g}, {now:g})"
-            number.constant = not number.roles or now == before and now in _OPERATORS_OWN
+            number.constant = not number.roles or (now == before and now in _OPERATORS_OWN)
         return None
 
     def ready(self, backend: Backend) -> None:
@@ -159,12 +160,19 @@ class Recording:
 
     # ---- replay ------------------------------------------------------------------------------------
 
-    def obstacle(self, tensors: PassTensors, backend: Backend) -> str | None:
-        """Why the next pass is another call than this one, in words; None if it is the same."""
-        for fact in self.facts:
-            change = fact.changed()
-            if change is not None:
-                return change
+    def obstacle(self, backend: Backend, set_modes: Callable[[], object] | None) -> str | None:
+        """Why the next pass is another call than this one, in words; None if it is the same.
+
+        Args:
+            backend: the seam.
+            set_modes: what the step does first to put its modules into their modes.
+        """
+        change = _first_change(self.facts)
+        if change is not None and set_modes is not None:
+            set_modes()
+            change = _first_change(self.facts)
+        if change is not None:
+            return change
         for recipe in self.recipes:
             change = recipe.obstacle()
             if change is not None:
@@ -235,6 +243,14 @@ class Recording:
             backend.forget_writes(written)
         for leaf in self.dropped_grads:
             leaf.grad = None
+
+
+def _first_change(facts: Sequence[ModuleFacts]) -> str | None:
+    for fact in facts:
+        change = fact.changed()
+        if change is not None:
+            return change
+    return None
 
 
 def _cast(value: float, dtype: torch.dtype) -> float:
