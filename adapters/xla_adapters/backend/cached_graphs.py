@@ -156,8 +156,16 @@ class CachedGraphs:
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of all tensors on the host, in one transfer."""
-        if not self._riders:
+        if not tensors or not self._riders:
             return self._copy_to_host(tensors)
+        return self._copy_with_riders(tensors)
+
+    def deliver_riders(self) -> None:
+        """A transfer for those that wait for one."""
+        if self._riders:
+            self._copy_with_riders([])
+
+    def _copy_with_riders(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         riders, self._riders = self._riders, []
         copies = self._copy_to_host([*tensors, *(tensor for group, _ in riders for tensor in group)])
         rest = copies[len(tensors) :]

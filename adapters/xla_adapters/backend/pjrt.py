@@ -1,4 +1,4 @@
-"""PyTorch/XLA on any PJRT device: the only file of the distribution that imports torch_xla.
+"""PyTorch/XLA on any PJRT device; the files of this folder are the only ones that import torch_xla.
 
 Written against torch_xla 2.9. Calls into `torch_xla._XLAC` are private; `tests/contract` pins each one.
 """

@@ -68,7 +68,7 @@ class StepReplay:
         plan.patience = request.patience
         if plan.waited > plan.patience:
             # The proof needs values, and no transfer came by that could have brought them.
-            backend.to_host([])
+            backend.deliver_riders()
         if plan.proven and plan.recording is not None:
             backend.flush()
             obstacle = plan.recording.obstacle(backend, request.set_modes)
