@@ -131,7 +131,7 @@ class TrainingHooks(TrainerHooks):
         """As `Trainer.floating_point_ops`, which walks over all parameters; not again in replayed steps."""
         if self._steps.train.is_replaying:
             return self._steps.train.promise("floating point operations")
-        operations = super().floating_point_ops(inputs)  # type: ignore[no-untyped-call]
+        operations = super().floating_point_ops(inputs)
         self._steps.train.keep("floating point operations", operations)
         return operations
 

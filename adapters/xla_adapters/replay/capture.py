@@ -22,7 +22,6 @@ from xla_adapters.replay.recording import Kept, Number, Recording
 from xla_adapters.replay.update import Update, UpdateRecipe
 from xla_adapters.step_scope import StepScope
 
-
 # Inputs that are Python numbers: no user's tensors, if they share a buffer with one.
 _numbers = WeakTensorKeyDictionary()
 
@@ -79,7 +78,7 @@ class RecordingScope(StepScope):
         self._backend.flush()
         tensors = self._request.tensors
         for kind, group in (("batch", tensors.batch), ("extra", tensors.extras)):
-            for index, (tensor, handle) in enumerate(zip(group, self._backend.handles(group), strict=True)):
+            for index, handle in enumerate(self._backend.handles(group)):
                 self._entry.setdefault(handle, []).append(Place(kind, name=index))
         self._restores.callback(register_module_forward_pre_hook(self._note_module).remove)
         self._host_random = _host_random()
@@ -280,7 +279,7 @@ class _Capture:
         self._pending = [
             tensor
             for tensor in backend.live_tensors()
-            if torch._is_functional_tensor(tensor) and backend.is_pending(tensor)  # type: ignore[attr-defined]
+            if torch._is_functional_tensor(tensor) and backend.is_pending(tensor)
         ]
         outputs: dict[int, torch.Tensor] = {}
         for tensor in self._pending:

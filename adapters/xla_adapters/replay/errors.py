@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 
-class CannotReplay(Exception):  # noqa: N818 (an answer, never shown as an error)
+class CannotReplay(Exception):
     """A pass cannot be recorded, or a recording does not hold for this pass; the message says why."""

@@ -102,9 +102,11 @@ class ModuleFacts:
         self._children = list(module._modules.values())
         self._hooks = [(own[kind], list(own[kind])) for kind in _HOOKS if kind in own]
         self._configs = _configs(name, own, noted)
-        identical = (types.FunctionType, types.MethodType, torch.Tensor)
+        functions = (types.FunctionType, types.MethodType)
         self._keys = [
-            key for key, value in own.items() if key not in _HOOKS and (is_simple(value) or isinstance(value, identical))
+            key
+            for key, value in own.items()
+            if key not in _HOOKS and (is_simple(value) or isinstance(value, identical))
         ]
         # Tensors compare element by element: they are held as their identity.
         self._values = {key: _copy(own[key]) for key in self._keys if not isinstance(own[key], torch.Tensor)}
@@ -136,8 +138,8 @@ class ModuleFacts:
                     return f"the shape of a parameter of {self.name} changed"
         elif own["_parameters"]:
             return f"{self.name} has other parameters"
-        for key, noted in self._buffers:
-            if own["_buffers"].get(key) is not noted:
+        for key, buffer in self._buffers:
+            if own["_buffers"].get(key) is not buffer:
                 return f"the buffer {key} of {self.name} was replaced"
         for key, tensor in self._tensors:
             if own.get(key) is not tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,9 +81,7 @@ class StepReplay:
                         raise CannotReplay("the optimizer takes another course than when the step was recorded")
                 plan.recording.check_numbers(updates)
                 self.replays += 1
-                return ReplayPass(
-                    plan.recording, tensors=request.tensors, updates=updates, seed=seed, backend=backend
-                )
+                return ReplayPass(plan.recording, tensors=request.tensors, updates=updates, seed=seed, backend=backend)
             except CannotReplay as error:
                 self._note(str(error))
                 plan.recording, plan.proven = None, False

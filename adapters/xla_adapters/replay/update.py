@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.optim import ASGD, NAdam, RAdam, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Optimizer, RMSprop, Rprop
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.overrides import TorchFunctionMode
 
 from xla_adapters.compiling import as_if_compiling
@@ -234,7 +234,7 @@ class UpdateRecipe:
         try:
             with as_if_compiling(self._compiling), listener:
                 step(stand_in)
-        except Exception as error:  # noqa: BLE001 (the optimizer's own code: whatever it raises, it needs its tensors)
+        except Exception as error:
             raise CannotReplay(
                 f"{type(optimizer).__name__} cannot compute its numbers without tensors ({_first_line(error)})"
             ) from error
