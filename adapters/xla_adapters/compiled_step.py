@@ -86,9 +86,11 @@ class CompiledStep(Generic[_Result]):
         leaves = self._on_device(leaves)
         program = self.program
         # The function's own variables are facts of the trace as it leaves them.
-        if self._facts is not None and self._facts.changed() is not None:
+        change = self._facts.changed() if self._facts is not None else None
+        if change is not None:
             self._generation += 1
             self._facts = None
+            program.note_retrace(change)
         obstacle = next(
             (type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor) and not is_simple(leaf)), None
         )

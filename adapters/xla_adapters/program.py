@@ -229,6 +229,11 @@ class StepProgram:
             self._replay = StepReplay(self.name)
         self._replay.refuse(reason)
 
+    def note_retrace(self, reason: str) -> None:
+        """Notes why a pass is traced that might have been replayed."""
+        if self._replay is not None:
+            self._replay.note(reason)
+
     def keep(self, name: str, value: Any) -> None:
         """Notes what the step hands out under a name, so that replays can; does nothing in other passes."""
         if isinstance(self._open, RecordingScope):

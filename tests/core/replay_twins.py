@@ -89,6 +89,6 @@ def assert_twins(run: Callable[[Twin], None], *, replays: int, reason: str = "",
     if reason:
         assert any(reason in found for found in replayed.step.reasons), replayed.step.reasons
     else:
-        assert not replayed.step.reasons
+        assert not replayed.step.reasons, replayed.step.reasons
     assert differences(retraced.state(), replayed.state()) == []
     return replayed

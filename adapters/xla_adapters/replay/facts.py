@@ -103,14 +103,13 @@ class ModuleFacts:
         self._hooks = [(own[kind], list(own[kind])) for kind in _HOOKS if kind in own]
         self._configs = _configs(name, own, noted)
         functions = (types.FunctionType, types.MethodType)
-        self._keys = [
-            key
-            for key, value in own.items()
-            if key not in _HOOKS and (is_simple(value) or isinstance(value, identical))
-        ]
         # Tensors compare element by element: they are held as their identity.
-        self._values = {key: _copy(own[key]) for key in self._keys if not isinstance(own[key], torch.Tensor)}
-        self._tensors = [(key, own[key]) for key in self._keys if isinstance(own[key], torch.Tensor)]
+        self._tensors = [(key, value) for key, value in own.items() if isinstance(value, torch.Tensor)]
+        self._values = {
+            key: _copy(value)
+            for key, value in own.items()
+            if key not in _HOOKS and (is_simple(value) or isinstance(value, functions))
+        }
         self._fetch = itemgetter("training", *self._values)
         self._fetched = self._fetch({"training": module.training, **self._values})
 
@@ -178,9 +177,10 @@ class ModuleFacts:
 
 
 class FunctionFacts:
-    """What a function reads from outside: its closure, defaults and the globals it names."""
+    """What a function reads from outside: its closure, the globals it names, and attributes of both that it names."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        owner = getattr(function, "__self__", None)
         function = getattr(function, "__func__", function)
         self._function = function
         code: types.CodeType | None = getattr(function, "__code__", None)
@@ -188,6 +188,14 @@ class FunctionFacts:
         names = code.co_names if code is not None else ()
         self._named = {name: _copy(self._globals[name]) for name in names if name in self._globals}
         self._cells = [(cell, _copy(_content(cell))) for cell in getattr(function, "__closure__", None) or ()]
+        objects = [owner, *self._named.values(), *(value for _, value in self._cells)]
+        self._attributes = [
+            (item.__dict__, name, _copy(item.__dict__[name]))
+            for item in objects
+            if hasattr(item, "__dict__") and not isinstance(item, (type, types.ModuleType, torch.nn.Module))
+            for name in names
+            if name in item.__dict__
+        ]
 
     def changed(self) -> str | None:
         """What the function would read differently now, or None."""
@@ -198,6 +206,9 @@ class FunctionFacts:
         for name, (cell, value) in zip(names, self._cells, strict=True):
             if _differs(_content(cell), value):
                 return f"the variable {name!r} changed"
+        for owner, name, value in self._attributes:
+            if _differs(owner.get(name, _ABSENT), value):
+                return f"the attribute {name!r} changed"
         return None
 
 

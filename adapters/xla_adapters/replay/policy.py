@@ -83,13 +83,13 @@ class StepReplay:
                 self.replays += 1
                 return ReplayPass(plan.recording, tensors=request.tensors, updates=updates, seed=seed, backend=backend)
             except CannotReplay as error:
-                self._note(str(error))
+                self.note(str(error))
                 plan.recording, plan.proven = None, False
         return RecordingScope(request, lambda outcome: self._take(plan, outcome), seed=seed, **options)
 
     def refuse(self, reason: str) -> None:
         """Notes why a pass is traced without an attempt to record it."""
-        self._note(reason)
+        self.note(reason)
         self._tell(reason)
 
     def _take(self, plan: _Plan, outcome: Recording | CannotReplay) -> None:
@@ -125,12 +125,13 @@ class StepReplay:
     def _fail(self, plan: _Plan, reason: str) -> None:
         plan.failures += 1
         plan.waited = 0
-        self._note(reason)
+        self.note(reason)
         if plan.failures == _ATTEMPTS:
             plan.recording = None
             self._tell(reason)
 
-    def _note(self, reason: str) -> None:
+    def note(self, reason: str) -> None:
+        """Notes why a pass is traced."""
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def _tell(self, reason: str) -> None:
