@@ -67,6 +67,8 @@ class RecordingScope(StepScope):
         self._obstacle: CannotReplay | None = None
         self._entry: dict[int, list[Place]] = {}
         self._host_random: Any = None
+        self._before_update: set[int] = set()
+        self._update_buffers: set[int] = set()
 
     def keep(self, name: str, value: Any) -> None:
         """Notes a value that the step hands out under a name."""
@@ -106,13 +108,25 @@ class RecordingScope(StepScope):
         except CannotReplay as error:
             self._obstacle = error
         finally:
-            self._backend.separate_scalars()
+            with torch._C.DisableTorchFunction():
+                self._before_update = self._buffers_read()
+                self._backend.separate_scalars()
             self.resume_watch()
 
     def update_ended(self, optimizer: Optimizer) -> None:
-        """What follows shares no number with the update."""
+        """What follows shares no number with the update, as what went before."""
         with torch._C.DisableTorchFunction():
+            self._update_buffers |= self._buffers_read() - self._before_update
             self._backend.separate_scalars()
+
+    def _buffers_read(self) -> set[int]:
+        """The buffers that the graph traced so far reads."""
+        pending = [
+            tensor
+            for tensor in self._backend.live_tensors()
+            if torch._is_functional_tensor(tensor) and self._backend.is_pending(tensor)
+        ]
+        return {item.handle for item in self._backend.graph_inputs(pending)}
 
     # ---- the end -------------------------------------------------------------------------------------
 
@@ -154,7 +168,7 @@ class RecordingScope(StepScope):
         for fact in facts:
             capture.note(Place("tensor", owner=item) for item in fact.tensors_held())
         kept = {name: capture.kept(value) for name, value in self._kept.items()}
-        sources, donated = capture.sources()
+        sources, donated = capture.sources(self._update_buffers)
         targets = capture.targets(kept, self._kept)
         executable = self._backend.compile_graph(capture.outputs, [capture.given_up[index] for index in donated])
         return Recording(
@@ -295,8 +309,12 @@ class _Capture:
         self._inputs = backend.graph_inputs(self.outputs)
         self.feed = [item.value for item in self._inputs]
 
-    def sources(self) -> tuple[list[Place | str | Number], list[int]]:
-        """Where the inputs come from, and which of them the executable may reuse."""
+    def sources(self, update_buffers: set[int]) -> tuple[list[Place | str | Number], list[int]]:
+        """Where the inputs come from, and which of them the executable may reuse.
+
+        Args:
+            update_buffers: those that only the optimizers read.
+        """
         seeds = [item for item in self._inputs if item.number == self._backend.seed_number()]
         if len(seeds) > 1:
             raise CannotReplay("the step draws from several random streams")
@@ -324,7 +342,7 @@ class _Capture:
                         f"the step reads a tensor ({what}) that is neither its batch nor part of a module or optimizer"
                     )
                 _numbers[item.value] = True
-                found.append(Number(item.value))
+                found.append(Number(item.value, of_update=item.handle in update_buffers))
         return found, donated
 
     def _owned(self) -> set[int]:

@@ -28,12 +28,14 @@ class Number:
 
     Attributes:
         value: on the device.
+        of_update: whether it came into the graph with an optimizer's update.
         roles: the numbers of the optimizer that it may be, by position.
         constant: whether it may be something else too, that does not change.
         present: the value it has on the host.
     """
 
     value: torch.Tensor
+    of_update: bool = False
     roles: tuple[int, ...] = ()
     constant: bool = True
     present: float = 0.0
@@ -143,7 +145,7 @@ class Recording:
             number.present = now
             number.roles = tuple(
                 role
-                for role in range(len(second))
+                for role in range(len(second) if number.of_update else 0)
                 if _cast(second[role], dtype) == now and _cast(first[role], dtype) == before
             )
             if not number.roles and now != before:
@@ -264,7 +266,7 @@ def _numbers(updates: Sequence[Update]) -> list[float]:
 def _key(source: Any) -> Any:
     if isinstance(source, Place):
         return source.key
-    return ("number", str(source.value.dtype)) if isinstance(source, Number) else source
+    return ("number", str(source.value.dtype), source.of_update) if isinstance(source, Number) else source
 
 
 def _keys(targets: list[list[Place]]) -> list[list[Any]]:
