@@ -281,8 +281,7 @@ class StepScope:
             self._backend.pending_count(),
         )
 
-    # ---- for executions that build on this one
-
+    # ---- for executions that build on this one -------------------------------------------------
     def _execute(self) -> None:
         self._backend.finish_step()
 
@@ -397,7 +396,7 @@ class StepScope:
             if subject in self._profiler_scopes:
                 self._profiler_scopes.remove(subject)
             else:
-                what = f"the profiler scope {getattr(subject, 'name', '?')!r} was opened before the step and is closed inside"
+                what = f"{_profiler_name(subject)} was opened before the step and is closed inside"
                 self._policy.meet(BreakKind.PROFILER_SCOPE, what, self._backend)
         else:
             kind = classify_read()
@@ -443,5 +442,9 @@ class StepScope:
 
     def _refuse_open_profiler_scopes(self) -> None:
         if self._profiler_scopes:
-            what = f"the profiler scope {getattr(self._profiler_scopes[-1], 'name', '?')!r} was opened inside and is still open"
+            what = f"{_profiler_name(self._profiler_scopes[-1])} was opened inside and is still open"
             self._policy.meet(BreakKind.PROFILER_SCOPE, what, self._backend)
+
+
+def _profiler_name(scope: object) -> str:
+    return f"the profiler scope {getattr(scope, 'name', '?')!r}"
