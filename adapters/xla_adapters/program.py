@@ -151,8 +151,8 @@ class StepProgram:
     _seen: list[StepSignature] = field(default_factory=list)
     _signature: StepSignature | None = None
     _where: str = ""
-    _open: StepExecution | None = None
-    _replay: StepReplay | None = None
+    _open: StepExecution | None = field(default=None, repr=False)
+    _replay: StepReplay | None = field(default=None, repr=False)
 
     @property
     def is_replaying(self) -> bool:
@@ -209,7 +209,7 @@ class StepProgram:
                 patience=replay.patience,
                 strict=self.config.step_replay != True,  # noqa: E712 (it may be "auto")
             )
-            key = (phase, tuple(replay.key), tuple((facts or {}).items()))
+            key = (phase, replay.key)
             self._open = self._replay.choose(key, request, seed, **options)
         self._open.open()
 

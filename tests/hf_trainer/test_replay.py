@@ -44,7 +44,7 @@ def test_options(options: dict[str, Any]) -> None:
 
 @isolated
 def test_accumulation() -> None:
-    run = _pair(12, args={"max_steps": 6, "gradient_accumulation_steps": 3})
+    run = _pair(12, data=token_samples(36), args={"max_steps": 6, "gradient_accumulation_steps": 3})
     run.assert_one_graph(6, graphs=3, executions_per_step=3)
 
 
@@ -67,7 +67,7 @@ def test_a_callback_that_changes_the_rate_takes_effect_at_once() -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 6:
                 for group in kwargs["optimizer"].param_groups:
-                    group["weight_decay"] = 0.3
+                    group["weight_decay"] *= 3
                     group["betas"] = (0.7, 0.9)
 
     _pair(8, args={"max_steps": 10, "weight_decay": 0.1}, callbacks=[Halving()])
