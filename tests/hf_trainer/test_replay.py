@@ -70,7 +70,7 @@ def test_a_callback_that_changes_the_rate_takes_effect_at_once() -> None:
                     group["weight_decay"] *= 3
                     group["betas"] = (0.7, 0.9)
 
-    _pair(8, args={"max_steps": 10, "weight_decay": 0.1}, callbacks=[Halving()])
+    _pair(8, args={"max_steps": 10, "weight_decay": 0.2}, callbacks=[Halving()])
 
 
 @isolated
