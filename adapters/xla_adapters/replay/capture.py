@@ -67,6 +67,7 @@ class RecordingScope(StepScope):
         self._obstacle: CannotReplay | None = None
         self._entry: dict[int, list[Place]] = {}
         self._host_random: Any = None
+        self._seed_input: torch.Tensor | None = None
         self._before_update: set[int] = set()
         self._update_buffers: set[int] = set()
 
@@ -85,6 +86,8 @@ class RecordingScope(StepScope):
         self._restores.callback(register_module_forward_pre_hook(self._note_module).remove)
         self._host_random = _host_random()
         super()._start_tracing()
+        # Made here, so that the graph's input is known by its buffer.
+        self._seed_input = self._backend.seed_input()
 
     def _note_module(self, module: torch.nn.Module, args: Any) -> None:
         if self.is_current:
@@ -168,7 +171,9 @@ class RecordingScope(StepScope):
         for fact in facts:
             capture.note(Place("tensor", owner=item) for item in fact.tensors_held())
         kept = {name: capture.kept(value) for name, value in self._kept.items()}
-        sources, donated = capture.sources(self._update_buffers)
+        assert self._seed_input is not None
+        (seed,) = self._backend.handles([self._seed_input])
+        sources, donated = capture.sources(seed, self._update_buffers)
         targets = capture.targets(kept, self._kept)
         executable = self._backend.compile_graph(capture.outputs, [capture.given_up[index] for index in donated])
         return Recording(
@@ -309,14 +314,15 @@ class _Capture:
         self._inputs = backend.graph_inputs(self.outputs)
         self.feed = [item.value for item in self._inputs]
 
-    def sources(self, update_buffers: set[int]) -> tuple[list[Place | str | Number], list[int]]:
+    def sources(self, seed: int, update_buffers: set[int]) -> tuple[list[Place | str | Number], list[int]]:
         """Where the inputs come from, and which of them the executable may reuse.
 
         Args:
+            seed: the buffer of the random seed.
             update_buffers: those that only the optimizers read.
         """
-        seeds = [item for item in self._inputs if item.number == self._backend.seed_number()]
-        if len(seeds) > 1:
+        number = self._backend.seed_number()
+        if any(item.number == number and item.handle != seed for item in self._inputs):
             raise CannotReplay("the step draws from several random streams")
         owned: set[int] | None = None
         found: list[Place | str | Number] = []
@@ -331,7 +337,7 @@ class _Capture:
                 if donor is not None and item.number == self._backend.tensor_number(donor):
                     donated.append(index)
                     self.given_up[index] = donor
-            elif seeds and item is seeds[0]:
+            elif item.handle == seed:
                 found.append("seed")
             else:
                 if owned is None:
