@@ -225,6 +225,10 @@ class CachedGraphs:
             if inputs[handle] != self.tensor_number(tensors[position])
         ]
 
+    def layouts(self, tensors: Sequence[torch.Tensor]) -> list[str]:
+        """How tensors lie on the devices, as text to compare."""
+        return list(_C._get_xla_sharding_specs(list(tensors)))
+
     # ---- the self-test -----------------------------------------------------------------------------
 
     @cached_property

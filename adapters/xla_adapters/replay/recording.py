@@ -99,6 +99,7 @@ class Recording:
     compiled: int = 0
     uses: int = 0
     _fixed: list[torch.Tensor | None] = field(default_factory=list)
+    _layouts: list[str] = field(default_factory=list)
     _writes: int = 0
 
     # ---- proof -------------------------------------------------------------------------------------
@@ -160,6 +161,11 @@ class Recording:
             source.owner if isinstance(source, Place) and source.kind == "tensor" else None for source in self.sources
         ]
 
+        self._layouts = backend.layouts(self._held()) if backend.is_spmd() else []
+
+    def _held(self) -> list[torch.Tensor]:
+        return [tensor for tensor in self._fixed if tensor is not None]
+
     # ---- replay ------------------------------------------------------------------------------------
 
     def obstacle(self, backend: Backend, set_modes: Callable[[], object] | None) -> str | None:
@@ -182,6 +188,8 @@ class Recording:
         for leaf, was_there in self.grads:
             if (leaf.grad is not None) is not was_there:
                 return f"a gradient is {'absent' if was_there else 'present'} that was not when the step was recorded"
+        if self._layouts and backend.layouts(self._held()) != self._layouts:
+            return "a tensor of the state lies otherwise on the devices"
         if backend.executables_compiled() - self.compiled > backend.executables_kept() // 2:
             return "so much else was compiled that the executable may be gone"
         return None
