@@ -9,6 +9,7 @@ import torch
 from transformers import TrainerCallback
 
 import hf_trainer
+import xla_adapters
 from tests.hf_trainer.scenarios import Classifier, Run, arguments, gpt2, ours, token_samples, vector_samples
 from tests.isolation import isolated
 
@@ -117,3 +118,17 @@ def test_a_callback_in_the_middle_of_the_step_is_not_left_out() -> None:
     run = ours(gpt2(), token_samples(32), args=arguments(max_steps=6), callbacks=[scaling])
     assert scaling.calls == 6
     assert run.trainer._steps.train.replays == 0
+
+
+@pytest.mark.parametrize("sharding", ["dp", "fsdp"])
+@isolated(env={"CPU_NUM_DEVICES": "8"})
+def test_under_spmd(sharding: str) -> None:
+    xla_adapters.initialize(spmd=True)
+    run = _pair(
+        6,
+        make=lambda: gpt2(dropout=0.1),
+        data=token_samples(64),
+        args={"max_steps": 8, "per_device_train_batch_size": 8},
+        sharding=sharding,
+    )
+    run.assert_one_graph(8)
