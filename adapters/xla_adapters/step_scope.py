@@ -264,13 +264,7 @@ class StepScope:
     def translate(self, error: BaseException) -> XLAAdapterError | None:
         """What an error of the backend means here, or `None` if it is something else."""
         if self._backend.is_out_of_memory(error):
-            # accelerate's find_executable_batch_size knows it by " out of memory." in its one argument, Lightning's
-            # BatchSizeFinder by "CUDA" and "out of memory".
-            return DeviceOutOfMemoryError(
-                f"the step {self.name!r}: {self._backend.hardware()} out of memory. The step was discarded; parameters "
-                "are as before it. Make the batch smaller (and accumulate gradients), or checkpoint activations "
-                "(what raises OutOfMemoryError on CUDA)"
-            )
+            return DeviceOutOfMemoryError.of_step(self.name, self._backend.hardware())
         if not self._backend.is_forbidden_execution(error):
             return None
         location = location_of(error.__traceback__)

@@ -292,16 +292,16 @@ def test_max_graphs_counts_graphs() -> None:
 def test_auto_find_batch_size(runs_out_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Running out of memory discards the step and halves the batch."""
     backend = get_backend()
-    compile_graph = backend.compile_graph
+    run_graph = backend.run_graph
     trainer: Any = None
 
-    def compile_if_it_fits(*args: Any) -> bytes:
+    def run_if_it_fits(*args: Any) -> list[torch.Tensor]:
         if trainer._train_batch_size > 4 and trainer.state.global_step == runs_out_at:
             raise RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.")
-        return compile_graph(*args)
+        return run_graph(*args)
 
     assert backend.replay_works
-    monkeypatch.setattr(backend, "compile_graph", compile_if_it_fits)
+    monkeypatch.setattr(backend, "run_graph", run_if_it_fits)
     options = {"train_sampling_strategy": "sequential", "max_steps": 4}
     trainer = hf_trainer.Trainer(
         model=Classifier(),

@@ -165,7 +165,7 @@ class PJRTBackend(CachedGraphs):
         """Every tensor on the device that Python code can reach. Slow: for when something failed."""
         tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
         with torch._C.DisableTorchFunction():
-            return [tensor for tensor in tensors if self.is_backend_tensor(tensor)]
+            return [tensor for tensor in tensors if _is_on_device(tensor)]
 
     def flush(self) -> None:
         """Executes what is pending. Unlike `torch_xla.sync` it leaves the random stream alone."""
@@ -398,6 +398,16 @@ class _Constrained(torch.autograd.Function):
 
 def _op_sharding(tiles: Tiles) -> Any:
     return _C.OpSharding(*op_sharding_arguments(tiles))
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.device.type == "xla"
+    except RuntimeError as error:
+        # An undefined tensor: what the garbage collector finds of one that is being taken apart.
+        if "does not have a device" not in str(error):
+            raise
+        return False
 
 
 def _has_neither(error: RuntimeError) -> bool:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_unflatten
 
 from xla_adapters.backend import Backend
-from xla_adapters.errors import TensorReadError
+from xla_adapters.errors import DeviceOutOfMemoryError, TensorReadError
 from xla_adapters.interrupts import InterruptGuard, at_edge
 from xla_adapters.replay.places import PassTensors, Place
 from xla_adapters.replay.recording import Recording
@@ -40,6 +40,7 @@ class ReplayPass:
     """One pass without its Python: the executable is called when the pass is closed.
 
     Args:
+        name: of the step, for messages.
         recording: what to call.
         tensors: of this pass.
         updates: the host's part of the optimizers' updates.
@@ -49,6 +50,7 @@ class ReplayPass:
 
     def __init__(
         self,
+        name: str,
         recording: Recording,
         *,
         tensors: PassTensors,
@@ -56,6 +58,7 @@ class ReplayPass:
         seed: StepSeed | None,
         backend: Backend,
     ) -> None:
+        self._name = name
         self._recording = recording
         self._tensors = tensors
         self._updates = updates
@@ -145,9 +148,9 @@ class ReplayPass:
                     update.advance()
                 recording.compiled = backend.executables_compiled()
                 recording.outputs = self._results = results
+                self._is_open = False
                 backend.finish_replayed()
             finally:
-                self._is_open = False
                 self._interrupts.finish()
         return ScopeReport(compiles=0, compile_seconds=0.0)
 
@@ -168,5 +171,7 @@ class ReplayPass:
             self._restores.close()
 
     def translate(self, error: BaseException) -> Exception | None:
-        """What an error raised in the pass means, or `None`: the user's code does not run here."""
+        """What an error raised in the pass means, or `None` if it is not the backend's."""
+        if self._backend.is_out_of_memory(error):
+            return DeviceOutOfMemoryError.of_step(self._name, self._backend.hardware())
         return None

@@ -81,7 +81,9 @@ class StepReplay:
                         raise CannotReplay("the optimizer takes another course than when the step was recorded")
                 plan.recording.check_numbers(updates)
                 self.replays += 1
-                return ReplayPass(plan.recording, tensors=request.tensors, updates=updates, seed=seed, backend=backend)
+                return ReplayPass(
+                    self.name, plan.recording, tensors=request.tensors, updates=updates, seed=seed, backend=backend
+                )
             except CannotReplay as error:
                 self.note(str(error))
                 plan.recording, plan.proven = None, False
