@@ -45,6 +45,10 @@ class XLAArguments:
         default="per_micro_batch",
         metadata={"help": "per_micro_batch or unrolled: one graph per micro batch, or one per optimizer step."},
     )
+    step_replay: str = field(
+        default="auto",
+        metadata={"help": "auto, true or false: a step that was traced twice alike is called without its Python."},
+    )
     auto_sharding: bool = field(
         default=False, metadata={"help": "Shard the model over all devices, as is planned to cost least."}
     )
@@ -60,9 +64,10 @@ class XLAArguments:
     def to_config(self) -> XLAConfig:
         """The options as the core's checked config."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _SHARDING}
-        free_grads = values["free_grads"]
-        if isinstance(free_grads, str) and free_grads.lower() in ("true", "false"):
-            values["free_grads"] = free_grads.lower() == "true"
+        for name in ("free_grads", "step_replay"):
+            value = values[name]
+            if isinstance(value, str) and value.lower() in ("true", "false"):
+                values[name] = value.lower() == "true"
         return XLAConfig(**values)
 
     def to_sharding(self) -> ShardingConfig | None:

@@ -33,7 +33,7 @@ class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks, ShardedCh
     Args:
         *args, **kwargs: as for the class it is mixed into.
         xla_args: the XLA options as `XLAArguments` or `XLAConfig`, or singly:
-        xla_mode, on_graph_break, compile_eval, max_graphs, free_grads, accumulation: see `XLAConfig`.
+        xla_mode, on_graph_break, compile_eval, max_graphs, free_grads, accumulation, step_replay: see `XLAConfig`.
         auto_sharding: shards the model over all devices, as is planned to cost least. The batch sizes of
             `TrainingArguments` are those of all devices together (as transformers has it under SPMD).
         sharding: the same by name (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or as a `ShardingConfig`.
@@ -53,6 +53,7 @@ class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks, ShardedCh
         max_graphs: int | None = None,
         free_grads: bool | str | None = None,
         accumulation: str | None = None,
+        step_replay: bool | str | None = None,
         auto_sharding: bool | Mapping[str, Any] | None = None,
         sharding: str | Mapping[str, Any] | ShardingConfig | None = None,
         **kwargs: Any,
@@ -66,6 +67,7 @@ class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks, ShardedCh
                 "max_graphs": max_graphs,
                 "free_grads": free_grads,
                 "accumulation": accumulation,
+                "step_replay": step_replay,
             },
         )
         self.sharding_config = resolve_sharding(xla_args, auto_sharding=auto_sharding, sharding=sharding)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from xla_adapters import StepProgram, StepSeed, XLAConfig, get_backend
+from xla_adapters.program import ReplayRequest
 
 _HINT = " (a TrainerCallback may in on_step_end, on_log and on_evaluate)"
 _TRAIN_STREAM, _EVAL_STREAM = 0, 1
@@ -33,17 +34,30 @@ class StepDriver:
         self._backend = get_backend()
         # Whether gradients are freed depends on the phase, so it is decided here and not in the scope.
         scope_config = replace(config, free_grads=False, xla_mode="eager+compile")
+        self.may_replay = (
+            config.xla_mode == "eager+compile"
+            and config.step_replay is not False
+            and config.accumulation == "per_micro_batch"
+        )
         self.train = StepProgram("train_step", scope_config, hint=_HINT)
         self.optimizer = StepProgram("optimizer_step", scope_config, hint=_HINT)
         self.evaluation = StepProgram("eval_step", replace(scope_config, max_graphs=None), hint=_HINT)
         self.generation = StepProgram("generate", replace(scope_config, max_graphs=None), hint=_HINT)
         self._micro_step = 0
         self._eval_step = 0
+        if self.may_replay:
+            # Now, and not in the first step: it compiles.
+            self.may_replay = self._backend.replay_works
 
     @property
     def is_open(self) -> bool:
         """Whether a training step is being traced."""
         return self.train.is_open or self.optimizer.is_open
+
+    @property
+    def is_first_micro_step(self) -> bool:
+        """Whether the micro batch to come is the first of its update."""
+        return self._micro_step == 0
 
     # ---- training ------------------------------------------------------------------------------
 
@@ -54,7 +68,15 @@ class StepDriver:
             # An epoch of unknown length ended in the middle of an unrolled accumulation.
             self.train.close()
 
-    def begin_micro_step(self, inputs: Mapping[str, Any], *, step: int, updates: bool, training: bool) -> None:
+    def begin_micro_step(
+        self,
+        inputs: Mapping[str, Any],
+        *,
+        step: int,
+        updates: bool,
+        training: bool,
+        replay: ReplayRequest | None = None,
+    ) -> None:
         """A micro batch is about to be computed.
 
         Args:
@@ -62,6 +84,7 @@ class StepDriver:
             step: index of the optimizer step.
             updates: whether the optimizer steps after it.
             training: whether the model was in training mode, as a fact for explanations.
+            replay: what a replay must know of the step; None to trace it.
         """
         seed = StepSeed(
             seed=self._seed,
@@ -80,7 +103,7 @@ class StepDriver:
             return
         phase = "update" if updates or self.config.accumulation == "unrolled" else "accumulate"
         facts = {"gradients": "absent" if first else "present", "model mode": "train" if training else "eval"}
-        self.train.open(inputs=inputs, phase=phase, seed=seed, facts=facts)
+        self.train.open(inputs=inputs, phase=phase, seed=seed, facts=facts, replay=replay)
 
     def around_micro_step(self) -> AbstractContextManager[Any]:
         """What a micro step outside a compiled step needs around it."""
@@ -107,7 +130,7 @@ class StepDriver:
         if self.config.xla_mode == "lazy":
             self._backend.finish_step()
         elif self.is_open:
-            if free_grads:
+            if free_grads and not self.train.is_replaying:
                 model.zero_grad(set_to_none=True)
             (self.train if self.train.is_open else self.optimizer).close()
 

@@ -18,6 +18,7 @@ from hf_trainer.callbacks import FirstCallback
 from hf_trainer.framework_patches import as_if_compiling
 from hf_trainer.placement import own_scalars
 from hf_trainer.refusals import check_optimizer
+from hf_trainer.replay import ReplayedLoss, obstacle_around, obstacle_within, request_of
 from hf_trainer.tokens import count_input_tokens
 from hf_trainer.trainer_hooks import TrainerHooks
 from xla_adapters.batches import token_count
@@ -103,17 +104,50 @@ class TrainingHooks(TrainerHooks):
         if self._tr_loss.ndim == 0:
             self._tr_loss = self._zero_loss()
         self.run_stats.count_batch(samples=find_batch_size(inputs) or 0, tokens=token_count(inputs))
-        self._steps.begin_micro_step(
+        steps, training = self._steps, model.training
+        replay = None
+        if self._may_replay():
+            # Before the step begins: a replay leaves out the base class's method.
+            inputs, num_items_in_batch = self._prepare_inputs(inputs), self._on_device(num_items_in_batch)
+            within = obstacle_within(self)
+            replay = request_of(
+                self, model, inputs, num_items_in_batch, first=steps.is_first_micro_step, obstacle=within
+            )
+        steps.begin_micro_step(
             inputs,
             step=self.state.global_step,
             updates=self.accelerator.gradient_state.sync_gradients,
-            training=model.training,
+            training=training,
+            replay=replay,
         )
-        with self._steps.around_micro_step(), as_if_compiling():
-            if isinstance(num_items_in_batch, torch.Tensor):
-                with uploading():
-                    num_items_in_batch = num_items_in_batch.to(self.args.device)
-            return super().training_step(model, inputs, num_items_in_batch)
+        if steps.train.is_replaying:
+            return ReplayedLoss(self._tr_loss.device)  # type: ignore[return-value]
+        with steps.around_micro_step(), as_if_compiling():
+            loss = super().training_step(model, inputs, self._on_device(num_items_in_batch))
+        steps.train.keep("loss", loss)
+        return loss
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
+        """As `Trainer.floating_point_ops`, which walks over all parameters; not again in replayed steps."""
+        if self._steps.train.is_replaying:
+            return self._steps.train.promise("floating point operations")
+        operations = super().floating_point_ops(inputs)
+        self._steps.train.keep("floating point operations", operations)
+        return operations
+
+    def _may_replay(self) -> bool:
+        if not self._steps.may_replay:
+            return False
+        obstacle = obstacle_around(self)
+        if obstacle is not None:
+            self._steps.train.refuse_replay(obstacle)
+        return obstacle is None
+
+    def _on_device(self, items: Any) -> Any:
+        if not isinstance(items, torch.Tensor):
+            return items
+        with uploading():
+            return items.to(self.args.device)
 
     def _prepare_input(self, data: Any) -> Any:
         if self._keep_inputs_on_host:
@@ -126,11 +160,19 @@ class TrainingHooks(TrainerHooks):
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         self._steps.begin_optimizer(self.state.global_step)
-        return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
+        if self._steps.train.is_replaying:
+            return self._steps.train.promise("clipped norm")
+        norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
+        self._steps.train.keep("clipped norm", norm)
+        return norm
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         self._steps.begin_optimizer(self.state.global_step)
-        return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
+        if grad_norm is not None or not self._steps.train.is_replaying:
+            grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
+            self._steps.train.keep("norm", grad_norm)
+            return grad_norm
+        return self._steps.train.promise("norm")
 
     def close_update(self) -> None:
         """The optimizer has stepped: the step ends (called by the first callback)."""

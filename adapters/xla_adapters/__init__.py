@@ -2,6 +2,7 @@
 
 from xla_adapters.backend import get_backend, initialize
 from xla_adapters.breaks import GraphBreakWarning
+from xla_adapters.compiled_step import CompiledStep
 from xla_adapters.config import XLAConfig
 from xla_adapters.counters import StepCounters, count
 from xla_adapters.errors import (
@@ -30,6 +31,7 @@ from xla_adapters.step_scope import StepScope, in_step
 __all__ = [
     "CheckpointSaveError",
     "CollectiveReadError",
+    "CompiledStep",
     "ConcurrentStepError",
     "ConfigError",
     "DeviceSyncError",

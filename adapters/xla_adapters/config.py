@@ -12,6 +12,7 @@ XLAMode = Literal["eager", "eager+compile", "eager+dynamo", "lazy"]
 OnGraphBreak = Literal["error", "warn", "allow"]
 Accumulation = Literal["per_micro_batch", "unrolled"]
 FreeGrads = Literal["auto"] | bool
+StepReplay = Literal["auto"] | bool
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -39,6 +40,9 @@ class XLAConfig:
             its graph (less memory); `"auto"` does so when nothing can look at them afterwards.
         accumulation: under gradient accumulation, `"per_micro_batch"` executes one graph per micro
             batch; `"unrolled"` traces all micro batches of an optimizer step into one graph.
+        step_replay: whether a step that was traced twice alike is from then on the call of its executable,
+            without its Python. `"auto"` does so where all that the Python does beside tensors is known;
+            `True` also where it is your own (prints, counters and the like are left out then).
 
     Raises:
         ConfigError: a value is not one of those listed.
@@ -50,12 +54,14 @@ class XLAConfig:
     max_graphs: int | None = None
     free_grads: FreeGrads = "auto"
     accumulation: Accumulation = "per_micro_batch"
+    step_replay: StepReplay = "auto"
 
     def __post_init__(self) -> None:
         _check_choice("xla_mode", self.xla_mode, get_args(XLAMode))
         _check_choice("on_graph_break", self.on_graph_break, get_args(OnGraphBreak))
         _check_choice("compile_eval", self.compile_eval, (True, False))
         _check_choice("free_grads", self.free_grads, ("auto", True, False))
+        _check_choice("step_replay", self.step_replay, ("auto", True, False))
         _check_choice("accumulation", self.accumulation, get_args(Accumulation))
         limit = self.max_graphs
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
@@ -64,6 +70,11 @@ class XLAConfig:
             raise ConfigError(
                 f"accumulation='unrolled' needs xla_mode='eager+compile' (it is {self.xla_mode!r}): "
                 "the other modes have no step graph to unroll micro batches into"
+            )
+        if self.step_replay is True and self.xla_mode != "eager+compile":
+            raise ConfigError(
+                f"step_replay=True needs xla_mode='eager+compile' (it is {self.xla_mode!r}): "
+                "the other modes have no step graph to replay"
             )
         if self.max_graphs is not None and self.xla_mode != "eager+compile":
             raise ConfigError(

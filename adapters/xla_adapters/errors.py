@@ -28,6 +28,22 @@ class GraphLimitError(XLAAdapterError, RuntimeError):
 class DeviceOutOfMemoryError(XLAAdapterError, RuntimeError):
     """The device has too little memory for the step; the step was discarded."""
 
+    @classmethod
+    def of_step(cls, name: str, hardware: str) -> DeviceOutOfMemoryError:
+        """The error of a step.
+
+        Args:
+            name: of the step.
+            hardware: what ran out of memory.
+        """
+        # accelerate's find_executable_batch_size knows it by " out of memory." in its one argument, Lightning's
+        # BatchSizeFinder by "CUDA" and "out of memory".
+        return cls(
+            f"the step {name!r}: {hardware} out of memory. The step was discarded; parameters "
+            "are as before it. Make the batch smaller (and accumulate gradients), or checkpoint activations "
+            "(what raises OutOfMemoryError on CUDA)"
+        )
+
 
 class DiscardedTensorError(XLAAdapterError, RuntimeError):
     """A tensor was used that a discarded step had made: it never got a value."""

@@ -8,6 +8,7 @@ import torch
 
 from xla_adapters.backend import Backend
 from xla_adapters.errors import GraphLimitError
+from xla_adapters.rollback import StepJournal
 
 # Steps made anew at each pass (`with step():`) are told apart by their names.
 _graphs_by_name: dict[str, set[str]] = {}
@@ -47,3 +48,26 @@ def check_graph_limit(
             "before it."
         )
     graphs.add(graph)
+
+
+def check_pending_graph(name: str, limit: int, graphs: set[str], journal: StepJournal, backend: Backend) -> None:
+    """`check_graph_limit` for what a step has pending at its end.
+
+    Args:
+        name: the step's, for the message.
+        limit: how many different graphs are allowed.
+        graphs: those seen so far; a new one is added.
+        journal: of the step.
+        backend: the seam.
+
+    Raises:
+        GraphLimitError: it would be graph number `limit + 1`.
+    """
+    # What the step changed names its graph; a step that changes nothing is named by all it made.
+    outputs = journal.pending_tensors()
+    if not outputs:
+        with torch._C.DisableTorchFunction():
+            outputs = [tensor for tensor in backend.live_tensors() if backend.is_pending(tensor)]
+    # A step that does nothing (a training step that returns None, say) is no graph.
+    if outputs:
+        check_graph_limit(name, limit, graphs, outputs, backend)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from xla_adapters.backend import get_backend
 from xla_adapters.config import XLAConfig
+from xla_adapters.replay.capture import RecordingScope, Request
+from xla_adapters.replay.passes import ReplayPass
+from xla_adapters.replay.places import PassTensors
+from xla_adapters.replay.policy import StepReplay
 from xla_adapters.rng import StepSeed
-from xla_adapters.step_scope import ScopeReport, StepScope
+from xla_adapters.step_scope import ScopeReport, StepScope, in_step
 
 logger = logging.getLogger("xla_adapters")
 
@@ -100,6 +105,29 @@ class CompileEvent:
     where: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplayRequest:
+    """What must be known of a pass to record it, and to replay it later.
+
+    Attributes:
+        key: passes that differ here are different calls; all values hashable.
+        batch: tensors on the device that the step only reads, in the same order each time.
+        extras: further tensors from outside that the step may update in place, in the same order each time.
+        modules: that take part, beside those that are called.
+        set_modes: what the step does first to put its modules into their modes, if it does.
+        patience: passes that may be traced while the proof waits for somebody else's transfer to the host.
+        obstacle: why the step cannot be replayed, if so (overridden by `step_replay=True`).
+    """
+
+    key: tuple[Hashable, ...] = ()
+    batch: Sequence[torch.Tensor] = ()
+    extras: Sequence[torch.Tensor] = ()
+    modules: Sequence[torch.nn.Module] = ()
+    set_modes: Callable[[], object] | None = None
+    patience: int = 0
+    obstacle: str | None = None
+
+
 @dataclass
 class StepProgram:
     """A step that is run many times.
@@ -123,7 +151,23 @@ class StepProgram:
     _seen: list[StepSignature] = field(default_factory=list)
     _signature: StepSignature | None = None
     _where: str = ""
-    _open: StepExecution | None = None
+    _open: StepExecution | None = field(default=None, repr=False)
+    _replay: StepReplay | None = field(default=None, repr=False)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the pass under way is replayed: the code of the step must not run, see `kept`."""
+        return self.is_open and isinstance(self._open, ReplayPass)
+
+    @property
+    def replays(self) -> int:
+        """Passes that were replayed so far."""
+        return self._replay.replays if self._replay is not None else 0
+
+    @property
+    def replay_reasons(self) -> dict[str, int]:
+        """Why passes were traced that might have been replayed, with how often."""
+        return dict(self._replay.reasons) if self._replay is not None else {}
 
     @property
     def is_open(self) -> bool:
@@ -138,6 +182,7 @@ class StepProgram:
         seed: StepSeed | None = None,
         facts: Mapping[str, Hashable] | None = None,
         where: str = "",
+        replay: ReplayRequest | None = None,
     ) -> None:
         """Starts a pass.
 
@@ -147,14 +192,57 @@ class StepProgram:
             seed: the pass's random stream.
             facts: further things that shape the graph.
             where: the place in the run, to announce compiles with.
+            replay: what a replay must know of the pass; without it the pass is traced.
         """
         self._where = where
         described = tuple(_describe("", inputs))
         self._signature = StepSignature(phase=phase, inputs=described, facts=tuple((facts or {}).items()))
-        self._open = self.execution(
-            name=self.name, config=self.config, seed=seed, hint=self.hint, graphs=self._graph_names
-        )
+        options = {"name": self.name, "config": self.config, "hint": self.hint, "graphs": self._graph_names}
+        if replay is None or not self._may_replay(replay):
+            self._open = self.execution(seed=seed, **options)
+        else:
+            assert self._replay is not None
+            request = Request(
+                tensors=PassTensors(replay.batch, replay.extras),
+                modules=replay.modules,
+                set_modes=replay.set_modes,
+                patience=replay.patience,
+                strict=self.config.step_replay != True,  # noqa: E712 (it may be "auto")
+            )
+            key = (phase, replay.key)
+            self._open = self._replay.choose(key, request, seed, **options)
         self._open.open()
+
+    def _may_replay(self, replay: ReplayRequest) -> bool:
+        if self.config.step_replay is False or in_step():
+            return False
+        if replay.obstacle is not None and self.config.step_replay == "auto":
+            self.refuse_replay(replay.obstacle)
+            return False
+        if self._replay is None:
+            self._replay = StepReplay(self.name)
+        return get_backend().replay_works
+
+    def refuse_replay(self, reason: str) -> None:
+        """Notes why the next pass is traced without an attempt to replay it later."""
+        if self._replay is None:
+            self._replay = StepReplay(self.name)
+        self._replay.refuse(reason)
+
+    def note_retrace(self, reason: str) -> None:
+        """Notes why a pass is traced that might have been replayed."""
+        if self._replay is not None:
+            self._replay.note(reason)
+
+    def keep(self, name: str, value: Any) -> None:
+        """Notes what the step hands out under a name, so that replays can; does nothing in other passes."""
+        if isinstance(self._open, RecordingScope):
+            self._open.keep(name, value)
+
+    def promise(self, name: str) -> Any:
+        """In a replayed pass: what the step hands out under a name. Its tensors have no values before `close`."""
+        assert isinstance(self._open, ReplayPass)
+        return self._open.promise(name)
 
     def close(self) -> ScopeReport:
         """Ends the pass: the graph is executed, and a compile is explained in the log."""

@@ -14,7 +14,9 @@ from xla_adapters.discarded import mark_discarded
 
 
 @dataclass
-class _TensorEntry:
+class TensorEntry:
+    """A tensor and the value it had; under `twin` where the value itself may have been written."""
+
     tensor: torch.Tensor
     value: torch.Tensor
     on_device: bool
@@ -60,7 +62,7 @@ class StepJournal:
         """
         self._backend = backend
         self._enclosing = enclosing
-        self._tensors: dict[int, _TensorEntry] = {}
+        self._tensors: dict[int, TensorEntry] = {}
         self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._modules: dict[int, _ModuleEntry] = {}
         self._optimizers: dict[int, _OptimizerEntry] = {}
@@ -90,9 +92,9 @@ class StepJournal:
                 return
             value = self._backend.snapshot(tensor)
             twin = self._backend.twin(value) if written_through else None
-            self._tensors[id(tensor)] = _TensorEntry(tensor, value, True, twin, pending)
+            self._tensors[id(tensor)] = TensorEntry(tensor, value, True, twin, pending)
         elif tensor.device.type == "cpu":
-            self._tensors[id(tensor)] = _TensorEntry(tensor, tensor.detach().clone(), False)
+            self._tensors[id(tensor)] = TensorEntry(tensor, tensor.detach().clone(), False)
 
     def record_leaf(self, leaf: torch.Tensor) -> None:
         """Keeps a parameter that takes part in the step, and its gradient."""
@@ -164,6 +166,27 @@ class StepJournal:
         }
         self._optimizers.clear()
         self._modules.clear()
+
+    def entries(self) -> list[TensorEntry]:
+        """What is recorded of tensors on the device."""
+        return [entry for entry in self._tensors.values() if entry.on_device]
+
+    def leaves(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The parameters that took part, and the gradients they had."""
+        return list(self._leaves.values())
+
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that stepped."""
+        return [entry.optimizer for entry in self._optimizers.values()]
+
+    def rebound_buffers(self) -> list[tuple[torch.nn.Module, str, torch.Tensor | None]]:
+        """Buffers that are other tensors now, and which they were."""
+        return [
+            (entry.module, name, before)
+            for entry in self._modules.values()
+            for name, before in entry.buffers.items()
+            if entry.module._buffers.get(name) is not before
+        ]
 
     def pending_tensors(self) -> list[torch.Tensor]:
         """The recorded tensors that have a new value, not computed yet."""

@@ -23,7 +23,7 @@ from xla_adapters.errors import (
     DeviceOutOfMemoryError,
     XLAAdapterError,
 )
-from xla_adapters.graph_limit import check_graph_limit, graphs_of
+from xla_adapters.graph_limit import check_pending_graph, graphs_of
 from xla_adapters.interrupts import InterruptGuard, at_edge
 from xla_adapters.location import location_of
 from xla_adapters.modules import ModuleGuard
@@ -194,7 +194,7 @@ class StepScope:
             self._backend.set_execution_allowed(True)
             self._executing = True
             before = self._backend.compile_totals()
-            self._backend.finish_step()
+            self._execute()
             after = self._backend.compile_totals()
         except BaseException as error:
             if self._executing and not self._backend.pending_count():
@@ -264,13 +264,7 @@ class StepScope:
     def translate(self, error: BaseException) -> XLAAdapterError | None:
         """What an error of the backend means here, or `None` if it is something else."""
         if self._backend.is_out_of_memory(error):
-            # accelerate's find_executable_batch_size knows it by " out of memory." in its one argument, Lightning's
-            # BatchSizeFinder by "CUDA" and "out of memory".
-            return DeviceOutOfMemoryError(
-                f"the step {self.name!r}: {self._backend.hardware()} out of memory. The step was discarded; parameters "
-                "are as before it. Make the batch smaller (and accumulate gradients), or checkpoint activations "
-                "(what raises OutOfMemoryError on CUDA)"
-            )
+            return DeviceOutOfMemoryError.of_step(self.name, self._backend.hardware())
         if not self._backend.is_forbidden_execution(error):
             return None
         location = location_of(error.__traceback__)
@@ -280,6 +274,16 @@ class StepScope:
             location,
             self._backend.pending_count(),
         )
+
+    # ---- for executions that build on this one -------------------------------------------------
+    def _execute(self) -> None:
+        self._backend.finish_step()
+
+    def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to compute its update; forward and backward are behind it."""
+
+    def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has computed its update."""
 
     # ---- tracing -------------------------------------------------------------------------------
 
@@ -386,7 +390,7 @@ class StepScope:
             if subject in self._profiler_scopes:
                 self._profiler_scopes.remove(subject)
             else:
-                what = f"the profiler scope {_profiler_name(subject)} was opened before the step and is closed inside"
+                what = f"{_profiler_name(subject)} was opened before the step and is closed inside"
                 self._policy.meet(BreakKind.PROFILER_SCOPE, what, self._backend)
         else:
             kind = classify_read()
@@ -426,24 +430,15 @@ class StepScope:
             self._policy.warn(BreakKind.HIDDEN_EXECUTION, what, None, self._backend.pending_count())
 
     def _check_graph_limit(self) -> None:
-        if self.config.max_graphs is None:
-            return
-        # What the step changed names its graph; a step that changes nothing is named by all it made.
-        outputs = self._journal.pending_tensors()
-        if not outputs:
-            with torch._C.DisableTorchFunction():
-                outputs = [tensor for tensor in self._backend.live_tensors() if self._backend.is_pending(tensor)]
-        if not outputs:
-            # A step that does nothing (a training step that returns None, say) is no graph.
-            return
-        graphs = graphs_of(self.name) if self._graphs is None else self._graphs
-        check_graph_limit(self.name, self.config.max_graphs, graphs, outputs, self._backend)
+        if self.config.max_graphs is not None:
+            graphs = graphs_of(self.name) if self._graphs is None else self._graphs
+            check_pending_graph(self.name, self.config.max_graphs, graphs, self._journal, self._backend)
 
     def _refuse_open_profiler_scopes(self) -> None:
         if self._profiler_scopes:
-            what = f"the profiler scope {_profiler_name(self._profiler_scopes[-1])} was opened inside and is still open"
+            what = f"{_profiler_name(self._profiler_scopes[-1])} was opened inside and is still open"
             self._policy.meet(BreakKind.PROFILER_SCOPE, what, self._backend)
 
 
 def _profiler_name(scope: object) -> str:
-    return repr(getattr(scope, "name", "?"))
+    return f"the profiler scope {getattr(scope, 'name', '?')!r}"

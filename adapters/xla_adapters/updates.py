@@ -73,6 +73,7 @@ class UpdateGuard:
         with torch._C.DisableTorchFunction():
             prepare_for_tracing(optimizer, self._backend)
             self._step.journals()[0].record_optimizer_state(optimizer)
+        self._step.update_begins(optimizer)
         # A learning rate of exactly 0 or 1 would be a constant of the graph, and cost a compile.
         self._during_update.enter_context(self._backend.scalars_as_inputs())
         if self._step.forbids_breaks and needs_no_watch(optimizer):
@@ -93,6 +94,7 @@ class UpdateGuard:
         if not self._step.is_current:
             return
         self._during_update.close()
+        self._step.update_ended(optimizer)
         journals, self._eager_journals = self._eager_journals, []
         if journals:
             # What ran eagerly is done; there is nothing older to go back to.

@@ -292,15 +292,16 @@ def test_max_graphs_counts_graphs() -> None:
 def test_auto_find_batch_size(runs_out_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Running out of memory discards the step and halves the batch."""
     backend = get_backend()
-    finish = backend.finish_step
+    run_graph = backend.run_graph
     trainer: Any = None
 
-    def finish_if_it_fits() -> None:
+    def run_if_it_fits(*args: Any) -> list[torch.Tensor]:
         if trainer._train_batch_size > 4 and trainer.state.global_step == runs_out_at:
             raise RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.")
-        finish()
+        return run_graph(*args)
 
-    monkeypatch.setattr(backend, "finish_step", finish_if_it_fits)
+    assert backend.replay_works
+    monkeypatch.setattr(backend, "run_graph", run_if_it_fits)
     options = {"train_sampling_strategy": "sequential", "max_steps": 4}
     trainer = hf_trainer.Trainer(
         model=Classifier(),
@@ -322,12 +323,13 @@ def test_auto_find_batch_size(runs_out_at: int, monkeypatch: pytest.MonkeyPatch)
 
 @isolated
 def test_out_of_memory_without_auto_find_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+    def fail(*args: Any) -> bytes:
         raise RuntimeError(
             "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm."
         )
 
-    monkeypatch.setattr(get_backend(), "finish_step", fail)
+    assert get_backend().replay_works
+    monkeypatch.setattr(get_backend(), "compile_graph", fail)
     trainer = hf_trainer.Trainer(model=Classifier(), args=arguments(), train_dataset=vector_samples(16))
     with pytest.raises(xla_adapters.errors.DeviceOutOfMemoryError, match="batch smaller"):
         trainer.train()

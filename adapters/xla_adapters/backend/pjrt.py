@@ -1,4 +1,4 @@
-"""PyTorch/XLA on any PJRT device: the only file of the distribution that imports torch_xla.
+"""PyTorch/XLA on any PJRT device; the files of this folder are the only ones that import torch_xla.
 
 Written against torch_xla 2.9. Calls into `torch_xla._XLAC` are private; `tests/contract` pins each one.
 """
@@ -21,6 +21,7 @@ import torch_xla.utils.checkpoint as xla_checkpoint
 from torch_xla.distributed.spmd import XLAShardedTensor
 
 from xla_adapters.backend.ahead_of_time import AheadOfTime
+from xla_adapters.backend.cached_graphs import CachedGraphs
 from xla_adapters.backend.interface import Metrics, SeamEvent
 from xla_adapters.backend.parts import PartTransfers
 from xla_adapters.backend.tiles import Tiles, op_sharding_arguments, put_together, tiles_from_text
@@ -31,7 +32,7 @@ _NANOSECONDS = 1e-9
 _SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
 
 
-class PJRTBackend(AheadOfTime, PartTransfers):
+class PJRTBackend(AheadOfTime, CachedGraphs, PartTransfers):
     """The seam on torch_xla's lazy tensors."""
 
     native = _C
@@ -39,6 +40,7 @@ class PJRTBackend(AheadOfTime, PartTransfers):
     dynamo_backend = "openxla"
 
     def __init__(self) -> None:
+        super().__init__()
         self._initialized = False
         self._device: torch.device | None = None
         self._stock_get_cpu_tensors: Callable[..., Any] = _C._xla_get_cpu_tensors
@@ -167,7 +169,7 @@ class PJRTBackend(AheadOfTime, PartTransfers):
         """Every tensor on the device that Python code can reach. Slow: for when something failed."""
         tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
         with torch._C.DisableTorchFunction():
-            return [tensor for tensor in tensors if self.is_backend_tensor(tensor)]
+            return [tensor for tensor in tensors if _is_on_device(tensor)]
 
     def flush(self) -> None:
         """Executes what is pending. Unlike `torch_xla.sync` it leaves the random stream alone."""
@@ -265,8 +267,7 @@ class PJRTBackend(AheadOfTime, PartTransfers):
         copy: torch.Tensor = _C._xla_tensors_from_aten([tensor.detach()], [str(self.device())], None)[0]
         return copy
 
-    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of all tensors on the host, in one transfer."""
+    def _copy_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if not tensors:
             return []
         tensors = [tensor.detach() for tensor in tensors]
@@ -418,6 +419,16 @@ class _Constrained(torch.autograd.Function):
 
 def _op_sharding(tiles: Tiles) -> Any:
     return _C.OpSharding(*op_sharding_arguments(tiles))
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.device.type == "xla"
+    except RuntimeError as error:
+        # An undefined tensor: what the garbage collector finds of one that is being taken apart.
+        if "does not have a device" not in str(error):
+            raise
+        return False
 
 
 def _has_neither(error: RuntimeError) -> bool:

@@ -1,0 +1,131 @@
+"""`CompiledStep`: a training step of one's own that is traced, and then replayed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from xla_adapters.backend import get_backend
+from xla_adapters.config import XLAConfig
+from xla_adapters.errors import ConfigError
+from xla_adapters.program import ReplayRequest, StepProgram, discarding
+from xla_adapters.replay.facts import FunctionFacts, is_simple
+from xla_adapters.rng import StepSeed
+from xla_adapters.transfers import uploading
+
+_Result = TypeVar("_Result")
+
+
+class CompiledStep(Generic[_Result]):
+    """A function that is one training step. Its first passes are traced, the others are calls of the executable.
+
+        @xla_adapters.CompiledStep
+        def train_step(inputs, labels):
+            loss = F.cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+    Models, optimizers and the tensors of their state are found while tracing; tensors among the arguments
+    are the batch and are brought to the device. When something changes that the trace depends on (a shape, a
+    mode, a hook, a frozen parameter, a hyper-parameter that the graph has no input for, a variable that the
+    function reads, ...), the pass is traced again. What the function does beside tensors (prints, counters)
+    happens only in traced passes. Tensors it returns are detached in replayed passes.
+
+    Args:
+        function: the step.
+        config: the options; `step_replay=False` traces every pass.
+        seed: gives the random stream of each pass; the device's own goes on if not given.
+        modules: models that the function uses without calling them.
+
+    Raises:
+        ConfigError: the options ask for a mode that has no step graph.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., _Result],
+        *,
+        config: XLAConfig | None = None,
+        seed: Callable[[], StepSeed] | None = None,
+        modules: Sequence[torch.nn.Module] = (),
+    ) -> None:
+        config = config if config is not None else XLAConfig()
+        if not config.compiles_step:
+            raise ConfigError(f"a CompiledStep needs xla_mode='eager+compile' (it is {config.xla_mode!r})")
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._seed = seed
+        self._modules = tuple(modules)
+        self._facts: FunctionFacts | None = None
+        self._generation = 0
+        self.program = StepProgram(getattr(function, "__name__", "step"), config)
+
+    @property
+    def replays(self) -> int:
+        """Passes that were replayed so far."""
+        return self.program.replays
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why passes were traced that might have been replayed, with how often."""
+        return self.program.replay_reasons
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Result:
+        """Runs the step once.
+
+        Args:
+            *args, **kwargs: as for the function; host tensors are brought to the device first.
+        """
+        leaves, spec = tree_flatten((args, kwargs))
+        leaves = self._on_device(leaves)
+        program = self.program
+        # The function's own variables are facts of the trace as it leaves them.
+        change = self._facts.changed() if self._facts is not None else None
+        if change is not None:
+            self._generation += 1
+            self._facts = None
+            program.note_retrace(change)
+        obstacle = next(
+            (type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor) and not is_simple(leaf)), None
+        )
+        batch = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        key = tuple(
+            (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            for leaf in leaves
+        )
+        program.open(
+            inputs=(args, kwargs),
+            seed=self._seed() if self._seed is not None else None,
+            replay=ReplayRequest(
+                key=(str(spec), key, self._generation),
+                batch=batch,
+                modules=self._modules,
+                obstacle=None if obstacle is None else f"an argument is a {obstacle}",
+            ),
+        )
+        with discarding(program):
+            if program.is_replaying:
+                result = program.promise("result")
+            else:
+                args, kwargs = tree_unflatten(leaves, spec)
+                result = self._function(*args, **kwargs)
+                program.keep("result", result)
+            program.close()
+        if self._facts is None:
+            self._facts = FunctionFacts(self._function)
+        return result  # type: ignore[no-any-return]
+
+    def _on_device(self, leaves: list[Any]) -> list[Any]:
+        backend = get_backend()
+        backend.initialize()
+        host = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not backend.is_backend_tensor(leaf)]
+        if not host:
+            return leaves
+        with uploading():
+            return [leaf.to(backend.device()) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

@@ -1,0 +1,252 @@
+"""What a step's graph depends on beside its tensors, held against its present state at each replay."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch.nn.modules import module as nn_module
+
+_SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_GLOBAL_HOOKS = (
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+)
+_ABSENT = object()
+
+
+def environment() -> tuple[Any, ...]:
+    """The process-wide switches that shape a trace."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("xla"),
+        torch.get_autocast_dtype("xla"),
+        torch.get_default_dtype(),
+        torch.is_anomaly_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.overrides._len_torch_function_stack(),  # type: ignore[attr-defined]
+        tuple(key for name in _GLOBAL_HOOKS for key in getattr(nn_module, name)),
+    )
+
+
+def is_simple(value: Any, depth: int = 3) -> bool:
+    """Whether a value can be compared, and kept as a copy."""
+    if type(value) in _SIMPLE or isinstance(value, (str, int, float)):
+        return True
+    if type(value) in (list, tuple, set, frozenset) and len(value) <= 64:
+        return depth > 0 and all(is_simple(item, depth - 1) for item in value)
+    if type(value) is dict and len(value) <= 256:
+        return depth > 0 and all(is_simple(item, depth - 1) for item in value.values())
+    return False
+
+
+def _copy(value: Any) -> Any:
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(_copy(item) for item in value)
+    return {key: _copy(item) for key, item in value.items()} if type(value) is dict else value
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFacts:
+    """The plain attributes of an object, e.g. a configuration."""
+
+    owner: Any
+    name: str
+    values: dict[str, Any]
+
+    @classmethod
+    def of(cls, owner: Any, name: str) -> ObjectFacts:
+        """Notes the attributes as they are."""
+        return cls(owner, name, {key: _copy(value) for key, value in vars(owner).items() if is_simple(value)})
+
+    def changed(self) -> str | None:
+        """The first attribute that is not as noted, or None."""
+        present = vars(self.owner)
+        for key, value in self.values.items():
+            if present.get(key, _ABSENT) != value:
+                return f"{self.name}.{key}: {value!r:.60} -> {present.get(key)!r:.60}"
+        return None
+
+
+class ModuleFacts:
+    """What a trace depends on in one module: mode, hooks, which tensors it holds, plain attributes.
+
+    Args:
+        name: of the module, for messages.
+        module: the module, as it is now.
+        noted: configurations that are noted already; the module's are added.
+        rebound: buffers (module, name) that the step itself binds anew.
+    """
+
+    def __init__(self, name: str, module: torch.nn.Module, noted: set[int], rebound: set[tuple[int, str]]) -> None:
+        own = vars(module)
+        self.name = name
+        self.module = module
+        self._parameters = list(module._parameters.values())
+        given = [item for item in self._parameters if item is not None]
+        self._traits = [(item, item.requires_grad, item.shape) for item in given]
+        self._buffers = [(key, item) for key, item in module._buffers.items() if (id(module), key) not in rebound]
+        self._children = list(module._modules.values())
+        self._hooks = [(own[kind], list(own[kind])) for kind in _HOOKS if kind in own]
+        self._configs = _configs(name, own, noted)
+        functions = (types.FunctionType, types.MethodType)
+        # Tensors compare element by element: they are held as their identity.
+        self._tensors = [(key, value) for key, value in own.items() if isinstance(value, torch.Tensor)]
+        self._values = {
+            key: _copy(value)
+            for key, value in own.items()
+            if key not in _HOOKS and (is_simple(value) or isinstance(value, functions))
+        }
+        self._fetch = itemgetter("training", *self._values)
+        self._fetched = self._fetch({"training": module.training, **self._values})
+
+    def changed(self) -> str | None:
+        """How the module differs from what was noted, or None."""
+        own = self.module.__dict__
+        try:
+            plain = self._fetch(own) == self._fetched
+        except KeyError:
+            plain = False
+        if not plain:
+            return self._changed_value(own)
+        if self._parameters:
+            # Identity is tried before equality, which would compare elements; the lengths come first.
+            parameters = own["_parameters"].values()
+            if len(parameters) != len(self._parameters):
+                return f"{self.name} has other parameters"
+            for present, noted in zip(parameters, self._parameters, strict=True):
+                if present is not noted:
+                    return f"a parameter of {self.name} was replaced"
+            for parameter, requires_grad, shape in self._traits:
+                if parameter.requires_grad is not requires_grad:
+                    return f"requires_grad of a parameter of {self.name}: {requires_grad} -> {not requires_grad}"
+                if parameter.shape != shape:
+                    return f"the shape of a parameter of {self.name} changed"
+        elif own["_parameters"]:
+            return f"{self.name} has other parameters"
+        for key, buffer in self._buffers:
+            if own["_buffers"].get(key) is not buffer:
+                return f"the buffer {key} of {self.name} was replaced"
+        for key, tensor in self._tensors:
+            if own.get(key) is not tensor:
+                return f"the tensor {self.name}.{key} was replaced"
+        if self._children and list(own["_modules"].values()) != self._children:
+            return f"a submodule of {self.name} was replaced"
+        for hooks, keys in self._hooks:
+            if (hooks or keys) and list(hooks) != keys:
+                return f"the hooks of {self.name} changed"
+        for config in self._configs:
+            change = config.changed()
+            if change is not None:
+                return change
+        return None
+
+    def _changed_value(self, own: dict[str, Any]) -> str:
+        if own["training"] is not self._fetched[0]:
+            return f"{self.name} went to {'eval' if self._fetched[0] else 'train'} mode"
+        for key, value in self._values.items():
+            if own.get(key, _ABSENT) != value:
+                return f"{self.name}.{key}: {value!r:.60} -> {own.get(key)!r:.60}"
+        return f"{self.name} changed"
+
+    def tensors_held(self) -> Iterable[torch.Tensor]:
+        """Its parameters, buffers and plain attributes that are tensors."""
+        yield from (item for item in self._parameters if item is not None)
+        yield from (item for item in self.module._buffers.values() if item is not None)
+        yield from (item for _, item in self._tensors)
+
+    def user_hook(self) -> str | None:
+        """A hook on the module, whose Python a replay would leave out."""
+        for _, keys in self._hooks:
+            if keys:
+                return f"{self.name} has a hook, whose Python a replay would leave out"
+        return None
+
+
+class FunctionFacts:
+    """What a function reads from outside: its closure, the globals it names, and attributes of both that it names."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        owner = getattr(function, "__self__", None)
+        function = getattr(function, "__func__", function)
+        self._function = function
+        code: types.CodeType | None = getattr(function, "__code__", None)
+        self._globals = getattr(function, "__globals__", {})
+        names = code.co_names if code is not None else ()
+        self._named = {name: _copy(self._globals[name]) for name in names if name in self._globals}
+        self._cells = [(cell, _copy(_content(cell))) for cell in getattr(function, "__closure__", None) or ()]
+        objects = [owner, *self._named.values(), *(value for _, value in self._cells)]
+        self._attributes = [
+            (item.__dict__, name, _copy(item.__dict__[name]))
+            for item in objects
+            if hasattr(item, "__dict__") and not isinstance(item, (type, types.ModuleType, torch.nn.Module))
+            for name in names
+            if name in item.__dict__
+        ]
+
+    def changed(self) -> str | None:
+        """What the function would read differently now, or None."""
+        for name, value in self._named.items():
+            if _differs(self._globals.get(name, _ABSENT), value):
+                return f"the global {name!r} changed"
+        names = self._function.__code__.co_freevars if self._cells else ()
+        for name, (cell, value) in zip(names, self._cells, strict=True):
+            if _differs(_content(cell), value):
+                return f"the variable {name!r} changed"
+        for owner, name, value in self._attributes:
+            if _differs(owner.get(name, _ABSENT), value):
+                return f"the attribute {name!r} changed"
+        return None
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _ABSENT
+
+
+def _differs(present: Any, noted: Any) -> bool:
+    if present is noted:
+        return False
+    return not is_simple(noted) or not is_simple(present) or bool(present != noted)
+
+
+def _configs(name: str, own: dict[str, Any], noted: set[int]) -> list[ObjectFacts]:
+    found = []
+    for key, value in own.items():
+        if key.endswith("config") and hasattr(value, "__dict__") and id(value) not in noted:
+            noted.add(id(value))
+            found.append(ObjectFacts.of(value, f"{name}.{key}"))
+    return found
+
+
+def facts_of(roots: Iterable[torch.nn.Module], rebound: set[tuple[int, str]]) -> list[ModuleFacts]:
+    """The facts of modules and all below them, each once.
+
+    Args:
+        roots: the modules.
+        rebound: buffers (module, name) that the step itself binds anew.
+    """
+    seen: set[int] = set()
+    noted: set[int] = set()
+    found: list[ModuleFacts] = []
+    for root in roots:
+        for name, module in root.named_modules():
+            if id(module) not in seen:
+                seen.add(id(module))
+                found.append(ModuleFacts(name or type(module).__name__, module, noted, rebound))
+    return found

@@ -1,0 +1,177 @@
+"""`ReplayPass`: a pass that calls the executable of an earlier one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_unflatten
+
+from xla_adapters.backend import Backend
+from xla_adapters.errors import DeviceOutOfMemoryError, TensorReadError
+from xla_adapters.interrupts import InterruptGuard, at_edge
+from xla_adapters.replay.places import PassTensors, Place
+from xla_adapters.replay.recording import Recording
+from xla_adapters.replay.update import Update
+from xla_adapters.rng import StepSeed
+from xla_adapters.step_scope import ScopeReport
+
+
+class PromisedTensor(torch.Tensor):
+    """A tensor that a replayed step hands out before it has computed it. Any use until then raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        raise TensorReadError(
+            f"{name}: the step that computes this tensor has not ended yet. Use it behind the step, or set "
+            "step_replay=False to have it traced at each pass."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return "<tensor of a step that has not ended>"
+
+
+class ReplayPass:
+    """One pass without its Python: the executable is called when the pass is closed.
+
+    Args:
+        name: of the step, for messages.
+        recording: what to call.
+        tensors: of this pass.
+        updates: the host's part of the optimizers' updates.
+        seed: the random stream of this pass; the device's own stream goes on if not given.
+        backend: the seam.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        recording: Recording,
+        *,
+        tensors: PassTensors,
+        updates: Sequence[Update],
+        seed: StepSeed | None,
+        backend: Backend,
+    ) -> None:
+        self._name = name
+        self._recording = recording
+        self._tensors = tensors
+        self._updates = updates
+        self._seed = seed
+        self._backend = backend
+        self._promised: list[tuple[torch.Tensor, int]] = []
+        self._restores = ExitStack()
+        self._interrupts = InterruptGuard()
+        self._groups: list[dict[str, Any]] = []
+        self._is_open = False
+        self._executed = False
+        self._results: list[torch.Tensor] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the pass has been opened and neither closed nor aborted."""
+        return self._is_open
+
+    @property
+    def executed(self) -> bool:
+        """Whether the executable was called."""
+        return self._executed
+
+    @at_edge
+    def open(self) -> None:
+        """Begins the pass. Optimizers that step in it update nothing: the executable does."""
+        self._is_open = True
+        if self._recording.recipes:
+            self._restores.callback(register_optimizer_step_pre_hook(self._empty).remove)
+            self._restores.callback(register_optimizer_step_post_hook(self._refill).remove)
+
+    def _empty(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(recipe.optimizer is optimizer for recipe in self._recording.recipes):
+            self._groups, optimizer.param_groups = optimizer.param_groups, []
+
+    def _refill(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(recipe.optimizer is optimizer for recipe in self._recording.recipes):
+            optimizer.param_groups, self._groups = self._groups, []
+
+    def promise(self, name: str) -> Any:
+        """A value that the step hands out, before it is computed."""
+        return self._kept(name, promised=True)
+
+    def kept(self, name: str) -> Any:
+        """A value that the step handed out; once it is closed."""
+        return self._kept(name, promised=False)
+
+    def _kept(self, name: str, *, promised: bool) -> Any:
+        kept = self._recording.kept[name]
+        leaves: list[Any] = []
+        for leaf in kept.leaves:
+            if isinstance(leaf, Place):
+                leaves.append(leaf.get(self._tensors))
+            elif isinstance(leaf, tuple):
+                leaves.append(leaf[0])
+            elif promised:
+                tensor = torch._to_functional_tensor(self._backend.inner(self._recording.outputs[leaf]))
+                tensor.__class__ = PromisedTensor
+                self._promised.append((tensor, leaf))
+                leaves.append(tensor)
+            else:
+                leaves.append(self._results[leaf])
+        return tree_unflatten(leaves, kept.spec)
+
+    @at_edge
+    def close(self) -> ScopeReport:
+        """Calls the executable and puts its results where the step puts them."""
+        if not self._is_open:
+            return ScopeReport(compiles=0, compile_seconds=0.0)
+        recording, backend, tensors = self._recording, self._backend, self._tensors
+        self._interrupts.install()
+        self._restores.close()
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            try:
+                if self._seed is not None:
+                    backend.set_seed(self._seed.value())
+                numbers = [number for update in self._updates for number in update.numbers]
+                inputs = recording.inputs(tensors, numbers, backend)
+                self._own_buffers([inputs[index] for index in recording.donated])
+                results = backend.run_graph(recording.executable, inputs)
+                self._executed = True
+                recording.write_back(results, tensors, backend)
+                for tensor, index in self._promised:
+                    tensor.__class__ = torch.Tensor
+                    backend.write([tensor], [results[index]])
+                for update in self._updates:
+                    update.advance()
+                recording.compiled = backend.executables_compiled()
+                recording.outputs = self._results = results
+                self._is_open = False
+                backend.finish_replayed()
+            finally:
+                self._interrupts.finish()
+        return ScopeReport(compiles=0, compile_seconds=0.0)
+
+    def _own_buffers(self, donated: Sequence[torch.Tensor]) -> None:
+        """Gives those a buffer of their own that share one: the executable takes it."""
+        backend = self._backend
+        shared = backend.shared(donated)
+        if shared:
+            with_others = [donated[position] for position in shared]
+            backend.write(with_others, [tensor.clone() for tensor in with_others])
+            backend.flush()
+
+    @at_edge
+    def abort(self) -> None:
+        """Leaves without a trace, if the executable was not called yet."""
+        if self._is_open:
+            self._is_open = False
+            self._restores.close()
+
+    def translate(self, error: BaseException) -> Exception | None:
+        """What an error raised in the pass means, or `None` if it is not the backend's."""
+        if self._backend.is_out_of_memory(error):
+            return DeviceOutOfMemoryError.of_step(self._name, self._backend.hardware())
+        return None

@@ -1,0 +1,55 @@
+"""`Place`: where a step's graph gets a tensor from, and where it puts one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class PassTensors:
+    """The tensors that differ from pass to pass.
+
+    Attributes:
+        batch: on the device, only read by the step.
+        extras: on the device, which the step may update in place; the same ones at the same positions each time.
+    """
+
+    batch: Sequence[torch.Tensor] = ()
+    extras: Sequence[torch.Tensor] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Somewhere a tensor lies.
+
+    Attributes:
+        kind: `"tensor"` (the owner itself, whose value changes), `"grad"` (of the owner), `"buffer"` (of the
+            owner, a module, which the step binds anew), `"batch"` or `"extra"` (at the position `name`).
+        owner: the tensor or module.
+        name: of the buffer, or the position.
+    """
+
+    kind: str
+    owner: Any = None
+    name: str | int = ""
+    key: tuple[str, int, str | int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", (self.kind, id(self.owner), self.name))
+
+    def get(self, tensors: PassTensors) -> torch.Tensor:
+        """The tensor that lies there now."""
+        if self.kind == "tensor":
+            found = self.owner
+        elif self.kind == "grad":
+            found = self.owner.grad
+        elif self.kind == "buffer":
+            found = self.owner._buffers[self.name]
+        else:
+            found = (tensors.batch if self.kind == "batch" else tensors.extras)[int(self.name)]
+        assert isinstance(found, torch.Tensor)
+        return found

@@ -1,0 +1,142 @@
+"""`StepReplay`: decides for each pass of a step whether it is traced or replayed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from xla_adapters.backend import get_backend
+from xla_adapters.replay.capture import RecordingScope, Request
+from xla_adapters.replay.errors import CannotReplay
+from xla_adapters.replay.facts import environment
+from xla_adapters.replay.passes import ReplayPass
+from xla_adapters.replay.recording import Recording
+from xla_adapters.rng import StepSeed
+from xla_adapters.step_scope import StepScope
+
+logger = logging.getLogger("xla_adapters")
+
+# Passes in a row that could not be recorded, or differed from the one before, until the attempt is given up.
+_ATTEMPTS = 4
+
+
+@dataclass
+class _Plan:
+    recording: Recording | None = None
+    proven: bool = False
+    failures: int = 0
+    waited: int = 0
+    patience: int = 0
+
+
+@dataclass
+class StepReplay:
+    """The recordings of one step, one for each of its signatures.
+
+    A pass is replayed after two traced passes of its signature agreed, as long as nothing has changed
+    that the graph depends on. When something has, the pass is traced again, and the reason noted.
+
+    Attributes:
+        name: of the step, for messages.
+        replays: passes that were replayed.
+        reasons: why passes were traced that might have been replayed, with how often.
+    """
+
+    name: str
+    replays: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    _plans: dict[Hashable, _Plan] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
+
+    def choose(self, key: Hashable, request: Request, seed: StepSeed | None, **options: Any) -> Any:
+        """The execution of the next pass.
+
+        Args:
+            key: what the pass looks like from outside.
+            request: what is known of it.
+            seed: its random stream.
+            **options: as for `StepScope`.
+        """
+        backend = get_backend()
+        plan = self._plans.setdefault((key, environment()), _Plan())
+        if plan.failures >= _ATTEMPTS:
+            return StepScope(seed=seed, **options)
+        plan.patience = request.patience
+        if plan.waited > plan.patience:
+            # The proof needs values, and no transfer came by that could have brought them.
+            backend.deliver_riders()
+        if plan.proven and plan.recording is not None:
+            backend.flush()
+            obstacle = plan.recording.obstacle(backend, request.set_modes)
+            try:
+                if obstacle is not None:
+                    raise CannotReplay(obstacle)
+                updates = [recipe.play() for recipe in plan.recording.recipes]
+                for update, traced in zip(updates, plan.recording.updates, strict=True):
+                    if update.operators != traced.operators:
+                        raise CannotReplay("the optimizer takes another course than when the step was recorded")
+                plan.recording.check_numbers(updates)
+                self.replays += 1
+                return ReplayPass(
+                    self.name, plan.recording, tensors=request.tensors, updates=updates, seed=seed, backend=backend
+                )
+            except CannotReplay as error:
+                self.note(str(error))
+                plan.recording, plan.proven = None, False
+        return RecordingScope(request, lambda outcome: self._take(plan, outcome), seed=seed, **options)
+
+    def refuse(self, reason: str) -> None:
+        """Notes why a pass is traced without an attempt to record it."""
+        self.note(reason)
+        self._tell(reason)
+
+    def _take(self, plan: _Plan, outcome: Recording | CannotReplay) -> None:
+        backend = get_backend()
+        before, plan.recording, plan.proven = plan.recording, None, False
+        if isinstance(outcome, CannotReplay):
+            self._fail(plan, str(outcome))
+            return
+        plan.recording = outcome
+        if before is None:
+            return
+        reason = outcome.difference(before)
+        if reason is not None:
+            self._fail(plan, reason)
+            return
+        plan.waited += 1
+        mine, theirs = outcome.numbers(), before.numbers()
+
+        def prove(values: list[torch.Tensor]) -> None:
+            if plan.recording is not outcome or plan.proven:
+                return
+            floats = [float(value) for value in values]
+            reason = outcome.resolve_numbers(before, floats[: len(mine)], floats[len(mine) :])
+            plan.waited = 0
+            if reason is not None:
+                self._fail(plan, reason)
+                return
+            outcome.ready(backend)
+            plan.proven, plan.failures = True, 0
+
+        backend.ride_along([number.value for number in (*mine, *theirs)], prove)
+
+    def _fail(self, plan: _Plan, reason: str) -> None:
+        plan.failures += 1
+        plan.waited = 0
+        self.note(reason)
+        if plan.failures == _ATTEMPTS:
+            plan.recording = None
+            self._tell(reason)
+
+    def note(self, reason: str) -> None:
+        """Notes why a pass is traced."""
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+    def _tell(self, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.info("%s: traced at each pass, not replayed: %s", self.name, reason)

@@ -1,0 +1,285 @@
+"""`Recording`: one pass as a call of its executable, and what the call depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec
+
+from xla_adapters.backend import Backend
+from xla_adapters.replay.errors import CannotReplay
+from xla_adapters.replay.facts import ModuleFacts
+from xla_adapters.replay.places import PassTensors, Place
+from xla_adapters.replay.update import Update, UpdateRecipe
+
+# Numbers that operators bring along by themselves (the alpha of an addition): one that is equal to a number of the
+# optimizer may be either.
+_OPERATORS_OWN = (0.0, 1.0, -1.0, 2.0, 0.5)
+# The view machinery keeps what each write replaced until then.
+_WRITES_KEPT = 64
+
+
+@dataclass
+class Number:
+    """An input that began as a Python number.
+
+    Attributes:
+        value: on the device.
+        of_update: whether it came into the graph with an optimizer's update.
+        roles: the numbers of the optimizer that it may be, by position.
+        constant: whether it may be something else too, that does not change.
+        present: the value it has on the host.
+    """
+
+    value: torch.Tensor
+    of_update: bool = False
+    roles: tuple[int, ...] = ()
+    constant: bool = True
+    present: float = 0.0
+
+    def next(self, numbers: Sequence[float]) -> float:
+        """Its value in the pass to come, given the optimizer's numbers."""
+        dtype = self.value.dtype
+        values = {_cast(numbers[role], dtype) for role in self.roles}
+        if self.constant:
+            values.add(self.present)
+        if len(values) != 1:
+            raise CannotReplay("two numbers of the step were equal, shared an input of its graph, and are not any more")
+        return values.pop()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A value that the step hands out: where its tensors come from.
+
+    Attributes:
+        spec: of the nesting.
+        leaves: outputs by position, places, or plain values.
+    """
+
+    spec: TreeSpec
+    leaves: tuple[int | Place | tuple[Any], ...]
+
+
+@dataclass
+class Recording:
+    """What a traced pass did, as far as a replay does it.
+
+    Attributes:
+        executable: its name.
+        sources: for each input of the graph a place, `"seed"`, or a number.
+        targets: for each output the places it is written to (a gradient is bound anew if it was absent).
+        fresh_grads: which `"grad"` targets get a new tensor.
+        dropped_grads: leaves whose gradient is gone after the step.
+        grads: leaves with and without a gradient before the step.
+        donated: positions in `sources` whose buffers the executable takes.
+        kept: values the step hands out, by name.
+        recipes: of the optimizers, in the order of their updates.
+        updates: what they computed in this pass.
+        facts: of the modules.
+        shapes: of the inputs from batch and extras.
+        outputs: of the pass itself, to make stand-ins from.
+    """
+
+    executable: bytes
+    sources: list[Place | str | Number]
+    targets: list[list[Place]]
+    fresh_grads: set[int]
+    dropped_grads: list[torch.Tensor]
+    grads: list[tuple[torch.Tensor, bool]]
+    donated: list[int]
+    kept: dict[str, Kept]
+    recipes: list[UpdateRecipe]
+    updates: list[Update]
+    facts: list[ModuleFacts]
+    outputs: list[torch.Tensor]
+    compiled: int = 0
+    uses: int = 0
+    _fixed: list[torch.Tensor | None] = field(default_factory=list)
+    _layouts: list[str] = field(default_factory=list)
+    _writes: int = 0
+
+    # ---- proof -------------------------------------------------------------------------------------
+
+    def difference(self, other: Recording) -> str | None:
+        """How this pass differs from an earlier one, in words; None if both are the same call."""
+        if self.executable != other.executable:
+            return "the graph is another one than in the pass before"
+        if [_key(source) for source in self.sources] != [_key(source) for source in other.sources]:
+            return "the inputs of the graph come from other places than in the pass before"
+        if _keys(self.targets) != _keys(other.targets) or self.fresh_grads != other.fresh_grads:
+            return "the results of the graph go to other places than in the pass before"
+        if self.donated != other.donated or _ids(self.dropped_grads) != _ids(other.dropped_grads):
+            return "other values are given up than in the pass before"
+        if [(id(leaf), was) for leaf, was in self.grads] != [(id(leaf), was) for leaf, was in other.grads]:
+            return "other gradients are there than before the last pass"
+        if [update.operators for update in self.updates] != [update.operators for update in other.updates]:
+            return "the optimizer took another course than in the pass before"
+        if self.kept.keys() != other.kept.keys() or any(
+            kept.spec != other.kept[name].spec
+            or [_key(leaf) for leaf in kept.leaves] != [_key(leaf) for leaf in other.kept[name].leaves]
+            for name, kept in self.kept.items()
+        ):
+            return "the step hands out other things than in the pass before"
+        if len(self.facts) != len(other.facts):
+            return "other modules took part than in the pass before"
+        return next((change for fact in other.facts if (change := fact.changed())), None)
+
+    def numbers(self) -> list[Number]:
+        """The inputs that began as Python numbers."""
+        return [source for source in self.sources if isinstance(source, Number)]
+
+    def resolve_numbers(self, other: Recording, mine: Sequence[float], theirs: Sequence[float]) -> str | None:
+        """Finds out which numbers of the graph are the optimizer's, from two passes; why not, if it cannot be told.
+
+        Args:
+            other: the pass before, which does not differ.
+            mine: the values of `numbers()`.
+            theirs: those of the pass before.
+        """
+        first, second = _numbers(other.updates), _numbers(self.updates)
+        for number, now, before in zip(self.numbers(), mine, theirs, strict=True):
+            dtype = number.value.dtype
+            number.present = now
+            number.roles = tuple(
+                role
+                for role in range(len(second) if number.of_update else 0)
+                if _cast(second[role], dtype) == now and _cast(first[role], dtype) == before
+            )
+            if not number.roles and now != before:
+                return f"a Python number in the graph changes from pass to pass ({before:g}, {now:g})"
+            number.constant = not number.roles or (now == before and now in _OPERATORS_OWN)
+        return None
+
+    def ready(self, backend: Backend) -> None:
+        """Makes the recording fit to be run."""
+        self.compiled = backend.executables_compiled()
+        self._fixed = [
+            source.owner if isinstance(source, Place) and source.kind == "tensor" else None for source in self.sources
+        ]
+
+        self._layouts = backend.layouts(self._held()) if backend.is_spmd() else []
+
+    def _held(self) -> list[torch.Tensor]:
+        return [tensor for tensor in self._fixed if tensor is not None]
+
+    # ---- replay ------------------------------------------------------------------------------------
+
+    def obstacle(self, backend: Backend, set_modes: Callable[[], object] | None) -> str | None:
+        """Why the next pass is another call than this one, in words; None if it is the same.
+
+        Args:
+            backend: the seam.
+            set_modes: what the step does first to put its modules into their modes.
+        """
+        change = _first_change(self.facts)
+        if change is not None and set_modes is not None:
+            set_modes()
+            change = _first_change(self.facts)
+        if change is not None:
+            return change
+        for recipe in self.recipes:
+            change = recipe.obstacle()
+            if change is not None:
+                return change
+        for leaf, was_there in self.grads:
+            if (leaf.grad is not None) is not was_there:
+                return f"a gradient is {'absent' if was_there else 'present'} that was not when the step was recorded"
+        if self._layouts and backend.layouts(self._held()) != self._layouts:
+            return "a tensor of the state lies otherwise on the devices"
+        if backend.executables_compiled() - self.compiled > backend.executables_kept() // 2:
+            return "so much else was compiled that the executable may be gone"
+        return None
+
+    def check_numbers(self, updates: Sequence[Update]) -> None:
+        """Raises unless each number's place in the graph has one value in the pass to come.
+
+        Raises:
+            CannotReplay: numbers that shared an input differ now.
+        """
+        numbers = _numbers(updates)
+        for source in self.sources:
+            if isinstance(source, Number) and source.roles:
+                source.next(numbers)
+
+    def inputs(self, tensors: PassTensors, numbers: Sequence[float], backend: Backend) -> list[torch.Tensor]:
+        """The inputs of the graph for this pass.
+
+        Args:
+            tensors: of the pass.
+            numbers: the optimizers', in order.
+            backend: the seam.
+        """
+        new: list[tuple[Number, float]] = []
+        for source in self.sources:
+            if isinstance(source, Number) and source.roles:
+                value = source.next(numbers)
+                if value != source.present:
+                    new.append((source, value))
+        uploads = backend.upload_numbers([(value, number.value.dtype) for number, value in new])
+        for (number, value), upload in zip(new, uploads, strict=True):
+            number.value, number.present = upload, value
+        found: list[torch.Tensor] = []
+        for source, fixed in zip(self.sources, self._fixed, strict=True):
+            if fixed is not None:
+                found.append(fixed)
+            elif isinstance(source, Number):
+                found.append(source.value)
+            elif isinstance(source, Place):
+                found.append(source.get(tensors))
+            else:
+                found.append(backend.seed_input())
+        return found
+
+    def write_back(self, results: Sequence[torch.Tensor], tensors: PassTensors, backend: Backend) -> None:
+        """Puts the outputs of the executable where the step puts them."""
+        written: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for index, places in enumerate(self.targets):
+            for place in places:
+                if place.kind == "grad" and id(place.owner) in self.fresh_grads:
+                    place.owner.grad = results[index]
+                elif place.kind == "buffer":
+                    place.owner._buffers[place.name] = results[index]
+                else:
+                    written.append(place.get(tensors))
+                    values.append(results[index])
+        backend.write(written, values)
+        self._writes += 1
+        if self._writes % _WRITES_KEPT == 0:
+            backend.forget_writes(written)
+        for leaf in self.dropped_grads:
+            leaf.grad = None
+
+
+def _first_change(facts: Sequence[ModuleFacts]) -> str | None:
+    for fact in facts:
+        change = fact.changed()
+        if change is not None:
+            return change
+    return None
+
+
+def _cast(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=dtype))
+
+
+def _numbers(updates: Sequence[Update]) -> list[float]:
+    return [number for update in updates for number in update.numbers]
+
+
+def _key(source: Any) -> Any:
+    if isinstance(source, Place):
+        return source.key
+    return ("number", str(source.value.dtype), source.of_update) if isinstance(source, Number) else source
+
+
+def _keys(targets: list[list[Place]]) -> list[list[Any]]:
+    return [sorted(map(repr, (place.key for place in places))) for places in targets]
+
+
+def _ids(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return list(map(id, tensors))

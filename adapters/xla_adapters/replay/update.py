@@ -1,0 +1,289 @@
+"""`UpdateRecipe`: the host's part of an optimizer's update, computed without its tensors.
+
+AdamW's bias corrections, learning rates, decay: an optimizer computes Python numbers and hands them to
+operators, where they become inputs of the graph. To replay a step these numbers are needed anew. The
+optimizer's own `step` is run for them on stand-ins without data, one for each kind of parameter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.overrides import TorchFunctionMode
+
+from xla_adapters.compiling import as_if_compiling
+from xla_adapters.replay.errors import CannotReplay
+
+# Their numbers do not depend on the shapes of the parameters: one stand-in serves all shapes.
+_ANY_SHAPE = (ASGD, NAdam, RAdam, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, RMSprop, Rprop)
+_SIMPLE = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """The host's part of one update.
+
+    Attributes:
+        numbers: the Python numbers that reach operators, in order.
+        operators: the operators, in order: another sequence is another graph.
+        advance: brings step counts and the like to their state behind the update.
+    """
+
+    numbers: tuple[float, ...]
+    operators: tuple[Callable[..., Any], ...]
+    advance: Callable[[], None]
+
+
+class _Listener(TorchFunctionMode):
+    """Notes the operators on stand-ins and the numbers they are given.
+
+    Args:
+        skipped: operators that need not compute: any stand-in serves as their result.
+    """
+
+    def __init__(self, skipped: set[Callable[..., Any]]) -> None:
+        super().__init__()
+        self.numbers: list[float] = []
+        self.operators: list[Callable[..., Any]] = []
+        self.computing: set[Callable[..., Any]] = set()
+        self._skipped = skipped
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        met = None
+        if getattr(func, "__name__", "") not in ("__get__", "__set__"):
+            numbers: list[float] = []
+            met = _listen((*args, *kwargs.values()), numbers)
+            if met is not None:
+                self.operators.append(func)
+                self.numbers.extend(numbers)
+                if func in self._skipped:
+                    return met
+        result = func(*args, **kwargs)
+        if met is not None and isinstance(result, torch.Tensor):
+            self.computing.add(func)
+        return result
+
+
+def _listen(values: Iterable[Any], numbers: list[float]) -> torch.Tensor | None:
+    """Collects the numbers among an operator's arguments; returns the first stand-in among them."""
+    met = None
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.is_meta:
+                met = value if met is None else met
+            elif value.ndim == 0:
+                numbers.append(float(value))
+        elif type(value) is float or type(value) is int:
+            numbers.append(float(value))
+        elif isinstance(value, (list, tuple)):
+            inside = _listen(value, numbers)
+            met = inside if met is None else met
+    return met
+
+
+@dataclass
+class _Kind:
+    """Parameters that the host treats alike: of one group, with the same host-side state."""
+
+    group: int
+    stand_in: torch.Tensor
+    members: list[dict[str, Any]] = field(default_factory=list)
+    host: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    numbers: tuple[str, ...] = ()
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class UpdateRecipe:
+    """Computes the host's part of an optimizer's next update.
+
+    Args:
+        optimizer: with its state created, and the gradients there.
+
+    Raises:
+        CannotReplay: the optimizer is of a kind that this does not cover.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._compiling = torch.compiler._is_compiling_flag
+        self._kinds: list[_Kind] = []
+        self._tensors: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self._groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+        found: dict[Any, _Kind] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            if any(isinstance(value, torch.Tensor) for key, value in group.items() if key != "params"):
+                raise CannotReplay(f"{type(optimizer).__name__} holds a tensor among its hyper-parameters")
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._add(found, index, parameter)
+        self._kinds.extend(found.values())
+        self._entries = [(state, len(state)) for kind in self._kinds for state in kind.members]
+        self._state_of = [
+            (parameter, optimizer.state[parameter])
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter in optimizer.state
+        ]
+        self._states = len(optimizer.state)
+        self._state = optimizer.state
+        self._counts = [value for kind in self._kinds for values in kind.host.values() for value in values]
+        self._version = self._versions()
+        self._skipped: set[Callable[..., Any]] = set()
+
+    def _add(self, found: dict[Any, _Kind], index: int, parameter: torch.Tensor) -> None:
+        state = self.optimizer.state.get(parameter, {})
+        if not isinstance(state, dict):
+            raise CannotReplay(f"the state of {type(self.optimizer).__name__} is not a dictionary per parameter")
+        key: list[Any] = [index, parameter.dtype]
+        if type(self.optimizer) not in _ANY_SHAPE:
+            key.append(parameter.shape)
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                self._tensors.append((state, name, value))
+                key.append((name, value.tolist() if value.device.type == "cpu" else (value.dtype, value.ndim)))
+            elif isinstance(value, _SIMPLE):
+                key.append((name, value))
+            else:
+                raise CannotReplay(f"{type(self.optimizer).__name__} keeps a {type(value).__name__} in its state")
+        key = repr(key)  # type: ignore[assignment]
+        kind = found.get(key)
+        if kind is None:
+            stand_in = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta", requires_grad=True)
+            numbers = tuple(name for name, value in state.items() if isinstance(value, (int, float)))
+            # Not `empty_like`: of a functional tensor it makes another one.
+            stand_in.grad = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            kind = found[key] = _Kind(index, stand_in, numbers=numbers)
+            kind.state = {
+                name: torch.empty(value.shape, dtype=value.dtype, device="meta")
+                for name, value in state.items()
+                if isinstance(value, torch.Tensor) and value.device.type != "cpu"
+            }
+        kind.members.append(state)
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                kind.host.setdefault(name, []).append(value)
+
+    def state_tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors of the optimizer's state."""
+        return (tensor for _, _, tensor in self._tensors)
+
+    def obstacle(self) -> str | None:
+        """What changed since, if the recipe is not the optimizer's any more."""
+        optimizer = self.optimizer
+        name = type(optimizer).__name__
+        groups = optimizer.param_groups
+        if len(groups) != len(self._groups) or any(
+            list(map(id, group["params"])) != ids for group, ids in zip(groups, self._groups, strict=True)
+        ):
+            return f"the parameter groups of {name} changed"
+        state = optimizer.state
+        if (
+            state is not self._state
+            or len(state) != self._states
+            or any(state.get(parameter) is not values for parameter, values in self._state_of)
+            or any(values.get(key) is not tensor for values, key, tensor in self._tensors)
+            or any(len(values) != length for values, length in self._entries)
+        ):
+            return f"the state of {name} was replaced"
+        if self._versions() != self._version:
+            # By passes of other signatures, say: all parameters of a kind must be alike still.
+            if any(
+                value.tolist() != values[0].tolist()
+                for kind in self._kinds
+                for values in kind.host.values()
+                for value in values
+            ):
+                return f"step counts of {name} were changed"
+            self.accept()
+        for kind in self._kinds:
+            for key in kind.numbers:
+                if any(member[key] != kind.members[0][key] for member in kind.members):
+                    return f"the state of {name} was changed"
+        return None
+
+    def play(self) -> Update:
+        """The host's part of the update that comes next; the optimizer stays as it is until `advance`.
+
+        Raises:
+            CannotReplay: the optimizer reads values of tensors, or keeps more on the host than it tells.
+        """
+        optimizer = self.optimizer
+        stand_in = object.__new__(type(optimizer))
+        attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
+        groups: list[dict[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        for kind in self._kinds:
+            groups[kind.group]["params"].append(kind.stand_in)
+            if kind.members[0]:
+                state[kind.stand_in] = {
+                    name: kind.state[name] if name in kind.state else _copy(value)
+                    for name, value in kind.members[0].items()
+                }
+        stand_in.__dict__.update(attributes, param_groups=groups, state=state)
+        step: Any = type(optimizer).step
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        listener = _Listener(self._skipped)
+        try:
+            with as_if_compiling(self._compiling), listener:
+                step(stand_in)
+        except Exception as error:
+            raise CannotReplay(
+                f"{type(optimizer).__name__} cannot compute its numbers without tensors ({_first_line(error)})"
+            ) from error
+        if type(optimizer) in _ANY_SHAPE:
+            # Their course does not depend on what operators on tensors return.
+            self._skipped |= listener.computing
+        _check_attributes(optimizer, attributes, vars(stand_in))
+        changed = [
+            {key: value for key, value in after.items() if key != "params" and value is not before.get(key)}
+            for before, after in zip(optimizer.param_groups, groups, strict=True)
+        ]
+        for kind in self._kinds:
+            if state.get(kind.stand_in, {}).keys() != kind.members[0].keys():
+                raise CannotReplay(f"{type(optimizer).__name__} creates state in its update")
+        return Update(
+            numbers=tuple(listener.numbers),
+            operators=tuple(listener.operators),
+            advance=lambda: self._advance(state, changed),
+        )
+
+    def _advance(self, state: dict[Any, Any], groups: Sequence[dict[str, Any]]) -> None:
+        for kind in self._kinds:
+            after = state.get(kind.stand_in, {})
+            for name, values in kind.host.items():
+                torch._foreach_copy_(values, [after[name]] * len(values))
+            for name in kind.numbers:
+                for member in kind.members:
+                    member[name] = after[name]
+        for group, changed in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(changed)
+        self.accept()
+
+    def accept(self) -> None:
+        """Takes the step counts as they are for its own doing."""
+        self._version = self._versions()
+
+    def _versions(self) -> int:
+        return sum(value._version for value in self._counts)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _check_attributes(optimizer: Optimizer, before: dict[str, Any], after: dict[str, Any]) -> None:
+    for name, value in after.items():
+        if name not in ("param_groups", "state") and isinstance(value, _SIMPLE) and value != before.get(name, value):
+            raise CannotReplay(f"{type(optimizer).__name__} changes its attribute {name!r} in its update")
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,121 @@
+"""What HF's training loop must know of replayed steps: which ones may be, and what stands for their loss."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+from transformers import Trainer, TrainerCallback
+
+from hf_trainer.callbacks import FirstCallback
+from xla_adapters.program import ReplayRequest
+
+# Methods whose code is the step's. Whoever overrides the first ones surrounds the step with code of his own.
+_AROUND = ("training_step", "_clip_grad_norm", "_get_grad_norm", "floating_point_ops")
+_WITHIN = ("compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager", "_prepare_inputs")
+# Steps until the proof costs a transfer of its own, if nothing is logged before.
+_PATIENCE = 4
+_OWN_PACKAGES = ("transformers.", "hf_trainer.")
+# Arguments that the step's Python looks at.
+_ARGUMENTS = (
+    "max_grad_norm",
+    "label_smoothing_factor",
+    "bf16",
+    "gradient_accumulation_steps",
+    "average_tokens_across_devices",
+    "past_index",
+    "optim",
+)
+
+
+class ReplayedLoss:
+    """What a replayed `training_step` returns: the loop adds it to its sum, which the step's graph does itself.
+
+    Args:
+        device: the loop compares it with that of its sum.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __radd__(self, total: torch.Tensor) -> torch.Tensor:
+        return total
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name}: the loss of a replayed step is part of the logged sum only; pass step_replay=False to the "
+            "trainer to get it as a tensor of its own"
+        )
+
+
+def obstacle_around(trainer: Any) -> str | None:
+    """Why steps of this trainer are never replayed; None if they may be."""
+    overridden = _overridden(trainer, _AROUND)
+    if overridden is not None:
+        return f"{overridden} is overridden, and surrounds the step with code of its own"
+    for callback in trainer.callback_handler.callbacks:
+        hook = getattr(callback.on_pre_optimizer_step, "__func__", None)
+        if hook is not TrainerCallback.on_pre_optimizer_step and not isinstance(callback, FirstCallback):
+            return f"{type(callback).__name__}.on_pre_optimizer_step runs in the middle of the step"
+    return None
+
+
+def obstacle_within(trainer: Any) -> str | None:
+    """Why a replay might leave something out, which `step_replay=True` accepts; None if it cannot."""
+    overridden = _overridden(trainer, _WITHIN)
+    if overridden is not None:
+        return f"{overridden} is overridden, and a replay would leave out what it does beside tensors"
+    if trainer.compute_loss_func is not None:
+        return "compute_loss_func is given, and a replay would leave out what it does beside tensors"
+    return None
+
+
+def request_of(
+    trainer: Any, model: torch.nn.Module, inputs: Any, items: Any, *, first: bool, obstacle: str | None
+) -> ReplayRequest:
+    """What a replay must know of the pass that begins.
+
+    Args:
+        trainer: the trainer.
+        model: what is trained.
+        inputs: the batch, on the device.
+        items: `num_items_in_batch`, on the device.
+        first: whether it is the first micro batch of the update.
+        obstacle: of `obstacle_within`.
+    """
+    leaves, spec = tree_flatten((inputs, items))
+    arguments: tuple[Hashable, ...] = tuple(str(getattr(trainer.args, name, None)) for name in _ARGUMENTS)
+    shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
+    smoother = trainer.label_smoother
+    known = (
+        first,
+        trainer.current_gradient_accumulation_steps,
+        trainer.model_accepts_loss_kwargs,
+        trainer.loss_is_scaled_for_ga,
+        None if smoother is None else smoother.epsilon,
+        id(model),
+        id(trainer.optimizer),
+    )
+    return ReplayRequest(
+        key=(str(spec), shapes, arguments, known),
+        batch=[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)],
+        extras=[trainer._tr_loss],
+        modules=[model],
+        set_modes=model.train,
+        patience=_PATIENCE,
+        obstacle=obstacle,
+    )
+
+
+def _overridden(trainer: Any, names: tuple[str, ...]) -> str | None:
+    for cls in type(trainer).__mro__:
+        if cls is Trainer:
+            break
+        if not cls.__module__.startswith(_OWN_PACKAGES):
+            for name in names:
+                if name in vars(cls):
+                    return f"{cls.__name__}.{name}"
+    own = vars(trainer)
+    return next((f"the trainer's own {name}" for name in names if name in own), None)

@@ -1,0 +1,144 @@
+"""A replayed step is the retraced one: the same numbers to the last bit, one compile, one execution."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import xla_adapters
+from tests.core.replay_twins import Twin, assert_twins
+from tests.isolation import isolated
+from xla_adapters import CompiledStep, XLAConfig
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"amsgrad": True, "weight_decay": 0.3}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+        (torch.optim.RMSprop, {"momentum": 0.5}),
+        (torch.optim.NAdam, {}),
+    ],
+    ids=["adamw", "amsgrad", "sgd", "rmsprop", "nadam"],
+)
+@isolated
+def test_bit_identical_over_many_steps_with_a_schedule(optimizer: type[torch.optim.Optimizer], options: dict) -> None:
+    def run(twin: Twin) -> None:
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(twin.optimizer, 60)
+        for _ in range(60):
+            twin.run(1)
+            schedule.step()
+
+    assert_twins(run, replays=58, optimizer=optimizer, **options)
+
+
+@isolated
+def test_one_compile_and_one_execution_per_step() -> None:
+    assert xla_adapters.get_backend().replay_works
+    twin = Twin("auto")
+    xla_adapters.get_backend().flush()
+    with xla_adapters.count() as counters:
+        twin.run(10)
+    # The one transfer brings the numbers that prove which inputs of the graph are the optimizer's.
+    assert (counters.compiles, counters.executions, counters.transfers_to_host) == (1, 10, 1)
+    assert counters.eager_ops == 0
+    assert twin.step.replays == 8
+
+
+@isolated
+def test_accumulation_is_a_step_of_its_own() -> None:
+    torch.manual_seed(0)
+    batches = torch.randn(12, 5, 4)
+
+    def train(replay: bool | str) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(1)
+        model = nn.Linear(4, 2).to("xla")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def accumulate(batch: torch.Tensor, last: bool) -> None:
+            model(batch).square().mean().backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        step = CompiledStep(accumulate, config=XLAConfig(step_replay=replay))
+        for number, batch in enumerate(batches):
+            step(batch, number % 2 == 1)
+        return [parameter.detach().cpu() for parameter in model.parameters()], step.replays
+
+    retraced, replayed = train(False), train("auto")
+    assert (retraced[1], replayed[1]) == (0, 8)
+    assert all(torch.equal(left, right) for left, right in zip(retraced[0], replayed[0], strict=True))
+
+
+@isolated
+def test_gradients_that_are_not_dropped_are_there() -> None:
+    model = nn.Linear(4, 2).to("xla")
+
+    @CompiledStep
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        loss = model(batch).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    # Before the first pass there were none.
+    for number in range(6):
+        batch = torch.full((3, 4), float(number + 1))
+        loss = step(batch)
+        output = torch.nn.functional.linear(batch, model.weight.cpu(), model.bias.cpu())
+        assert torch.allclose(loss.cpu(), output.square().sum())
+        assert model.weight.grad is not None
+        assert torch.allclose(model.weight.grad.cpu(), 2 * output.T @ batch)
+    assert step.replays == 3
+
+
+@isolated
+def test_views_aliases_and_copies_see_what_they_should() -> None:
+    twin = Twin("auto")
+    twin.run(3)
+    weight = twin.model[0].weight
+    view, alias = weight.view(-1), weight.detach()
+    with xla_adapters.eager():
+        copied = torch.zeros_like(weight)
+        copied.copy_(weight.detach())
+        cloned = weight.detach().clone()
+    before = weight.detach().cpu().clone()
+    twin.run(2)
+    after = weight.detach().cpu()
+    assert twin.step.replays == 3
+    assert not torch.equal(before, after)
+    assert torch.equal(view.cpu(), after.view(-1))
+    assert torch.equal(alias.cpu(), after)
+    # Copying shares the buffer in torch_xla, and the executable reuses the parameter's.
+    assert torch.equal(copied.cpu(), before)
+    assert torch.equal(cloned.cpu(), before)
+
+
+@isolated
+def test_state_lives_in_as_many_buffers_as_before() -> None:
+    """What a replay writes back is let go of again: the number of live device tensors does not grow."""
+    import torch_xla
+
+    twin = Twin("auto")
+    twin.run(20)
+
+    def live() -> int:
+        twin.losses.clear()
+        return len(torch_xla._XLAC._check_device_tensor_need_materialization(str(torch_xla.device())))
+
+    before = live()
+    twin.run(200)
+    assert live() <= before + 8
+
+
+@isolated
+def test_switched_off_where_torch_xla_behaves_otherwise() -> None:
+    backend = xla_adapters.get_backend()
+    backend.__dict__["replay_works"] = False
+    twin = Twin("auto")
+    twin.run(4)
+    assert twin.step.replays == 0
+    assert twin.losses[-1].cpu().isfinite()

@@ -1,0 +1,243 @@
+"""What changes under a replayed step takes effect at once: each intervention against the retraced twin."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import xla_adapters
+from tests.core.replay_twins import Twin, assert_twins
+from tests.isolation import isolated
+from xla_adapters import CompiledStep, XLAConfig
+
+_Change = Callable[[Twin], None]
+
+
+def _freeze(twin: Twin) -> None:
+    for parameter in twin.model[0].parameters():
+        parameter.requires_grad_(False)
+
+
+def _rate(twin: Twin) -> None:
+    twin.optimizer.param_groups[0]["lr"] = 0.2
+
+
+def _decay(twin: Twin) -> None:
+    twin.optimizer.param_groups[0]["weight_decay"] = 0.0
+
+
+def _betas(twin: Twin) -> None:
+    twin.optimizer.param_groups[0]["betas"] = (0.8, 0.99)
+
+
+def _evaluate(twin: Twin) -> None:
+    twin.model[2].eval()
+
+
+def _dropout(twin: Twin) -> None:
+    twin.model[2].p = 0.6
+
+
+def _load(twin: Twin) -> None:
+    twin.model.load_state_dict({name: value.cpu() * 0.5 for name, value in twin.model.state_dict().items()})
+
+
+def _in_place(twin: Twin) -> None:
+    with torch.no_grad():
+        twin.model[0].weight.mul_(1.5)
+
+
+def _replace_parameter(twin: Twin) -> None:
+    weight = torch.full((8, 4), 0.1).to("xla")
+    twin.model[0].weight = nn.Parameter(weight)
+    twin.optimizer.add_param_group({"params": [twin.model[0].weight]})
+
+
+def _load_optimizer(twin: Twin) -> None:
+    saved = twin.optimizer.state_dict()
+    twin.optimizer.load_state_dict(saved)
+
+
+def _swap_optimizer(twin: Twin) -> None:
+    twin.optimizer = torch.optim.SGD(twin.model.parameters(), lr=0.1)
+
+
+def _hook(twin: Twin) -> None:
+    twin.model[0].register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+def _set_data(twin: Twin) -> None:
+    twin.model[0].weight.data = torch.full((8, 4), 0.2).to("xla")
+
+
+@pytest.mark.parametrize(
+    ("change", "again", "reason"),
+    [
+        (_rate, 5, ""),
+        (_betas, 5, ""),
+        (_load, 5, ""),
+        (_in_place, 5, ""),
+        (_set_data, 5, ""),
+        (_decay, 3, "another course"),
+        (_freeze, 3, "requires_grad"),
+        (_evaluate, 3, "eval mode"),
+        (_dropout, 3, "0.3 -> 0.6"),
+        (_load_optimizer, 3, "state of AdamW was replaced"),
+        (_replace_parameter, 3, "a parameter of 0 was replaced"),
+        (_swap_optimizer, 3, "the attribute 'optimizer' changed"),
+        (_hook, 0, "hook"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+@isolated
+def test_intervention(change: _Change, again: int, reason: str) -> None:
+    def run(twin: Twin) -> None:
+        twin.run(5)
+        change(twin)
+        twin.run(5)
+
+    assert_twins(run, replays=3 + again, reason=reason)
+
+
+@isolated
+def test_another_shape_is_another_call() -> None:
+    def run(twin: Twin) -> None:
+        for size in (6, 6, 6, 3, 6, 3, 3, 6):
+            twin.run(1, size=size)
+
+    assert_twins(run, replays=4)
+
+
+@isolated
+def test_a_variable_of_the_function() -> None:
+    def train(replay: bool | str) -> tuple[torch.Tensor, int]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2).to("xla")
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        factor = 1.0
+
+        def body(batch: torch.Tensor) -> None:
+            (model(batch) * factor).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = CompiledStep(body, config=XLAConfig(step_replay=replay))
+        for number in range(12):
+            if number == 4:
+                factor = 0.5
+            if number == 8:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+            step(torch.full((3, 4), float(number)))
+        return model.weight.detach().cpu(), step.replays
+
+    retraced, replayed = train(False), train("auto")
+    assert torch.equal(retraced[0], replayed[0])
+    assert replayed[1] == 6
+
+
+@isolated
+def test_a_module_that_counts_its_calls_is_not_replayed() -> None:
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(input)
+
+    model = Counting(4, 2).to("xla")
+
+    @CompiledStep
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean().detach()
+
+    for _ in range(8):
+        step(torch.ones(3, 4))
+    assert model.calls == 8
+    assert step.replays == 0
+    assert any("Counting.calls" in reason for reason in step.reasons), step.reasons
+
+
+@pytest.mark.parametrize("draw", [torch.rand, lambda _: random.random()], ids=["torch", "python"])
+@isolated
+def test_random_numbers_of_the_host_are_not_replayed(draw: Callable[[int], object]) -> None:
+    model = nn.Linear(4, 2).to("xla")
+
+    @CompiledStep
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        draw(1)
+        return model(batch).square().mean().detach()
+
+    for _ in range(6):
+        step(torch.ones(3, 4))
+    assert step.replays == 0
+    assert "the step draws random numbers on the host" in step.reasons
+
+
+@isolated
+def test_a_number_that_changes_is_not_replayed() -> None:
+    model = nn.Linear(4, 2).to("xla")
+    numbers = iter(range(3, 100))
+
+    @CompiledStep
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch) * float(next(numbers))).sum().detach()
+
+    values = [float(step(torch.ones(3, 4))) for _ in range(8)]
+    unit = float(model(torch.ones(3, 4).to("xla")).sum())
+    assert values == pytest.approx([unit * number for number in range(3, 11)], rel=1e-5)
+    assert step.replays == 0
+    assert any("changes from pass to pass" in reason for reason in step.reasons)
+
+
+@isolated
+def test_a_tensor_left_behind_is_not_replayed() -> None:
+    class Remembering(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.last = super().forward(input).detach()
+            return self.last
+
+    model = Remembering(4, 2).to("xla")
+
+    @CompiledStep
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).sum().detach()
+
+    for number in range(6):
+        batch = torch.full((3, 4), float(number))
+        step(batch)
+        expected = torch.nn.functional.linear(batch, model.weight.cpu(), model.bias.cpu())
+        assert torch.allclose(model.last.cpu(), expected, atol=1e-6)
+    assert step.replays == 0
+
+
+@isolated
+def test_equal_numbers_that_part_are_traced_again() -> None:
+    """Decay and momentum are one number at first, and so one input of the graph."""
+
+    def run(twin: Twin) -> None:
+        twin.run(5)
+        twin.optimizer.param_groups[0]["weight_decay"] = 0.2
+        twin.run(5)
+
+    assert_twins(
+        run,
+        replays=6,
+        reason="shared an input",
+        optimizer=torch.optim.SGD,
+        weight_decay=0.3,
+        momentum=0.3,
+    )
+
+
+@isolated
+def test_off_and_on() -> None:
+    for replay, expected in ((False, 0), (True, 4), ("auto", 4)):
+        twin = Twin(replay)
+        twin.run(6)
+        assert twin.step.replays == expected
+    with pytest.raises(xla_adapters.ConfigError, match="step_replay='never' is not a valid value"):
+        XLAConfig(step_replay="never")  # type: ignore[arg-type]

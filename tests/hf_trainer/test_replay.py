@@ -1,0 +1,134 @@
+"""Steps of the Trainer that are replayed: the same as traced ones, to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import hf_trainer
+import xla_adapters
+from tests.hf_trainer.scenarios import Classifier, Run, arguments, gpt2, ours, token_samples, vector_samples
+from tests.isolation import isolated
+
+
+def _pair(replays: int, *, make: Any = gpt2, data: Any = None, args: dict[str, Any], **options: Any) -> Run:
+    """The same training traced and replayed; the latter is returned."""
+    data = data if data is not None else token_samples(32)
+    traced = ours(make(), data, args=arguments(**args), step_replay=False, **options)
+    replayed = ours(make(), data, args=arguments(**args), **options)
+    program = replayed.trainer._steps.train
+    assert traced.trainer._steps.train.replays == 0
+    assert program.replays == replays, program.replay_reasons
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert traced.logged(name) == replayed.logged(name)
+    before, after = traced.parameters(), replayed.parameters()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    return replayed
+
+
+@isolated
+def test_one_graph_and_the_same_numbers() -> None:
+    run = _pair(8, make=lambda: gpt2(dropout=0.2), args={"max_steps": 10, "warmup_steps": 3})
+    run.assert_one_graph(10)
+
+
+@pytest.mark.parametrize(
+    "options", [{"bf16": True}, {"optim": "sgd", "max_grad_norm": 0.0}, {"label_smoothing_factor": 0.1}], ids=str
+)
+@isolated
+def test_options(options: dict[str, Any]) -> None:
+    _pair(6, args={"max_steps": 8, **options})
+
+
+@isolated
+def test_accumulation() -> None:
+    run = _pair(12, data=token_samples(36), args={"max_steps": 6, "gradient_accumulation_steps": 3})
+    run.assert_one_graph(6, graphs=3, executions_per_step=3)
+
+
+@isolated
+def test_evaluation_in_between_does_not_end_it() -> None:
+    data = vector_samples(16)
+    run = _pair(
+        10,
+        make=lambda: Classifier(dropout=0.5),
+        data=data,
+        args={"max_steps": 12, "eval_strategy": "steps", "eval_steps": 3},
+        eval_dataset=data,
+    )
+    assert len(run.logged("eval_loss")) == 4
+
+
+@isolated
+def test_a_callback_that_changes_the_rate_takes_effect_at_once() -> None:
+    class Halving(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 6:
+                for group in kwargs["optimizer"].param_groups:
+                    group["weight_decay"] *= 3
+                    group["betas"] = (0.7, 0.9)
+
+    _pair(8, args={"max_steps": 10, "weight_decay": 0.2}, callbacks=[Halving()])
+
+
+@isolated
+def test_freezing_a_layer_is_traced_again() -> None:
+    class Freezing(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 6:
+                for parameter in kwargs["model"].layers[0].parameters():
+                    parameter.requires_grad_(False)
+
+    run = _pair(8, make=Classifier, data=vector_samples(32), args={"max_steps": 12}, callbacks=[Freezing()])
+    assert any("requires_grad" in reason for reason in run.trainer._steps.train.replay_reasons)
+
+
+class _OwnLoss(hf_trainer.Trainer):
+    seen = 0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen += 1
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("replay", "seen"), [("auto", 8), (True, 2)])
+@isolated
+def test_overridden_compute_loss(replay: bool | str, seen: int) -> None:
+    run = ours(gpt2(), token_samples(32), args=arguments(max_steps=8), trainer_class=_OwnLoss, step_replay=replay)
+    assert run.trainer.seen == seen
+    assert run.counts.compiles == 1
+    if replay == "auto":
+        assert any("_OwnLoss.compute_loss" in reason for reason in run.trainer._steps.train.replay_reasons)
+
+
+@isolated
+def test_a_callback_in_the_middle_of_the_step_is_not_left_out() -> None:
+    class Scaling(TrainerCallback):
+        calls = 0
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.calls += 1
+            for parameter in kwargs["model"].parameters():
+                parameter.grad.mul_(0.5)
+
+    scaling = Scaling()
+    run = ours(gpt2(), token_samples(32), args=arguments(max_steps=6), callbacks=[scaling])
+    assert scaling.calls == 6
+    assert run.trainer._steps.train.replays == 0
+
+
+@pytest.mark.parametrize("sharding", ["dp", "fsdp"])
+@isolated(env={"CPU_NUM_DEVICES": "8"})
+def test_under_spmd(sharding: str) -> None:
+    xla_adapters.initialize(spmd=True)
+    run = _pair(
+        6,
+        make=lambda: gpt2(dropout=0.1),
+        data=token_samples(64),
+        args={"max_steps": 8, "per_device_train_batch_size": 8},
+        sharding=sharding,
+    )
+    run.assert_one_graph(8)
