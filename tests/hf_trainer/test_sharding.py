@@ -78,6 +78,8 @@ def shape_of_a_shard(value: torch.Tensor) -> tuple[int, ...]:
 def trains_as_on_one_cpu(name: str, sharding: Any, *, split: bool = True, steps: int = STEPS) -> Run:
     run = sharded(name, sharding, args={"max_steps": steps})
     run.assert_one_graph(steps)
+    program = run.trainer._steps.train
+    assert program.replays > 0, program.replay_reasons
     assert (assert_cut_as_planned(run) > 0) == split
     expected = reference(model(name), data(name), args=options(max_steps=steps))
     assert_close(run.losses, expected.losses, 1e-5)

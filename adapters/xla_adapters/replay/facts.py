@@ -170,8 +170,8 @@ class ModuleFacts:
 
     def user_hook(self) -> str | None:
         """A hook on the module, whose Python a replay would leave out."""
-        for _, keys in self._hooks:
-            if keys:
+        for hooks, _ in self._hooks:
+            if not all(getattr(hook, "only_tensors", False) for hook in hooks.values()):
                 return f"{self.name} has a hook, whose Python a replay would leave out"
         return None
 

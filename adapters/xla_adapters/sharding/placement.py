@@ -140,4 +140,6 @@ class Placement:
                 return (constrain(output[0]), *output[1:]) if output else output
             return constrain(output)
 
+        # Known to `replay`: it does nothing beside tensors.
+        hook.only_tensors = True  # type: ignore[attr-defined]
         return hook
