@@ -57,9 +57,7 @@ def train(folder: Path, journal: Path, storage: Storage, *, dies: tuple[str, int
 
     if dies is not None:
         wrap(*dies)
-    safe_checkpoints.CheckpointStore = functools.partial(  # type: ignore[misc, assignment]
-        CheckpointStore, storage=storage
-    )
+    vars(safe_checkpoints)["CheckpointStore"] = functools.partial(CheckpointStore, storage=storage)
     args = arguments(str(folder), max_steps=STEPS, save_strategy="steps", save_steps=2, save_total_limit=2)
     trainer = Killed(Classifier(dropout=0.4), args, train_dataset=vector_samples(24), callbacks=[_Journal(journal)])
     trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
