@@ -131,11 +131,14 @@ def test_killed_between_the_operations_of_a_commit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_before_every_operation(tmp_path: Path) -> None:
-    """Of the first three saves: the third is the first that makes an older one superfluous."""
+    """Of the third save: the first that makes an older checkpoint superfluous."""
     expected, log = whole(tmp_path)
-    renames = [number for number, (name, _) in enumerate(log) if name == "rename"]
-    assert len(renames) > 4
-    for number in range(renames[3] + 3):
+    begins = [number for number, (name, args) in enumerate(log) if name == "make_folder" and "_tmp-" in args[0]]
+    # Two folders for each save.
+    operations = range(begins[4], begins[6])
+    assert [log[number][0] for number in operations].count("rename") == 2
+    assert len(operations) > 20
+    for number in operations:
         folder, journal = tmp_path / f"run-{number}", tmp_path / f"killed-{number}.txt"
         killed(folder, journal, number)
         goes_on(folder, journal, expected)
