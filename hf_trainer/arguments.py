@@ -12,7 +12,7 @@ from xla_adapters import XLAConfig
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import ShardingConfig
 
-_SHARDING = ("auto_sharding", "sharding")
+_NOT_THE_CORES = ("auto_sharding", "sharding", "safe_checkpoints")
 
 
 @dataclass
@@ -56,14 +56,19 @@ class XLAArguments:
         default=None,
         metadata={"help": "dp, fsdp, tp, 2d or auto, or the options of a ShardingConfig as JSON."},
     )
+    safe_checkpoints: bool = field(
+        default=True,
+        metadata={"help": "Commit checkpoints at one instant, and check them when they are resumed from."},
+    )
 
     def __post_init__(self) -> None:
+        _check_safe_checkpoints(self.safe_checkpoints)
         self.to_config()
         self.to_sharding()
 
     def to_config(self) -> XLAConfig:
         """The options as the core's checked config."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _SHARDING}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_THE_CORES}
         for name in ("free_grads", "step_replay"):
             value = values[name]
             if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -115,3 +120,22 @@ def resolve_sharding(
     if given is not None and parsed is not None:
         raise ConfigError("sharding was asked for twice: by xla_args= and by auto_sharding= or sharding=")
     return given if given is not None else parsed
+
+
+def resolve_safe_checkpoints(xla_args: XLAArguments | XLAConfig | None, given: bool | None) -> bool:
+    """Whether checkpoints are committed by the store, from either way of saying so.
+
+    Raises:
+        ConfigError: both ways were used, or the value is not valid.
+    """
+    if not isinstance(xla_args, XLAArguments):
+        return _check_safe_checkpoints(True if given is None else given)
+    if given is not None:
+        raise ConfigError("the XLA options were given twice: as xla_args= and as safe_checkpoints=")
+    return xla_args.safe_checkpoints
+
+
+def _check_safe_checkpoints(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"safe_checkpoints={value!r} is not a valid value; valid values: True, False")
+    return value

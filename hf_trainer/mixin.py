@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from hf_trainer.arguments import XLAArguments, resolve_config, resolve_sharding
+from hf_trainer.arguments import XLAArguments, resolve_config, resolve_safe_checkpoints, resolve_sharding
 from hf_trainer.callbacks import FirstCallback, LastCallback, XLAStatsCallback
 from hf_trainer.checkpoint_hooks import CheckpointHooks
 from hf_trainer.evaluation_hooks import EvaluationHooks
 from hf_trainer.framework_patches import trainer_patches
 from hf_trainer.refusals import check_arguments, check_optimizer, check_runtime
+from hf_trainer.safe_checkpoints import SafeCheckpointHooks
 from hf_trainer.sharded_checkpoints import ShardedCheckpointHooks
 from hf_trainer.sharding_hooks import ShardingHooks
 from hf_trainer.step_driver import StepDriver
@@ -25,7 +26,9 @@ from xla_adapters.sharding import ShardingConfig
 from xla_adapters.sharding.sharder import Sharder
 
 
-class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks, ShardedCheckpointHooks, ShardingHooks):
+class XLATrainerMixin(
+    TrainingHooks, EvaluationHooks, SafeCheckpointHooks, CheckpointHooks, ShardedCheckpointHooks, ShardingHooks
+):
     """Put it before a class derived from `transformers.Trainer`.
 
         class MyTrainer(XLATrainerMixin, SomebodysTrainer): ...
@@ -37,6 +40,8 @@ class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks, ShardedCh
         auto_sharding: shards the model over all devices, as is planned to cost least. The batch sizes of
             `TrainingArguments` are those of all devices together (as transformers has it under SPMD).
         sharding: the same by name (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or as a `ShardingConfig`.
+        safe_checkpoints: checkpoints are committed by a `CheckpointStore` and checked when resumed from, which is the
+            default; False leaves both to transformers, as it is in several processes.
 
     Raises:
         ConfigError: an XLA option is not valid, or given twice.
@@ -56,6 +61,7 @@ class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks, ShardedCh
         step_replay: bool | str | None = None,
         auto_sharding: bool | Mapping[str, Any] | None = None,
         sharding: str | Mapping[str, Any] | ShardingConfig | None = None,
+        safe_checkpoints: bool | None = None,
         **kwargs: Any,
     ) -> None:
         self.xla_config = resolve_config(
@@ -71,6 +77,7 @@ class XLATrainerMixin(TrainingHooks, EvaluationHooks, CheckpointHooks, ShardedCh
             },
         )
         self.sharding_config = resolve_sharding(xla_args, auto_sharding=auto_sharding, sharding=sharding)
+        self.safe_checkpoints = resolve_safe_checkpoints(xla_args, safe_checkpoints)
         self._backend = get_backend()
         self._sharder = None if self.sharding_config is None else Sharder(self.sharding_config, self.xla_config)
         self._backend.initialize()

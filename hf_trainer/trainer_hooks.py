@@ -13,6 +13,7 @@ from hf_trainer.step_driver import StepDriver
 from xla_adapters import XLAConfig
 from xla_adapters.backend import Backend
 from xla_adapters.run_stats import RunStats
+from xla_adapters.sharding import ShardingConfig
 from xla_adapters.sharding.sharder import Sharder
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class TrainerHooks(_Base):
     """The state behind the hooks. `XLATrainerMixin` sets it up and puts the groups together."""
 
     xla_config: XLAConfig
+    sharding_config: ShardingConfig | None
     run_stats: RunStats
     _backend: Backend
     _sharder: Sharder | None

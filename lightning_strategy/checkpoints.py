@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,10 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from xla_adapters import get_backend
+from xla_adapters.checkpoint import CheckpointStore
+from xla_adapters.checkpoint.sealing import problems, read_manifest
+from xla_adapters.checkpoint.storage import LocalStorage
+from xla_adapters.errors import CheckpointDamagedError
 
 RANDOM_STATE = "xla_adapters"
 
@@ -17,8 +23,46 @@ RANDOM_STATE = "xla_adapters"
 class XLAEagerCheckpointIO(TorchCheckpointIO):
     """Writes what it is given with `torch.save`; the strategy has brought it to the host before.
 
+    A local file appears under its name whole, or not at all, with a manifest as the comment of its zip archive; when
+    it is loaded it is compared with that. Remote ones are written as Lightning does.
+
     Lightning's own for XLA goes through `xm.save` machinery of torch_xla; nothing here does.
     """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """As `TorchCheckpointIO.save_checkpoint`.
+
+        Raises:
+            CheckpointWriteError: the storage refused; what was there before still is.
+        """
+        local = _local(path)
+        # Names that begin like this are the store's own, which nothing resumes from.
+        if local is None or storage_options is not None or local.name.startswith((".", "_")):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        store = CheckpointStore(local.parent, distributions=("lightning",))
+        step = int(checkpoint.get("global_step", 0))
+        store.save(step, lambda file: torch.save(checkpoint, file), name=local.name, one_file=True)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As `TorchCheckpointIO.load_checkpoint`.
+
+        Raises:
+            CheckpointDamagedError: the file has a manifest, and is not what was written.
+        """
+        local, storage = _local(path), LocalStorage()
+        if local is not None and local.is_file():
+            real = os.path.realpath(local)
+            manifest = read_manifest(storage, real)
+            wrong = [] if manifest is None else problems(storage, real, manifest)
+            if wrong:
+                raise CheckpointDamagedError(f"{path} is damaged: {'; '.join(wrong)}")
+        loaded: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
+        return loaded
+
+
+def _local(path: Any) -> Path | None:
+    return None if "://" in os.fspath(path) else Path(path).absolute()
 
 
 def on_host(checkpoint: dict[str, Any]) -> dict[str, Any]:

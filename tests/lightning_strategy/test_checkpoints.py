@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch import nn
 
 import xla_adapters
 from lightning_strategy import XLAEagerStrategy
+from lightning_strategy.checkpoints import XLAEagerCheckpointIO
 from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import FEATURES, Classifier, assert_close, fit, loader, trainer
-from xla_adapters.errors import CheckpointSaveError
+from xla_adapters.checkpoint import CheckpointStore
+from xla_adapters.errors import CheckpointDamagedError, CheckpointSaveError, CheckpointWriteError
 
 
 def saves(folder: Path, **options: Any) -> ModelCheckpoint:
@@ -50,7 +53,7 @@ def test_resume_is_exact_with_dropout(tmp_path: Path) -> None:
 def test_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     every = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
     whole = fit(dropping, XLAEagerStrategy(), max_epochs=1, callbacks=lambda: [every])
-    assert [path.name for path in tmp_path.iterdir()] == ["step=4.ckpt"]
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=4.ckpt"]
 
     class Skips(Classifier):
         """What a resumable loader would do: the first batches are gone."""
@@ -125,7 +128,7 @@ def test_saving_does_not_change_the_run(tmp_path: Path) -> None:
         max_epochs=2,
         callbacks=lambda: [ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1)],
     )
-    assert len(list(tmp_path.iterdir())) == 12
+    assert len(list(tmp_path.glob("*.ckpt"))) == 12
     assert saved.module.losses == plain.module.losses
     assert saved.counters.executions == 12
 
@@ -187,3 +190,39 @@ def test_the_best_checkpoint_is_tested(tmp_path: Path) -> None:
         ours = fit(Tested, strategy, max_epochs=3, **options)
         results.append(ours.trainer.test(ckpt_path="best", dataloaders=loader(2, seed=6), verbose=False)[0])
     assert_close([results[0]["test_loss"]], [results[1]["test_loss"]])
+
+
+@isolated
+def test_a_file_is_whole_and_verified_when_it_is_loaded(tmp_path: Path) -> None:
+    fit(Classifier, XLAEagerStrategy(), max_epochs=2, callbacks=lambda: [saves(tmp_path, save_top_k=1)])
+    last, store = tmp_path / "last.ckpt", CheckpointStore(tmp_path)
+    # Saved twice under this name.
+    assert store.load("last.ckpt").step == 12
+    assert {path.name for path in tmp_path.iterdir() if path.suffix != ".ckpt"} == {"_lock"}
+    # A file of a weight, so that torch.load alone would not notice.
+    (name,) = [item for item in zipfile.ZipFile(last).infolist() if item.filename.endswith("/data/0")]
+    data = bytearray(last.read_bytes())
+    data[name.header_offset + 200] ^= 1
+    last.write_bytes(data)
+    with pytest.raises(CheckpointDamagedError, match=r"last\.ckpt is damaged: .*SHA-256 differs"):
+        resumed(Classifier, XLAEagerStrategy(), last, max_epochs=3)
+
+
+@isolated
+def test_a_file_of_lightning_is_loaded_and_one_in_the_way_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    torch.save({"global_step": 3}, path)
+    io = XLAEagerCheckpointIO()
+    assert io.load_checkpoint(path) == {"global_step": 3}
+    with pytest.raises(CheckpointWriteError, match="was not saved"):
+        io.save_checkpoint({"unwritable": _Unwritable()}, path)
+    assert io.load_checkpoint(path) == {"global_step": 3}
+    io.save_checkpoint({"global_step": 4}, path)
+    assert io.load_checkpoint(path) == {"global_step": 4}
+    io.save_checkpoint({"global_step": 5}, tmp_path / "new" / "_own.ckpt")
+    assert io.load_checkpoint(tmp_path / "new" / "_own.ckpt") == {"global_step": 5}
+
+
+class _Unwritable:
+    def __reduce__(self) -> Any:
+        raise OSError(28, "No space left on device")

@@ -54,6 +54,7 @@ class CheckpointStore:
         root: the folder, or the URL of one in an object store (`gs://...`, whatever fsspec knows).
         prefix: names are this and the step, where no name is given.
         keep_last, keep_every: see `CheckpointConfig`; applied after each save.
+        protected: names that stay whatever these say.
         distributions: whose versions a manifest names beside those of Python, torch, torch_xla and numpy.
         devices: how many devices the run uses, for the manifest.
         group: the processes that save together. They share the folder.
@@ -71,6 +72,7 @@ class CheckpointStore:
         prefix: str = "checkpoint-",
         keep_last: int | None = None,
         keep_every: int | None = None,
+        protected: Collection[str] = (),
         distributions: Collection[str] = (),
         devices: int = 1,
         group: Group | None = None,
@@ -84,6 +86,7 @@ class CheckpointStore:
         self._watchdog = watchdog if watchdog is not None else Watchdog(None)
         self._keep_last = keep_last
         self._keep_every = keep_every
+        self._protected = frozenset(protected)
         self._distributions = tuple(distributions)
         self._devices = devices
         if self.group.size > 1 and not self.storage.can_rename:
@@ -194,7 +197,7 @@ class CheckpointStore:
             undo.pop_all()
         try:
             self._commit.discard(draft)
-            self._rotate(self._keep_last, self._keep_every, (), valid=checkpoint)
+            self._rotate(self._keep_last, self._keep_every, self._protected, valid=checkpoint)
         except OSError as error:
             warnings.warn(
                 f"{checkpoint.path} is saved, but what it replaces is not all removed: {error}",

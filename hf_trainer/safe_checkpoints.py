@@ -1,0 +1,234 @@
+"""Safe checkpoints: transformers writes them, `CheckpointStore` commits them, and checks them when they are loaded."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import warnings
+from collections.abc import Collection
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+
+from hf_trainer.trainer_hooks import TrainerHooks
+from xla_adapters.checkpoint import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointStore,
+    CheckpointWarning,
+    differences,
+    warn_of_differences,
+)
+from xla_adapters.errors import CheckpointNotFoundError, CheckpointWriteError
+
+_log = logging.getLogger(__name__)
+_PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
+_DISTRIBUTIONS = ("transformers", "accelerate")
+# What decides the losses. Named one by one: nothing else (tokens, paths, names of hosts) can get into a manifest.
+SETTINGS = (
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "bf16",
+    "data_seed",
+    "dataloader_drop_last",
+    "full_determinism",
+    "gradient_accumulation_steps",
+    "ignore_data_skip",
+    "label_smoothing_factor",
+    "learning_rate",
+    "lr_scheduler_type",
+    "max_grad_norm",
+    "max_steps",
+    "neftune_noise_alpha",
+    "num_train_epochs",
+    "optim",
+    "optim_args",
+    "per_device_train_batch_size",
+    "seed",
+    "train_sampling_strategy",
+    "warmup_steps",
+    "weight_decay",
+)
+
+
+class SafeCheckpointHooks(TrainerHooks):
+    """With `safe_checkpoints=True` a checkpoint appears under its name whole, or not at all.
+
+    Its files are those that transformers writes, and the manifest.
+    """
+
+    safe_checkpoints: bool
+    # Where the checkpoint that is being saved is written.
+    _draft_folder: str | None = None
+    _to_push: str | None = None
+
+    # ---- saving ----------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._draft_folder if self._draft_folder is not None else super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if not self._saves_safely:
+            super()._save_checkpoint(model, trial)
+            return
+        state, root = self.state, super()._get_output_dir(trial)
+        name, former = f"{_PREFIX}{state.global_step}", state.best_model_checkpoint
+        best = self._best_checkpoint(root)
+        with ExitStack() as undo:
+            undo.callback(setattr, state, "best_model_checkpoint", former)
+            undo.callback(setattr, self, "_to_push", None)
+            store = self._store(root, saving=name, best=best)
+            with store.writing(state.global_step, name=name, settings=self._settings()) as draft:
+                self._draft_folder = str(draft.path.parent)
+                try:
+                    super()._save_checkpoint(model, trial)
+                finally:
+                    self._draft_folder = None
+                # transformers took the draft for the checkpoint.
+                state.best_model_checkpoint = best
+                if self.args.should_save:
+                    state.save_to_json(str(draft.path / TRAINER_STATE_NAME))
+            undo.pop_all()
+        if self._to_push is not None:
+            self._to_push = None
+            super()._push_from_checkpoint(os.path.join(root, name))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # The upload goes on in the background, when the draft is not there any more.
+        if self._draft_folder is not None:
+            self._to_push = checkpoint_folder
+            return
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def _best_checkpoint(self, root: str) -> str | None:
+        """What transformers would make `best_model_checkpoint` when the step is saved."""
+        step = self.state.best_global_step
+        if step and self.args.save_strategy != SaveStrategy.NO:
+            path = os.path.join(root, f"{_PREFIX}{step}")
+            if step == self.state.global_step or os.path.isdir(path):
+                return path
+        return self.state.best_model_checkpoint
+
+    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        # transformers deletes these file by file, and a kill would leave half of one.
+        best = self.state.best_model_checkpoint
+        if self._saves_safely and self.args.should_save and best is not None and self.args.save_total_limit == 1:
+            root = self._get_output_dir(trial)
+            store = self._store(root)
+            for name in _own_names(store):
+                if not os.path.samefile(os.path.join(root, name), best):
+                    try:
+                        store.remove(name)
+                    except CheckpointWriteError as error:
+                        warnings.warn(str(error), CheckpointWarning, stacklevel=2)
+        return super()._finalize_training(trial, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    # ---- loading ---------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.train`; what is resumed from is checked."""
+        if self._saves_safely and resume_from_checkpoint:
+            resume_from_checkpoint = self._checked(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if self._saves_safely and best is not None and (Path(best) / MANIFEST).exists():
+            self._store(os.path.dirname(best)).load(os.path.abspath(best))
+        super()._load_best_model()
+
+    def _checked(self, asked: str | bool) -> str:
+        """The checkpoint to resume from.
+
+        Args:
+            asked: a path, or True for the newest valid one in `output_dir`.
+
+        Raises:
+            CheckpointNotFoundError: none there is valid.
+            CheckpointDamagedError: that at the path is not what was written.
+        """
+        if asked is True:
+            root = self._get_output_dir(None)
+            newest = self._store(root).newest_valid()
+            if newest is None:
+                raise CheckpointNotFoundError(
+                    f"resume_from_checkpoint=True: no checkpoint in {root} is valid. One that was saved without "
+                    "safe_checkpoints is resumed from by its path: resume_from_checkpoint='.../checkpoint-10'"
+                )
+            self._compare(newest)
+            return os.path.join(root, newest.name)
+        path = str(asked)
+        if (Path(path) / MANIFEST).exists():
+            real = os.path.realpath(path)
+            self._compare(self._store(os.path.dirname(real)).load(real))
+        else:
+            _log.warning("%s has no manifest: it is loaded as it is, unchecked", path)
+        return path
+
+    def _compare(self, checkpoint: Checkpoint) -> None:
+        lines = differences(
+            checkpoint.manifest,
+            settings=self._settings(),
+            distributions=_DISTRIBUTIONS,
+            world={"processes": 1, "devices": self._devices},
+        )
+        warn_of_differences(checkpoint, lines)
+
+    # ---- the store -------------------------------------------------------------------------------
+
+    @property
+    def _saves_safely(self) -> bool:
+        # In several processes each would commit a draft of its own.
+        return self.safe_checkpoints and self.args.world_size == 1
+
+    @property
+    def _devices(self) -> int:
+        return self._backend.device_count() if self._sharder is not None else 1
+
+    def _store(self, root: str, *, saving: str | None = None, best: str | None = None) -> CheckpointStore:
+        """The checkpoints in a folder; while one is saved, with the rotation that transformers would do."""
+        where = os.path.abspath(root)
+        limit = self.args.save_total_limit
+        rotates = saving is not None and limit is not None and limit > 0
+        protected: Collection[str] = ()
+        if rotates:
+            assert saving is not None
+            protected = _staying(CheckpointStore(where, prefix=_PREFIX), saving, limit or 1, best)
+        return CheckpointStore(
+            where,
+            prefix=_PREFIX,
+            keep_last=1 if rotates else None,
+            protected=protected,
+            distributions=_DISTRIBUTIONS,
+            devices=self._devices,
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        values = {name: getattr(self.args, name) for name in SETTINGS}
+        sharding = self.sharding_config
+        return {
+            "arguments": values,
+            "xla": asdict(self.xla_config),
+            "sharding": None if sharding is None else {"scheme": sharding.scheme, "mesh_shape": sharding.mesh_shape},
+        }
+
+
+def _own_names(store: CheckpointStore) -> list[str]:
+    """Those with a manifest that transformers would count, oldest first."""
+    names = [checkpoint.name for checkpoint in store.checkpoints()]
+    return [name for name in names if re.fullmatch(rf"{_PREFIX}\d+", name)]
+
+
+def _staying(store: CheckpointStore, saving: str, limit: int, best: str | None) -> set[str]:
+    """The names that `save_total_limit` leaves: the newest, and the best one, which counts."""
+    others = [name for name in _own_names(store) if name != saving]
+    kept = os.path.basename(best) if best is not None and os.path.dirname(os.path.abspath(best)) == store.root else None
+    removable = [name for name in others if name != kept]
+    excess = len(others) + 1 - max(limit, 1 + (kept in others))
+    return {checkpoint.name for checkpoint in store.checkpoints()} - set(removable[: max(0, excess)])

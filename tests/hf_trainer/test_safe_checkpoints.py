@@ -1,0 +1,253 @@
+"""Checkpoints that the store commits: what is in them, what goes, what is resumed from."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from transformers import HfArgumentParser
+
+import hf_trainer
+from hf_trainer import XLAArguments
+from hf_trainer.safe_checkpoints import SETTINGS
+from tests.hf_trainer.scenarios import Classifier, Run, arguments, gpt2, ours, token_samples, vector_samples
+from tests.isolation import isolated
+from xla_adapters import ConfigError
+from xla_adapters.checkpoint import (
+    MANIFEST,
+    CheckpointMismatchWarning,
+    CheckpointStore,
+    CheckpointWarning,
+    differences,
+)
+from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError, CheckpointWriteError
+
+
+def run(folder: Path, *, resume: bool | Path | None = None, **options: Any) -> Run:
+    """Six steps, saved after each second one. Options are those of the trainer, or of its arguments."""
+    own = {name: options.pop(name) for name in ("safe_checkpoints", "trainer_class", "eval_dataset") if name in options}
+    defaults = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    return ours(
+        Classifier(dropout=0.4),
+        vector_samples(16),
+        args=arguments(str(folder), **{**defaults, **options}),
+        train_options={"resume_from_checkpoint": str(resume) if isinstance(resume, Path) else resume},
+        **own,
+    )
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@isolated
+def test_the_files_are_those_of_transformers_and_the_manifest(tmp_path: Path) -> None:
+    run(tmp_path / "safe", hub_token="hf_very_secret", run_name="a-private-name")
+    run(tmp_path / "stock", safe_checkpoints=False)
+    for step in (2, 4, 6):
+        safe, stock = (tmp_path / kind / f"checkpoint-{step}" for kind in ("safe", "stock"))
+        names = [{str(file.relative_to(folder)) for file in folder.rglob("*")} for folder in (safe, stock)]
+        assert names[0] == names[1] | {MANIFEST}
+        manifest = CheckpointStore(tmp_path / "safe").load(safe.name).manifest
+        assert manifest.step == step
+        assert manifest.settings["arguments"]["learning_rate"] == 1e-2
+        assert "transformers" in manifest.versions
+        text = (safe / MANIFEST).read_text()
+        assert not any(word in text.lower() for word in ("token", "secret", "private", str(tmp_path)))
+        states = [json.loads((folder / "trainer_state.json").read_text()) for folder in (safe, stock)]
+        assert [entry.get("loss") for entry in states[0]["log_history"]] == [
+            entry.get("loss") for entry in states[1]["log_history"]
+        ]
+    assert {path.name for path in (tmp_path / "safe").iterdir() if not path.name.startswith("checkpoint-")} == {"_lock"}
+
+
+class _Scores(hf_trainer.Trainer):
+    """Metrics that were agreed on: the best step is 2, then 8."""
+
+    scores: Any = (5, 1, 4, 3, 2)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics = {"eval_loss": float(self.scores[self.state.global_step // 2])}
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+@isolated
+@pytest.mark.parametrize("limit", [1, 2, 3, None])
+def test_the_best_and_the_newest_stay_as_in_transformers(limit: int | None, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "max_steps": 8,
+        "save_total_limit": limit,
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_dataset": vector_samples(4),
+        "trainer_class": _Scores,
+    }
+    safe = run(tmp_path / "safe", **options)
+    run(tmp_path / "stock", safe_checkpoints=False, **options)
+    assert checkpoints(tmp_path / "safe") == checkpoints(tmp_path / "stock")
+    best = str(tmp_path / "safe" / "checkpoint-2")
+    assert safe.trainer.state.best_model_checkpoint == best
+    for name in checkpoints(tmp_path / "safe"):
+        state = json.loads((tmp_path / "safe" / name / "trainer_state.json").read_text())
+        assert state["best_model_checkpoint"] == best
+
+
+@isolated
+def test_what_is_not_a_checkpoint_of_the_run_stays(tmp_path: Path) -> None:
+    run(tmp_path, max_steps=2)
+    shutil.copytree(tmp_path / "checkpoint-2", tmp_path / "kept-by-hand")
+    run(tmp_path, save_total_limit=1)
+    assert checkpoints(tmp_path) == ["checkpoint-6"]
+    assert (tmp_path / "kept-by-hand").is_dir()
+
+
+@isolated
+def test_true_resumes_from_the_newest_valid_one(tmp_path: Path) -> None:
+    losses = run(tmp_path).losses
+    flip(tmp_path / "checkpoint-6" / "optimizer.pt")
+    (tmp_path / "checkpoint-4" / "pytorch_model.bin").unlink()
+    with pytest.warns(CheckpointWarning) as said:
+        resumed = run(tmp_path, resume=True)
+    told = " ".join(str(warning.message) for warning in said)
+    assert "checkpoint-6 is damaged" in told
+    assert "optimizer.pt is not what was written" in told
+    assert "pytorch_model.bin is missing" in told
+    assert resumed.losses == losses
+    assert len(resumed.steps) == 4
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert {path.name for path in tmp_path.glob("_damaged-*")} == {"_damaged-checkpoint-4", "_damaged-checkpoint-6"}
+
+
+@isolated
+def test_a_path_is_verified(tmp_path: Path) -> None:
+    run(tmp_path)
+    flip(tmp_path / "checkpoint-4" / "pytorch_model.bin")
+    (tmp_path / "link").symlink_to(tmp_path / "checkpoint-4")
+    for path in (tmp_path / "checkpoint-4", tmp_path / "link"):
+        with pytest.raises(CheckpointDamagedError, match=r"pytorch_model\.bin is not what was written"):
+            run(tmp_path, resume=path)
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
+@isolated
+def test_a_damaged_best_model_is_not_loaded(tmp_path: Path) -> None:
+    class Damages(_Scores):
+        def _load_best_model(self) -> None:
+            flip(Path(str(self.state.best_model_checkpoint)) / "pytorch_model.bin")
+            super()._load_best_model()
+
+    with pytest.raises(CheckpointDamagedError, match=r"pytorch_model\.bin"):
+        run(
+            tmp_path,
+            load_best_model_at_end=True,
+            eval_strategy="steps",
+            eval_steps=2,
+            eval_dataset=vector_samples(4),
+            trainer_class=Damages,
+        )
+
+
+@isolated
+def test_a_checkpoint_of_transformers_is_loaded_by_its_path(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    losses = run(tmp_path, safe_checkpoints=False).losses
+    with pytest.warns(CheckpointWarning, match="no manifest"), pytest.raises(CheckpointNotFoundError, match="its path"):
+        run(tmp_path, resume=True)
+    with caplog.at_level(logging.WARNING, logger="hf_trainer.safe_checkpoints"):
+        resumed = run(tmp_path, resume=tmp_path / "checkpoint-4")
+    assert resumed.losses == losses
+    assert [record.getMessage() for record in caplog.records if "no manifest" in record.getMessage()] == [
+        f"{tmp_path / 'checkpoint-4'} has no manifest: it is loaded as it is, unchecked"
+    ]
+
+
+@isolated
+def test_another_configuration_is_shown(tmp_path: Path) -> None:
+    run(tmp_path)
+    with pytest.warns(CheckpointMismatchWarning) as said:
+        run(tmp_path, resume=tmp_path / "checkpoint-4", learning_rate=2e-2, max_steps=7)
+    (message,) = [str(w.message) for w in said if issubclass(w.category, CheckpointMismatchWarning)]
+    assert [line.strip() for line in message.splitlines()[1:]] == [
+        "- arguments.learning_rate: 0.01",
+        "+ arguments.learning_rate: 0.02",
+        "- arguments.max_steps: 6",
+        "+ arguments.max_steps: 7",
+    ]
+
+
+@isolated
+def test_the_same_configuration_is_the_same_in_the_manifest(tmp_path: Path) -> None:
+    trainer = run(tmp_path).trainer
+    (*_, newest) = CheckpointStore(tmp_path).checkpoints()
+    again = hf_trainer.Trainer(Classifier(), trainer.args, train_dataset=vector_samples(16))
+    assert differences(newest.manifest, settings=again._settings(), distributions=("transformers", "accelerate")) == []
+
+
+@isolated
+def test_a_save_that_fails_leaves_nothing_and_names_the_cause(tmp_path: Path) -> None:
+    class Full(_Scores):
+        def _save_rng_state(self, output_dir: str) -> None:
+            if self.state.global_step == 4:
+                raise OSError(28, "No space left on device")
+            super()._save_rng_state(output_dir)
+
+    trainer = Full(
+        Classifier(),
+        arguments(str(tmp_path), save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2),
+        train_dataset=vector_samples(16),
+        eval_dataset=vector_samples(4),
+    )
+    with pytest.raises(CheckpointWriteError, match="No space left on device"):
+        trainer.train()
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "_lock"}
+    assert trainer._get_output_dir(None) == str(tmp_path)
+    assert "_tmp-" not in str(trainer.state.best_model_checkpoint)
+
+
+@isolated
+def test_what_is_pushed_is_the_checkpoint_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed: list[tuple[str, bool]] = []
+
+    def push(self: Any, folder: str) -> None:
+        pushed.append((folder, (Path(folder) / MANIFEST).is_file()))
+
+    monkeypatch.setattr(transformers.Trainer, "_push_from_checkpoint", push)
+    monkeypatch.setattr(transformers.Trainer, "init_hf_repo", lambda self, token=None: None)
+    monkeypatch.setattr(transformers.Trainer, "push_to_hub", lambda self, *args, **kwargs: None)
+    run(tmp_path, push_to_hub=True)
+    assert pushed == [(str(tmp_path / f"checkpoint-{step}"), True) for step in (2, 4, 6)]
+
+
+@isolated
+def test_from_pretrained_reads_it(tmp_path: Path) -> None:
+    args = arguments(str(tmp_path), save_strategy="steps", save_steps=4)
+    trained = ours(gpt2(), token_samples(16), args=args).parameters()
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-4")
+    assert all(value.equal(trained[name]) for name, value in loaded.state_dict().items())
+
+
+def test_the_option() -> None:
+    parser = HfArgumentParser(XLAArguments)
+    (parsed,) = parser.parse_args_into_dataclasses(["--safe_checkpoints", "false"])
+    assert parsed.safe_checkpoints is False
+    assert XLAArguments().safe_checkpoints is True
+    with pytest.raises(ConfigError, match="safe_checkpoints='yes'"):
+        XLAArguments(safe_checkpoints="yes")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="twice"):
+        hf_trainer.Trainer(xla_args=XLAArguments(), safe_checkpoints=False)
+
+
+def test_the_settings_hold_no_secrets() -> None:
+    assert not [name for name in SETTINGS if any(word in name for word in ("token", "hub", "dir", "name", "key"))]
