@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 from typing import Any
 
@@ -18,6 +19,9 @@ _WITHIN = ("compute_loss", "compute_loss_context_manager", "autocast_smart_conte
 # Steps until the proof costs a transfer of its own, if nothing is logged before.
 _PATIENCE = 4
 _OWN_PACKAGES = ("transformers.", "hf_trainer.")
+# Their modules compute in forward, and do nothing else that a step would miss.
+_KNOWN_MODULES = ("transformers.", "torch.", "peft.", "xla_adapters.", "hf_trainer.")
+_forwards: weakref.WeakKeyDictionary[torch.nn.Module, str | None] = weakref.WeakKeyDictionary()
 # Arguments that the step's Python looks at.
 _ARGUMENTS = (
     "max_grad_norm",
@@ -69,7 +73,7 @@ def obstacle_within(trainer: Any) -> str | None:
         return f"{overridden} is overridden, and a replay would leave out what it does beside tensors"
     if trainer.compute_loss_func is not None:
         return "compute_loss_func is given, and a replay would leave out what it does beside tensors"
-    return None
+    return _own_forward(trainer.model)
 
 
 def request_of(
@@ -107,6 +111,17 @@ def request_of(
         patience=_PATIENCE,
         obstacle=obstacle,
     )
+
+
+def _own_forward(model: torch.nn.Module) -> str | None:
+    """A module whose forward is the user's own: it may print or count."""
+    if model not in _forwards:
+        own = next((part for part in model.modules() if not type(part).__module__.startswith(_KNOWN_MODULES)), None)
+        _forwards[model] = own and (
+            f"{type(own).__name__} is a module of your own, and a replay would leave out what its forward does beside "
+            "tensors (step_replay=True accepts that)"
+        )
+    return _forwards[model]
 
 
 def _overridden(trainer: Any, names: tuple[str, ...]) -> str | None:

@@ -14,11 +14,19 @@ from tests.hf_trainer.scenarios import Classifier, Run, arguments, gpt2, ours, t
 from tests.isolation import isolated
 
 
-def _pair(replays: int, *, make: Any = gpt2, data: Any = None, args: dict[str, Any], **options: Any) -> Run:
+def _pair(
+    replays: int,
+    *,
+    make: Any = gpt2,
+    data: Any = None,
+    args: dict[str, Any],
+    replay: bool | str = "auto",
+    **options: Any,
+) -> Run:
     """The same training traced and replayed; the latter is returned."""
     data = data if data is not None else token_samples(32)
     traced = ours(make(), data, args=arguments(**args), step_replay=False, **options)
-    replayed = ours(make(), data, args=arguments(**args), **options)
+    replayed = ours(make(), data, args=arguments(**args), **{"step_replay": replay, **options})
     program = replayed.trainer._steps.train
     assert traced.trainer._steps.train.replays == 0
     assert program.replays == replays, program.replay_reasons
@@ -56,6 +64,7 @@ def test_evaluation_in_between_does_not_end_it() -> None:
         10,
         make=lambda: Classifier(dropout=0.5),
         data=data,
+        replay=True,
         args={"max_steps": 12, "eval_strategy": "steps", "eval_steps": 3},
         eval_dataset=data,
     )
@@ -82,7 +91,9 @@ def test_freezing_a_layer_is_traced_again() -> None:
                 for parameter in kwargs["model"].layers[0].parameters():
                     parameter.requires_grad_(False)
 
-    run = _pair(8, make=Classifier, data=vector_samples(32), args={"max_steps": 12}, callbacks=[Freezing()])
+    run = _pair(
+        8, make=Classifier, data=vector_samples(32), args={"max_steps": 12}, replay=True, callbacks=[Freezing()]
+    )
     assert any("requires_grad" in reason for reason in run.trainer._steps.train.replay_reasons)
 
 
@@ -102,6 +113,24 @@ def test_overridden_compute_loss(replay: bool | str, seen: int) -> None:
     assert run.counts.compiles == 1
     if replay == "auto":
         assert any("_OwnLoss.compute_loss" in reason for reason in run.trainer._steps.train.replay_reasons)
+
+
+class _Counting(Classifier):
+    calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        type(self).calls += 1
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("replay", "calls"), [("auto", 8), (True, 2)])
+@isolated
+def test_a_forward_of_ones_own_runs_each_time_unless_replay_was_asked_for(replay: bool | str, calls: int) -> None:
+    run = ours(_Counting(), vector_samples(32), args=arguments(max_steps=8), step_replay=replay)
+    assert _Counting.calls == calls
+    if replay == "auto":
+        reasons = run.trainer._steps.train.replay_reasons
+        assert any("_Counting is a module of your own" in reason for reason in reasons)
 
 
 @isolated
