@@ -117,10 +117,12 @@ def _own_forward(model: torch.nn.Module) -> str | None:
     """A module whose forward is the user's own: it may print or count."""
     if model not in _forwards:
         own = next((part for part in model.modules() if not type(part).__module__.startswith(_KNOWN_MODULES)), None)
-        _forwards[model] = own and (
-            f"{type(own).__name__} is a module of your own, and a replay would leave out what its forward does beside "
-            "tensors (step_replay=True accepts that)"
-        )
+        _forwards[model] = None
+        if own is not None:
+            _forwards[model] = (
+                f"{type(own).__name__} is a module of your own, and a replay would leave out what its forward does "
+                "beside tensors (step_replay=True accepts that)"
+            )
     return _forwards[model]
 
 

@@ -142,3 +142,18 @@ def test_switched_off_where_torch_xla_behaves_otherwise() -> None:
     twin.run(4)
     assert twin.step.replays == 0
     assert twin.losses[-1].cpu().isfinite()
+
+
+@isolated
+def test_a_torch_xla_that_behaves_otherwise_is_noticed_once() -> None:
+    xla_adapters.initialize()
+    backend = xla_adapters.get_backend()
+
+    def changed(*args: object) -> None:
+        raise RuntimeError("another signature")
+
+    backend.run_graph = changed
+    with pytest.warns(UserWarning, match="does not run cached graphs as 2.9 does") as caught:
+        assert not backend.replay_works
+        assert not backend.replay_works
+    assert len(caught) == 1

@@ -6,6 +6,7 @@ Written against torch_xla 2.9; `replay_works` tries all of it out.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -234,7 +235,15 @@ class CachedGraphs:
     @cached_property
     def replay_works(self) -> bool:
         """Whether this torch_xla runs cached graphs as version 2.9 does; compiles two tiny graphs to see."""
-        return _try_out(self)
+        works = _try_out(self)
+        if not works:
+            warnings.warn(
+                f"torch_xla {torch_xla.__version__} does not run cached graphs as 2.9 does: steps are traced again at "
+                "each call instead of being replayed",
+                UserWarning,
+                stacklevel=2,
+            )
+        return works
 
 
 def _try_out(graphs: Any) -> bool:
