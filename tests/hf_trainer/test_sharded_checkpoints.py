@@ -19,6 +19,7 @@ from tests.hf_trainer.scenarios import Run, arguments, assert_close, ours, refer
 from tests.hf_trainer.sharded_models import MODELS, data, model
 from tests.hf_trainer.test_sharding import assert_cut_as_planned, on_8_devices, options
 from tests.isolation import run_in_child
+from xla_adapters.checkpoint import CheckpointStore, CheckpointWarning
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import ShardingConfig
 
@@ -100,6 +101,22 @@ def test_a_whole_checkpoint_is_gone_on_from_in_parts(tmp_path: Path) -> None:
     losses = run(tmp_path, "gpt2", "2d", checkpoints="whole").losses
     resumed = run(tmp_path, "gpt2", "2d", train_options={"resume_from_checkpoint": str(tmp_path / "checkpoint-3")})
     assert resumed.losses == losses
+
+
+@on_8_devices
+def test_parts_are_committed_and_verified_too(tmp_path: Path) -> None:
+    losses = run(tmp_path, "gpt2", "2d").losses
+    store = CheckpointStore(tmp_path)
+    assert [(saved.name, saved.manifest.world["devices"]) for saved in store.checkpoints()] == [
+        ("checkpoint-3", 8),
+        ("checkpoint-6", 8),
+    ]
+    part = next((tmp_path / "checkpoint-6" / "optimizer").glob("*.distcp"))
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.warns(CheckpointWarning, match=rf"checkpoint-6 is damaged.*{part.name}"):
+        resumed = run(tmp_path, "gpt2", "2d", train_options={"resume_from_checkpoint": True})
+    assert resumed.losses == losses
+    assert store.load("checkpoint-6").step == 6
 
 
 @on_8_devices
