@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from enum import Enum
 
+# What tracing somebody's model may raise; each means that this model cannot be traced so.
+MODEL_FAILURES = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    ArithmeticError,
+    ImportError,
+)
+
 
 class XLAAdapterError(Exception):
     """Base of every error raised by xla-adapters."""

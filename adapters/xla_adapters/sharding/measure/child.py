@@ -20,26 +20,13 @@ from typing import Any
 
 import torch
 
-from xla_adapters.errors import XLAAdapterError
+from xla_adapters.errors import MODEL_FAILURES, XLAAdapterError
 from xla_adapters.sharding.measure.job import Job, pack, unpack
 from xla_adapters.sharding.measure.results import MeasuringError, PlanResult
 from xla_adapters.sharding.plan import ShardingPlan
 
 # The machine code is never run: it need not be good.
 _FLAGS = "--xla_dump_hlo_as_text --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-
-# What tracing and compiling somebody's model may raise; the other plans are measured all the same.
-_FAILURES = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    AssertionError,
-    ArithmeticError,
-    ImportError,
-    XLAAdapterError,
-)
 
 
 def measure_plans(
@@ -121,7 +108,8 @@ def _main(folder: Path) -> None:
         for plan in unpack(data).plans:
             try:
                 result = compiled_step(unpack(data), plan, folder, known)
-            except _FAILURES as error:
+            except (*MODEL_FAILURES, XLAAdapterError) as error:
+                # The other plans are measured all the same.
                 traceback.print_exc()
                 result = PlanResult(problem=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
             answer(pickle.dumps(result))

@@ -14,23 +14,12 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree
 
-from xla_adapters.errors import XLAAdapterError
+from xla_adapters.errors import MODEL_FAILURES, XLAAdapterError
 from xla_adapters.sharding.mesh import Spec
 from xla_adapters.sharding.planner.layers import Skeleton, skeleton
 
 _ROOT = "model"
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
-# What tracing somebody's forward pass may raise; each means that this model cannot be captured.
-_FAILURES = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    AssertionError,
-    ArithmeticError,
-    ImportError,
-)
 
 
 class CaptureError(XLAAdapterError):
@@ -123,7 +112,7 @@ def _export(module: nn.Module, batch: Any) -> torch.export.ExportedProgram:
         with warnings.catch_warnings(), _environment_kept():
             warnings.simplefilter("ignore")
             return torch.export.export(_Loss(module), args, kwargs, strict=False)
-    except _FAILURES as error:
+    except MODEL_FAILURES as error:
         first = str(error).strip().splitlines()
         raise CaptureError(f"{type(error).__name__}: {first[0] if first else 'no message'}") from error
 
