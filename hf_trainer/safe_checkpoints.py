@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint
 
 from hf_trainer.trainer_hooks import TrainerHooks
 from xla_adapters.checkpoint import (
@@ -147,22 +147,22 @@ class SafeCheckpointHooks(TrainerHooks):
         """The checkpoint to resume from.
 
         Args:
-            asked: a path, or True for the newest valid one in `output_dir`.
+            asked: a path, or True for the newest valid one in `output_dir`; where none has a manifest, the newest.
 
         Raises:
-            CheckpointNotFoundError: none there is valid.
+            CheckpointNotFoundError: there is none that could be.
             CheckpointDamagedError: that at the path is not what was written.
         """
         if asked is True:
             root = self._get_output_dir(None)
             newest = self._store(root).newest_valid()
-            if newest is None:
-                raise CheckpointNotFoundError(
-                    f"resume_from_checkpoint=True: no checkpoint in {root} is valid. One that was saved without "
-                    "safe_checkpoints is resumed from by its path: resume_from_checkpoint='.../checkpoint-10'"
-                )
-            self._compare(newest)
-            return os.path.join(root, newest.name)
+            if newest is not None:
+                self._compare(newest)
+                return os.path.join(root, newest.name)
+            # Those of transformers' own trainer, of before.
+            asked = get_last_checkpoint(root) or ""
+            if not asked:
+                raise CheckpointNotFoundError(f"resume_from_checkpoint=True: no checkpoint in {root} is valid")
         path = str(asked)
         if (Path(path) / MANIFEST).exists():
             real = os.path.realpath(path)

@@ -161,10 +161,14 @@ def test_a_damaged_best_model_is_not_loaded(tmp_path: Path) -> None:
 
 
 @isolated
-def test_a_checkpoint_of_transformers_is_loaded_by_its_path(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoints_of_transformers_are_loaded_unchecked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     losses = run(tmp_path, safe_checkpoints=False).losses
-    with pytest.warns(CheckpointWarning, match="no manifest"), pytest.raises(CheckpointNotFoundError, match="its path"):
-        run(tmp_path, resume=True)
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    with pytest.warns(CheckpointWarning, match="no manifest"):
+        assert run(tmp_path, resume=True).losses == losses
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint in .* is valid"):
+        run(tmp_path / "nothing", resume=True)
+    caplog.clear()
     with caplog.at_level(logging.WARNING, logger="hf_trainer.safe_checkpoints"):
         resumed = run(tmp_path, resume=tmp_path / "checkpoint-4")
     assert resumed.losses == losses
