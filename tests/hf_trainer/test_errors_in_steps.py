@@ -288,25 +288,28 @@ def test_max_graphs_counts_graphs() -> None:
 
 
 @isolated
+@pytest.mark.parametrize("step_replay", [False, True])
 @pytest.mark.parametrize("runs_out_at", [0, 2])
-def test_auto_find_batch_size(runs_out_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_find_batch_size(runs_out_at: int, step_replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Running out of memory discards the step and halves the batch."""
     backend = get_backend()
-    run_graph = backend.run_graph
+    execution = "run_graph" if step_replay else "finish_step"
+    execute = getattr(backend, execution)
     trainer: Any = None
 
-    def run_if_it_fits(*args: Any) -> list[torch.Tensor]:
+    def run_if_it_fits(*args: Any) -> Any:
         if trainer._train_batch_size > 4 and trainer.state.global_step == runs_out_at:
             raise RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.")
-        return run_graph(*args)
+        return execute(*args)
 
     assert backend.replay_works
-    monkeypatch.setattr(backend, "run_graph", run_if_it_fits)
+    monkeypatch.setattr(backend, execution, run_if_it_fits)
     options = {"train_sampling_strategy": "sequential", "max_steps": 4}
     trainer = hf_trainer.Trainer(
         model=Classifier(),
         args=arguments(per_device_train_batch_size=8, auto_find_batch_size=True, **options),
         train_dataset=vector_samples(32),
+        step_replay=step_replay,
     )
     snapshot = Snapshot()
     snapshot.trainer = trainer
@@ -322,14 +325,19 @@ def test_auto_find_batch_size(runs_out_at: int, monkeypatch: pytest.MonkeyPatch)
 
 
 @isolated
-def test_out_of_memory_without_auto_find_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> bytes:
+@pytest.mark.parametrize(("execution", "step_replay"), [("finish_step", False), ("compile_graph", True)])
+def test_out_of_memory_without_auto_find_batch_size(
+    execution: str, step_replay: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
         raise RuntimeError(
             "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm."
         )
 
     assert get_backend().replay_works
-    monkeypatch.setattr(get_backend(), "compile_graph", fail)
-    trainer = hf_trainer.Trainer(model=Classifier(), args=arguments(), train_dataset=vector_samples(16))
+    monkeypatch.setattr(get_backend(), execution, fail)
+    trainer = hf_trainer.Trainer(
+        model=Classifier(), args=arguments(), train_dataset=vector_samples(16), step_replay=step_replay
+    )
     with pytest.raises(xla_adapters.errors.DeviceOutOfMemoryError, match="batch smaller"):
         trainer.train()
