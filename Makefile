@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-digits demo-lightning test test-slow lint bench clean
+.PHONY: demo demo-digits demo-lightning test test-apart test-rest test-slow lint bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.byte_lm
@@ -15,11 +15,21 @@ demo-digits: $(STAMP)
 demo-lightning: $(STAMP)
 	$(BIN)/python -m examples.lightning_digits
 
+# In two processes: most tests are one process that computes on little more than one core.
+APART := tests/hf_trainer tests/core tests/contract
+PYTEST = $(BIN)/python -m pytest $(if $(SLOW),-m slow)
+
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	+$(MAKE) --no-print-directory -j2 --output-sync=target test-apart test-rest
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	+$(MAKE) --no-print-directory -j2 --output-sync=target SLOW=1 test-apart test-rest
+
+test-apart:
+	$(PYTEST) $(APART)
+
+test-rest:
+	$(PYTEST) $(addprefix --ignore=,$(APART))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
