@@ -118,9 +118,9 @@ def test_overridden_compute_loss(replay: bool | str, seen: int) -> None:
 class _Counting(Classifier):
     calls = 0
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         type(self).calls += 1
-        return super().forward(*args, **kwargs)
+        return super().forward(x, labels)
 
 
 @pytest.mark.parametrize(("replay", "calls"), [("auto", 8), (True, 2)])
