@@ -10,13 +10,18 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as xla_metrics
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
+
+if TYPE_CHECKING:
+    from xla_adapters.backend.interface import Backend as _Rest
+else:
+    _Rest = object
 
 _C = torch_xla._XLAC
 # How torch_xla moves its random stream on at the end of a step (`DeviceContextArena::MarkStep`).
@@ -42,20 +47,15 @@ class GraphInput:
     value: torch.Tensor
 
 
-class CachedGraphs:
-    """Executables that can be run again without tracing; a part of `PJRTBackend`."""
+class CachedGraphs(_Rest):
+    """Executables that can be run again without tracing; a part of `PJRTBackend`, on whose rest it relies."""
 
     _scalars_evicted = 0
+    # `to_host` without riders.
+    _copy_to_host: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
     def __init__(self) -> None:
         self._riders: list[tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], None]]] = []
-
-    def _copy_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        raise NotImplementedError
-
-    def device(self) -> torch.device:
-        """The device a training process computes on."""
-        raise NotImplementedError
 
     @cached_property
     def _name(self) -> str:

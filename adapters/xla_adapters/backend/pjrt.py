@@ -18,13 +18,11 @@ import torch_xla.debug.metrics as xla_metrics
 import torch_xla.debug.profiler as xla_profiler
 import torch_xla.runtime as xr
 import torch_xla.utils.checkpoint as xla_checkpoint
-from torch_xla.distributed.spmd import XLAShardedTensor
 
-from xla_adapters.backend.ahead_of_time import AheadOfTime
 from xla_adapters.backend.cached_graphs import CachedGraphs
 from xla_adapters.backend.interface import Metrics, SeamEvent
-from xla_adapters.backend.parts import PartTransfers
-from xla_adapters.backend.tiles import Tiles, op_sharding_arguments, put_together, tiles_from_text
+from xla_adapters.backend.sharded_tensors import ShardedTensors
+from xla_adapters.backend.tiles import put_together
 from xla_adapters.errors import ConfigError, RuntimeOrderError
 
 _C = torch_xla._XLAC
@@ -32,10 +30,9 @@ _NANOSECONDS = 1e-9
 _SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
 
 
-class PJRTBackend(AheadOfTime, CachedGraphs, PartTransfers):
+class PJRTBackend(CachedGraphs, ShardedTensors):
     """The seam on torch_xla's lazy tensors."""
 
-    native = _C
     name = "torch_xla"
     dynamo_backend = "openxla"
 
@@ -288,51 +285,6 @@ class PJRTBackend(AheadOfTime, CachedGraphs, PartTransfers):
                 copies[index] = copy.detach()
         return [copy for copy in copies if copy is not None]
 
-    # ---- sharding --------------------------------------------------------------------------------
-
-    def shard(self, tensor: torch.Tensor, tiles: Tiles) -> None:
-        """Cuts a tensor that has a value (a parameter, a state, a batch); asked again it does nothing."""
-        tensor = tensor.detach()
-        text = _C._get_xla_sharding_spec(tensor)
-        if text:
-            present = tiles_from_text(text, tensor.ndim)
-            # A value that was copied in from the host, eagerly, waits there under an annotation that is not its own.
-            waits = "Tensor on host: with size" in _C._get_xla_tensor_debug_info(tensor)
-            if not waits and (present == tiles or (present is None and tiles.number == 1)):
-                return
-            _C._xla_clear_sharding(tensor)
-        _C._xla_mark_sharding(tensor, _op_sharding(tiles))
-
-    def constrain(self, tensor: torch.Tensor, tiles: Tiles, *, gradient: Tiles | None = None) -> torch.Tensor:
-        """The tensor, an intermediate value of the step, cut so; its gradient too, or as given."""
-        back = _op_sharding(gradient if gradient is not None else tiles)
-        result: torch.Tensor = _Constrained.apply(tensor, _op_sharding(tiles), back)  # type: ignore[no-untyped-call]
-        return result
-
-    def tiles_of(self, tensor: torch.Tensor) -> Tiles | None:
-        """How a tensor is cut; None if nobody said, or if every device holds it whole."""
-        return tiles_from_text(_C._get_xla_sharding_spec(tensor.detach()), tensor.ndim)
-
-    def upload_sharded(self, tensor: torch.Tensor, tiles: Tiles) -> torch.Tensor:
-        """A copy of a host tensor on the devices, each with its own part only."""
-        spec = _C.XlaShardingSpec(tensor, *op_sharding_arguments(tiles), False)
-        copy: torch.Tensor = _C._xla_tensors_from_aten([tensor.detach()], [str(self.device())], [spec])[0]
-        return copy
-
-    def plain(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The device tensor itself, if it is wrapped to show how it is cut (`xs.mark_sharding` does that)."""
-        return tensor.global_tensor if isinstance(tensor, XLAShardedTensor) else tensor
-
-    @contextmanager
-    def gathering_on_host(self) -> Iterator[None]:
-        """Lets torch_xla's own saving (`xm.save`) put cut tensors together as `to_host` does, until the exit."""
-        before = _C._xla_get_cpu_tensors
-        _C._xla_get_cpu_tensors = self.to_host
-        try:
-            yield
-        finally:
-            _C._xla_get_cpu_tensors = before
-
     # ---- random numbers --------------------------------------------------------------------------
 
     def seed(self) -> int:
@@ -397,28 +349,6 @@ class PJRTBackend(AheadOfTime, CachedGraphs, PartTransfers):
         """Recomputes `function` in the backward pass, behind barriers XLA cannot optimise away."""
         kwargs["use_reentrant"] = True
         return xla_checkpoint.checkpoint(function, *args, **kwargs)
-
-
-class _Constrained(torch.autograd.Function):
-    """As `torch_xla.distributed.spmd.mark_sharding_with_gradients`, without writing and parsing the mesh as text."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, sharding: Any, gradient: Any) -> torch.Tensor:
-        ctx.sharding = gradient
-        result = tensor.clone()
-        # Beside the annotation that a parameter has, and its clone with it.
-        _C._xla_annotate_custom_sharding(result, sharding)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        result = grads[0].clone()
-        _C._xla_annotate_custom_sharding(result, ctx.sharding)
-        return result, None, None
-
-
-def _op_sharding(tiles: Tiles) -> Any:
-    return _C.OpSharding(*op_sharding_arguments(tiles))
 
 
 def _is_on_device(tensor: torch.Tensor) -> bool:

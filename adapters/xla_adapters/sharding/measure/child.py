@@ -104,7 +104,7 @@ def _main(folder: Path) -> None:
         from xla_adapters.sharding.measure.compiled_step import compiled_step
 
         get_backend().initialize(spmd=True)
-        known: dict[str, PlanResult] = {}
+        known: dict[bytes, PlanResult] = {}
         for plan in unpack(data).plans:
             try:
                 result = compiled_step(unpack(data), plan, folder, known)

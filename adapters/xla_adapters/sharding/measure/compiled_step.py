@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,20 @@ from xla_adapters.transfers import uploading
 _HLO, _BUFFERS = ".cpu_after_optimizations.txt", "-buffer-assignment.txt"
 
 
-def compiled_step(job: Job, plan: ShardingPlan, folder: Path, known: dict[str, PlanResult]) -> PlanResult:
+def compiled_step(job: Job, plan: ShardingPlan, folder: Path, known: dict[bytes, PlanResult]) -> PlanResult:
     """Compiles forward pass, loss, backward pass and AdamW as in a training, and reads what came of it.
 
     Args:
         job: the model and the batch; its parameters are brought to the devices, as zeros.
         plan: where they lie.
         folder: where this process's compiler writes its programs (`--xla_dump_to`, as text); is empty again after.
-        known: results by the hash of their graph; gets this one. A graph is compiled once in a process, whatever the
+        known: results by the name of their graph; gets this one. A graph is compiled once in a process, whatever the
             plans that lead to it are called.
     """
     begun = time.monotonic()
-    digest = _compile(job, plan, known)
-    if digest in known:
-        return known[digest]
+    graph = _compile(job, plan)
+    if graph in known:
+        return known[graph]
     # Uploads may have compiled something small; the step is the largest.
     program = max(folder.glob(f"*{_HLO}"), key=lambda path: path.stat().st_size)
     stats = read_hlo(program.read_text(), plan.mesh.size)
@@ -50,11 +49,11 @@ def compiled_step(job: Job, plan: ShardingPlan, folder: Path, known: dict[str, P
     )
     for path in folder.iterdir():
         path.unlink()
-    known[digest] = result
+    known[graph] = result
     return result
 
 
-def _compile(job: Job, plan: ShardingPlan, known: Container[str]) -> str:
+def _compile(job: Job, plan: ShardingPlan) -> bytes:
     backend, model = get_backend(), job.model
     placement = Placement(plan, backend)
     with eager(True):
@@ -67,7 +66,7 @@ def _compile(job: Job, plan: ShardingPlan, known: Container[str]) -> str:
         prime(optimizer)
         state = [value for entry in optimizer.state.values() for value in entry.values()]
         held = [value for value in (*model.parameters(), *state) if backend.is_backend_tensor(value)]
-        former = backend.former_values(held)
+        former = [backend.twin(backend.snapshot(value)) for value in held]
         with placement.constraining(model):
             scope = StepScope(name="measured step")
             scope.open()
@@ -78,12 +77,12 @@ def _compile(job: Job, plan: ShardingPlan, known: Container[str]) -> str:
                 optimizer.step()
                 optimizer.zero_grad()
                 pending = [value for value in backend.live_tensors() if backend.is_pending(value)]
-                digest = backend.graph_hash(pending)
-                if digest not in known:
-                    backend.compile_only(pending, former)
+                # In the order in which a sync takes them: the same program each time.
+                pending.sort(key=backend.tensor_number)
+                backend.set_execution_allowed(True)
+                return backend.compile_graph(pending, former)
             finally:
                 scope.abort()
-    return digest
 
 
 def _upload(model: torch.nn.Module, plan: ShardingPlan) -> None:
