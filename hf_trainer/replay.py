@@ -11,7 +11,9 @@ from torch.utils._pytree import tree_flatten
 from transformers import Trainer, TrainerCallback
 
 from hf_trainer.callbacks import FirstCallback
+from xla_adapters.nested_values import as_dicts
 from xla_adapters.program import ReplayRequest
+from xla_adapters.replay.facts import is_simple
 
 # Methods whose code is the step's. Whoever overrides the first ones surrounds the step with code of his own.
 _AROUND = ("training_step", "_clip_grad_norm", "_get_grad_norm", "floating_point_ops")
@@ -89,7 +91,10 @@ def request_of(
         first: whether it is the first micro batch of the update.
         obstacle: of `obstacle_within`.
     """
-    leaves, spec = tree_flatten((inputs, items))
+    leaves, spec = tree_flatten(as_dicts((inputs, items)))
+    opaque = next((leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and not is_simple(leaf)), None)
+    if obstacle is None and opaque is not None:
+        obstacle = f"the batch holds a {type(opaque).__name__}, which cannot be compared with that of another step"
     arguments: tuple[Hashable, ...] = tuple(str(getattr(trainer.args, name, None)) for name in _ARGUMENTS)
     shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
     smoother = trainer.label_smoother

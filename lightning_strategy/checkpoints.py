@@ -16,6 +16,7 @@ from xla_adapters.checkpoint import CheckpointStore
 from xla_adapters.checkpoint.sealing import problems, read_manifest
 from xla_adapters.checkpoint.storage import LocalStorage
 from xla_adapters.errors import CheckpointDamagedError
+from xla_adapters.nested_values import identity
 
 RANDOM_STATE = "xla_adapters"
 
@@ -92,8 +93,3 @@ def on_host(checkpoint: dict[str, Any]) -> dict[str, Any]:
             converted[name] = copy.copy(value)
             converted[name].update({key: replace(item) for key, item in value.items()})
     return converted
-
-
-def identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """The same for tensors that are one (tied weights)."""
-    return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())

@@ -12,8 +12,9 @@ import torch
 from lightning.fabric.plugins.io import CheckpointIO
 from torch.optim import Optimizer
 
-from lightning_strategy.checkpoints import XLAEagerCheckpointIO, identity, on_host
+from lightning_strategy.checkpoints import XLAEagerCheckpointIO, on_host
 from xla_adapters.errors import ConfigError, UnsupportedOptionError
+from xla_adapters.nested_values import identity
 from xla_adapters.sharding.state import load_model, load_optimizer, optimizer_state, save_state
 
 # Lightning's names (lightning.fabric.strategies.fsdp).

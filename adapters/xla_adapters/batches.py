@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
 
+from xla_adapters.nested_values import tensors_in
 from xla_adapters.rng import host_random_numbers_kept
 
 
 def sample_count(batch: Any) -> int:
     """The length of the first tensor in it; 0 if there is none."""
-    return next((int(tensor.shape[0]) for tensor in _tensors(batch) if tensor.ndim), 0)
+    return next((int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.ndim), 0)
 
 
 def token_count(batch: Any) -> int:
@@ -34,14 +35,3 @@ def example_of(dataset: Any, size: int, collate: Callable[[list[Any]], Any]) -> 
         return None
     with host_random_numbers_kept():
         return collate([dataset[0]] * size)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from xla_adapters.backend import get_backend
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ConfigError
+from xla_adapters.nested_values import as_dicts, replaced, tensors_in
 from xla_adapters.program import ReplayRequest, StepProgram, discarding
 from xla_adapters.replay.facts import FunctionFacts, is_simple
 from xla_adapters.rng import StepSeed
@@ -82,8 +83,8 @@ class CompiledStep(Generic[_Result]):
         Args:
             *args, **kwargs: as for the function; host tensors are brought to the device first.
         """
-        leaves, spec = tree_flatten((args, kwargs))
-        leaves = self._on_device(leaves)
+        args, kwargs = self._on_device((args, kwargs))
+        leaves, spec = tree_flatten(as_dicts((args, kwargs)))
         program = self.program
         # The function's own variables are facts of the trace as it leaves them.
         change = self._facts.changed() if self._facts is not None else None
@@ -113,7 +114,6 @@ class CompiledStep(Generic[_Result]):
             if program.is_replaying:
                 result = program.promise("result")
             else:
-                args, kwargs = tree_unflatten(leaves, spec)
                 result = self._function(*args, **kwargs)
                 program.keep("result", result)
             program.close()
@@ -121,11 +121,10 @@ class CompiledStep(Generic[_Result]):
             self._facts = FunctionFacts(self._function)
         return result  # type: ignore[no-any-return]
 
-    def _on_device(self, leaves: list[Any]) -> list[Any]:
+    def _on_device(self, arguments: Any) -> Any:
         backend = get_backend()
         backend.initialize()
-        host = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not backend.is_backend_tensor(leaf)]
-        if not host:
-            return leaves
+        if all(map(backend.is_backend_tensor, tensors_in(arguments))):
+            return arguments
         with uploading():
-            return [leaf.to(backend.device()) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            return replaced(arguments, lambda tensor: tensor.to(backend.device()))

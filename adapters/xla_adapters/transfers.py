@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from xla_adapters.backend import get_backend
 from xla_adapters.modes import eager
+from xla_adapters.nested_values import replaced, tensors_in
 
 _SCALAR_UPLOADS: frozenset[Callable[..., Any]] = frozenset(
     {torch.Tensor.to, torch.tensor, torch.as_tensor, torch.scalar_tensor}
@@ -62,31 +63,6 @@ def to_host_in_one_transfer(values: Any) -> Any:
         values: tensors in mappings, lists and tuples; anything else is left as it is.
     """
     backend = get_backend()
-    found: list[torch.Tensor] = []
-    _collect(values, found)
-    on_device = [tensor for tensor in found if backend.is_backend_tensor(tensor)]
+    on_device = [tensor for tensor in tensors_in(values) if backend.is_backend_tensor(tensor)]
     copies = dict(zip(map(id, on_device), backend.to_host(on_device), strict=True))
-    return _replace(values, copies)
-
-
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _collect(item, found)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _collect(item, found)
-
-
-def _replace(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return copies.get(id(value), value)
-    if isinstance(value, Mapping):
-        return {key: _replace(item, copies) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_replace(item, copies) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_replace(item, copies) for item in value)
-    return value
+    return replaced(values, lambda tensor: copies.get(id(tensor), tensor))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import BatchEncoding, DynamicCache, TrainerCallback
 
 import hf_trainer
 import xla_adapters
@@ -55,6 +55,26 @@ def test_options(options: dict[str, Any]) -> None:
 def test_accumulation() -> None:
     run = _pair(12, data=token_samples(36), args={"max_steps": 6, "gradient_accumulation_steps": 3})
     run.assert_one_graph(6, graphs=3, executions_per_step=3)
+
+
+def _encoded(samples: list[dict[str, Any]]) -> BatchEncoding:
+    """A batch as `DataCollatorWithPadding` returns it: no dict, but something like one."""
+    return BatchEncoding(torch.utils.data.default_collate(samples))
+
+
+@isolated
+def test_a_batch_that_is_no_dict_is_replayed() -> None:
+    _pair(6, args={"max_steps": 8}, data_collator=_encoded)
+
+
+def _with_a_stranger(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**torch.utils.data.default_collate(samples), "past_key_values": DynamicCache()}
+
+
+@isolated
+def test_a_batch_with_a_value_nobody_can_compare_is_traced() -> None:
+    run = _pair(0, args={"max_steps": 4}, data_collator=_with_a_stranger)
+    assert any("DynamicCache" in reason for reason in run.trainer._steps.train.replay_reasons)
 
 
 @isolated

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy
@@ -11,10 +10,10 @@ import torch
 
 from xla_adapters.backend import get_backend
 from xla_adapters.errors import CheckpointSaveError
+from xla_adapters.nested_values import Identity, identity, replaced, tensors_in
 from xla_adapters.step_scope import in_step
 
 _State = TypeVar("_State")
-_Identity = tuple[object, ...]
 
 
 def snapshot(state: _State) -> _State:
@@ -33,52 +32,18 @@ def snapshot(state: _State) -> _State:
         raise CheckpointSaveError(
             "a checkpoint was to be taken inside a step, whose values do not exist yet: save after it"
         )
-    found: dict[_Identity, torch.Tensor] = {}
-    _collect(state, found)
+    found: dict[Identity, torch.Tensor] = {}
+    for tensor in tensors_in(state):
+        found.setdefault(identity(tensor), tensor)
     backend = get_backend()
     on_device = {key: tensor for key, tensor in found.items() if backend.is_backend_tensor(tensor)}
     copies = dict(zip(on_device, backend.to_host(list(on_device.values())), strict=True))
     for key, tensor in found.items():
         if key not in copies:
             copies[key] = tensor.detach().to("cpu", copy=True)
-    result: _State = _replace(state, copies)
+    result: _State = replaced(state, lambda tensor: copies[identity(tensor)], _copied)
     return result
 
 
-def _identity(tensor: torch.Tensor) -> _Identity:
-    try:
-        storage: object = tensor.untyped_storage()._cdata
-    except NotImplementedError:
-        storage = id(tensor)
-    return (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-
-def _collect(value: Any, found: dict[_Identity, torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.setdefault(_identity(value), value)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _collect(item, found)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _collect(item, found)
-
-
-def _replace(value: Any, copies: Mapping[_Identity, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return copies[_identity(value)]
-    if isinstance(value, numpy.ndarray):
-        return value.copy()
-    if isinstance(value, dict):
-        # Of its own type, with its attributes: a state dict carries the versions of its modules as one.
-        result = copy.copy(value)
-        for key, item in value.items():
-            result[key] = _replace(item, copies)
-        return result
-    if isinstance(value, Mapping):
-        return {key: _replace(item, copies) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_replace(item, copies) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(_replace(item, copies) for item in value)
-    return copy.deepcopy(value)
+def _copied(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, numpy.ndarray) else copy.deepcopy(leaf)

@@ -123,10 +123,12 @@ class RecordingScope(StepScope):
             self._backend.separate_scalars()
 
     def _buffers_read(self) -> set[int]:
-        """The buffers that the graph traced so far reads."""
+        """The buffers that the graphs of the state and of its gradients read, as far as they are traced."""
+        written = [entry.tensor for entry in self._journal.entries()]
+        gradients = [leaf.grad for leaf, _ in self._journal.leaves() if leaf.grad is not None]
         pending = [
             tensor
-            for tensor in self._backend.live_tensors()
+            for tensor in (*written, *gradients)
             if torch._is_functional_tensor(tensor) and self._backend.is_pending(tensor)
         ]
         return {item.handle for item in self._backend.graph_inputs(pending)}
@@ -295,10 +297,10 @@ class _Capture:
 
     def _find_outputs(self) -> None:
         backend = self._backend
+        # Once: it looks at every object there is.
+        self._live = backend.live_tensors()
         self._pending = [
-            tensor
-            for tensor in backend.live_tensors()
-            if torch._is_functional_tensor(tensor) and backend.is_pending(tensor)
+            tensor for tensor in self._live if torch._is_functional_tensor(tensor) and backend.is_pending(tensor)
         ]
         outputs: dict[int, torch.Tensor] = {}
         for tensor in self._pending:
@@ -357,7 +359,7 @@ class _Capture:
         return self._backend.buffers_of(
             [
                 tensor
-                for tensor in self._backend.live_tensors()
+                for tensor in self._live
                 if tensor.ndim == 0
                 and id(tensor) not in feed
                 and tensor not in _numbers

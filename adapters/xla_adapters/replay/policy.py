@@ -22,6 +22,8 @@ logger = logging.getLogger("xla_adapters")
 
 # Passes in a row that could not be recorded, or differed from the one before, until the attempt is given up.
 _ATTEMPTS = 4
+# Signatures kept; the one that was not used for longest is recorded anew when it comes back.
+_SIGNATURES = 64
 
 
 @dataclass
@@ -62,7 +64,7 @@ class StepReplay:
             **options: as for `StepScope`.
         """
         backend = get_backend()
-        plan = self._plans.setdefault((key, environment()), _Plan())
+        plan = self._plan_of((key, environment()))
         if plan.failures >= _ATTEMPTS:
             return StepScope(seed=seed, **options)
         plan.patience = request.patience
@@ -88,6 +90,13 @@ class StepReplay:
                 self.note(str(error))
                 plan.recording, plan.proven = None, False
         return RecordingScope(request, lambda outcome: self._take(plan, outcome), seed=seed, **options)
+
+    def _plan_of(self, key: Hashable) -> _Plan:
+        plan = self._plans.pop(key, None) or _Plan()
+        self._plans[key] = plan
+        if len(self._plans) > _SIGNATURES:
+            del self._plans[next(iter(self._plans))]
+        return plan
 
     def refuse(self, reason: str) -> None:
         """Notes why a pass is traced without an attempt to record it."""

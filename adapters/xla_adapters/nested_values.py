@@ -1,0 +1,67 @@
+"""Tensors in nested values: mappings, lists and tuples of any depth."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+Identity = tuple[object, ...]
+
+
+def identity(tensor: torch.Tensor) -> Identity:
+    """The same for tensors that are one (tied weights)."""
+    try:
+        storage: object = tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        storage = id(tensor)
+    return (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a value, in order; one that is there twice comes twice."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def replaced(value: Any, tensor: Callable[[torch.Tensor], Any], other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """A copy of a value with other leaves. Mappings stay of their type and keep their attributes, if they can.
+
+    Args:
+        value: what to copy.
+        tensor: what stands for a tensor.
+        other: what stands for any other leaf.
+    """
+    if isinstance(value, torch.Tensor):
+        return tensor(value)
+    if isinstance(value, MutableMapping):
+        # A state dict carries the versions of its modules as an attribute.
+        result = copy.copy(value)
+        for key, item in value.items():
+            result[key] = replaced(item, tensor, other)
+        return result
+    if isinstance(value, Mapping):
+        return {key: replaced(item, tensor, other) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(replaced(item, tensor, other) for item in value))
+    if isinstance(value, (list, tuple)):
+        items = [replaced(item, tensor, other) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return other(value)
+
+
+def as_dicts(value: Any) -> Any:
+    """The value with a plain dict for each mapping (`BatchEncoding`, say, which torch's pytrees take for a leaf)."""
+    if isinstance(value, Mapping):
+        return {key: as_dicts(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(as_dicts(item) for item in value)
+    return value
