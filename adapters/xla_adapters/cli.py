@@ -100,6 +100,8 @@ def _plan(options: argparse.Namespace) -> ShardingPlan:
         mesh_shape=options.mesh,
         topology=options.topology if automatic else None,
         memory_budget=int(options.memory * _GIGABYTE) if automatic and options.memory is not None else None,
+        # No device is needed to plan, and none is looked for.
+        measure_top_k=0 if automatic else None,
     )
     devices = options.devices
     if options.mesh is not None:

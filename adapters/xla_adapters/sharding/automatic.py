@@ -21,8 +21,7 @@ from xla_adapters.sharding.measure import KeptPlans
 from xla_adapters.sharding.measure.kept import digest_of
 from xla_adapters.sharding.mesh import Mesh, Spec, factorizations
 from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.sharding.planner import ADAM_BYTES, evaluate_all, plan_model
-from xla_adapters.sharding.planner.topology import Topology
+from xla_adapters.sharding.planner import ADAM_BYTES, Planner, Topology, meshes_of
 from xla_adapters.sharding.templates import default_mesh, template
 
 _USABLE = 0.9
@@ -59,26 +58,21 @@ def automatic_plan(
     batch = example() if example is not None else None
     if batch is None:
         return _without_batch(model, config, mesh or default_mesh("fsdp", devices), fixed)
-    hardware = get_backend().hardware()
+    topology, notes = _topology(config)
     kept = KeptPlans(folder) if folder is not None else None
-    digest = digest_of(model, batch, config, devices, hardware, fixed) if kept is not None else ""
+    digest = digest_of(model, batch, config, devices, topology.name, fixed) if kept is not None else ""
     if kept is not None and (found := kept.find(digest)) is not None:
         return found
-    topology, notes = _topology(config, hardware)
     if config.memory_budget is None and topology.name != "cpu":
         # The rest is for the compiler's temporary values and the runtime.
         config = dataclasses.replace(config, memory_budget=int(_USABLE * topology.memory_bytes))
     top = MEASURED_PLANS if config.measure_top_k is None else config.measure_top_k
-    if top and (hardware != "CPU" or topology.name != "cpu"):
+    if top and topology.name != "cpu":
         if config.measure_top_k is not None:
             notes += (f"measure_top_k={top}: nothing was measured, as plans are compiled for CPU devices only",)
         top = 0
-    if top:
-        candidates = _measured(model, batch, config, devices, mesh, fixed, topology, top, around, kept)
-    else:
-        plans = plan_model(model, batch, mesh=mesh, devices=devices, config=config, topology=topology, fixed=fixed)
-        recipes = _recipes(model, batch, config, devices, mesh, fixed, topology)
-        candidates = [predicted(plan) for plan in [*plans, *recipes]]
+    search = _Search(model, batch, config, devices, mesh, fixed, topology)
+    candidates = search.measured(top, around, kept) if top else search.predicted()
     best = cheapest(candidates, config.memory_budget)
     plan = dataclasses.replace(
         best.plan, notes=(*best.plan.notes, *notes), alternatives=alternatives(candidates, config.memory_budget)
@@ -88,65 +82,71 @@ def automatic_plan(
     return plan
 
 
-def _measured(
-    model: torch.nn.Module,
-    batch: Any,
-    config: ShardingConfig,
-    devices: int,
-    mesh: Mesh | None,
-    fixed: dict[str, Spec],
-    topology: Topology,
-    top: int,
-    around: Callable[[], AbstractContextManager[Any]],
-    kept: KeptPlans | None,
-) -> list[Candidate]:
-    """The planner's best plans and the recipes, compiled."""
-    problem: ConfigError | None = None
-    plans: list[ShardingPlan] = []
-    thrifty: list[ShardingPlan] = []
-    try:
-        plans = plan_model(model, batch, mesh=mesh, devices=devices, config=config, topology=topology, fixed=fixed)
-        if config.memory_budget is not None:
-            # What is compiled may also need more.
-            less = dataclasses.replace(config, memory_budget=int(MARGIN * config.memory_budget))
-            thrifty = plan_model(model, batch, mesh=mesh, devices=devices, config=less, topology=topology, fixed=fixed)
-    except ConfigError as error:
-        # What is compiled may need less than was predicted.
-        if config.memory_budget is None:
-            raise
-        problem = error
-    recipes = _recipes(model, batch, config, devices, mesh, fixed, topology)
-    chosen = distinct([*plans[:top], *thrifty[:top], *recipes])
-    if not chosen and problem is not None:
-        raise problem
-    return measured(chosen, model, batch, topology, around, kept)
+class _Search:
+    """Looks for plans of one model; it is captured once."""
 
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        batch: Any,
+        config: ShardingConfig,
+        devices: int,
+        mesh: Mesh | None,
+        fixed: dict[str, Spec],
+        topology: Topology,
+    ) -> None:
+        self._model, self._batch, self._config, self._devices = model, batch, config, devices
+        self._mesh, self._fixed, self._topology = mesh, fixed, topology
+        self._planner = Planner.begin(model, batch, topology=topology, fixed=fixed, overrides=config.overrides)
 
-def _recipes(
-    model: torch.nn.Module,
-    batch: Any,
-    config: ShardingConfig,
-    devices: int,
-    mesh: Mesh | None,
-    fixed: dict[str, Spec],
-    topology: Topology,
-) -> list[ShardingPlan]:
-    """Each recipe on each mesh it makes sense on, with its predicted cost."""
-    rows = {value.shape[0] for value in _pytree.tree_leaves(batch) if isinstance(value, torch.Tensor) and value.ndim}
-    both = [Mesh.data_and_model(*shape) for shape in factorizations(devices, 2) if min(shape) > 1]
-    recipes: list[ShardingPlan] = []
-    for scheme in ("dp", "fsdp", "tp", "2d"):
-        meshes = [mesh] if mesh is not None else both if scheme == "2d" else [default_mesh(scheme, devices)]
-        for candidate in meshes:
-            try:
-                recipe = template(scheme, model, candidate, config=config, fixed=fixed)
-            except ConfigError:
-                # The mesh has no axis for it: no candidate.
-                continue
-            if all(size % _parts(recipe) == 0 for size in rows):
-                recipes.append(recipe)
-    costs = evaluate_all(recipes, model, batch, topology=topology)
-    return [dataclasses.replace(recipe, predicted=cost) for recipe, cost in zip(recipes, costs, strict=True)]
+    def predicted(self) -> list[Candidate]:
+        """The planner's plans and the recipes, by their predicted costs."""
+        return [predicted(plan) for plan in [*self._planned(self._config.memory_budget), *self._recipes()]]
+
+    def measured(
+        self, top: int, around: Callable[[], AbstractContextManager[Any]], kept: KeptPlans | None
+    ) -> list[Candidate]:
+        """The planner's best plans and the recipes, compiled."""
+        budget = self._config.memory_budget
+        problem: ConfigError | None = None
+        plans: list[ShardingPlan] = []
+        thrifty: list[ShardingPlan] = []
+        try:
+            plans = self._planned(budget)
+            if budget is not None:
+                # What is compiled may also need more.
+                thrifty = self._planned(int(MARGIN * budget))
+        except ConfigError as error:
+            # What is compiled may need less than was predicted.
+            if budget is None:
+                raise
+            problem = error
+        chosen = distinct([*plans[:top], *thrifty[:top], *self._recipes()])
+        if not chosen and problem is not None:
+            raise problem
+        return measured(chosen, self._model, self._batch, self._topology, around, kept)
+
+    def _planned(self, budget: int | None) -> list[ShardingPlan]:
+        return self._planner.best(meshes_of(self._mesh, self._devices), budget, given=self._mesh is not None)
+
+    def _recipes(self) -> list[ShardingPlan]:
+        """Each recipe on each mesh it makes sense on, with its predicted cost."""
+        leaves = _pytree.tree_leaves(self._batch)
+        rows = {value.shape[0] for value in leaves if isinstance(value, torch.Tensor) and value.ndim}
+        both = [Mesh.data_and_model(*shape) for shape in factorizations(self._devices, 2) if min(shape) > 1]
+        recipes: list[ShardingPlan] = []
+        for scheme in ("dp", "fsdp", "tp", "2d"):
+            others = both if scheme == "2d" else [default_mesh(scheme, self._devices)]
+            for mesh in [self._mesh] if self._mesh is not None else others:
+                try:
+                    recipe = template(scheme, self._model, mesh, config=self._config, fixed=self._fixed)
+                except ConfigError:
+                    # The mesh has no axis for it: no candidate.
+                    continue
+                if all(size % _parts(recipe) == 0 for size in rows):
+                    recipes.append(recipe)
+        costs = self._planner.costs(recipes)
+        return [dataclasses.replace(recipe, predicted=cost) for recipe, cost in zip(recipes, costs, strict=True)]
 
 
 def _without_batch(model: torch.nn.Module, config: ShardingConfig, mesh: Mesh, fixed: dict[str, Spec]) -> ShardingPlan:
@@ -174,9 +174,10 @@ def _parts(plan: ShardingPlan) -> int:
     return math.prod(plan.mesh.axis_size(axis) for axis in plan.batch)
 
 
-def _topology(config: ShardingConfig, hardware: str) -> tuple[Topology, tuple[str, ...]]:
+def _topology(config: ShardingConfig) -> tuple[Topology, tuple[str, ...]]:
     if config.topology is not None:
         return Topology.preset(config.topology), ()
+    hardware = get_backend().hardware()
     if hardware == "CPU":
         return Topology.preset("cpu"), ()
     return Topology.preset("v5e"), (

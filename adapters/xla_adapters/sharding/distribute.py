@@ -17,14 +17,14 @@ from torch.utils import _pytree
 
 from xla_adapters.backend import Backend, get_backend
 from xla_adapters.errors import ConfigError
+from xla_adapters.sharding.annotated import annotated, possible_meshes
 from xla_adapters.sharding.config import Scheme, ShardingConfig
 from xla_adapters.sharding.dtensor import accept_placements
-from xla_adapters.sharding.mesh import DATA, Mesh, Spec
+from xla_adapters.sharding.mesh import DATA, Mesh
 from xla_adapters.sharding.placement import Placement
 from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.sharding.sharder import make_plan, spec_of
+from xla_adapters.sharding.sharder import make_plan
 from xla_adapters.sharding.templates import default_mesh, template
-from xla_adapters.sharding.tiling import tiles_of
 
 AUTO = "AUTO"
 PartitionFn = Callable[[str, torch.nn.Module, DeviceMesh], None]
@@ -82,10 +82,11 @@ def distribute_module(
     else:
         accept_placements(module)
         config = _config(partition_fn, mesh)
-        fixed = _annotated(module, mesh or config.mesh(backend.device_count()), backend)
-        plan = make_plan(module, config, backend.device_count(), fixed=fixed, example=lambda: _arguments(example))
+        devices = backend.device_count()
+        cut_for, fixed = annotated(module, possible_meshes(config, devices), backend)
+        plan = make_plan(module, config, devices, mesh=cut_for, fixed=fixed, example=lambda: _arguments(example))
         placement = Placement(plan, backend)
-    _move(module, placement, backend)
+    placement.move_model(module)
     _placements[module] = placement
     _hook(module, placement, backend, device_mesh or placement.plan.mesh, input_fn, output_fn)
     return module
@@ -143,6 +144,11 @@ def _config(partition_fn: str | ShardingConfig, mesh: Mesh | None) -> ShardingCo
         config = partition_fn
         if mesh is not None and config.mesh_shape is not None:
             raise ConfigError("the mesh is given twice: as device_mesh and in the ShardingConfig")
+        if config.checkpoints != "whole":
+            raise ConfigError(
+                f"checkpoints={config.checkpoints!r} is an option of trainers; save a distributed module with "
+                "xla_adapters.sharding.state.save_state, which writes parts"
+            )
     elif isinstance(partition_fn, str) and partition_fn.lower() in get_args(Scheme):
         config = ShardingConfig(scheme=partition_fn.lower())  # type: ignore[arg-type]
     else:
@@ -173,48 +179,14 @@ def _partitioned(
         for name, part in module.named_modules():
             partition_fn(name, part, torch_mesh)
     accept_placements(module)
-    fixed = _annotated(module, mesh, backend)
+    _, fixed = annotated(module, [mesh], backend)
     scheme = "dp" if DATA in mesh.axis_names else "tp"
     plan = template(scheme, module, mesh, config=ShardingConfig(scheme=scheme), fixed=fixed)  # type: ignore[arg-type]
     return dataclasses.replace(plan, name="partition_fn")
 
 
-def _annotated(module: torch.nn.Module, mesh: Mesh | None, backend: Backend) -> dict[str, Spec]:
-    found: dict[str, Spec] = {}
-    for name, parameter in module.named_parameters():
-        tiles = backend.tiles_of(parameter) if backend.is_backend_tensor(parameter) else None
-        if tiles is None:
-            continue
-        spec = None if mesh is None else spec_of(mesh, tiles)
-        if spec is None:
-            raise ConfigError(
-                f"{name} is placed on the devices already, and not on the mesh {mesh}: give the mesh it was placed on "
-                "as device_mesh"
-            )
-        found[name] = spec
-    return found
-
-
 def _arguments(example: Any) -> Any:
     return (example,) if isinstance(example, torch.Tensor) else example
-
-
-def _move(module: torch.nn.Module, placement: Placement, backend: Backend) -> None:
-    """Parameters go to the devices in parts, each once: tied weights stay tied."""
-    moved: dict[int, torch.Tensor] = {}
-    for prefix, part in module.named_modules():
-        for key, value in part._parameters.items():
-            if value is None or backend.is_backend_tensor(value):
-                continue
-            if id(value) not in moved:
-                tiles = tiles_of(placement.plan.mesh, placement.plan.spec_of(f"{prefix}.{key}" if prefix else key))
-                copy = backend.upload_sharded(value, tiles)
-                moved[id(value)] = torch.nn.Parameter(copy, requires_grad=value.requires_grad)
-            part._parameters[key] = moved[id(value)]
-        for key, buffer in part._buffers.items():
-            if buffer is not None and not backend.is_backend_tensor(buffer):
-                part._buffers[key] = moved.setdefault(id(buffer), backend.to_device(buffer))
-    placement.place_model(module)
 
 
 def _hook(

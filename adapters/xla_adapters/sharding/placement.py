@@ -32,6 +32,30 @@ class Placement:
         self._backend = backend if backend is not None else get_backend()
         self._batch_parts = math.prod(plan.mesh.axis_size(axis) for axis in plan.batch)
 
+    def move_model(self, model: torch.nn.Module) -> None:
+        """Brings what is on the host to the devices: each parameter in parts from the start, ties as they were.
+
+        Raises:
+            ConfigError: the plan was made for another model.
+        """
+        backend = self._backend
+        moved: dict[int, torch.Tensor] = {}
+        for prefix, module in model.named_modules():
+            for key, value in module._parameters.items():
+                if value is None or backend.is_backend_tensor(value):
+                    continue
+                if id(value) not in moved:
+                    tiles = tiles_of(self.plan.mesh, self.plan.spec_of(f"{prefix}.{key}" if prefix else key))
+                    copy = backend.upload_sharded(value, tiles)
+                    moved[id(value)] = torch.nn.Parameter(copy, requires_grad=value.requires_grad)
+                module._parameters[key] = moved[id(value)]
+            for key, buffer in module._buffers.items():
+                if buffer is not None and not backend.is_backend_tensor(buffer):
+                    if id(buffer) not in moved:
+                        moved[id(buffer)] = backend.to_device(buffer)
+                    module._buffers[key] = moved[id(buffer)]
+        self.place_model(model)
+
     def place_model(self, model: torch.nn.Module) -> None:
         """Cuts the parameters; call it when they are on the device, and when others may have written to them.
 

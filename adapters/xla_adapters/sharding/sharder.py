@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -12,15 +11,15 @@ from typing import Any
 
 import torch
 
-from xla_adapters.backend import Backend, Tiles, get_backend
+from xla_adapters.backend import Backend, get_backend
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ConfigError, UnsupportedOptionError
+from xla_adapters.sharding.annotated import annotated, possible_meshes
 from xla_adapters.sharding.config import ShardingConfig
-from xla_adapters.sharding.mesh import DimSpec, Mesh, Spec
+from xla_adapters.sharding.mesh import Mesh, Spec
 from xla_adapters.sharding.placement import Placement
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.templates import default_mesh, template
-from xla_adapters.sharding.tiling import tiles_of
 
 logger = logging.getLogger("xla_adapters")
 
@@ -89,7 +88,11 @@ class Sharder:
             ConfigError: nothing fits what was asked for.
         """
         if self._placement is None or not self._placement.plan.fits(model):
-            mesh, fixed = self._annotated(model) if self.config.keep_user_sharding else (None, {})
+            mesh, fixed = (
+                annotated(model, possible_meshes(self.config, self.devices), self._backend)
+                if self.config.keep_user_sharding
+                else (None, {})
+            )
             plan = make_plan(
                 model, self.config, self.devices, mesh=mesh, fixed=fixed, example=example, around=around, folder=folder
             )
@@ -134,38 +137,6 @@ class Sharder:
                 stack.enter_context(self._placement.constraining(model))
                 stack.enter_context(self._placement.cutting_what_is_loaded(model))
             yield
-
-    def _annotated(self, model: torch.nn.Module) -> tuple[Mesh | None, dict[str, Spec]]:
-        """What the user cut already, and the mesh it is cut for; None for the mesh if there is nothing."""
-        cut = {
-            name: tiles
-            for name, parameter in model.named_parameters()
-            if self._backend.is_backend_tensor(parameter) and (tiles := self._backend.tiles_of(parameter)) is not None
-        }
-        if not cut:
-            return None, {}
-        meshes = self._possible_meshes()
-        odd: set[str] = set()
-        for mesh in meshes:
-            specs = {name: spec_of(mesh, tiles) for name, tiles in cut.items()}
-            found = {name: spec for name, spec in specs.items() if spec is not None}
-            if len(found) == len(cut):
-                return mesh, found
-            odd |= cut.keys() - found.keys()
-        raise ConfigError(
-            f"the annotations of {', '.join(sorted(odd)[:3])}{' and others' if len(odd) > 3 else ''} are none of the "
-            f"mesh {', or '.join(map(str, meshes))}: give the mesh they were made for as mesh_shape and axis_names, or "
-            "keep_user_sharding=False to shard them anew"
-        )
-
-    def _possible_meshes(self) -> list[Mesh]:
-        if (asked := self.config.mesh(self.devices)) is not None:
-            return [asked]
-        if self.config.scheme != "auto":
-            return [default_mesh(self.config.scheme, self.devices)]
-        first = [default_mesh(scheme, self.devices) for scheme in ("2d", "fsdp", "tp")]
-        lengths = (length for length in range(2, self.devices) if self.devices % length == 0)
-        return list(dict.fromkeys([*first, *(Mesh.data_and_model(self.devices // n, n) for n in lengths)]))
 
 
 def _no_alpa(hardware: str) -> str:
@@ -228,20 +199,3 @@ def _given(plan: ShardingPlan, model: torch.nn.Module, fixed: Mapping[str, Spec]
             f"{plan.name!r} says; remove the annotations, or give keep_user_sharding=False"
         )
     return plan
-
-
-def spec_of(mesh: Mesh, tiles: Tiles) -> Spec | None:
-    """The spec that cuts a tensor so on this mesh, or None if there is none."""
-    choices: list[list[DimSpec]] = []
-    for count in tiles.counts:
-        ways: list[DimSpec] = [None] if count == 1 else []
-        for length in range(1, len(mesh.axis_names) + 1):
-            for axes in itertools.permutations(mesh.axis_names, length):
-                if mesh.parts(axes) == count:
-                    ways.append(axes[0] if length == 1 else axes)
-        choices.append(ways)
-    for spec in itertools.product(*choices):
-        used = [axis for dim in spec if dim is not None for axis in ((dim,) if isinstance(dim, str) else dim)]
-        if len(set(used)) == len(used) and tiles_of(mesh, spec) == tiles:
-            return spec
-    return None

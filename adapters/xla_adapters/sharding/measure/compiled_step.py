@@ -17,7 +17,6 @@ from xla_adapters.sharding.measure.job import Job
 from xla_adapters.sharding.measure.results import PlanResult
 from xla_adapters.sharding.placement import Placement
 from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.sharding.tiling import tiles_of
 from xla_adapters.step_scope import StepScope
 from xla_adapters.transfers import uploading
 
@@ -58,7 +57,8 @@ def _compile(job: Job, plan: ShardingPlan) -> bytes:
     placement = Placement(plan, backend)
     with eager(True):
         with uploading():
-            _upload(model, plan)
+            _fill(model)
+            placement.move_model(model)
             batch = _pytree.tree_map(_to_device, job.batch)
         backend.flush()
         placement.place_batch(batch)
@@ -85,21 +85,16 @@ def _compile(job: Job, plan: ShardingPlan) -> bytes:
                 scope.abort()
 
 
-def _upload(model: torch.nn.Module, plan: ShardingPlan) -> None:
-    """Brings the model to the devices: each parameter in parts from the start, ties as they were."""
-    backend = get_backend()
-    moved: dict[int, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
-        tiles = tiles_of(plan.mesh, plan.spec_of(name))
-        placed = backend.to_device(zeros) if tiles.number == 1 else backend.upload_sharded(zeros, tiles)
-        moved[id(parameter)] = torch.nn.Parameter(placed, parameter.requires_grad)
-    for buffer in model.buffers():
-        moved[id(buffer)] = buffer.to(backend.device())
+def _fill(model: torch.nn.Module) -> None:
+    """Zeros for the values that did not travel; ties as they were."""
+    filled: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
-        own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in own:
-            tensors.update({key: moved[id(value)] for key, value in tensors.items() if value is not None})
+        for key, value in module._parameters.items():
+            if value is not None:
+                if id(value) not in filled:
+                    zeros = torch.zeros(value.shape, dtype=value.dtype)
+                    filled[id(value)] = torch.nn.Parameter(zeros, value.requires_grad)
+                module._parameters[key] = filled[id(value)]
 
 
 def _to_device(value: Any) -> Any:

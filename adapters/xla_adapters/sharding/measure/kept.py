@@ -78,10 +78,10 @@ class KeptPlans:
 
 
 def digest_of(
-    model: torch.nn.Module, batch: Any, config: ShardingConfig, devices: int, hardware: str, fixed: Mapping[str, Spec]
+    model: torch.nn.Module, batch: Any, config: ShardingConfig, devices: int, topology: str, fixed: Mapping[str, Spec]
 ) -> str:
-    """Names what a plan depends on: structure, shapes, options, devices and versions; 16 hexadecimal digits."""
-    return _digest(_step(model, batch), repr(config), devices, hardware, sorted(fixed.items()))
+    """Names what a plan depends on: structure, shapes, options, devices, links and versions; 16 hexadecimal digits."""
+    return _digest(_step(model, batch), repr(config), devices, topology, sorted(fixed.items()))
 
 
 def digest_of_step(model: torch.nn.Module, batch: Any, plan: ShardingPlan) -> str:
