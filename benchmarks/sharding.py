@@ -31,7 +31,7 @@ from benchmarks.sharding_models import FAMILIES, build  # noqa: E402
 from hf_trainer.framework_patches import as_if_compiling  # noqa: E402
 from xla_adapters.errors import ConfigError  # noqa: E402
 from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan  # noqa: E402
-from xla_adapters.sharding.automatic import MARGIN, MEASURED_PLANS, state_bytes  # noqa: E402
+from xla_adapters.sharding.automatic import MEASURED_PLANS, state_bytes  # noqa: E402
 from xla_adapters.sharding.candidates import measured  # noqa: E402
 from xla_adapters.sharding.measure import KeptPlans  # noqa: E402
 from xla_adapters.sharding.planner import Topology, plan_model  # noqa: E402
@@ -88,13 +88,19 @@ def recipes_by_hand(model: Any, batch: Any, kept: KeptPlans) -> list[Step]:
 
 
 def compile_together(model: Any, batch: Any, budgets: list[float | None], kept: KeptPlans) -> None:
-    """Compiles in one process what the automatic plans for these budgets will want: each would start its own."""
+    """Compiles in one process what the automatic plans for these budgets want first: each would start its own."""
     plans: list[ShardingPlan] = [template(name, model, Mesh.data_and_model(*shape)) for name, shape in RECIPES]
     for budget in budgets:
         try:
             config = ShardingConfig(memory_budget=None if budget is None else int(budget * 1e6))
             plans += plan_model(
-                model, batch, mesh=None, devices=DEVICES, config=config, topology=Topology.preset("cpu")
+                model,
+                batch,
+                mesh=None,
+                devices=DEVICES,
+                config=config,
+                topology=Topology.preset("cpu"),
+                around=as_if_compiling,
             )[:MEASURED_PLANS]
         except ConfigError:
             # Predicted not to fit: the recipes remain.
@@ -132,8 +138,7 @@ def rows_of(model_name: str, width: int, caps: list[str]) -> tuple[list[Row], li
         (fsdp,) = [step for step in hand if step.name.startswith("fsdp")]
         rest = max(0.0, fsdp.memory - state)
         budgets = {cap: None if cap == "none" else float(cap) * state + rest for cap in caps}
-        less = [MARGIN * budget for budget in budgets.values() if budget is not None]
-        compile_together(model, batch, [*budgets.values(), *less], kept)
+        compile_together(model, batch, list(budgets.values()), kept)
         for cap, budget in budgets.items():
             fitting = [step for step in hand if budget is None or step.memory <= budget]
             best = min(fitting, key=lambda step: step.wire, default=None)
@@ -171,7 +176,15 @@ def planning_time(depth: int) -> float:
     """Seconds to plan a Llama of this depth: captured, all meshes of 8 devices, nothing compiled."""
     model, batch = build("llama", width=256, layers=depth)
     begun = time.monotonic()
-    plan_model(model, batch, mesh=None, devices=DEVICES, config=ShardingConfig(), topology=Topology.preset("cpu"))
+    plan_model(
+        model,
+        batch,
+        mesh=None,
+        devices=DEVICES,
+        config=ShardingConfig(),
+        topology=Topology.preset("cpu"),
+        around=as_if_compiling,
+    )
     return time.monotonic() - begun
 
 

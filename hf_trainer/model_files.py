@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from hf_trainer.framework_patches import as_if_compiling
 from xla_adapters.errors import ConfigError
 
+_Loaded = tuple[torch.nn.Module, dict[str, torch.Tensor], Callable[[], AbstractContextManager[Any]]]
 # Heads whose labels are one number per sample.
 _PER_SAMPLE = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification", "ForMultipleChoice")
 
 
-def load(path: Path, rows: int, length: int | None) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """The model a configuration describes, and a batch with labels.
+def load(path: Path, rows: int, length: int | None) -> _Loaded:
+    """The model a configuration describes, a batch with labels, and the context of its forward passes.
 
     Args:
         path: of a `config.json`.
@@ -34,7 +38,7 @@ def load(path: Path, rows: int, length: int | None) -> tuple[torch.nn.Module, di
     cls = _class_of(config, path)
     with torch.device("meta"):
         model: Any = cls(config)
-        return model, _batch(model, config, rows, length, path)
+        return model, _batch(model, config, rows, length, path), as_if_compiling
 
 
 def _class_of(config: Any, path: Path) -> Any:

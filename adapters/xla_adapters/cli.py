@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, get_args
@@ -18,9 +19,10 @@ from xla_adapters.errors import ConfigError, XLAAdapterError
 from xla_adapters.sharding.config import Scheme, ShardingConfig, TopologyName
 from xla_adapters.sharding.plan import ShardingPlan
 
-# Distributions that know a framework's files register `load(path, rows, length) -> (model, batch)` here.
+# Distributions that know a framework's files register `load(path, rows, length) -> (model, batch, around)` here.
 MODEL_FILES = "xla_adapters.model_files"
 _GIGABYTE = 10**9
+_Around = Callable[[], AbstractContextManager[Any]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +88,7 @@ def _plan(options: argparse.Namespace) -> ShardingPlan:
     from xla_adapters.sharding.sharder import make_plan
 
     rows, *length = options.batch
-    model, batch = _load(options.model, rows, length[0] if length else None)
+    model, batch, around = _load(options.model, rows, length[0] if length else None)
     model.to(getattr(torch, options.dtype))
     if options.gradient_checkpointing:
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
@@ -108,22 +110,22 @@ def _plan(options: argparse.Namespace) -> ShardingPlan:
         devices = 1
         for size in options.mesh:
             devices *= size
-    plan = make_plan(model, config, devices, example=lambda: batch)
+    plan = make_plan(model, config, devices, example=lambda: batch, around=around)
     if plan.predicted is None:
-        predicted = evaluate(plan, model, batch, topology=Topology.preset(options.topology))
+        predicted = evaluate(plan, model, batch, topology=Topology.preset(options.topology), around=around)
         plan = dataclasses.replace(plan, predicted=predicted)
     return plan
 
 
-def _load(name: str, rows: int, length: int | None) -> tuple[torch.nn.Module, Mapping[str, Any]]:
-    """A model on the meta device, and a batch of this size."""
+def _load(name: str, rows: int, length: int | None) -> tuple[torch.nn.Module, Mapping[str, Any], _Around]:
+    """A model on the meta device, a batch of this size, and the context that its forward passes run in."""
     if name.endswith(".json"):
         loaders = list(entry_points(group=MODEL_FILES))
         if not loaders:
             raise ConfigError(f"{name}: nothing installed reads configuration files; install xla-adapters[hf]")
         if not Path(name).is_file():
             raise ConfigError(f"{name}: there is no such file")
-        loaded: tuple[torch.nn.Module, Mapping[str, Any]] = loaders[0].load()(Path(name), rows, length)
+        loaded: tuple[torch.nn.Module, Mapping[str, Any], _Around] = loaders[0].load()(Path(name), rows, length)
         return loaded
     module, separator, factory = name.partition(":")
     if not separator:
@@ -139,4 +141,4 @@ def _load(name: str, rows: int, length: int | None) -> tuple[torch.nn.Module, Ma
             f"--model {name}: the factory is called with the number of samples and their length (None if not given) "
             f"and returns (model, batch); it returned {type(made).__name__}"
         )
-    return made
+    return (*made, nullcontext)

@@ -50,7 +50,8 @@ def config_file(folder: Path, **values: Any) -> str:
     return str(path)
 
 
-@isolated
+# A runtime of this kind does not exist: none is started to plan.
+@isolated(env={"PJRT_DEVICE": "NONE"})
 def test_a_configuration_of_transformers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     saved, drawn = tmp_path / "plan.json", tmp_path / "plan.html"
     arguments = ["plan", "--model", config_file(tmp_path), "--mesh", "2x4", "--batch", "16x128", "--topology", "v5p"]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,9 @@ from torch import nn
 
 from tests.isolation import isolated
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding import Measurement, Mesh, PlanCost, ShardingConfig, ShardingPlan, candidates
+from xla_adapters.sharding import Measurement, Mesh, PlanCost, ShardingConfig, ShardingPlan, automatic, candidates
 from xla_adapters.sharding.candidates import Candidate, alternatives, cheapest, distinct
-from xla_adapters.sharding.measure import KeptPlans, PlanResult, measure_plans
+from xla_adapters.sharding.measure import KeptPlans, MeasuringError, PlanResult, measure_plans
 from xla_adapters.sharding.measure.job import Job, pack, unpack
 from xla_adapters.sharding.measure.kept import digest_of_step
 from xla_adapters.sharding.sharder import make_plan
@@ -63,6 +67,8 @@ def test_plans_are_measured_kept_and_compared(tmp_path: Path) -> None:
     # The gradients and the loss, in float32, summed over a ring of 8.
     assert dp.measurement.wire_bytes == 2 * 4 * (numbers + 1) * 7 / 8
     assert set(dp.measurement.collectives) == {"all-reduce"}
+    # Weights are put together once, where they are used (and not for the backward pass again); then as before.
+    assert fsdp.measurement.wire_bytes == (3 * 4 * numbers + 2 * 4) * 7 / 8
     assert "all-gather" in fsdp.measurement.collectives
     # Weights and Adam's two averages, whole and in eighths; updates take the place of what they update.
     whole, eighths = dp.measurement.memory_bytes, fsdp.measurement.memory_bytes
@@ -108,6 +114,52 @@ def test_a_model_that_cannot_travel_is_planned_by_prediction() -> None:
     plan = make_plan(model, ShardingConfig(), 8, example=batch)
     assert plan.measured is None
     assert any("compared by prediction: the model cannot be pickled" in message for message in messages)
+
+
+@isolated
+def test_the_process_that_measures_may_end_early() -> None:
+    plans = [recipe(Net(), "dp", 8, 1)]
+    with pytest.raises(MeasuringError, match=r"the process that measures had no more than 0 s"):
+        measure_plans(Net(), batch(), plans, timeout=0.1)
+    with pytest.raises(MeasuringError, match="the process that measures was killed, as a machine does that is out of"):
+        measure_plans(Net(), batch(), plans, around=killed)
+
+
+@contextmanager
+def killed() -> Iterator[None]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    yield
+
+
+@isolated(env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})
+def test_plans_are_made_again_for_what_predictions_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    missed = 6000.0
+    rounds: list[list[ShardingPlan]] = []
+
+    def compiled(plans: list[ShardingPlan], *args: Any) -> list[Candidate]:
+        rounds.append(list(plans))
+        found = []
+        for plan in plans:
+            assert plan.predicted is not None
+            memory = plan.predicted.memory_bytes + missed
+            seen = Measurement(wire_bytes=plan.predicted.wire_bytes, memory_bytes=memory, collectives={})
+            plan = dataclasses.replace(plan, measured=seen)
+            found.append(Candidate(plan=plan, seconds=plan.predicted.step_seconds, memory_bytes=memory))
+        return found
+
+    monkeypatch.setattr(automatic, "measured", compiled)
+    free = make_plan(Net(), ShardingConfig(), 8, example=batch)
+    assert len(rounds) == 1
+    assert free.predicted is not None
+    budget = int(free.predicted.memory_bytes + missed / 2)
+    plan = make_plan(Net(), ShardingConfig(memory_budget=budget), 8, example=batch)
+    assert plan.measured is not None
+    assert plan.measured.memory_bytes <= budget
+    # The plan that was predicted to fit did not, and others were asked for with what is left.
+    first, second = rounds[1:]
+    assert free.parameters in [item.parameters for item in first]
+    assert second
+    assert all(item.predicted.memory_bytes <= budget - missed for item in second if item.predicted is not None)
 
 
 @isolated(env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ from xla_adapters.sharding.measure import KeptPlans
 from xla_adapters.sharding.measure.kept import digest_of
 from xla_adapters.sharding.mesh import Mesh, Spec, factorizations
 from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.sharding.planner import ADAM_BYTES, Planner, Topology, meshes_of
+from xla_adapters.sharding.planner import ADAM_BYTES, Planner, Topology, by_time, meshes_of
 from xla_adapters.sharding.templates import default_mesh, template
 
 _USABLE = 0.9
-MARGIN = 0.9
+# Rounds of plans for a budget that is corrected by what the plans before really took.
+_CORRECTIONS = 3
 MEASURED_PLANS = 2
 
 
@@ -71,8 +72,8 @@ def automatic_plan(
         if config.measure_top_k is not None:
             notes += (f"measure_top_k={top}: nothing was measured, as plans are compiled for CPU devices only",)
         top = 0
-    search = _Search(model, batch, config, devices, mesh, fixed, topology)
-    candidates = search.measured(top, around, kept) if top else search.predicted()
+    search = _Search(model, batch, config, devices, mesh, fixed, topology, around)
+    candidates = search.measured(top, kept) if top else search.predicted()
     best = cheapest(candidates, config.memory_budget)
     plan = dataclasses.replace(
         best.plan, notes=(*best.plan.notes, *notes), alternatives=alternatives(candidates, config.memory_budget)
@@ -94,37 +95,66 @@ class _Search:
         mesh: Mesh | None,
         fixed: dict[str, Spec],
         topology: Topology,
+        around: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._model, self._batch, self._config, self._devices = model, batch, config, devices
-        self._mesh, self._fixed, self._topology = mesh, fixed, topology
-        self._planner = Planner.begin(model, batch, topology=topology, fixed=fixed, overrides=config.overrides)
+        self._mesh, self._fixed, self._topology, self._around = mesh, fixed, topology, around
+        self._planner = Planner.begin(
+            model, batch, topology=topology, fixed=fixed, overrides=config.overrides, around=around
+        )
 
     def predicted(self) -> list[Candidate]:
         """The planner's plans and the recipes, by their predicted costs."""
         return [predicted(plan) for plan in [*self._planned(self._config.memory_budget), *self._recipes()]]
 
-    def measured(
-        self, top: int, around: Callable[[], AbstractContextManager[Any]], kept: KeptPlans | None
-    ) -> list[Candidate]:
+    def measured(self, top: int, kept: KeptPlans | None) -> list[Candidate]:
         """The planner's best plans and the recipes, compiled."""
         budget = self._config.memory_budget
         problem: ConfigError | None = None
         plans: list[ShardingPlan] = []
-        thrifty: list[ShardingPlan] = []
         try:
-            plans = self._planned(budget)
-            if budget is not None:
-                # What is compiled may also need more.
-                thrifty = self._planned(int(MARGIN * budget))
+            plans = self._planned(budget)[:top]
         except ConfigError as error:
             # What is compiled may need less than was predicted.
             if budget is None:
                 raise
             problem = error
-        chosen = distinct([*plans[:top], *thrifty[:top], *self._recipes()])
-        if not chosen and problem is not None:
+        tried = distinct([*self._recipes(), *plans])
+        if not tried and problem is not None:
             raise problem
-        return measured(chosen, self._model, self._batch, self._topology, around, kept)
+        found = self._compiled(tried, kept)
+        if budget is None:
+            return found
+        for _ in range(_CORRECTIONS):
+            seen = len(tried)
+            tried = distinct([*tried, *self._corrected(found, budget)[:top]])
+            new = [item for item in self._compiled(tried[seen:], kept) if item.plan.measured is not None]
+            found += new
+            if not new or any(item.memory_bytes <= budget for item in new):
+                break
+        return found
+
+    def _compiled(self, plans: Sequence[ShardingPlan], kept: KeptPlans | None) -> list[Candidate]:
+        return measured(plans, self._model, self._batch, self._topology, self._around, kept) if plans else []
+
+    def _corrected(self, found: Sequence[Candidate], budget: int) -> list[ShardingPlan]:
+        """Plans for what the budget is in predictions, which err by what those that were compiled show."""
+        errors = [
+            (candidate.plan.mesh, candidate.memory_bytes - candidate.plan.predicted.memory_bytes)
+            for candidate in found
+            if candidate.plan.predicted is not None and candidate.plan.measured is not None
+        ]
+        plans: list[ShardingPlan] = []
+        for mesh in meshes_of(self._mesh, self._devices) if errors else ():
+            # The next plan for a mesh errs about as much as the last one did.
+            error = next((error for other, error in reversed(errors) if other == mesh), errors[-1][1])
+            allowed = int(budget - error)
+            try:
+                plans += self._planner.best([mesh], allowed, given=self._mesh is not None)
+            except ConfigError:
+                # Nothing fits on this mesh.
+                continue
+        return sorted(plans, key=by_time)
 
     def _planned(self, budget: int | None) -> list[ShardingPlan]:
         return self._planner.best(meshes_of(self._mesh, self._devices), budget, given=self._mesh is not None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -66,17 +67,23 @@ def measure_plans(
             stderr=subprocess.PIPE,
             env=environment,
         )
-        results, errors = _answers(process, data, timeout)
+        results, ended, errors = _answers(process, data, timeout)
     if not results:
-        raise MeasuringError(f"the process that measures ended with {process.returncode}: {errors[-2000:].strip()}")
-    late = PlanResult(problem=f"not reached within {timeout:.0f} s")
-    return [*results, *[late] * (len(plans) - len(results))]
+        raise MeasuringError(f"the process that measures {ended}: {errors[-2000:].strip()}")
+    missing = PlanResult(problem=f"not reached: the process that measures {ended}")
+    return [*results, *[missing] * (len(plans) - len(results))]
 
 
-def _answers(process: subprocess.Popen[bytes], data: bytes, timeout: float) -> tuple[list[PlanResult], str]:
-    """What the process answered before it ended or was ended."""
+def _answers(process: subprocess.Popen[bytes], data: bytes, timeout: float) -> tuple[list[PlanResult], str, str]:
+    """What the process answered, how it ended, and its error output."""
     assert process.stdin is not None
-    clock = threading.Timer(timeout, process.kill)
+    late = threading.Event()
+
+    def stop() -> None:
+        late.set()
+        process.kill()
+
+    clock = threading.Timer(timeout, stop)
     clock.start()
     try:
         # Both pipes are drained while the job is written.
@@ -85,7 +92,13 @@ def _answers(process: subprocess.Popen[bytes], data: bytes, timeout: float) -> t
         clock.cancel()
         process.kill()
         process.wait()
-    return list(_results(output)), errors.decode(errors="replace")
+    if late.is_set():
+        ended = f"had no more than {timeout:.0f} s"
+    elif process.returncode == -signal.SIGKILL:
+        ended = "was killed, as a machine does that is out of memory"
+    else:
+        ended = f"ended with status {process.returncode}"
+    return list(_results(output)), ended, errors.decode(errors="replace")
 
 
 def _results(output: bytes) -> Iterator[PlanResult]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import nn
 
@@ -23,6 +25,7 @@ def plan_model(
     topology: Topology,
     optimizer_bytes_per_parameter: float = ADAM_BYTES,
     fixed: Mapping[str, Spec] | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[ShardingPlan]:
     """Plans how a training step is split over devices, in the manner of Alpa (Zheng et al., OSDI 2022).
 
@@ -39,6 +42,7 @@ def plan_model(
         topology: what devices and links can do.
         optimizer_bytes_per_parameter: for each element of a trainable parameter; 8 is Adam in float32.
         fixed: specs of parameters that are annotated already; the rest is planned around them.
+        around: gives the context that forward passes run in.
 
     Returns:
         Plans with their predicted cost, the fastest first; up to two for each mesh: one whose activations lie as
@@ -54,6 +58,7 @@ def plan_model(
         optimizer_bytes=optimizer_bytes_per_parameter,
         fixed=fixed,
         overrides=config.overrides,
+        around=around,
     )
     return planner.best(meshes_of(mesh, devices), config.memory_budget, given=mesh is not None)
 
@@ -70,6 +75,7 @@ def evaluate(
     *,
     topology: Topology,
     optimizer_bytes_per_parameter: float = ADAM_BYTES,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> PlanCost:
     """What a step costs under a plan that somebody else made.
 
@@ -78,13 +84,18 @@ def evaluate(
 
     Args:
         plan: of this model.
-        model, batch, topology, optimizer_bytes_per_parameter: as in `plan_model`.
+        model, batch, topology, optimizer_bytes_per_parameter, around: as in `plan_model`.
 
     Raises:
         ConfigError: the plan is for another model, or its mesh does not divide the batch.
     """
     (cost,) = evaluate_all(
-        [plan], model, batch, topology=topology, optimizer_bytes_per_parameter=optimizer_bytes_per_parameter
+        [plan],
+        model,
+        batch,
+        topology=topology,
+        optimizer_bytes_per_parameter=optimizer_bytes_per_parameter,
+        around=around,
     )
     return cost
 
@@ -96,15 +107,18 @@ def evaluate_all(
     *,
     topology: Topology,
     optimizer_bytes_per_parameter: float = ADAM_BYTES,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[PlanCost]:
     """What a step costs under each of several plans; the model is captured once.
 
     Args:
         plans: of this model.
-        model, batch, topology, optimizer_bytes_per_parameter: as in `plan_model`.
+        model, batch, topology, optimizer_bytes_per_parameter, around: as in `plan_model`.
 
     Raises:
         ConfigError: as in `evaluate`.
     """
-    planner = Planner.begin(model, batch, topology=topology, optimizer_bytes=optimizer_bytes_per_parameter)
+    planner = Planner.begin(
+        model, batch, topology=topology, optimizer_bytes=optimizer_bytes_per_parameter, around=around
+    )
     return planner.costs(plans)

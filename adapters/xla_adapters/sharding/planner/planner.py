@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +44,7 @@ class Planner:
 
     model: nn.Module
     batch: Batch
+    around: Callable[[], AbstractContextManager[Any]]
     entries: list[inventory.Entry]
     parameters: Mapping[str, Parameter]
     classes: Mapping[str, str]
@@ -63,6 +65,7 @@ class Planner:
         optimizer_bytes: float = ADAM_BYTES,
         fixed: Mapping[str, Spec] | None = None,
         overrides: Mapping[str, Spec] | None = None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Planner:
         """Captures the model; the arguments are those of `plan_model`."""
         entries = inventory.take(model, fixed or {}, overrides or {})
@@ -70,7 +73,8 @@ class Planner:
         notes: tuple[str, ...] = ()
         captured = None
         try:
-            captured = _captured(model, batch, given)
+            with around():
+                captured = _captured(model, batch, given)
         except CaptureError as error:
             note = (
                 f"the model could not be captured as a graph ({error}): planned by parameters alone, the batch over "
@@ -86,6 +90,7 @@ class Planner:
         return cls(
             model=model,
             batch=batch,
+            around=around,
             entries=entries,
             parameters=_parameters(entries, classes),
             classes=classes,
@@ -134,7 +139,7 @@ class Planner:
             )
         if not plans:
             raise ConfigError(f"no mesh of {devices} devices can be used: {'; '.join(sorted(set(reasons)))}")
-        return sorted(plans, key=_order)
+        return sorted(plans, key=by_time)
 
     def costs(self, plans: Sequence[ShardingPlan]) -> list[PlanCost]:
         """What a step costs under plans that somebody else made.
@@ -149,7 +154,12 @@ class Planner:
             if decided is None:
                 # Layers that are one here lie in different ways there.
                 decided = Planner.begin(
-                    self.model, self.batch, topology=self.topology, optimizer_bytes=self.optimizer_bytes, fixed=specs
+                    self.model,
+                    self.batch,
+                    topology=self.topology,
+                    optimizer_bytes=self.optimizer_bytes,
+                    fixed=specs,
+                    around=self.around,
                 )
             decided.check(plan.mesh)
             costs.append(decided.cost(plan))
@@ -329,6 +339,7 @@ def _same(one: ShardingPlan, other: ShardingPlan) -> bool:
     return (one.parameters, one.batch, one.activations) == (other.parameters, other.batch, other.activations)
 
 
-def _order(plan: ShardingPlan) -> tuple[float, int, tuple[int, ...]]:
+def by_time(plan: ShardingPlan) -> tuple[float, int, tuple[int, ...]]:
+    """Sorts plans by their predicted time, to six digits; then the simpler one first."""
     seconds = plan.predicted.step_seconds if plan.predicted is not None else 0.0
     return (float(f"{seconds:.6g}"), len(plan.activations), tuple(-size for size in plan.mesh.shape))
