@@ -27,6 +27,7 @@ from xla_adapters.sharding.templates import default_mesh, template
 _USABLE = 0.9
 # Rounds of plans for a budget that is corrected by what the plans before really took.
 _CORRECTIONS = 3
+_SLACK = 0.998
 MEASURED_PLANS = 2
 
 
@@ -123,37 +124,30 @@ class _Search:
         if not tried and problem is not None:
             raise problem
         found = self._compiled(tried, kept)
-        if budget is None:
-            return found
-        for _ in range(_CORRECTIONS):
+        latest: list[Candidate] = []
+        for _ in range(_CORRECTIONS if budget is not None else 0):
             seen = len(tried)
-            tried = distinct([*tried, *self._corrected(found, budget)[:top]])
-            new = [item for item in self._compiled(tried[seen:], kept) if item.plan.measured is not None]
-            found += new
-            if not new or any(item.memory_bytes <= budget for item in new):
+            tried = distinct([*tried, *self._corrected(latest, found)[:1]])
+            latest = [item for item in self._compiled(tried[seen:], kept) if item.plan.measured is not None]
+            found += latest
+            if not latest or latest[0].memory_bytes <= (budget or 0):
                 break
         return found
 
     def _compiled(self, plans: Sequence[ShardingPlan], kept: KeptPlans | None) -> list[Candidate]:
         return measured(plans, self._model, self._batch, self._topology, self._around, kept) if plans else []
 
-    def _corrected(self, found: Sequence[Candidate], budget: int) -> list[ShardingPlan]:
-        """Plans for what the budget is in predictions, which err by what those that were compiled show."""
-        errors = [
-            (candidate.plan.mesh, candidate.memory_bytes - candidate.plan.predicted.memory_bytes)
-            for candidate in found
-            if candidate.plan.predicted is not None and candidate.plan.measured is not None
-        ]
+    def _corrected(self, latest: Sequence[Candidate], found: Sequence[Candidate]) -> list[ShardingPlan]:
+        """Plans for what the budget is in predictions, which err by what those that were compiled show.
+
+        Of each mesh the one that relies on nothing but what GSPMD does by itself: it errs least.
+        """
         plans: list[ShardingPlan] = []
-        for mesh in meshes_of(self._mesh, self._devices) if errors else ():
-            # The next plan for a mesh errs about as much as the last one did.
-            error = next((error for other, error in reversed(errors) if other == mesh), errors[-1][1])
-            allowed = int(budget - error)
-            try:
-                plans += self._planner.best([mesh], allowed, given=self._mesh is not None)
-            except ConfigError:
-                # Nothing fits on this mesh.
-                continue
+        for mesh in meshes_of(self._mesh, self._devices):
+            errors = _errors(latest, mesh) or sorted(_errors(found, mesh), key=abs) or _errors(found, None)
+            if errors and self._config.memory_budget is not None:
+                plan = self._planner.followed(mesh, int(_SLACK * self._config.memory_budget - errors[0]))
+                plans += [plan] if plan is not None else []
         return sorted(plans, key=by_time)
 
     def _planned(self, budget: int | None) -> list[ShardingPlan]:
@@ -177,6 +171,17 @@ class _Search:
                     recipes.append(recipe)
         costs = self._planner.costs(recipes)
         return [dataclasses.replace(recipe, predicted=cost) for recipe, cost in zip(recipes, costs, strict=True)]
+
+
+def _errors(candidates: Sequence[Candidate], mesh: Mesh | None) -> list[float]:
+    """How many bytes more than predicted the steps take that were compiled, on a mesh or on any."""
+    return [
+        candidate.memory_bytes - candidate.plan.predicted.memory_bytes
+        for candidate in candidates
+        if candidate.plan.predicted is not None
+        and candidate.plan.measured is not None
+        and (mesh is None or candidate.plan.mesh == mesh)
+    ]
 
 
 def _without_batch(model: torch.nn.Module, config: ShardingConfig, mesh: Mesh, fixed: dict[str, Spec]) -> ShardingPlan:

@@ -192,14 +192,24 @@ class Planner:
             return [plan] if plan is not None else []
         found: list[ShardingPlan] = []
         for follow in (True, False) if self._fabric(mesh).model > 1 else (True,):
-            program = self._formulate(mesh, [without_cuts] if follow else [], follow=follow)
-            values = program.program.solve(self._available(mesh, budget))
-            if values is None:
-                continue
-            plan = self._plan(mesh, program, values)
-            if not any(_same(plan, other) for other in found):
+            plan = self._solved(mesh, budget, follow=follow)
+            if plan is not None and not any(_same(plan, other) for other in found):
                 found.append(plan)
         return found
+
+    def followed(self, mesh: Mesh, budget: int | None) -> ShardingPlan | None:
+        """The best plan that GSPMD follows by itself; None if none fits, or the mesh is no use for this model."""
+        try:
+            self.check(mesh)
+        except ConfigError:
+            return None
+        plan = self._structural(mesh, budget) if self.captured is None else self._solved(mesh, budget, follow=True)
+        return None if plan is None or _idle(plan) else plan
+
+    def _solved(self, mesh: Mesh, budget: int | None, *, follow: bool) -> ShardingPlan | None:
+        program = self._formulate(mesh, [without_cuts] if follow else [], follow=follow)
+        values = program.program.solve(self._available(mesh, budget))
+        return None if values is None else self._plan(mesh, program, values)
 
     def least_memory(self, mesh: Mesh) -> float:
         """Bytes per device of the plan that takes the fewest."""
