@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch_xla
@@ -12,6 +14,7 @@ import torch_xla.experimental
 import torch_xla.runtime as xr
 
 from tests.isolation import isolated
+from xla_adapters import get_backend
 
 _C = torch_xla._XLAC
 
@@ -227,6 +230,25 @@ def test_dtype_of_a_tensor_that_lost_it_is_named_again_without_an_operation() ->
     again = torch.ops.aten._to_copy(lost, dtype=lost.dtype)
     assert hashes(again)
     assert _C._get_xla_tensors_text([again]).count("=") <= _C._get_xla_tensors_text([lost]).count("=")
+
+
+@isolated
+def test_an_updated_tensor_still_knows_whose_buffer_it_may_take() -> None:
+    """Without it the update of every parameter needs a second buffer."""
+    _start()
+
+    def alias(tensor: torch.Tensor) -> str:
+        (line,) = re.findall(r"^AliasID: (\d+)$", _C._get_xla_tensor_debug_info(tensor), re.MULTILINE)
+        return str(line)
+
+    tensor, other = torch.ones(4).to("xla"), torch.ones(4).to("xla")
+    before = alias(tensor)
+    tensor.addcdiv_(other, other)
+    assert alias(tensor) == before != alias(other)
+    get_backend().restate_dtype(tensor)
+    assert alias(tensor) == before
+    inner = torch._from_functional_tensor(tensor)
+    assert alias(torch._from_functional_tensor(torch.ops.aten._to_copy(inner, dtype=inner.dtype))) != before
 
 
 @isolated(env={"CPU_NUM_DEVICES": "4"})
