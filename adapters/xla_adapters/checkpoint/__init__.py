@@ -10,7 +10,7 @@ from xla_adapters.checkpoint.mismatch import CheckpointMismatchWarning, differen
 from xla_adapters.checkpoint.preemption import Preemption
 from xla_adapters.checkpoint.schedule import SaveReason, SaveSchedule
 from xla_adapters.checkpoint.snapshot import snapshot
-from xla_adapters.checkpoint.store import CheckpointStore
+from xla_adapters.checkpoint.store import CheckpointStore, refuse_inside_step
 from xla_adapters.checkpoint.training_state import TrainingState
 from xla_adapters.checkpoint.watchdog import Watchdog
 
@@ -34,6 +34,7 @@ __all__ = [
     "TrainingState",
     "Watchdog",
     "differences",
+    "refuse_inside_step",
     "snapshot",
     "warn_of_differences",
 ]
