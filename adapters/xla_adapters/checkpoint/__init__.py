@@ -4,7 +4,7 @@ from xla_adapters.checkpoint.async_saver import SAVE_FAILED_EXIT_CODE, AsyncSave
 from xla_adapters.checkpoint.commit import Draft
 from xla_adapters.checkpoint.config import CheckpointConfig
 from xla_adapters.checkpoint.group import Group, OneProcess, TorchGroup
-from xla_adapters.checkpoint.inspection import CheckpointWarning
+from xla_adapters.checkpoint.inspection import CheckpointWarning, verify
 from xla_adapters.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
 from xla_adapters.checkpoint.mismatch import CheckpointMismatchWarning, differences, warn_of_differences
 from xla_adapters.checkpoint.preemption import Preemption
@@ -36,5 +36,6 @@ __all__ = [
     "differences",
     "refuse_inside_step",
     "snapshot",
+    "verify",
     "warn_of_differences",
 ]

@@ -242,6 +242,18 @@ class CheckpointStore:
                     warn_of(join(self.root, found.name), "is passed over", checked)
         return None
 
+    def each_valid(self) -> Iterator[Checkpoint]:
+        """Those whose files are all what was written, newest first; a warning names each that is passed over.
+
+        Nothing is renamed: for names that somebody else looks for, too.
+        """
+        for found in reversed(self.found()):
+            checked = check(self.storage, found)
+            if checked.checkpoint is not None and not checked.problems:
+                yield checked.checkpoint
+            else:
+                warn_of(join(self.root, found.name), "is passed over", checked)
+
     def load(self, which: int | str | os.PathLike[str]) -> Checkpoint:
         """The checkpoint that was asked for, checked.
 
