@@ -38,6 +38,8 @@ class DataPosition:
         self.began_with: HostRandom | None = None
         self._begins_with: HostRandom | None = None
         self._batches = 0
+        # With which the training goes on.
+        self._now: HostRandom | None = None
 
     def position(self) -> dict[str, Any] | None:
         """What to save in the middle of an epoch; `None` at its end, and for loaders that save it themselves."""
@@ -53,9 +55,15 @@ class DataPosition:
             position: as saved.
             host: random numbers at the time of the save.
         """
-        self._begins_with, self._batches = host, 0
+        self._begins_with, self._batches, self._now = host, 0, host
         if position is not None:
             self._begins_with, self._batches = HostRandom(**position["began_with"]), int(position["batches"])
+
+    def before_batch(self) -> None:
+        """A training batch is about to be computed: from where a resumed run left off, if it is its first."""
+        if self._now is not None:
+            self._now.restore()
+            self._now = None
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -83,7 +91,10 @@ class DataPosition:
         if self._begins_with is not None:
             self._begins_with.restore()
             self._begins_with = None
-            if batches:
+            if not batches:
+                # The epoch's beginning draws, and then the training.
+                self._now = None
+            else:
                 # Lightning tells samplers the epoch only after this.
                 loop: Any = self._trainer.fit_loop
                 for loader in loop._combined_loader.flattened:

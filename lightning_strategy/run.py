@@ -56,8 +56,6 @@ class Run:
         self._checkpoint = checkpoint if checkpoint is not None else CheckpointConfig()
         self._watching = ExitStack()
         self._data = DataPosition(trainer)
-        # What the host's random numbers go on from, when the first batch is there.
-        self._host: HostRandom | None = None
         self._sharding = sharding
         self._stretch: Hashable = None
         self._trainer = trainer
@@ -126,8 +124,7 @@ class Run:
             self.steps.seed = int(random_state["seed"])
             self._backend.set_seed(int(random_state["device"]))
             if "host" in random_state:
-                self._host = HostRandom(**random_state["host"])
-                self._data.resume(random_state.get("data"), self._host)
+                self._data.resume(random_state.get("data"), HostRandom(**random_state["host"]))
 
     def _decide_free_grads(self) -> bool:
         if not self.config.compiles_step or not self._module.automatic_optimization:
@@ -157,9 +154,8 @@ class Run:
 
     def before_upload(self) -> None:
         """A batch is about to be moved to the device."""
-        if self._host is not None and self._trainer.training:
-            host, self._host = self._host, None
-            host.restore()
+        if self._trainer.training:
+            self._data.before_batch()
         self._watch_step()
         loop = self._trainer.fit_loop
         self.steps.before_upload(loop.total_batch_idx + 1 if self._trainer.training else -1)
@@ -187,6 +183,10 @@ class Run:
             yield
         finally:
             del vars(loop)["run"]
+
+    def after_save(self) -> None:
+        """A checkpoint is written, or being written: the loading of the next batch is watched again."""
+        self._watch_step()
 
     def end_watch(self) -> None:
         """What is done now is not a step's."""

@@ -338,6 +338,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         else:
             copied = Taken(snapshot(checkpoint)) if self.checkpoint_config.asynchronous else on_host(checkpoint)
             super().save_checkpoint(copied, filepath, storage_options)
+        if self._run is not None:
+            self._run.after_save()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """As `Strategy.load_checkpoint`; a fit that looks for the last one goes on from the newest that is valid.
