@@ -16,7 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint
 
 from hf_trainer.deferred_writes import DeferredWrites, deferring
-from hf_trainer.running_loss import restore_running_loss, save_running_loss
+from hf_trainer.exact_resume import restore_rest, save_rest
 from hf_trainer.trainer_hooks import TrainerHooks
 from xla_adapters.checkpoint import (
     MANIFEST,
@@ -121,7 +121,7 @@ class SafeCheckpointHooks(TrainerHooks):
         self.state.best_model_checkpoint = best
         if self.args.should_save:
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-            save_running_loss(self, folder)
+            save_rest(self, folder)
 
     def _save_in_background(
         self, saver: AsyncSaver, store: CheckpointStore, name: str, model: Any, trial: Any, best: str | None
@@ -209,10 +209,10 @@ class SafeCheckpointHooks(TrainerHooks):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def weights_are_loaded(self) -> None:
-        """A training begins; the mean that it logs next goes on (called by the first callback)."""
+        """A training begins; what transformers forgot goes on (called by the first callback)."""
         super().weights_are_loaded()  # type: ignore[misc]
         if self._resumed_from is not None:
-            restore_running_loss(self, Path(self._resumed_from))
+            restore_rest(self, Path(self._resumed_from))
 
     def _load_best_model(self) -> None:
         self._settle()

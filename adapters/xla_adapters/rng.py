@@ -78,6 +78,16 @@ class HostRandom:
         np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
         torch.set_rng_state(self.torch)
 
+    def equals(self, other: HostRandom) -> bool:
+        """Whether they would draw the same."""
+        one, two = self.numpy, other.numpy
+        return (
+            self.python == other.python
+            and torch.equal(self.torch, other.torch)
+            and torch.equal(one[1], two[1])
+            and (one[0], *one[2:]) == (two[0], *two[2:])
+        )
+
     def branch(self) -> HostRandom:
         """Streams of their own, which depend on these; nothing is drawn from these."""
         digest = hashlib.sha256(self.torch.numpy().tobytes()).digest()
