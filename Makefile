@@ -43,6 +43,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.architectures --check
 	$(BIN)/python -m benchmarks.sharding --check
 	$(BIN)/python -m benchmarks.checkpoint --check
+	$(BIN)/python -m benchmarks.crash --peers --check
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

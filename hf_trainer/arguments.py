@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from xla_adapters import XLAConfig
+from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import ShardingConfig
 
-_NOT_THE_CORES = ("auto_sharding", "sharding", "safe_checkpoints")
+_NOT_THE_CORES = ("auto_sharding", "sharding", "safe_checkpoints", "checkpoint")
 
 
 @dataclass
@@ -60,9 +61,16 @@ class XLAArguments:
         default=True,
         metadata={"help": "Commit checkpoints at one instant, and check them when they are resumed from."},
     )
+    checkpoint: Optional[str] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
+        default=None,
+        metadata={
+            "help": "The options of a CheckpointConfig as JSON, durations in seconds: asynchronous, save_on, ..."
+        },
+    )
 
     def __post_init__(self) -> None:
         _check_safe_checkpoints(self.safe_checkpoints)
+        CheckpointConfig.resolve(self.checkpoint)
         self.to_config()
         self.to_sharding()
 
@@ -133,6 +141,20 @@ def resolve_safe_checkpoints(xla_args: XLAArguments | XLAConfig | None, given: b
     if given is not None:
         raise ConfigError("the XLA options were given twice: as xla_args= and as safe_checkpoints=")
     return xla_args.safe_checkpoints
+
+
+def resolve_checkpoint(
+    xla_args: XLAArguments | XLAConfig | None, given: CheckpointConfig | Mapping[str, Any] | str | None
+) -> CheckpointConfig:
+    """How checkpoints are saved, from either way of saying so.
+
+    Raises:
+        ConfigError: both ways were used, or a value is not valid.
+    """
+    parsed = xla_args.checkpoint if isinstance(xla_args, XLAArguments) else None
+    if given is not None and parsed is not None:
+        raise ConfigError("the checkpoint options were given twice: as xla_args= and as checkpoint=")
+    return CheckpointConfig.resolve(given if given is not None else parsed)
 
 
 def _check_safe_checkpoints(value: object) -> bool:

@@ -41,6 +41,9 @@ class LastCallback(TrainerCallback):
     def __init__(self, trainer: XLATrainerMixin) -> None:
         self._trainer = trainer
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._trainer.step_is_done(control)
+
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

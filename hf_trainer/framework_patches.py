@@ -12,10 +12,11 @@ from typing import Any
 import accelerate.data_loader
 import accelerate.utils.operations
 import torch
+import transformers.trainer
 import transformers.trainer_pt_utils
 
 from hf_trainer.experts import experts_of_fixed_shape
-from hf_trainer.loader import DeviceLoader
+from hf_trainer.loader import DeviceLoader, skip_first_batches
 from xla_adapters import compiling, get_backend
 from xla_adapters.patching import replaced
 
@@ -31,7 +32,10 @@ def trainer_patches() -> Iterator[None]:
 
     Stock, one process: each logged loss is pickled through a rendezvous (10 operations, 7 transfers).
     """
-    with replaced(accelerate.data_loader, "MpDeviceLoaderWrapper", DeviceLoader):
+    with (
+        replaced(accelerate.data_loader, "MpDeviceLoaderWrapper", DeviceLoader),
+        replaced(transformers.trainer, "skip_first_batches", skip_first_batches),
+    ):
         if get_backend().world_size() > 1:
             yield
             return

@@ -2,10 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from accelerate import skip_first_batches as skip_by_sampler
+
+from xla_adapters.rng import HostRandom
+
+
+class DataPosition:
+    """Where in an epoch's data a training is, and what the data depends on, so that it can be read again.
+
+    Reading draws from random numbers of its own, which depend on those that the epoch begins with; so batches that are
+    read again are the same, whatever the training draws in between.
+    """
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.random: HostRandom | None = None
+        self._began_with: HostRandom | None = None
+        self._generators: list[torch.Generator] = []
+        self._generators_began: list[torch.Tensor] = []
+        self._after_first: HostRandom | None = None
+        self._epoch = self._offset = 0
+        self._saved: Mapping[str, Any] | None = None
+        self._goes_on = False
+
+    def state(self) -> dict[str, Any] | None:
+        """What to save; None before the first batch."""
+        if self._began_with is None or self._after_first is None or self.random is None:
+            return None
+        return {
+            "taken": self.taken,
+            "epoch": self._epoch,
+            "began_with": vars(self._began_with),
+            "draws": not self.random.equals(self._after_first),
+            "generators_began": self._generators_began,
+            "generators_now": [generator.get_state() for generator in self._generators],
+        }
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """The epoch that is begun next goes on from a checkpoint, or follows it."""
+        self._saved = saved
+
+    def go_on(self, batches: int, workers: int) -> tuple[int, bool]:
+        """An epoch is begun in its middle.
+
+        Args:
+            batches: to be left out, as transformers counts them (without length, as if there were one epoch only).
+            workers: of the loader.
+
+        Returns: how many to leave out; whether they must be read all the same. A sampler can leave batches out, but
+            then nothing is drawn for them, here or in a worker.
+        """
+        self._goes_on = True
+        if self._saved is None:
+            return batches, False
+        return self._saved["taken"], bool(workers or self._saved["draws"])
+
+    def epoch(self, number: int) -> int:
+        """The epoch that transformers calls `number`, which may have begun to count anew."""
+        if self._goes_on and self._saved is not None:
+            self._offset = self._saved["epoch"] - number
+        self._epoch = number + self._offset
+        return self._epoch
+
+    def begin(self, loader: Any, skipped: int) -> None:
+        """An epoch's data begins.
+
+        Args:
+            loader: that reads it.
+            skipped: batches that its sampler leaves out.
+        """
+        self._generators = _generators_of(loader)
+        if self._saved is not None:
+            if self._goes_on:
+                HostRandom(**self._saved["began_with"]).restore()
+            states = self._saved["generators_began" if self._goes_on else "generators_now"]
+            for generator, state in zip(self._generators, states, strict=False):
+                generator.set_state(state)
+        self._goes_on, self._saved, self.taken = False, None, skipped
+        self._began_with, self._after_first = HostRandom.now(), None
+        self._generators_began = [generator.get_state() for generator in self._generators]
+        # What torch's loader draws when it begins; so two epochs have different numbers.
+        torch.empty((), dtype=torch.int64).random_()
+        self.random = HostRandom.now().branch()
+
+    def read(self, batches: Iterator[Any]) -> Any:
+        """The next batch."""
+        assert self.random is not None
+        outside = HostRandom.now()
+        self.random.restore()
+        try:
+            return next(batches)
+        finally:
+            self.random = HostRandom.now()
+            if self._after_first is None:
+                self._after_first = self.random
+            outside.restore()
 
 
 class DeviceLoader:
@@ -20,17 +115,37 @@ class DeviceLoader:
     Args:
         dataloader: accelerate's prepared loader.
         device: the device the batches are meant for.
+        position: of the data, if another loader of it has one already.
+        skip: how many batches are read and left out.
     """
 
-    def __init__(self, dataloader: Any, device: torch.device) -> None:
+    def __init__(
+        self, dataloader: Any, device: torch.device, *, position: DataPosition | None = None, skip: int = 0
+    ) -> None:
         self.dataloader = dataloader
         self.device = device
+        self.position = position if position is not None else DataPosition()
+        self._skip = skip
+        self.skipped = 0
         for loader in (dataloader, getattr(dataloader, "base_dataloader", dataloader)):
             # Pinned memory is CUDA's; torch warns at each epoch that there is none.
             loader.pin_memory = False
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.dataloader)
+        self.position.begin(self.dataloader, self.skipped)
+        batches = iter(self.dataloader)
+        while True:
+            try:
+                batch = self.position.read(batches)
+            except StopIteration:
+                return
+            self.position.taken += 1
+            if self.position.taken > self._skip:
+                yield batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """As that of accelerate's loader."""
+        self.dataloader.set_epoch(self.position.epoch(epoch))
 
     def __len__(self) -> int:
         return len(self.dataloader)
@@ -39,3 +154,32 @@ class DeviceLoader:
         if name == "dataloader":
             raise AttributeError(name)
         return getattr(self.dataloader, name)
+
+
+def skip_first_batches(loader: Any, batches: int = 0) -> Any:
+    """In place of accelerate's function: an epoch's data from its middle, as the whole epoch would have had it."""
+    if not isinstance(loader, DeviceLoader):
+        return skip_by_sampler(loader, batches)
+    batches, reads = loader.position.go_on(batches, loader.num_workers)
+    if reads:
+        return DeviceLoader(loader.dataloader, loader.device, position=loader.position, skip=batches)
+    rest = skip_by_sampler(loader, batches)
+    rest.position, rest.skipped = loader.position, batches
+    return rest
+
+
+def _generators_of(loader: Any) -> list[torch.Generator]:
+    """The loader's own generator and those of its samplers, each once."""
+    found: dict[int, torch.Generator] = {}
+    seen: set[int] = set()
+    queue = [loader]
+    while queue:
+        holder = queue.pop(0)
+        if holder is None or id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found[id(generator)] = generator
+        queue += [getattr(holder, name, None) for name in ("base_dataloader", "batch_sampler", "sampler")]
+    return list(found.values())

@@ -6,18 +6,26 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from hf_trainer.arguments import XLAArguments, resolve_config, resolve_safe_checkpoints, resolve_sharding
+from hf_trainer.arguments import (
+    XLAArguments,
+    resolve_checkpoint,
+    resolve_config,
+    resolve_safe_checkpoints,
+    resolve_sharding,
+)
 from hf_trainer.callbacks import FirstCallback, LastCallback, XLAStatsCallback
 from hf_trainer.checkpoint_hooks import CheckpointHooks
 from hf_trainer.evaluation_hooks import EvaluationHooks
 from hf_trainer.framework_patches import trainer_patches
 from hf_trainer.refusals import check_arguments, check_optimizer, check_runtime
 from hf_trainer.safe_checkpoints import SafeCheckpointHooks
+from hf_trainer.schedule_hooks import ScheduleHooks, check_checkpoint_options, hold_jit_checkpoint
 from hf_trainer.sharded_checkpoints import ShardedCheckpointHooks
 from hf_trainer.sharding_hooks import ShardingHooks
 from hf_trainer.step_driver import StepDriver
 from hf_trainer.training_hooks import TrainingHooks
 from xla_adapters import XLAConfig, get_backend
+from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.modes import eager
 from xla_adapters.program import discarding
 from xla_adapters.rollback import release_retired
@@ -27,7 +35,13 @@ from xla_adapters.sharding.sharder import Sharder
 
 
 class XLATrainerMixin(
-    TrainingHooks, EvaluationHooks, SafeCheckpointHooks, CheckpointHooks, ShardedCheckpointHooks, ShardingHooks
+    ScheduleHooks,
+    TrainingHooks,
+    EvaluationHooks,
+    SafeCheckpointHooks,
+    CheckpointHooks,
+    ShardedCheckpointHooks,
+    ShardingHooks,
 ):
     """Put it before a class derived from `transformers.Trainer`.
 
@@ -42,6 +56,8 @@ class XLATrainerMixin(
         sharding: the same by name (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or as a `ShardingConfig`.
         safe_checkpoints: checkpoints are committed by a `CheckpointStore` and checked when resumed from, which is the
             default; False leaves both to transformers, as it is in several processes.
+        checkpoint: when else to save them and how, as a `CheckpointConfig` or its options: in the background, before
+            the process is ended, after a time, with a deadline for what hangs.
 
     Raises:
         ConfigError: an XLA option is not valid, or given twice.
@@ -62,6 +78,7 @@ class XLATrainerMixin(
         auto_sharding: bool | Mapping[str, Any] | None = None,
         sharding: str | Mapping[str, Any] | ShardingConfig | None = None,
         safe_checkpoints: bool | None = None,
+        checkpoint: CheckpointConfig | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         self.xla_config = resolve_config(
@@ -78,6 +95,7 @@ class XLATrainerMixin(
         )
         self.sharding_config = resolve_sharding(xla_args, auto_sharding=auto_sharding, sharding=sharding)
         self.safe_checkpoints = resolve_safe_checkpoints(xla_args, safe_checkpoints)
+        self.checkpoint_config = resolve_checkpoint(xla_args, checkpoint)
         self._backend = get_backend()
         self._sharder = None if self.sharding_config is None else Sharder(self.sharding_config, self.xla_config)
         self._backend.initialize()
@@ -92,6 +110,14 @@ class XLATrainerMixin(
         self._queued_for_counting = []
         with trainer_patches():
             super().__init__(*args, **kwargs)
+        check_checkpoint_options(
+            self.checkpoint_config,
+            safe=self.safe_checkpoints,
+            processes=self.args.world_size,
+            in_parts=self._saves_parts,
+            limit=self.args.save_total_limit,
+        )
+        hold_jit_checkpoint(self.callback_handler.callbacks)
         self._steps = StepDriver(self.xla_config, self.args.seed)
         self._last_callback = LastCallback(self)
         self.callback_handler.callbacks.insert(0, FirstCallback(self))

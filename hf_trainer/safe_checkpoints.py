@@ -15,13 +15,19 @@ from typing import Any
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint
 
+from hf_trainer.deferred_writes import DeferredWrites, deferring
+from hf_trainer.exact_resume import restore_rest, save_rest
 from hf_trainer.trainer_hooks import TrainerHooks
 from xla_adapters.checkpoint import (
     MANIFEST,
+    AsyncSaver,
     Checkpoint,
+    CheckpointConfig,
     CheckpointStore,
     CheckpointWarning,
+    Watchdog,
     differences,
+    refuse_inside_step,
     warn_of_differences,
 )
 from xla_adapters.errors import CheckpointNotFoundError, CheckpointWriteError
@@ -64,9 +70,15 @@ class SafeCheckpointHooks(TrainerHooks):
     """
 
     safe_checkpoints: bool
+    checkpoint_config: CheckpointConfig
     # Where the checkpoint that is being saved is written.
     _draft_folder: str | None = None
     _to_push: str | None = None
+    # Of the training under way; None if it waits for each save.
+    _saver: AsyncSaver | None = None
+    _committed_later: str | None = None
+    _undo_best: str | None = None
+    _resumed_from: str | None = None
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -77,6 +89,8 @@ class SafeCheckpointHooks(TrainerHooks):
         if not self._saves_safely:
             super()._save_checkpoint(model, trial)
             return
+        refuse_inside_step(self.state.global_step)
+        self._settle()
         state, root = self.state, super()._get_output_dir(trial)
         name, former = f"{_PREFIX}{state.global_step}", state.best_model_checkpoint
         best = self._best_checkpoint(root)
@@ -84,20 +98,71 @@ class SafeCheckpointHooks(TrainerHooks):
             undo.callback(setattr, state, "best_model_checkpoint", former)
             undo.callback(setattr, self, "_to_push", None)
             store = self._store(root, saving=name, best=best)
-            with store.writing(state.global_step, name=name, settings=self._settings()) as draft:
-                self._draft_folder = str(draft.path.parent)
-                try:
-                    super()._save_checkpoint(model, trial)
-                finally:
-                    self._draft_folder = None
-                # transformers took the draft for the checkpoint.
-                state.best_model_checkpoint = best
-                if self.args.should_save:
-                    state.save_to_json(str(draft.path / TRAINER_STATE_NAME))
+            if self._saver is None:
+                with store.writing(state.global_step, name=name, settings=self._settings()) as draft:
+                    self._write(draft.path, model, trial, best)
+            else:
+                self._save_in_background(self._saver, store, name, model, trial, best)
+            self._undo_best = former
             undo.pop_all()
+        if self._saver is None:
+            self._push(os.path.join(root, name))
+        else:
+            self._committed_later = os.path.join(root, name)
+
+    def _write(self, folder: Path, model: Any, trial: Any, best: str | None) -> None:
+        """Has transformers write a checkpoint into a folder of its name."""
+        self._draft_folder = str(folder.parent)
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._draft_folder = None
+        # transformers took the draft for the checkpoint.
+        self.state.best_model_checkpoint = best
+        if self.args.should_save:
+            self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+            save_rest(self, folder)
+
+    def _save_in_background(
+        self, saver: AsyncSaver, store: CheckpointStore, name: str, model: Any, trial: Any, best: str | None
+    ) -> None:
+        writes = DeferredWrites(name)
+        with ExitStack() as undo:
+            undo.callback(writes.discard)
+            with deferring(writes):
+                self._write(writes.folder, model, trial, best)
+            saver.store = store
+            step, settings = self.state.global_step, self._settings()
+            saver.save(step, writes, DeferredWrites.finish, take=lambda taken: taken, name=name, settings=settings)
+            undo.pop_all()
+
+    def _settle(self) -> None:
+        """Waits for the save in flight.
+
+        Raises:
+            CheckpointWriteError, or what the writer raised: it failed.
+        """
+        if self._saver is None:
+            return
+        path, self._committed_later = self._committed_later, None
+        with ExitStack() as undo:
+            if path is not None:
+                undo.callback(setattr, self.state, "best_model_checkpoint", self._undo_best)
+            self._saver.wait()
+            undo.pop_all()
+        if path is not None:
+            self._push(path)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As `Trainer.save_model`; waits for a checkpoint that is being written."""
+        if not _internal_call:
+            self._settle()
+        super().save_model(output_dir, _internal_call)
+
+    def _push(self, path: str) -> None:
         if self._to_push is not None:
             self._to_push = None
-            super()._push_from_checkpoint(os.path.join(root, name))
+            super()._push_from_checkpoint(path)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # The upload goes on in the background, when the draft is not there any more.
@@ -116,6 +181,7 @@ class SafeCheckpointHooks(TrainerHooks):
         return self.state.best_model_checkpoint
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        self._settle()
         # transformers deletes these file by file, and a kill would leave half of one.
         best = self.state.best_model_checkpoint
         if self._saves_safely and self.args.should_save and best is not None and self.args.save_total_limit == 1:
@@ -135,9 +201,21 @@ class SafeCheckpointHooks(TrainerHooks):
         """As `Trainer.train`; what is resumed from is checked."""
         if self._saves_safely and resume_from_checkpoint:
             resume_from_checkpoint = self._checked(resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        self._resumed_from = str(resume_from_checkpoint) if resume_from_checkpoint else None
+        with ExitStack() as stack:
+            if self.checkpoint_config.asynchronous:
+                stack.callback(setattr, self, "_saver", None)
+                self._saver = stack.enter_context(AsyncSaver(self._store(self._get_output_dir(None))))
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def weights_are_loaded(self) -> None:
+        """A training begins; what transformers forgot goes on (called by the first callback)."""
+        super().weights_are_loaded()  # type: ignore[misc]
+        if self._resumed_from is not None:
+            restore_rest(self, Path(self._resumed_from))
 
     def _load_best_model(self) -> None:
+        self._settle()
         best = self.state.best_model_checkpoint
         if self._saves_safely and best is not None and (Path(best) / MANIFEST).exists():
             self._store(os.path.dirname(best)).load(os.path.abspath(best))
@@ -192,9 +270,21 @@ class SafeCheckpointHooks(TrainerHooks):
         return self._backend.device_count() if self._sharder is not None else 1
 
     def _store(self, root: str, *, saving: str | None = None, best: str | None = None) -> CheckpointStore:
-        """The checkpoints in a folder; while one is saved, with the rotation that transformers would do."""
+        """The checkpoints in a folder; while one is saved, with the rotation of `keep_last`, or transformers' own."""
         where = os.path.abspath(root)
-        limit = self.args.save_total_limit
+        config, limit = self.checkpoint_config, self.args.save_total_limit
+        watchdog = Watchdog(config.stall_deadline)
+        if config.keep_last is not None:
+            return CheckpointStore(
+                where,
+                prefix=_PREFIX,
+                keep_last=config.keep_last if saving is not None else None,
+                keep_every=config.keep_every,
+                protected=() if best is None else (os.path.basename(best),),
+                distributions=_DISTRIBUTIONS,
+                devices=self._devices,
+                watchdog=watchdog,
+            )
         rotates = saving is not None and limit is not None and limit > 0
         protected: Collection[str] = ()
         if rotates:
@@ -207,6 +297,7 @@ class SafeCheckpointHooks(TrainerHooks):
             protected=protected,
             distributions=_DISTRIBUTIONS,
             devices=self._devices,
+            watchdog=watchdog,
         )
 
     def _settings(self) -> dict[str, Any]:

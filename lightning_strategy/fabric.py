@@ -393,8 +393,8 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
         if _is_resumable(state):
             converted[RANDOM_STATE] = self._steps.random_state()
         if in_parts:
-            sharded_checkpoints.check_io(type(self).__name__, self._checkpoint_io)
-            sharded_checkpoints.save_objects(state, converted, path, filter or {})
+            io = sharded_checkpoints.check_io(type(self).__name__, self._checkpoint_io)
+            sharded_checkpoints.save_objects(io, state, converted, path, filter or {})
             return
         self.checkpoint_io.save_checkpoint(checkpoint=on_host(converted), path=path, storage_options=storage_options)
 

@@ -12,19 +12,23 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_strategy.averaged_weights import averaging_in_one_graph
+from lightning_strategy.data_position import DataPosition
 from lightning_strategy.deferred_metrics import DeferredMetrics
 from lightning_strategy.dynamo import compiled_children
 from lightning_strategy.grads import nobody_sees_grads
 from lightning_strategy.logged_metrics import MetricReader, reading_logged_metrics
 from lightning_strategy.metric_states import MetricStates
 from lightning_strategy.refusals import check_nesting, check_trainer
+from lightning_strategy.scheduled_saves import ScheduledSaves
 from lightning_strategy.sharding import ModuleSharding
 from lightning_strategy.step_driver import StepDriver
-from lightning_strategy.step_edges import StepEdges, standing_first
+from lightning_strategy.step_edges import StepEdges, standing_first, standing_last
 from lightning_strategy.torchmetrics_in_steps import metrics_without_reads
 from xla_adapters import XLAConfig, get_backend
+from xla_adapters.checkpoint import CheckpointConfig, Watchdog
 from xla_adapters.errors import BreakKind
 from xla_adapters.modes import eager
+from xla_adapters.rng import HostRandom
 from xla_adapters.rollback import release_retired
 from xla_adapters.step_scope import current_scope
 
@@ -38,10 +42,20 @@ class Run:
         trainer: runs the loops.
         config: the options.
         sharding: of the strategy, if it shards.
+        checkpoint: when to save, and what takes too long.
     """
 
-    def __init__(self, trainer: Trainer, config: XLAConfig, sharding: ModuleSharding | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        config: XLAConfig,
+        sharding: ModuleSharding | None = None,
+        checkpoint: CheckpointConfig | None = None,
+    ) -> None:
         self.config = config
+        self._checkpoint = checkpoint if checkpoint is not None else CheckpointConfig()
+        self._watching = ExitStack()
+        self._data = DataPosition(trainer)
         self._sharding = sharding
         self._stretch: Hashable = None
         self._trainer = trainer
@@ -82,6 +96,11 @@ class Run:
         self._lasting.enter_context(reading_logged_metrics(self._reader))
         self._lasting.enter_context(metrics_without_reads())
         self._lasting.enter_context(averaging_in_one_graph(self.config))
+        saves = ScheduledSaves(self._checkpoint)
+        self._lasting.callback(saves.close)
+        self._lasting.enter_context(standing_last(self._trainer, saves))
+        self._lasting.enter_context(self._data.followed())
+        self._lasting.enter_context(self._watched_fit())
         self._lasting.enter_context(standing_first(self._trainer, StepEdges(self.steps, self._leaves_open)))
 
     def check(self) -> None:
@@ -104,6 +123,8 @@ class Run:
         if random_state is not None and self._trainer.state.fn == TrainerFn.FITTING:
             self.steps.seed = int(random_state["seed"])
             self._backend.set_seed(int(random_state["device"]))
+            if "host" in random_state:
+                self._data.resume(random_state.get("data"), HostRandom(**random_state["host"]))
 
     def _decide_free_grads(self) -> bool:
         if not self.config.compiles_step or not self._module.automatic_optimization:
@@ -114,10 +135,13 @@ class Run:
 
     def random_state(self) -> dict[str, Any]:
         """What a checkpoint must hold for the random numbers to go on as without it."""
-        return {"seed": self.steps.seed, "device": self._backend.seed()}
+        state = {"seed": self.steps.seed, "device": self._backend.seed(), "host": vars(HostRandom.now())}
+        position = self._data.position()
+        return state if position is None else {**state, "data": position}
 
     def before_teardown(self) -> None:
         """Nothing of a step is left; what the progress bar showed last becomes numbers."""
+        self._watching.close()
         self.steps.abort()
         connector = self._trainer._logger_connector
         connector._progress_bar_metrics = self._reader.scalars(connector._progress_bar_metrics)
@@ -130,8 +154,43 @@ class Run:
 
     def before_upload(self) -> None:
         """A batch is about to be moved to the device."""
+        if self._trainer.training:
+            self._data.before_batch()
+        self._watch_step()
         loop = self._trainer.fit_loop
         self.steps.before_upload(loop.total_batch_idx + 1 if self._trainer.training else -1)
+
+    def _watch_step(self) -> None:
+        """A step and the loading of the next batch are watched together: there is no hook between them."""
+        self._watching.close()
+        if self._trainer.training and not self.steps.is_open:
+            watchdog = Watchdog(self._checkpoint.stall_deadline)
+            where = f"step {self._trainer.global_step + 1}, or the loading of the batch after it,"
+            self._watching.enter_context(watchdog.watch(where))
+
+    @contextmanager
+    def _watched_fit(self) -> Iterator[None]:
+        """What ends the loop is handed to the watch that is open, which knows whether it was its own doing."""
+        loop, run = self._trainer.fit_loop, self._trainer.fit_loop.run
+
+        def watched() -> None:
+            with ExitStack() as stack:
+                stack.push(self._watching.__exit__)
+                run()
+
+        vars(loop)["run"] = watched
+        try:
+            yield
+        finally:
+            del vars(loop)["run"]
+
+    def after_save(self) -> None:
+        """A checkpoint is written, or being written: the loading of the next batch is watched again."""
+        self._watch_step()
+
+    def end_watch(self) -> None:
+        """What is done now is not a step's."""
+        self._watching.close()
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """A training batch is about to be computed.
@@ -179,10 +238,12 @@ class Run:
     @contextmanager
     def evaluation_step(self, name: str, args: tuple[Any, ...]) -> Iterator[None]:
         """Around one batch of evaluation or prediction."""
+        self.end_watch()
         self._enter_stretch(name)
         takes_batch = len(args) > 1 and isinstance(args[1], int)
         where = f"batch {args[1]}" if takes_batch else ""
-        with self.steps.evaluation_step(name, args[0] if takes_batch else None, where):
+        watchdog = Watchdog(self._checkpoint.stall_deadline)
+        with watchdog.watch(name), self.steps.evaluation_step(name, args[0] if takes_batch else None, where):
             yield
 
     def _enter_stretch(self, stretch: Hashable) -> None:
@@ -206,12 +267,17 @@ class Run:
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
+    def resumes_from(self, path: str) -> None:
+        """The checkpoint that is loaded instead of the one that was found first."""
+        self._trainer._checkpoint_connector._ckpt_path = path
+
     def before_save(self, path: Any) -> None:
         """A checkpoint is about to be written.
 
         Raises:
             CheckpointSaveError: inside a step.
         """
+        self.end_watch()
         if self._goes_on:
             # Between the micro batches of one unrolled step: what there is of it is executed.
             self.steps.end_batch()

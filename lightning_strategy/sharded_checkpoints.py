@@ -13,6 +13,7 @@ from lightning.fabric.plugins.io import CheckpointIO
 from torch.optim import Optimizer
 
 from lightning_strategy.checkpoints import XLAEagerCheckpointIO, on_host
+from xla_adapters.checkpoint import verify
 from xla_adapters.errors import ConfigError, UnsupportedOptionError
 from xla_adapters.nested_values import identity
 from xla_adapters.sharding.state import load_model, load_optimizer, optimizer_state, save_state
@@ -28,8 +29,8 @@ def is_sharded(path: Any) -> bool:
     return (Path(path) / META).is_file()
 
 
-def check_io(strategy: str, io: CheckpointIO | None) -> None:
-    """Raises if checkpoints are to be written by a plugin, which gets no parts.
+def check_io(strategy: str, io: CheckpointIO | None) -> XLAEagerCheckpointIO:
+    """What commits the checkpoints; raises if they are to be written by a plugin, which gets no parts.
 
     Raises:
         UnsupportedOptionError: they are.
@@ -39,12 +40,20 @@ def check_io(strategy: str, io: CheckpointIO | None) -> None:
             f"{strategy} with checkpoints='sharded' writes parts itself, and has no use for {type(io).__name__}: leave "
             "checkpoints at 'whole', or the plugin away"
         )
+    return io if io is not None else XLAEagerCheckpointIO()
 
 
-def save(checkpoint: Mapping[str, Any], path: Any, module: torch.nn.Module, optimizers: list[Optimizer]) -> None:
+def save(
+    io: XLAEagerCheckpointIO,
+    checkpoint: Mapping[str, Any],
+    path: Any,
+    module: torch.nn.Module,
+    optimizers: list[Optimizer],
+) -> None:
     """Writes the Trainer's checkpoint to a folder: weights and optimizers in parts, the rest in a file.
 
     Args:
+        io: commits it.
         checkpoint: as the Trainer made it, on the device.
         path: of the folder; what is there is replaced when this is complete.
         module: that was trained.
@@ -55,10 +64,10 @@ def save(checkpoint: Mapping[str, Any], path: Any, module: torch.nn.Module, opti
     if "optimizer_states" in checkpoint:
         rest["optimizer_states"] = []
         state |= {_key(index): optimizer_state(module, optimizer) for index, optimizer in enumerate(optimizers)}
-    write(state, rest, path)
+    write(io, state, rest, path)
 
 
-def write(state: Mapping[str, Any], rest: dict[str, Any], path: Any) -> None:
+def write(io: XLAEagerCheckpointIO, state: Mapping[str, Any], rest: dict[str, Any], path: Any) -> None:
     """Writes parts and the rest; the folder appears when it is complete.
 
     Raises:
@@ -66,18 +75,28 @@ def write(state: Mapping[str, Any], rest: dict[str, Any], path: Any) -> None:
     """
     if "://" in os.fspath(path):
         raise UnsupportedOptionError(f"{path}: checkpoints in parts are written to local folders only")
-    folder = Path(path)
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    _remove(unfinished)
-    unfinished.mkdir(parents=True)
-    save_state(state, unfinished)
-    torch.save(on_host(rest), unfinished / META)
-    _remove(folder)
-    unfinished.rename(folder)
+    folder = Path(path).absolute()
+
+    def put(target: Path) -> None:
+        save_state(state, target)
+        torch.save(on_host(rest), target / META)
+
+    if folder.name.startswith((".", "_")):
+        # A temporary one of Lightning's own: the store has such names, too, and nothing resumes from them.
+        _remove(folder)
+        folder.mkdir(parents=True)
+        put(folder)
+        return
+    io.save_folder(int(rest.get("global_step", 0)), put, folder)
 
 
 def read_rest(path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-    """What is not in parts, and where the parts are."""
+    """What is not in parts, and where the parts are.
+
+    Raises:
+        CheckpointDamagedError: the folder has a manifest, and is not what was written.
+    """
+    verify(path)
     rest: dict[str, Any] = torch.load(Path(path) / META, map_location="cpu", weights_only=bool(weights_only))
     return {**rest, FOLDER: os.fspath(path)}
 
@@ -94,6 +113,7 @@ def load_optimizers(checkpoint: Mapping[str, Any], module: torch.nn.Module, opti
 
 
 def save_objects(
+    io: XLAEagerCheckpointIO,
     state: Mapping[str, Any],
     rest: dict[str, Any],
     path: Any,
@@ -102,6 +122,7 @@ def save_objects(
     """Writes what Fabric's user gave: modules and optimizers in parts, under their names.
 
     Args:
+        io: commits it.
         state: as the user gave it.
         rest: all of it that is neither module nor optimizer, ready to be saved.
         path: of the folder.
@@ -115,7 +136,7 @@ def save_objects(
             parts[key] = _each_once(entries)
         elif isinstance(value, Optimizer):
             parts[key] = optimizer_state(_owner(value, state), value)
-    write(parts, rest, path)
+    write(io, parts, rest, path)
 
 
 def load_objects(state: dict[str, Any], path: Any, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:

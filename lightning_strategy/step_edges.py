@@ -50,6 +50,17 @@ class StepEdges(Callback):
 
 
 @contextmanager
+def standing_last(trainer: Trainer, callback: Callback) -> Iterator[None]:
+    """Puts a callback behind all others until the exit."""
+    trainer.callbacks.append(callback)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if callback in trainer.callbacks:  # type: ignore[attr-defined]
+            trainer.callbacks.remove(callback)  # type: ignore[attr-defined]
+
+
+@contextmanager
 def standing_first(trainer: Trainer, callback: Callback) -> Iterator[None]:
     """Puts a callback before all others until the exit."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]

@@ -20,11 +20,13 @@ from lightning.pytorch.utilities import find_shared_parameters, set_shared_param
 
 from lightning_strategy import sharded_checkpoints
 from lightning_strategy.accelerator import XLAEagerAccelerator
-from lightning_strategy.checkpoints import RANDOM_STATE, XLAEagerCheckpointIO, on_host
+from lightning_strategy.checkpoints import RANDOM_STATE, Taken, XLAEagerCheckpointIO, on_host
 from lightning_strategy.connector import flags_under_construction
 from lightning_strategy.precision import XLAPrecisionFlag, check_plugin, choose_precision, precision_plugin
 from lightning_strategy.refusals import check_flags, check_fused, check_runtime, explaining_fused
+from lightning_strategy.resuming import asks_for_newest, load_newest
 from lightning_strategy.run import Run
+from lightning_strategy.scheduled_saves import check_options, check_plugin_saves
 from lightning_strategy.sharding import (
     AutoShardingOption,
     ShardingOption,
@@ -34,6 +36,7 @@ from lightning_strategy.sharding import (
     plan_of,
 )
 from xla_adapters import XLAConfig, get_backend
+from xla_adapters.checkpoint import CheckpointConfig, snapshot
 from xla_adapters.compiling import as_if_compiling
 from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, XLAMode
 from xla_adapters.optimizers import eager_reason
@@ -60,6 +63,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
             devices together.
         sharding: the same by name (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or as a `ShardingConfig`.
         checkpoint_io: writes and reads checkpoints, which it gets with all tensors on the host.
+        checkpoint: when else to save them and how, as a `CheckpointConfig` or its options: in the background, before
+            the process is ended, after a time, with a deadline for what hangs.
 
     Raises:
         ConfigError: an option is not valid, or given twice.
@@ -83,7 +88,9 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         auto_sharding: AutoShardingOption = None,
         sharding: ShardingOption = None,
         checkpoint_io: CheckpointIO | None = None,
+        checkpoint: CheckpointConfig | dict[str, Any] | None = None,
     ) -> None:
+        self.checkpoint_config = CheckpointConfig.resolve(checkpoint)
         self.xla_config = XLAConfig.resolve(
             config,
             {
@@ -99,6 +106,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         own_precision = choose_precision(precision, flags)
         name = type(self).__name__
         self._sharding = make_sharding(name, self.xla_config, auto_sharding=auto_sharding, sharding=sharding)
+        in_parts = self._sharding is not None and self._sharding.saves_parts
+        check_options(name, self.checkpoint_config, in_parts=in_parts)
         check_runtime(name, shards=self._sharding is not None)
         self._backend = get_backend()
         self._precision_given = own_precision if precision is not None or flags is not None else None
@@ -157,7 +166,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     def checkpoint_io(self) -> CheckpointIO:
         """The user's, or `XLAEagerCheckpointIO`."""
         if self._checkpoint_io is None:
-            self._checkpoint_io = XLAEagerCheckpointIO()
+            self._checkpoint_io = XLAEagerCheckpointIO(self.checkpoint_config)
         elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
             self._checkpoint_io.checkpoint_io = XLAEagerCheckpointIO()
         return self._checkpoint_io
@@ -191,10 +200,11 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
 
     def setup_environment(self) -> None:
         """Begins a run: eager mode and patches, until `teardown`."""
+        check_plugin_saves(type(self).__name__, self.checkpoint_config, self.checkpoint_io)
         super().setup_environment()
         if self._run is None:
             assert self.lightning_module is not None
-            self._run = Run(self.lightning_module.trainer, self.xla_config, self._sharding)
+            self._run = Run(self.lightning_module.trainer, self.xla_config, self._sharding, self.checkpoint_config)
             self._run.begin()
 
     def setup(self, trainer: Trainer) -> None:
@@ -322,20 +332,36 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
             self._run.before_save(filepath)
             checkpoint = {**checkpoint, RANDOM_STATE: self._run.random_state()}
         if self._sharding is not None and self._sharding.saves_parts:
-            sharded_checkpoints.check_io(type(self).__name__, self._checkpoint_io)
+            io = sharded_checkpoints.check_io(type(self).__name__, self.checkpoint_io)
             assert self.lightning_module is not None
-            sharded_checkpoints.save(checkpoint, filepath, self.lightning_module, self.optimizers)
+            sharded_checkpoints.save(io, checkpoint, filepath, self.lightning_module, self.optimizers)
         else:
-            super().save_checkpoint(on_host(checkpoint), filepath, storage_options)
+            copied = Taken(snapshot(checkpoint)) if self.checkpoint_config.asynchronous else on_host(checkpoint)
+            super().save_checkpoint(copied, filepath, storage_options)
+        if self._run is not None:
+            self._run.after_save()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """As `Strategy.load_checkpoint`."""
+        """As `Strategy.load_checkpoint`; a fit that looks for the last one goes on from the newest that is valid.
+
+        Raises:
+            CheckpointDamagedError: it is not what was written, and was asked for by its path (or none is valid).
+        """
+        if self._run is None or not asks_for_newest():
+            checkpoint = self._load(checkpoint_path, weights_only)
+        else:
+            load = functools.partial(self._load, weights_only=weights_only)
+            checkpoint_path, checkpoint = load_newest(checkpoint_path, load)
+            self._run.resumes_from(checkpoint_path)
+        self._random_state = checkpoint.get(RANDOM_STATE)
+        return checkpoint
+
+    def _load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
         checkpoint: dict[str, Any]
         if sharded_checkpoints.is_sharded(checkpoint_path):
             checkpoint = sharded_checkpoints.read_rest(checkpoint_path, weights_only)
         else:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._random_state = checkpoint.get(RANDOM_STATE)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

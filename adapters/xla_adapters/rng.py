@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,6 +52,56 @@ class StepSeed:
         for part in (self.seed, self.stream, self.replica, self.step, self.micro_step):
             state = _splitmix64(state ^ (part & _MASK))
         return state >> 1
+
+
+@dataclass(frozen=True)
+class HostRandom:
+    """The streams of Python, numpy and torch on the host.
+
+    Attributes:
+        python, numpy, torch: their states, as `torch.load` reads them with `weights_only=True`.
+    """
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    torch: torch.Tensor
+
+    @classmethod
+    def now(cls) -> HostRandom:
+        """As they are; nothing is drawn."""
+        return cls(random.getstate(), _plain(np.random.get_state(legacy=True)), torch.get_rng_state())
+
+    def restore(self) -> None:
+        """Sets all three."""
+        random.setstate(self.python)
+        name, keys, *rest = self.numpy
+        np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+        torch.set_rng_state(self.torch)
+
+    def equals(self, other: HostRandom) -> bool:
+        """Whether they would draw the same."""
+        one, two = self.numpy, other.numpy
+        return (
+            self.python == other.python
+            and torch.equal(self.torch, other.torch)
+            and torch.equal(one[1], two[1])
+            and (one[0], *one[2:]) == (two[0], *two[2:])
+        )
+
+    def branch(self) -> HostRandom:
+        """Streams of their own, which depend on these; nothing is drawn from these."""
+        digest = hashlib.sha256(self.torch.numpy().tobytes()).digest()
+        seed = int.from_bytes(digest[:4], "little")
+        return HostRandom(
+            random.Random(seed).getstate(),
+            _plain(np.random.RandomState(seed).get_state(legacy=True)),
+            torch.Generator().manual_seed(seed).get_state(),
+        )
+
+
+def _plain(state: Any) -> tuple[Any, ...]:
+    name, keys, *rest = state
+    return (name, torch.from_numpy(keys.astype(np.int64)), *rest)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from transformers import HfArgumentParser
 
 import hf_trainer
 from hf_trainer import XLAArguments
+from hf_trainer.exact_resume import EXACT_RESUME
 from hf_trainer.safe_checkpoints import SETTINGS
 from tests.hf_trainer.scenarios import Classifier, Run, arguments, gpt2, ours, token_samples, vector_samples
 from tests.isolation import isolated
@@ -58,7 +59,7 @@ def test_the_files_are_those_of_transformers_and_the_manifest(tmp_path: Path) ->
     for step in (2, 4, 6):
         safe, stock = (tmp_path / kind / f"checkpoint-{step}" for kind in ("safe", "stock"))
         names = [{str(file.relative_to(folder)) for file in folder.rglob("*")} for folder in (safe, stock)]
-        assert names[0] == names[1] | {MANIFEST}
+        assert names[0] == names[1] | {MANIFEST, EXACT_RESUME}
         manifest = CheckpointStore(tmp_path / "safe").load(safe.name).manifest
         assert manifest.step == step
         assert manifest.settings["arguments"]["learning_rate"] == 1e-2

@@ -55,19 +55,8 @@ def test_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     whole = fit(dropping, XLAEagerStrategy(), max_epochs=1, callbacks=lambda: [every])
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=4.ckpt"]
 
-    class Skips(Classifier):
-        """What a resumable loader would do: the first batches are gone."""
-
-        def on_fit_start(self) -> None:
-            self.kept.clear()
-
-    L.seed_everything(3)
-    module = Skips(dropout=0.3)
-    inputs, classes = loader().dataset.tensors  # type: ignore[attr-defined]
-    rest = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs[32:], classes[32:]), batch_size=8)
-    run = trainer(XLAEagerStrategy(), max_epochs=1)
-    run.fit(module, rest, ckpt_path=tmp_path / "step=4.ckpt")
-    assert module.losses == whole.module.losses[4:]
+    rest = resumed(dropping, XLAEagerStrategy(), tmp_path / "step=4.ckpt", max_epochs=1)
+    assert rest.losses == whole.module.losses[4:]
 
 
 @isolated

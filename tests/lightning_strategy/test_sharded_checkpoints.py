@@ -40,7 +40,7 @@ def writes(folder: Path) -> Any:
 def test_other_meshes_and_one_device_go_on(tmp_path: Path) -> None:
     losses, weights = run_in_child(functools.partial(writes, tmp_path), env=devices(8))
     path = tmp_path / "step=6.ckpt"
-    assert {file.suffix for file in path.iterdir()} == {"", ".pt", ".distcp"}
+    assert {file.suffix for file in path.iterdir()} == {"", ".pt", ".distcp", ".json"}
     for number, strategy, cut in (
         (8, functools.partial(parts, "fsdp"), True),
         (4, functools.partial(XLAEagerStrategy, sharding="2d"), True),
@@ -100,7 +100,7 @@ def test_tied_weights_weights_alone_and_a_path_that_is_taken(tmp_path: Path) -> 
         ]
 
     run = fit(Tied, parts("fsdp"), data=lambda: loader(6), max_epochs=1, callbacks=callbacks)
-    assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", "_lock"}
     module = Tied()
     trainer = L.Trainer(strategy=parts("2d"), logger=False, enable_progress_bar=False, barebones=False)
     trainer.validate(module, loader(1), ckpt_path=last, verbose=False)

@@ -4,13 +4,13 @@ from xla_adapters.checkpoint.async_saver import SAVE_FAILED_EXIT_CODE, AsyncSave
 from xla_adapters.checkpoint.commit import Draft
 from xla_adapters.checkpoint.config import CheckpointConfig
 from xla_adapters.checkpoint.group import Group, OneProcess, TorchGroup
-from xla_adapters.checkpoint.inspection import CheckpointWarning
+from xla_adapters.checkpoint.inspection import CheckpointWarning, verify
 from xla_adapters.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
 from xla_adapters.checkpoint.mismatch import CheckpointMismatchWarning, differences, warn_of_differences
 from xla_adapters.checkpoint.preemption import Preemption
 from xla_adapters.checkpoint.schedule import SaveReason, SaveSchedule
 from xla_adapters.checkpoint.snapshot import snapshot
-from xla_adapters.checkpoint.store import CheckpointStore
+from xla_adapters.checkpoint.store import CheckpointStore, refuse_inside_step
 from xla_adapters.checkpoint.training_state import TrainingState
 from xla_adapters.checkpoint.watchdog import Watchdog
 
@@ -34,6 +34,8 @@ __all__ = [
     "TrainingState",
     "Watchdog",
     "differences",
+    "refuse_inside_step",
     "snapshot",
+    "verify",
     "warn_of_differences",
 ]

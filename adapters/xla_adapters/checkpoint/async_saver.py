@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from xla_adapters.checkpoint.manifest import Checkpoint
 from xla_adapters.checkpoint.snapshot import snapshot
-from xla_adapters.checkpoint.store import CheckpointStore
+from xla_adapters.checkpoint.store import CheckpointStore, refuse_inside_step
 
 _State = TypeVar("_State")
 SAVE_FAILED_EXIT_CODE = 74
@@ -31,6 +31,9 @@ class AsyncSaver:
 
     Args:
         store: where to. With several processes its group must be one that nothing else uses.
+
+    Attributes:
+        store: of the next save; whoever sets it waits first.
     """
 
     def __init__(self, store: CheckpointStore) -> None:
@@ -68,6 +71,7 @@ class AsyncSaver:
             CheckpointWriteError: the save before failed; this one was not begun.
             CheckpointSaveError: a step is open.
         """
+        refuse_inside_step(step)
         self.wait()
         copied = take(state)
 

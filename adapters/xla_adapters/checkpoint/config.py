@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -81,6 +82,26 @@ class CheckpointConfig:
                 f"preemption_signals={self.preemption_signals!r} is not a valid value; valid are: {', '.join(valid)}"
             )
         return tuple(signal.Signals[name] for name in self.preemption_signals)
+
+    @classmethod
+    def resolve(cls, given: CheckpointConfig | Mapping[str, Any] | str | None) -> CheckpointConfig:
+        """The config from any way of giving it: itself, its options, or these as JSON; `None` is the defaults.
+
+        Raises:
+            ConfigError: it is none of these, or a value is not valid.
+        """
+        if isinstance(given, CheckpointConfig):
+            return given
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"checkpoint={given!r} is not JSON: {error}") from error
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigError(
+                f"checkpoint={given!r} is not a valid value; valid values: a CheckpointConfig, its options"
+            )
+        return cls.from_dict(given or {})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CheckpointConfig:

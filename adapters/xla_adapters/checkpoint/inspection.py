@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 import uuid
 import warnings
 from dataclasses import dataclass
 
-from xla_adapters.checkpoint.manifest import MANIFEST, Checkpoint
+from xla_adapters.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
 from xla_adapters.checkpoint.sealing import problems, read_manifest
-from xla_adapters.checkpoint.storage import Entry, Storage, join
+from xla_adapters.checkpoint.storage import Entry, LocalStorage, Storage, join
 from xla_adapters.errors import CheckpointDamagedError
 
 DAMAGED = "_damaged-"
@@ -83,6 +84,25 @@ def check(storage: Storage, found: Found) -> Found:
         return found
     wrong = tuple(problems(storage, found.checkpoint.path, found.checkpoint.manifest))
     return dataclasses.replace(found, problems=wrong)
+
+
+def verify(path: str | os.PathLike[str]) -> Manifest | None:
+    """Compares a checkpoint on this machine, be it a folder or one file, with its manifest.
+
+    Returns: the manifest; `None` if it has none, and nobody can tell.
+
+    Raises:
+        CheckpointDamagedError: it is not what was written.
+    """
+    storage, real = LocalStorage(), os.path.realpath(path)
+    try:
+        manifest = read_manifest(storage, real)
+        wrong = [] if manifest is None else problems(storage, real, manifest)
+    except CheckpointDamagedError as error:
+        raise CheckpointDamagedError(f"{os.fspath(path)} is damaged: {error}") from error
+    if wrong:
+        raise CheckpointDamagedError(f"{os.fspath(path)} is damaged: {'; '.join(wrong)}")
+    return manifest
 
 
 def set_aside(storage: Storage, root: str, damaged: Found) -> str | None:

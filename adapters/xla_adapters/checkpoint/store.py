@@ -141,10 +141,7 @@ class CheckpointStore:
         framework that puts names together itself can be given `draft.path.parent`. An exception in the body
         discards the draft. After the body, `draft.checkpoint` is what became of it.
         """
-        if in_step():
-            raise CheckpointSaveError(
-                f"a checkpoint of step {step} was to be saved inside a step, which is not executed yet: save it after"
-            )
+        refuse_inside_step(step)
         called = _checked(name if name is not None else f"{self.prefix}{step}")
 
         def describe(files: Mapping[str, FileRecord]) -> Manifest:
@@ -244,6 +241,18 @@ class CheckpointStore:
                 else:
                     warn_of(join(self.root, found.name), "is passed over", checked)
         return None
+
+    def each_valid(self) -> Iterator[Checkpoint]:
+        """Those whose files are all what was written, newest first; a warning names each that is passed over.
+
+        Nothing is renamed: for names that somebody else looks for, too.
+        """
+        for found in reversed(self.found()):
+            checked = check(self.storage, found)
+            if checked.checkpoint is not None and not checked.problems:
+                yield checked.checkpoint
+            else:
+                warn_of(join(self.root, found.name), "is passed over", checked)
 
     def load(self, which: int | str | os.PathLike[str]) -> Checkpoint:
         """The checkpoint that was asked for, checked.
@@ -404,6 +413,18 @@ class CheckpointStore:
             raise CheckpointError(f"rank 0: {told}")
         first: _Result = result
         return first
+
+
+def refuse_inside_step(step: int) -> None:
+    """Raises if a step is open in this thread.
+
+    Raises:
+        CheckpointSaveError: it is.
+    """
+    if in_step():
+        raise CheckpointSaveError(
+            f"a checkpoint of step {step} was to be saved inside a step, which is not executed yet: save it after"
+        )
 
 
 def _checked(name: str) -> str:

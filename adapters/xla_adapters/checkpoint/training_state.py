@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
 from xla_adapters.backend import get_backend
 from xla_adapters.errors import CheckpointDamagedError
+from xla_adapters.rng import HostRandom
 
 _FILE = "xla_adapters.training_state-{rank}.pt"
 
@@ -36,21 +35,18 @@ class TrainingState:
     @classmethod
     def capture(cls, positions: Mapping[str, Any] | None = None) -> TrainingState:
         """The state as it is now; nothing is drawn, and the device's graph is left as it is."""
-        name, keys, *rest = numpy.random.get_state(legacy=True)
+        host = HostRandom.now()
         return cls(
-            python=random.getstate(),
-            numpy=(name, torch.from_numpy(numpy.array(keys, dtype=numpy.int64)), *rest),
-            torch=torch.get_rng_state(),
+            python=host.python,
+            numpy=host.numpy,
+            torch=host.torch,
             device=get_backend().seed(),
             positions=dict(positions) if positions is not None else {},
         )
 
     def restore(self) -> None:
         """Sets all generators."""
-        random.setstate(self.python)
-        name, keys, *rest = self.numpy
-        numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
-        torch.set_rng_state(self.torch)
+        HostRandom(self.python, self.numpy, self.torch).restore()
         get_backend().set_seed(self.device)
 
     def save(self, folder: Path, *, rank: int = 0) -> None:

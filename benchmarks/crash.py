@@ -1,0 +1,217 @@
+"""Trainings killed at random moments, resumed, and compared bit by bit; `python -m benchmarks.crash`.
+
+Trainings under dropout save after every second step. Each life begins with what the one before left, and is ended by
+SIGKILL from another process at a random moment (of a seed) between its first loss and its end. Counted is whether the
+life after it
+  resumed    came to a further loss, or to its end;
+  identical  and noted no loss that differs by a bit from that of the training that nobody killed.
+A life that did not resume, or not identically, leaves its folder; the next begins anew. Then, in the last checkpoint of
+a training that was left alone, single bits are flipped, one at a time, in files and places of the same seed; caught is
+what raises when a training is to go on from that checkpoint by its path.
+
+With `--peers`, transformers' and Lightning's own trainers too, on the plain CPU, where they do best (on XLA neither
+restores the random numbers of dropout). All runs are forked from one process that has imported everything.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.children import run_in_child
+from benchmarks.crash_runs import OURS, PEERS, RUNS, STEPS, die_after, loads, losses
+
+_TIMEOUT = 120
+_KILLED = "the process died with signal 9"
+
+
+@dataclass
+class Result:
+    """How one kind of training came off.
+
+    Attributes:
+        kills: of its lives.
+        in_a_save: kills that left something half written, which only ours can tell.
+        resumed, identical: kills after which the next life did.
+        bits, caught: flipped, and noticed.
+        seconds: median of a life.
+        errors: of lives that did not resume, each kind once.
+    """
+
+    run: str
+    kills: int = 0
+    in_a_save: int | None = None
+    resumed: int = 0
+    identical: int = 0
+    bits: int = 0
+    caught: int = 0
+    seconds: float = 0.0
+    errors: list[str] = field(default_factory=list)
+
+
+def whole(run: Callable[..., None], where: Path) -> tuple[dict[int, str], float]:
+    """The losses of a training that nobody kills, and the seconds from the first to its end.
+
+    Raises:
+        RuntimeError: it does not come to its end.
+    """
+    journal = where / "whole.txt"
+
+    def child() -> float:
+        run(where / "whole", journal)
+        return time.time()
+
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    seconds = []
+    first: dict[int, str] = {}
+    for _ in range(2):
+        # Twice, for the disk's caches; and what is not repeatable when left alone cannot be blamed on a kill.
+        shutil.rmtree(where / "whole", ignore_errors=True)
+        journal.unlink(missing_ok=True)
+        outcome = run_in_child(partial(_timed, child, journal), timeout=_TIMEOUT)
+        found = {noted.step: noted.loss for noted in losses(journal)}
+        if not outcome.ok or sorted(found) != list(range(1, STEPS + 1)) or (first and found != first):
+            raise RuntimeError(f"a training that nobody killed went wrong: {outcome.error}\n{outcome.output}")
+        first = found
+        seconds.append(outcome.value)
+    return first, min(seconds)
+
+
+def _timed(child: Callable[[], float], journal: Path) -> float:
+    """Seconds from the first loss to the end; the file is born with the first."""
+    born: list[float] = []
+
+    def watch() -> None:
+        while not journal.exists():
+            time.sleep(0.001)
+        born.append(time.time())
+
+    threading.Thread(target=watch, daemon=True).start()
+    return child() - born[0]
+
+
+def kill(name: str, kills: int, seed: int, where: Path) -> Result:
+    """Kills one kind of training that many times."""
+    run, result, chosen = RUNS[name], Result(name), random.Random(seed)
+    expected, lifetime = whole(run, where)
+    life, lives, folder = 0, [], where / "0"
+    # Whether the life before this one was killed, and is judged by it.
+    pending = False
+    while result.kills < kills or pending:
+        journal = where / f"{folder.name}.txt"
+        seconds, last = chosen.random() * lifetime, result.kills >= kills
+        start = journal.stat().st_size if journal.exists() else 0
+
+        def child(folder: Path = folder, journal: Path = journal, seconds: float = seconds, last: bool = last) -> None:
+            if not last:
+                die_after(seconds, journal)
+            run(folder, journal)
+
+        outcome = run_in_child(child, timeout=_TIMEOUT)
+        lives.append(outcome.seconds)
+        was_killed = outcome.error == _KILLED
+        noted = losses(journal, start)
+        identical = all(expected.get(loss.step) == loss.loss for loss in noted)
+        resumed = outcome.ok or was_killed
+        if pending:
+            result.resumed += resumed
+            result.identical += resumed and identical
+        if not resumed and outcome.short_error not in result.errors:
+            result.errors.append(outcome.short_error or "")
+        result.kills += was_killed
+        if name in OURS:
+            result.in_a_save = (result.in_a_save or 0) + (was_killed and any(folder.glob("_tmp-*/*")))
+        pending = was_killed
+        if outcome.ok or not resumed or not identical:
+            life += 1
+            folder = where / str(life)
+            if was_killed:
+                # It is judged by nobody: what it left is not gone on from.
+                result.kills -= 1
+                pending = False
+    result.seconds = statistics.median(lives)
+    return result
+
+
+def flip(name: str, bits: int, seed: int, where: Path) -> tuple[int, list[str]]:
+    """Flips single bits of the last checkpoint; returns how many were noticed, and where those were that were not."""
+    run, chosen = RUNS[name], random.Random(seed)
+    folder = where / "whole"
+    checkpoint = folder / "last.ckpt" if (folder / "last.ckpt").exists() else folder / f"checkpoint-{STEPS}"
+    files = [checkpoint] if checkpoint.is_file() else sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    # Every file in turn: most bytes are weights.
+    places = [(files[number % len(files)], chosen.random(), chosen.randrange(8)) for number in range(bits)]
+
+    def child() -> list[str]:
+        silent = []
+        for file, part, bit in places:
+            data = file.read_bytes()
+            at = int(part * len(data))
+            damaged = bytearray(data)
+            damaged[at] ^= 1 << bit
+            file.write_bytes(damaged)
+            if loads(run, where / "scratch", checkpoint) is None:
+                silent.append(f"byte {at} of {file.name}")
+            file.write_bytes(data)
+        return silent
+
+    outcome = run_in_child(child, timeout=_TIMEOUT + 10 * bits)
+    if not outcome.ok:
+        raise RuntimeError(f"{name}: {outcome.error}\n{outcome.output}")
+    return bits - len(outcome.value), outcome.value
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = report.parser(__doc__ or "")
+    parser.add_argument("--kills", type=int, default=50, help="of each kind of training (50)")
+    parser.add_argument("--bits", type=int, default=30, help="flipped in each kind of checkpoint (30)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments, and of the bits (0)")
+    parser.add_argument("--peers", action="store_true", help="stock transformers and Lightning, too")
+    parser.add_argument("--runs", help=f"only these, of: {'; '.join(RUNS)}")
+    options = parser.parse_args(arguments)
+    names = list(RUNS if options.peers else OURS)
+    if options.runs:
+        names = [name.strip() for name in options.runs.split(";")]
+        unknown = [name for name in names if name not in RUNS]
+        if unknown:
+            parser.error(f"no such run: {', '.join(unknown)}; there are: {'; '.join(RUNS)}")
+    results, silent = [], {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as where:
+            result = kill(name, options.kills, options.seed, Path(where))
+            result.bits = options.bits
+            result.caught, silent[name] = flip(name, options.bits, options.seed, Path(where))
+        results.append(result)
+        print(
+            f"{name}: {result.identical} of {result.kills} identical, {result.caught} of {result.bits} bits", flush=True
+        )
+    headers = ("run", "kills", "in a save", "resumed", "identical", "bits caught", "of", "s per life")
+    cells = [(r.run, r.kills, r.in_a_save, r.resumed, r.identical, r.caught, r.bits, r.seconds) for r in results]
+    print(f"\n{report.table(headers, cells)}")
+    for result in results:
+        for error in result.errors:
+            print(f"\n{result.run} did not resume: {error[:300]}")
+    made = report.Report(
+        "crash",
+        {"kills": options.kills, "bits": options.bits, "seed": options.seed},
+        {"rows": [asdict(result) for result in results], "bits_not_caught": silent},
+    )
+    for result in results:
+        if result.run not in PEERS:
+            made.target(f"{result.run}: resumed, identical", result.identical, "exactly", options.kills)
+            made.target(f"{result.run}: flipped bits caught", result.caught, "exactly", options.bits)
+    return made.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Where in the data a fit is: saved, and found again, whatever the loader is made of.
+
+Lightning saves the position of loaders that have a `state_dict` of their own. With any other it begins the epoch's
+data anew when it resumes in the middle of one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch.loops.fit_loop
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+
+from xla_adapters.errors import CheckpointError
+from xla_adapters.patching import replaced
+from xla_adapters.rng import HostRandom
+
+
+class DataPosition:
+    """Follows the training data of a run.
+
+    Reading data draws from random numbers of its own, which depend on those that the epoch begins with: shuffling is
+    as without, and batches that are read again are the same, whatever the training draws in between.
+
+    Args:
+        trainer: whose data.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        # With which the epoch under way began, and with which that of a checkpoint did.
+        self.began_with: HostRandom | None = None
+        self._begins_with: HostRandom | None = None
+        self._batches = 0
+        # With which the training goes on.
+        self._now: HostRandom | None = None
+
+    def position(self) -> dict[str, Any] | None:
+        """What to save in the middle of an epoch; `None` at its end, and for loaders that save it themselves."""
+        loop = self._trainer.fit_loop
+        if self.began_with is None or loop.epoch_loop._num_ready_batches_reached():
+            return None
+        return {"batches": loop.epoch_loop.batch_progress.current.ready, "began_with": vars(self.began_with)}
+
+    def resume(self, position: Mapping[str, Any] | None, host: HostRandom) -> None:
+        """The data goes on from a position that was saved; or, at the end of an epoch, with a new one.
+
+        Args:
+            position: as saved.
+            host: random numbers at the time of the save.
+        """
+        self._begins_with, self._batches, self._now = host, 0, host
+        if position is not None:
+            self._begins_with, self._batches = HostRandom(**position["began_with"]), int(position["batches"])
+
+    def before_batch(self) -> None:
+        """A training batch is about to be computed: from where a resumed run left off, if it is its first."""
+        if self._now is not None:
+            self._now.restore()
+            self._now = None
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Until the exit, what fetches training data is followed."""
+        module = lightning.pytorch.loops.fit_loop
+        select = vars(module)["_select_data_fetcher"]
+
+        def selected(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+            fetcher = select(trainer, *args, **kwargs)
+            if trainer is self._trainer and type(fetcher) is _PrefetchDataFetcher:
+                loaders = trainer.fit_loop._combined_loader.flattened  # type: ignore[union-attr]
+                if not any(isinstance(loader, _Stateful) for loader in loaders):
+                    fetcher.__class__ = _Followed
+                    fetcher.data = self  # type: ignore[attr-defined]
+            return fetcher
+
+        with replaced(module, "_select_data_fetcher", selected), warnings.catch_warnings():
+            # It is resumable now.
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+            yield
+
+    def begin_epoch(self) -> int:
+        """An epoch's data begins; returns how many of its batches are to be left out."""
+        batches, self._batches = self._batches, 0
+        if self._begins_with is not None:
+            self._begins_with.restore()
+            self._begins_with = None
+            if not batches:
+                # The epoch's beginning draws, and then the training.
+                self._now = None
+            else:
+                # Lightning tells samplers the epoch only after this.
+                loop: Any = self._trainer.fit_loop
+                for loader in loop._combined_loader.flattened:
+                    _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
+        self.began_with = HostRandom.now()
+        return batches
+
+
+class _Followed(_PrefetchDataFetcher):
+    """Lightning's own, with random numbers of its own, begun in the middle if need be."""
+
+    data: DataPosition
+    _random: HostRandom
+
+    def __iter__(self) -> _Followed:
+        batches = self.data.begin_epoch()
+        super().__iter__()
+        self._random = HostRandom.now().branch()
+        for number in range(batches):
+            try:
+                next(self)
+            except StopIteration:
+                raise CheckpointError(
+                    f"the checkpoint was taken after {batches} batches of its epoch, and the training data has only "
+                    f"{number}: it is other data than then"
+                ) from None
+        # Lightning counts those that are left out itself.
+        self.fetched -= batches
+        return self
+
+    def __next__(self) -> Any:
+        outside = HostRandom.now()
+        self._random.restore()
+        try:
+            return super().__next__()
+        finally:
+            self._random = HostRandom.now()
+            outside.restore()

@@ -1,0 +1,497 @@
+"""`checkpoint=`: saving in the background, when it is due, before the process is ended; and going on exactly."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from benchmarks import children
+from lightning_strategy import XLAEagerStrategy, checkpoints
+from lightning_strategy.scheduled_saves import NAME
+from tests.crash.storages import Quick
+from tests.isolation import isolated, run_in_child
+from tests.lightning_strategy.scenarios import BATCH, CLASSES, FEATURES, Classifier, fit, loader, trainer
+from tests.lightning_strategy.test_checkpoints import dropping, resumed, saves
+from xla_adapters.checkpoint import CheckpointConfig, CheckpointStore, CheckpointWarning
+from xla_adapters.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointWriteError,
+    StallError,
+    UnsupportedOptionError,
+)
+from xla_adapters.sharding import ShardingConfig
+
+
+def each(folder: Path, **options: Any) -> ModelCheckpoint:
+    """Saves after every second step."""
+    given = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}", **options}
+    return ModelCheckpoint(dirpath=folder, **given)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.ckpt"))
+
+
+# ---- in the background -------------------------------------------------------------------------------
+
+
+class _SlowWriter:
+    """Writes only when it may."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.write = checkpoints._write
+        vars(checkpoints)["_write"] = self
+
+    def __call__(self, checkpoint: dict[str, Any], file: Path) -> None:
+        assert self.go.wait(60)
+        self.write(checkpoint, file)
+
+
+@isolated
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    """And the one it makes superfluous stays until it is there."""
+    whole = fit(dropping, XLAEagerStrategy(), max_epochs=1)
+    slow, seen = _SlowWriter(), []
+
+    class Lets(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx % 2 == 0:
+                seen.append((batch_idx + 1, names(tmp_path)))
+                slow.go.set()
+                trainer.strategy.checkpoint_io._saver and trainer.strategy.checkpoint_io._saver._thread.join()
+            else:
+                slow.go.clear()
+
+    ours = fit(
+        dropping,
+        XLAEagerStrategy(checkpoint=CheckpointConfig(asynchronous=True)),
+        max_epochs=1,
+        callbacks=lambda: [Lets(), each(tmp_path, save_top_k=1), _LetsGo(slow)],
+    )
+    assert seen == [(1, []), (3, []), (5, ["step=2.ckpt"])]
+    assert names(tmp_path) == ["step=6.ckpt"]
+    assert ours.module.losses == whole.module.losses
+    CheckpointStore(tmp_path).load("step=6.ckpt")
+    saved = torch.load(tmp_path / "step=6.ckpt", weights_only=True)
+    assert torch.equal(saved["state_dict"]["net.0.weight"], ours.module.state_dict()["net.0.weight"])
+    assert saved["state_dict"]._metadata["net.1"]["version"] == 2
+
+
+class _LetsGo(Callback):
+    def __init__(self, slow: _SlowWriter) -> None:
+        self.slow = slow
+
+    def on_train_end(self, *args: Any) -> None:
+        self.slow.go.set()
+
+
+class _Full(Quick):
+    def write(self, path: str, *args: Any) -> None:
+        if "step=4" in path:
+            raise OSError(28, "No space left on device")
+        super().write(path, *args)
+
+
+@isolated
+@pytest.mark.parametrize("batches", [4, 6], ids=["at the end", "at the next save"])
+def test_a_save_that_fails_in_the_background_is_raised(batches: int, tmp_path: Path) -> None:
+    vars(checkpoints)["CheckpointStore"] = functools.partial(CheckpointStore, storage=_Full())
+    with pytest.raises(CheckpointWriteError, match="No space left on device"):
+        fit(
+            dropping,
+            XLAEagerStrategy(checkpoint={"asynchronous": True}),
+            data=lambda: loader(batches),
+            max_epochs=1,
+            callbacks=lambda: [each(tmp_path, save_top_k=1)],
+        )
+    # The one before stays.
+    assert names(tmp_path) == ["step=2.ckpt"]
+
+
+# ---- going on ----------------------------------------------------------------------------------------
+
+
+class _Noisy(Dataset[Any]):
+    """Draws from every generator there is."""
+
+    def __len__(self) -> int:
+        return 6 * BATCH
+
+    def __getitem__(self, index: int) -> Any:
+        noise = random.random() + float(numpy.random.rand()) + torch.rand(1)
+        inputs = torch.randn(FEATURES, generator=torch.Generator().manual_seed(index))
+        return inputs + 0.1 * noise, index % CLASSES
+
+
+class _Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        for index in range(0 if info is None else info.id, 6 * BATCH, 1 if info is None else info.num_workers):
+            yield _Noisy()[index]
+
+
+class _Draws(Classifier):
+    """Draws from the host's generators while it trains."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 + 0.1 * random.random() + 0.1 * float(torch.rand(())))
+
+
+def huggingface(streaming: bool) -> Any:
+    import datasets
+
+    rows = [{"x": [float((row * 7 + i) % 5) for i in range(FEATURES)], "y": row % CLASSES} for row in range(6 * BATCH)]
+    data = datasets.Dataset.from_list(rows)
+    if streaming:
+        data = data.to_iterable_dataset(num_shards=3).shuffle(seed=3, buffer_size=16)
+
+    def collate(samples: list[Any]) -> Any:
+        return torch.tensor([s["x"] for s in samples]), torch.tensor([s["y"] for s in samples])
+
+    return DataLoader(data, batch_size=BATCH, collate_fn=collate)  # type: ignore[arg-type]
+
+
+DATA: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: loader(shuffle=True),
+    "drawing": lambda: DataLoader(_Noisy(), BATCH, shuffle=True),
+    "workers": lambda: DataLoader(_Noisy(), BATCH, shuffle=True, num_workers=2),
+    "stream": lambda: DataLoader(_Stream(), BATCH),
+    "stream of workers": lambda: DataLoader(_Stream(), BATCH, num_workers=2),
+    "datasets": lambda: huggingface(False),
+    "streaming datasets": lambda: huggingface(True),
+    "several": lambda: {"a": loader(shuffle=True), "b": loader(2, shuffle=True)},
+}
+
+
+class _Pairs(_Draws):
+    def loss(self, batch: Any) -> Any:
+        if isinstance(batch, dict):
+            return super().loss(batch["a"]) + super().loss(batch["b"])
+        return super().loss(batch)
+
+
+@isolated(timeout=400)
+@pytest.mark.parametrize("kind", list(DATA))
+def test_the_data_goes_on(kind: str, tmp_path: Path) -> None:
+    """In the first epoch, in the second, and at the end of the first."""
+
+    def make() -> Any:
+        return _Pairs(dropout=0.3)
+
+    data = DATA[kind]
+    whole = fit(make, XLAEagerStrategy(), data=data, max_epochs=2, callbacks=lambda: [each(tmp_path)])
+    assert len(whole.module.losses) == 12
+    for step in (2, 4, 6, 8, 10):
+        L.seed_everything(99, verbose=False)
+        module = make()
+        run = trainer(XLAEagerStrategy(), max_epochs=2)
+        run.fit(module, data(), ckpt_path=tmp_path / f"step={step}.ckpt")
+        assert module.losses == whole.module.losses[step:], step
+
+
+@isolated
+def test_accumulation_goes_on_at_an_update(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 2}
+    config = CheckpointConfig(every_n_steps=2)
+    whole = fit(dropping, XLAEagerStrategy(checkpoint=config), callbacks=lambda: [_last(tmp_path)], **options)
+    L.seed_everything(99, verbose=False)
+    module = dropping()
+    # The last was saved after update 6 of 6; one of the first epoch is what is gone on from here.
+    fit(
+        dropping,
+        XLAEagerStrategy(checkpoint=config),
+        callbacks=lambda: [_last(tmp_path / "one")],
+        max_steps=2,
+        **{**options, "max_epochs": 1},
+    )
+    run = trainer(XLAEagerStrategy(), **options)
+    run.fit(module, loader(), ckpt_path=tmp_path / "one" / NAME)
+    assert module.losses == whole.module.losses[4:]
+
+
+def _last(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(dirpath=folder, save_top_k=0)
+
+
+@isolated
+def test_early_stopping_goes_on(tmp_path: Path) -> None:
+    def callbacks(folder: Path) -> list[Any]:
+        return [EarlyStopping("val_loss", patience=2, mode="min"), saves(folder)]
+
+    options: dict[str, Any] = {"validation": lambda: loader(2, seed=5), "max_epochs": 8}
+    whole = fit(dropping, XLAEagerStrategy(), callbacks=lambda: callbacks(tmp_path / "whole"), **options)
+    epochs = whole.trainer.current_epoch
+    assert 3 <= epochs < 8
+    first = {**options, "max_epochs": epochs - 1}
+    fit(dropping, XLAEagerStrategy(), callbacks=lambda: callbacks(tmp_path / "part"), **first)
+    L.seed_everything(99, verbose=False)
+    module = dropping()
+    run = trainer(XLAEagerStrategy(), max_epochs=8, callbacks=callbacks(tmp_path / "rest"))
+    run.fit(module, loader(), loader(2, seed=5), ckpt_path=tmp_path / "part" / "last.ckpt")
+    assert run.current_epoch == epochs
+    assert module.losses == whole.module.losses[6 * (epochs - 1) :]
+
+
+@isolated
+def test_less_data_than_then(tmp_path: Path) -> None:
+    fit(dropping, XLAEagerStrategy(), max_epochs=1, callbacks=lambda: [each(tmp_path)])
+    run = trainer(XLAEagerStrategy(), max_epochs=1)
+    with pytest.raises(CheckpointError, match="taken after 4 batches of its epoch, and the training data has only 3"):
+        run.fit(dropping(), loader(3), ckpt_path=tmp_path / "step=4.ckpt")
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@isolated
+@pytest.mark.parametrize("damage", ["flipped", "cut off", "weights"])
+def test_the_last_one_is_the_newest_that_is_valid(damage: str, tmp_path: Path) -> None:
+    def callbacks() -> list[Any]:
+        return [each(tmp_path, save_last=True)]
+
+    whole = fit(dropping, XLAEagerStrategy(), max_epochs=2, callbacks=callbacks)
+    for step in (8, 10, 12):
+        (tmp_path / f"step={step}.ckpt").unlink()
+    last = tmp_path / "last.ckpt"
+    if damage == "cut off":
+        last.write_bytes(last.read_bytes()[:2000])
+    else:
+        flip(last)
+    if damage == "weights":
+        # Of a newer step, but of no use.
+        CheckpointStore(tmp_path).save(
+            9, lambda path: torch.save({"state_dict": {}}, path), name="weights.ckpt", one_file=True
+        )
+    for _ in range(2):
+        L.seed_everything(99, verbose=False)
+        module = dropping()
+        run = trainer(XLAEagerStrategy(), max_epochs=2, callbacks=callbacks())
+        with pytest.warns(CheckpointWarning) as said:
+            run.fit(module, loader(), ckpt_path="last")
+        told = " ".join(str(warning.message) for warning in said)
+        assert "last.ckpt is damaged" in told
+        assert "goes on from" in told
+        assert module.losses == whole.module.losses[6:]
+        # Those of this life go: the next begins where this one did.
+        for step in (8, 10, 12):
+            (tmp_path / f"step={step}.ckpt").unlink()
+        flip(tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointDamagedError, match=r"last\.ckpt is damaged"):
+        resumed(dropping, XLAEagerStrategy(), last, max_epochs=3)
+
+
+# ---- before the end ----------------------------------------------------------------------------------
+
+
+def send() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class _Sent(Dataset[Any]):
+    """Sends from where batch 4 is read."""
+
+    def __init__(self, sends: bool) -> None:
+        self.data, self.sends = loader().dataset, sends
+
+    def __len__(self) -> int:
+        return len(self.data)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        if self.sends and index == 4 * BATCH:
+            send()
+        return self.data[index]
+
+
+class _Sends(Classifier):
+    place = ""
+
+    def at(self, place: str, batch: int) -> None:
+        if self.place == place and batch == 4:
+            send()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.at("forward", batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.at("optimizer", self.trainer.fit_loop.batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        self.at("save", self.trainer.fit_loop.batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.at("after the step", batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 5:
+            self.at("evaluation", 4)
+        return super().validation_step(batch, batch_idx)
+
+
+def _run(folder: Path, place: str = "", *, asynchronous: bool = False, resume: bool = False) -> list[float]:
+    class Sends(_Sends):
+        pass
+
+    Sends.place = place
+    checkpoint = CheckpointConfig(save_on="preemption", asynchronous=asynchronous)
+    model_checkpoint = each(folder, every_n_train_steps=5, save_top_k=1) if place == "save" else _last(folder)
+    run = trainer(
+        XLAEagerStrategy(checkpoint=checkpoint),
+        max_epochs=2,
+        callbacks=[model_checkpoint],
+        val_check_interval=5,
+        check_val_every_n_epoch=None,
+    )
+    L.seed_everything(99 if resume else 7, verbose=False)
+    module = Sends(dropout=0.3)
+    before = signal.getsignal(signal.SIGTERM)
+    data = DataLoader(_Sent(place == "loader"), BATCH)
+    try:
+        run.fit(module, data, loader(2, seed=5), ckpt_path="last" if resume else None)
+    except SystemExit as ended:
+        assert signal.getsignal(signal.SIGTERM) is before
+        os._exit(int(str(ended.code)))
+    return module.losses
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("place", ["loader", "forward", "optimizer", "save", "after the step", "evaluation"])
+def test_a_signal_ends_the_training_at_the_end_of_the_step(place: str, asynchronous: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    outcome = children.run_in_child(lambda: _run(folder, place, asynchronous=asynchronous), timeout=120)
+    assert outcome.error == "the process died with exit code 143", f"{outcome.error}\n{outcome.output}"
+    assert CheckpointStore(folder).load(NAME).step == 5
+    expected = run_in_child(lambda: _run(tmp_path / "whole"))
+    assert len(expected) == 12
+    assert run_in_child(lambda: _run(folder, resume=True)) == expected[5:]
+
+
+def test_a_kill_after_the_signal_leaves_what_was_there(tmp_path: Path) -> None:
+    class Killed(_Sends):
+        place = "forward"
+
+        def on_save_checkpoint(self, checkpoint: Any) -> None:
+            if self.trainer.global_step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def child() -> None:
+        fit(
+            lambda: Killed(dropout=0.3),
+            XLAEagerStrategy(checkpoint={"save_on": "preemption"}),
+            callbacks=lambda: [each(tmp_path, save_last=True)],
+        )
+
+    outcome = children.run_in_child(child, timeout=120)
+    assert outcome.error == "the process died with signal 9", f"{outcome.error}\n{outcome.output}"
+    assert CheckpointStore(tmp_path).load("last.ckpt").step == 4
+
+
+@isolated
+def test_lightnings_own_way_goes_on_working(tmp_path: Path) -> None:
+    class Sends(_Sends):
+        place = "forward"
+
+    with pytest.raises(SystemExit):
+        fit(
+            lambda: Sends(dropout=0.3),
+            XLAEagerStrategy(checkpoint={"asynchronous": True}),
+            callbacks=lambda: [OnExceptionCheckpoint(tmp_path)],
+        )
+    assert CheckpointStore(tmp_path).load("on_exception.ckpt").step == 5
+
+
+# ---- when it is due, and what hangs ------------------------------------------------------------------
+
+
+@isolated
+def test_after_time(tmp_path: Path) -> None:
+    class Waits(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            time.sleep(1.2 if batch_idx == 4 else 0)
+
+    fit(Waits, XLAEagerStrategy(checkpoint={"every": 1.1}), max_epochs=1, callbacks=lambda: [_last(tmp_path)])
+    assert CheckpointStore(tmp_path).load(NAME).step == 5
+
+
+@isolated(timeout=60)
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [
+        ("forward", "step 5"),
+        ("loader", "loading of the batch"),
+        ("save", "save of checkpoint"),
+        ("evaluation", "valid"),
+    ],
+)
+def test_a_hang_ends_with_an_error(place: str, what: str, tmp_path: Path) -> None:
+    def hang() -> None:
+        while True:
+            time.sleep(0.01)
+
+    vars(__import__(__name__, fromlist=["send"]))["send"] = hang
+    io = checkpoints.torch.save
+
+    def save(checkpoint: Any, file: Any) -> None:
+        if place == "save":
+            hang()
+        io(checkpoint, file)
+
+    vars(checkpoints)["_write"] = save
+
+    class Hangs(_Sends):
+        def on_save_checkpoint(self, checkpoint: Any) -> None: ...
+
+    Hangs.place = place
+    deadline = timedelta(seconds=5)
+    with pytest.raises(StallError, match=what):
+        fit(
+            Hangs,
+            XLAEagerStrategy(checkpoint=CheckpointConfig(stall_deadline=deadline, asynchronous=place == "save")),
+            data=lambda: DataLoader(_Sent(place == "loader"), BATCH),
+            validation=lambda: loader(2, seed=5),
+            callbacks=lambda: [each(tmp_path)],
+            val_check_interval=5,
+            check_val_every_n_epoch=None,
+            max_epochs=1,
+        )
+
+
+# ---- options -----------------------------------------------------------------------------------------
+
+
+@isolated(env={"CPU_NUM_DEVICES": "4"})
+def test_what_cannot_take_effect_raises(tmp_path: Path) -> None:
+    import xla_adapters
+
+    with pytest.raises(UnsupportedOptionError, match=r"ModelCheckpoint\(save_top_k=3\)"):
+        XLAEagerStrategy(checkpoint={"keep_last": 3})
+    xla_adapters.initialize(spmd=True)
+    parts = ShardingConfig(scheme="fsdp", checkpoints="sharded")
+    with pytest.raises(UnsupportedOptionError, match="parts come to the host one at a time"):
+        XLAEagerStrategy(checkpoint={"asynchronous": True}, sharding=parts)
+    strategy = XLAEagerStrategy(checkpoint={"asynchronous": True}, checkpoint_io=TorchCheckpointIO(), sharding="dp")
+    with pytest.raises(UnsupportedOptionError, match="TorchCheckpointIO writes the checkpoints"):
+        trainer(strategy).fit(Classifier(), loader())
