@@ -109,6 +109,9 @@ class StepReplay:
         if isinstance(outcome, CannotReplay):
             self._fail(plan, str(outcome))
             return
+        if outcome.unrepeatable:
+            self.note(outcome.unrepeatable)
+            return
         plan.recording = outcome
         if before is None:
             return
