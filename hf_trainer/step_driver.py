@@ -34,20 +34,14 @@ class StepDriver:
         self._backend = get_backend()
         # Whether gradients are freed depends on the phase, so it is decided here and not in the scope.
         scope_config = replace(config, free_grads=False, xla_mode="eager+compile")
-        self.may_replay = (
-            config.xla_mode == "eager+compile"
-            and config.step_replay is not False
-            and config.accumulation == "per_micro_batch"
-        )
         self.train = StepProgram("train_step", scope_config, hint=_HINT)
         self.optimizer = StepProgram("optimizer_step", scope_config, hint=_HINT)
         self.evaluation = StepProgram("eval_step", replace(scope_config, max_graphs=None), hint=_HINT)
         self.generation = StepProgram("generate", replace(scope_config, max_graphs=None), hint=_HINT)
         self._micro_step = 0
         self._eval_step = 0
-        if self.may_replay:
-            # Now, and not in the first step: it compiles.
-            self.may_replay = self._backend.replay_works
+        # The self-test compiles: now, and not in the first step.
+        self.may_replay = config.may_replay and self._backend.replay_works
 
     @property
     def is_open(self) -> bool:

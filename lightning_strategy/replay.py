@@ -14,7 +14,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch.utils._pytree import tree_flatten
 from torchmetrics import Metric
 
-from lightning_strategy.own_code import obstacle_in_code
+from lightning_strategy.own_code import OwnCode
 from lightning_strategy.step_driver import StepDriver
 from xla_adapters import get_backend
 from xla_adapters.nested_values import as_dicts
@@ -43,17 +43,18 @@ class ReplayRules:
         trainer: runs the loops.
         module: is trained.
         waiting: how many updates of metrics wait for the end of the step.
+        proves: whether the module's own code must be shown to be without effects.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, waiting: Callable[[], int]) -> None:
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, waiting: Callable[[], int], *, proves: bool
+    ) -> None:
         self._trainer: Any = trainer
         self._module = module
         self._waiting = waiting
+        self._proves = proves
+        self._code: dict[str, OwnCode] = {}
         self._metrics = [Owner(part, sets=_SET) for part in module.modules() if isinstance(part, Metric)]
-        fit = trainer.fit_loop.epoch_loop
-        automatic, manual = fit.automatic_optimization.optim_progress.optimizer, fit.manual_optimization
-        trackers = (automatic.step, automatic.zero_grad, manual.optim_step_progress)
-        self._progress = [Owner(count) for tracker in trackers for count in (tracker.total, tracker.current)]
 
     def training(self, batch: Any, known: tuple[Hashable, ...]) -> ReplayRequest | str:
         """What a replay must know of a training step, or why it is never replayed.
@@ -71,6 +72,7 @@ class ReplayRules:
             trainer.accumulate_grad_batches,
             trainer.gradient_clip_val,
             str(trainer.gradient_clip_algorithm),
+            trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward,
             *map(id, trainer.optimizers),
         )
         return self._request("training_step", batch, known)
@@ -95,7 +97,11 @@ class ReplayRules:
         # The first step of an epoch resets what was gathered.
         resets = connector._first_loop_iter, connector._current_fx
         bound = self._bound()
-        key = (str(spec), shapes, id(self._module), known, resets, tuple(id(owner.object) for owner in bound))
+        if name not in self._code:
+            self._code[name] = OwnCode(self._module, name, proves=self._proves)
+        else:
+            self._code[name].follow()
+        key = (str(spec), shapes, id(self._module), known, resets, self._code[name].generation, tuple(id(owner.object) for owner in bound))
         return ReplayRequest(
             key=key,
             batch=tensors,
@@ -109,10 +115,10 @@ class ReplayRules:
 
     def _bound(self) -> list[Owner]:
         results = self._trainer._results
-        logged = [] if results is None else [Owner(value, _GATHERED, _SET) for value in results.values()]
+        logged = [] if results is None else [_gathered(value) for value in results.values()]
         if results is not None:
             logged.append(Owner(results, ("batch_size",)))
-        return [*logged, *self._metrics, Owner(self._trainer._logger_connector, ("_current_fx",)), *self._progress]
+        return [*logged, *self._metrics, Owner(self._trainer._logger_connector, ("_current_fx",))]
 
     def _watched(self) -> Mapping[str, object]:
         schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
@@ -151,7 +157,13 @@ class ReplayRules:
                 return f"the batch holds a {kind}, which cannot be compared with that of another step"
         if not isinstance(self._trainer.profiler, PassThroughProfiler):
             return f"the {type(self._trainer.profiler).__name__} would miss the parts of the step"
-        return obstacle_in_code(self._module, name)
+        return self._code[name].obstacle
+
+
+def _gathered(value: Any) -> Owner:
+    # Without a mean over the epoch the number of samples stays as a reset leaves it.
+    counted = not value.is_tensor or value.meta.on_epoch
+    return Owner(value, _GATHERED if counted else tuple(set(_GATHERED) - {"cumulated_batch_size"}), _SET)
 
 
 def _strategy_obstacle(strategy: Any) -> str | None:
@@ -173,19 +185,54 @@ def replaying_loops(trainer: Trainer, steps: StepDriver) -> Iterator[None]:
     """Lets the loops call the executable in the place of all that a training step does, until the exit."""
     loop = trainer.fit_loop.epoch_loop
     with ExitStack() as stack:
-        for optimization in (loop.automatic_optimization, loop.manual_optimization):
-            stock = type(optimization).run
-            stack.enter_context(replaced(optimization, "run", _running(optimization, stock, steps)))
+        stack.enter_context(replaced(loop.automatic_optimization, "run", _automatic(trainer, steps)))
+        stack.enter_context(replaced(loop.manual_optimization, "run", _manual(trainer, steps)))
         yield
 
 
-def _running(loop: Any, stock: Callable[..., Any], steps: StepDriver) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if steps.train.is_replaying:
-            return steps.replayed()
-        outputs = stock(loop, *args, **kwargs)
-        # Where an update ended the step, this comes too late, and was done before.
-        steps.train.keep("outputs", outputs)
+def _automatic(trainer: Trainer, steps: StepDriver) -> Callable[..., Any]:
+    fit = trainer.fit_loop
+    loop = fit.epoch_loop.automatic_optimization
+    stock = loop.run
+
+    def run(optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
+        if not steps.train.is_replaying:
+            outputs = stock(optimizer, batch_idx, kwargs)
+            # Where an update ended the step, this comes too late, and was done before.
+            steps.train.keep("outputs", outputs)
+            return outputs
+        progress = loop.optim_progress.optimizer
+        if not fit._should_accumulate():
+            progress.step.increment_ready()
+        outputs = steps.replayed()
+        if batch_idx % trainer.accumulate_grad_batches == 0 and not loop._skip_backward:
+            progress.zero_grad.increment_ready()
+            progress.zero_grad.increment_started()
+            progress.zero_grad.increment_completed()
+        if not fit._should_accumulate():
+            progress.step.increment_completed()
+        return outputs
+
+    return run
+
+
+def _manual(trainer: Trainer, steps: StepDriver) -> Callable[..., Any]:
+    loop = trainer.fit_loop.epoch_loop.manual_optimization
+    stock = loop.run
+
+    def run(kwargs: Any) -> Any:
+        progress = loop.optim_step_progress
+        if not steps.train.is_replaying:
+            before = progress.total.completed
+            outputs = stock(kwargs)
+            steps.train.keep("outputs", outputs)
+            steps.train.keep("updates", progress.total.completed - before)
+            return outputs
+        updates = steps.train.promise("updates")
+        outputs = steps.replayed()
+        for _ in range(updates):
+            progress.increment_ready()
+            progress.increment_completed()
         return outputs
 
     return run

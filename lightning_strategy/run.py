@@ -98,7 +98,9 @@ class Run:
             random_state: of the checkpoint the run resumes from.
         """
         self._states = MetricStates(self._trainer, self._module)
-        self._rules = ReplayRules(self._trainer, self._module, self._deferred.waiting)
+        self._rules = ReplayRules(
+            self._trainer, self._module, self._deferred.waiting, proves=self.config.step_replay is not True
+        )
         self._lasting.enter_context(replaying_loops(self._trainer, self.steps))
         self._lasting.enter_context(self._deferred.of(self._module))
         if self._sharding is not None:

@@ -58,12 +58,7 @@ class StepDriver:
             for name in ("validation_step", "test_step", "predict_step")
         }
         self._eval_batches = 0
-        self.may_replay = (
-            config.compiles_step and config.step_replay is not False and config.accumulation == "per_micro_batch"
-        )
-        if self.may_replay:
-            # Now, and not in the first step: it compiles.
-            self.may_replay = self._backend.replay_works
+        self.may_replay = config.may_replay and self._backend.replay_works
 
     # ---- training ------------------------------------------------------------------------------
 

@@ -177,6 +177,48 @@ class ModuleFacts:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class ReadFact:
+    """Something that a step's code reads from outside.
+
+    Attributes:
+        owner: a module, class, object, dictionary or cell.
+        name: of what is read there.
+        value: what was found.
+        said: how the code says it.
+    """
+
+    owner: Any
+    name: str
+    value: Any
+    said: str
+
+    @classmethod
+    def of(cls, owner: Any, name: str, value: Any, said: str) -> ReadFact:
+        """Notes a value, a container by what it holds."""
+        return cls(owner, name, _copy(value) if is_simple(value) else value, said)
+
+    @classmethod
+    def of_contents(cls, owner: Any, contents: list[Any], said: str) -> ReadFact:
+        """Notes what a container holds."""
+        return cls(owner, "", contents, said)
+
+    def changed(self) -> str | None:
+        """How the code would read it differently now, or None."""
+        if not self.name:
+            present = list(self.owner.values() if hasattr(self.owner, "values") else self.owner)
+            same = len(present) == len(self.value) and not any(map(_differs, present, self.value))
+            return None if same else f"{self.said} holds something else"
+        owner = self.owner
+        if isinstance(owner, dict):
+            found = owner.get(self.name, _ABSENT)
+        elif isinstance(owner, types.CellType):
+            found = _content(owner)
+        else:
+            found = vars(owner).get(self.name, _ABSENT)
+        return f"{self.said} changed" if _differs(found, self.value) else None
+
+
 class FunctionFacts:
     """What a function reads from outside: its closure, the globals it names, and attributes of both that it names."""
 
