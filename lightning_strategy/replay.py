@@ -46,9 +46,7 @@ class ReplayRules:
         proves: whether the module's own code must be shown to be without effects.
     """
 
-    def __init__(
-        self, trainer: Trainer, module: LightningModule, waiting: Callable[[], int], *, proves: bool
-    ) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, waiting: Callable[[], int], *, proves: bool) -> None:
         self._trainer: Any = trainer
         self._module = module
         self._waiting = waiting
@@ -101,7 +99,15 @@ class ReplayRules:
             self._code[name] = OwnCode(self._module, name, proves=self._proves)
         else:
             self._code[name].follow()
-        key = (str(spec), shapes, id(self._module), known, resets, self._code[name].generation, tuple(id(owner.object) for owner in bound))
+        key = (
+            str(spec),
+            shapes,
+            id(self._module),
+            known,
+            resets,
+            self._code[name].generation,
+            tuple(id(owner.object) for owner in bound),
+        )
         return ReplayRequest(
             key=key,
             batch=tensors,

@@ -73,8 +73,8 @@ class XLAConfig:
             )
         if self.step_replay is True and self.accumulation == "unrolled":
             raise ConfigError(
-                "step_replay=True with accumulation='unrolled': micro batches of one step are traced together, and only "
-                "whole steps of one micro batch are replayed; use accumulation='per_micro_batch'"
+                "step_replay=True with accumulation='unrolled': micro batches of one step are traced together, and "
+                "only whole steps of one micro batch are replayed; use accumulation='per_micro_batch'"
             )
         if self.step_replay is True and self.xla_mode != "eager+compile":
             raise ConfigError(

@@ -15,17 +15,17 @@ import inspect
 import textwrap
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from xla_adapters.replay.facts import ReadFact, is_simple
+from xla_adapters.replay.lookups import PLAIN, Frame, Lookups, is_constant
 from xla_adapters.replay.outside import (
     CHANGING_METHODS,
     FRESH,
     Batch,
     ContainerMethod,
+    Held,
     Knowledge,
     Local,
     Method,
@@ -42,20 +42,7 @@ _DEPTH = 24
 _DECORATORS = ("torch.",)
 
 
-@dataclass
-class Frame:
-    """One function under examination: its names, and where it stands."""
-
-    function: Any
-    owner: Any
-    file: str
-    line: int
-    names: dict[str, Value]
-    result: Value = FRESH
-    branches: int = 0
-
-
-class Proof:
+class Proof(Lookups):
     """Examines functions; what they read is in `facts` then.
 
     Args:
@@ -66,10 +53,8 @@ class Proof:
     """
 
     def __init__(self, knowledge: Knowledge) -> None:
-        self.facts: list[ReadFact] = []
-        self._knowledge = knowledge
-        self._noted: set[tuple[int, str]] = set()
-        self._done: set[Any] = set()
+        super().__init__(knowledge)
+        self._done: dict[Any, Value] = {}
         self._stack: list[Any] = []
 
     # ---- functions ---------------------------------------------------------------------------------
@@ -106,7 +91,9 @@ class Proof:
         while hasattr(function, "__wrapped__") and function.__globals__["__name__"].startswith(_DECORATORS):
             function = function.__wrapped__
         key = (function, id(owner), *arguments, *options.items())
-        if key in self._done or key in self._stack:
+        if key in self._done:
+            return self._done[key]
+        if key in self._stack:
             # What it returns may be anything that it was given.
             return functools.reduce(Value.join, [*arguments, *options.values()], FRESH)
         if len(self._stack) > _DEPTH:
@@ -123,7 +110,7 @@ class Proof:
         defaults = {
             name: Value((parameter.default,))
             for name, parameter in inspect.signature(function).parameters.items()
-            if parameter.default is not parameter.empty and not _is_constant(parameter.default)
+            if parameter.default is not parameter.empty and not is_constant(parameter.default)
         }
         self._bind_arguments(node.args, frame, arguments, options, defaults)
         self._stack.append(key)
@@ -131,7 +118,7 @@ class Proof:
             self._block(node.body, frame)
         finally:
             self._stack.pop()
-        self._done.add(key)
+        self._done[key] = frame.result
         return frame.result
 
     def _bind_arguments(
@@ -156,10 +143,6 @@ class Proof:
 
     # ---- statements ----------------------------------------------------------------------------------
 
-    def _fail(self, node: ast.AST, frame: Frame, what: str) -> Unproven:
-        line = frame.line + getattr(node, "lineno", 1) - 1
-        return Unproven(f"{what} ({frame.file}:{line})")
-
     def _block(self, body: Sequence[ast.stmt], frame: Frame) -> None:
         for statement in body:
             self._statement(statement, frame)
@@ -181,7 +164,9 @@ class Proof:
         elif isinstance(node, ast.AugAssign):
             held = self._value(node.target, frame)
             self._refuse_change(held, node, frame)
-            self._assign(node.target, held.join(self._computed([held, self._value(node.value, frame)], node, frame)), frame)
+            self._assign(
+                node.target, held.join(self._computed([held, self._value(node.value, frame)], node, frame)), frame
+            )
         elif isinstance(node, ast.Return):
             if node.value is not None:
                 frame.result = frame.result.join(self._value(node.value, frame))
@@ -229,15 +214,25 @@ class Proof:
             owner = self._value(target.value, frame)
             if owner.outside:
                 raise self._fail(target, frame, f"it sets {ast.unparse(target)}")
+            self._refuse_keeping(value, target, frame)
         elif isinstance(target, ast.Subscript):
-            self._refuse_change(self._value(target.value, frame), target, frame)
-            self._value(target.slice, frame)
+            holder = self._value(target.value, frame)
+            if not all(isinstance(item, Held) for item in holder.outside):
+                self._refuse_change(holder, target, frame)
+            self._refuse_keeping(value, target, frame)
+            self._test(target.slice, frame)
         else:
             raise self._fail(target, frame, f"an assignment that is not followed: {ast.unparse(target)}")
 
     def _refuse_change(self, value: Value, node: ast.AST, frame: Frame) -> None:
         if value.outside:
             raise self._fail(node, frame, f"it changes {name_of(value.outside[0])}")
+
+    def _refuse_keeping(self, value: Value, node: ast.AST, frame: Frame) -> None:
+        """What is put into something that the step made could be changed through it."""
+        for item in value.outside:
+            if not isinstance(item, (torch.nn.Module, type)):
+                raise self._fail(node, frame, f"it puts {name_of(item)} into a container")
 
     def _test(self, node: ast.expr, frame: Frame) -> None:
         value = self._value(node, frame)
@@ -269,12 +264,16 @@ class Proof:
             if index.varying:
                 raise self._fail(node, frame, f"it looks at {index.varying}")
             return self._element(self._value(node.value, frame), node, frame)
-        if isinstance(node, (ast.List, ast.Tuple, ast.Set, ast.BoolOp)):
-            items = node.values if isinstance(node, ast.BoolOp) else node.elts
-            return functools.reduce(Value.join, [self._value(item, frame) for item in items], FRESH)
+        if isinstance(node, ast.BoolOp):
+            return functools.reduce(Value.join, [self._value(item, frame) for item in node.values], FRESH)
+        if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
+            return _held([self._value(item, frame) for item in node.elts])
         if isinstance(node, ast.Dict):
-            items = [item for item in (*node.keys, *node.values) if item is not None]
-            return functools.reduce(Value.join, [self._value(item, frame) for item in items], FRESH)
+            # `{**other}` holds what the other one does.
+            rest = [self._element(self._value(item, frame), node, frame) for item in _unpacked(node)]
+            given = [item for key, item in zip(node.keys, node.values, strict=True) if key is not None]
+            keys = [key for key in node.keys if key is not None]
+            return _held([*rest, *(self._value(item, frame) for item in (*given, *keys))])
         if isinstance(node, ast.Starred):
             return self._element(self._value(node.value, frame), node, frame)
         if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
@@ -289,7 +288,7 @@ class Proof:
             if part.varying:
                 raise self._fail(node, frame, f"it looks at {part.varying}")
             for item in part.outside:
-                if not isinstance(item, (Batch, list, dict, set, tuple, type, torch.nn.Module)):
+                if not isinstance(item, PLAIN):
                     raise self._fail(node, frame, f"it computes with {name_of(item)}")
         return FRESH
 
@@ -299,112 +298,7 @@ class Proof:
             for test in generator.ifs:
                 self._test(test, frame)
         parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-        return functools.reduce(Value.join, [self._value(part, frame) for part in parts], FRESH)
-
-    def _name(self, node: ast.Name, frame: Frame) -> Value:
-        if node.id in frame.names:
-            return frame.names[node.id]
-        function = frame.function
-        free = function.__code__.co_freevars
-        if node.id in free and function.__closure__ is not None:
-            cell = function.__closure__[free.index(node.id)]
-            return self._read(cell, "cell_contents", cell.cell_contents, node.id, node, frame)
-        if node.id in function.__globals__:
-            return self._read(function.__globals__, node.id, function.__globals__[node.id], node.id, node, frame)
-        builtin = getattr(__import__("builtins"), node.id, None)
-        if builtin is None:
-            # A local that no assignment came before: of an enclosing block, or an error when it runs.
-            raise self._fail(node, frame, f"the name {node.id} is not followed")
-        return Value((builtin,))
-
-    def _read(self, owner: Any, name: str, value: Any, said: str, node: ast.AST, frame: Frame) -> Value:
-        if isinstance(value, torch.Tensor):
-            if value.device.type != "xla":
-                raise self._fail(node, frame, f"it reads {said}, a tensor that is not on the device")
-            return FRESH
-        if (id(owner), name) not in self._noted:
-            self._noted.add((id(owner), name))
-            self.facts.append(ReadFact.of(owner, name, value, said))
-        return FRESH if _is_constant(value) else Value((value,))
-
-    def _element(self, value: Value, node: ast.AST, frame: Frame) -> Value:
-        found = Value((), value.varying)
-        for item in value.outside:
-            if isinstance(item, (list, tuple, set, dict, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)):
-                # Strings, the keys of dictionaries, need not be noted.
-                inside = item.values() if isinstance(item, (dict, torch.nn.ModuleDict)) else item
-                held = tuple(part for part in inside if not _is_constant(part))
-                self.facts.append(ReadFact.of_contents(item, list(inside), name_of(item)))
-                if any(isinstance(part, torch.Tensor) and part.device.type != "xla" for part in held):
-                    raise self._fail(node, frame, f"it reads tensors of {name_of(item)} that are not on the device")
-                found = found.join(Value(tuple(part for part in held if not isinstance(part, torch.Tensor))))
-            elif isinstance(item, (Batch, torch.nn.Module, Local)) or callable(item):
-                found = found.join(Value((item,)))
-            else:
-                raise self._fail(node, frame, f"it looks into {name_of(item)}")
-        return found
-
-    def _attribute(self, value: Value, name: str, node: ast.AST, frame: Frame) -> Value:
-        if value.varying:
-            raise self._fail(node, frame, f"it looks at {value.varying}")
-        found = FRESH
-        for item in value.outside:
-            found = found.join(self._attribute_of(item, name, node, frame))
-        return found
-
-    def _attribute_of(self, item: Any, name: str, node: ast.AST, frame: Frame) -> Value:
-        said = ast.unparse(node)
-        if isinstance(item, Batch) or type(item) in (list, dict, set, tuple):
-            return Value((ContainerMethod(item, name),))
-        if isinstance(item, Super):
-            mro = type(item.owner).__mro__
-            for cls in mro[mro.index(item.behind) + 1 :]:
-                if name in vars(cls):
-                    return self._of_class(item.owner, cls, name, vars(cls)[name], said, node, frame)
-        if isinstance(item, (Local, Method, ContainerMethod, Super)):
-            raise self._fail(node, frame, f"it reads {said}")
-        if isinstance(item, (types.ModuleType, type)):
-            if not hasattr(item, name):
-                raise self._fail(node, frame, f"it reads {said}, which is not there")
-            return self._read(item, name, getattr(item, name), said, node, frame)
-        if isinstance(item, dict) and name in item and not hasattr(type(item), name):
-            # A dictionary whose entries are attributes.
-            return self._read(item, name, item[name], said, node, frame)
-        own = getattr(item, "__dict__", {})
-        if isinstance(item, torch.nn.Module):
-            for group in ("_parameters", "_buffers"):
-                if name in own[group]:
-                    return FRESH
-            if name in self._knowledge.methods and self._is_known_module(type(item)):
-                return FRESH
-            if name in own["_modules"]:
-                return Value((own["_modules"][name],))
-        for cls in type(item).__mro__:
-            if name in vars(cls) and (name not in own or isinstance(vars(cls)[name], property)):
-                return self._of_class(item, cls, name, vars(cls)[name], said, node, frame)
-        if name in own:
-            return self._read(item, name, own[name], said, node, frame)
-        raise self._fail(node, frame, f"it reads {said}, whose origin is not followed")
-
-    def _of_class(
-        self, owner: Any, cls: type, name: str, member: Any, said: str, node: ast.AST, frame: Frame
-    ) -> Value:
-        if isinstance(member, property):
-            if name in self._knowledge.properties and cls.__module__.startswith(self._knowledge.packages):
-                return Value(tuple(self._knowledge.properties[name](owner)))
-            if cls.__module__.startswith(self._knowledge.packages) or member.fget is None:
-                raise self._fail(node, frame, f"it reads {said}")
-            return self._function(member.fget, owner, [Value((owner,))], {})
-        self._read(cls, name, member, said, node, frame)
-        if isinstance(member, staticmethod):
-            return Value((member.__func__,))
-        if isinstance(member, classmethod):
-            return Value((Method(member.__func__, cls),))
-        if isinstance(member, types.FunctionType):
-            return Value((Method(member, owner),))
-        if hasattr(type(member), "__get__"):
-            raise self._fail(node, frame, f"it reads {said}")
-        return self._read(cls, name, member, said, node, frame)
+        return _held([self._value(part, frame) for part in parts])
 
     # ---- calls ---------------------------------------------------------------------------------------
 
@@ -413,16 +307,19 @@ class Proof:
             return Value((Super(frame.owner, self._defining(node, frame)),))
         called = self._value(node.func, frame)
         arguments = [self._value(argument, frame) for argument in node.args]
-        options = {
-            item.arg or f"**{index}": self._value(item.value, frame) for index, item in enumerate(node.keywords)
-        }
+        options = {item.arg or f"**{index}": self._value(item.value, frame) for index, item in enumerate(node.keywords)}
         given = functools.reduce(Value.join, [*arguments, *options.values()], FRESH)
-        if any(isinstance(argument, ast.Starred) for argument in node.args) or any(not item.arg for item in node.keywords):
+        if any(isinstance(argument, ast.Starred) for argument in node.args) or any(
+            not item.arg for item in node.keywords
+        ):
             options["*"] = given
         if not called.outside:
             self._hand_over(given, called.varying, node, frame)
-            # A method of something that the step made, which may hand out what it is given.
-            return given
+            # A method of something that the step made: only those of containers hand out what they are given.
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            if name in CHANGING_METHODS:
+                self._refuse_keeping(given, node, frame)
+            return given if name in CHANGING_METHODS | READING_METHODS else FRESH
         return functools.reduce(
             Value.join, [self._call_of(item, arguments, options, given, node, frame) for item in called.outside]
         )
@@ -432,6 +329,9 @@ class Proof:
     ) -> Value:
         if isinstance(item, Local):
             return self._local(item, arguments, options)
+        if isinstance(item, Batch):
+            self._hand_over(given, "", node, frame)
+            return given
         function = item.function if isinstance(item, Method) else item
         owner = item.owner if isinstance(item, Method) else getattr(item, "__self__", None)
         function = getattr(function, "__func__", function)
@@ -446,10 +346,11 @@ class Proof:
         if known is not None:
             return Value(tuple(known(owner)))
         if isinstance(item, ContainerMethod):
+            if isinstance(item.container, Held) and item.name in CHANGING_METHODS:
+                self._refuse_keeping(given, node, frame)
+                return item.container.value
             if item.name in READING_METHODS:
                 return self._element(Value((item.container,)), node, frame)
-            if isinstance(item.container, Batch) and item.name not in CHANGING_METHODS:
-                return FRESH
             raise self._fail(node, frame, f"it changes {name_of(item.container)} by {item.name}")
         if is_pure(function):
             # A sorted list of modules is one of modules.
@@ -465,7 +366,9 @@ class Proof:
         for part in given.outside:
             if isinstance(part, (Local, Method, types.FunctionType)):
                 self._call_of(part, [], {}, FRESH, node, frame)
-            elif not known and not isinstance(part, (Batch, list, tuple, dict, set, type, torch.nn.Module)):
+            elif isinstance(part, Held):
+                self._hand_over(part.value, "", node, frame, known=known)
+            elif not known and not isinstance(part, PLAIN):
                 raise self._fail(node, frame, f"it hands {name_of(part)} to {ast.unparse(node.func)}")
 
     def _local(self, local: Local, arguments: Sequence[Value], options: dict[str, Value]) -> Value:
@@ -487,9 +390,6 @@ class Proof:
             self._stack.pop()
         return inner.result
 
-    def _is_known_module(self, cls: type) -> bool:
-        return issubclass(cls, torch.nn.Module) and cls.__module__.startswith(self._knowledge.packages)
-
     def _defining(self, node: ast.AST, frame: Frame) -> type:
         for cls in type(frame.owner).__mro__:
             member = vars(cls).get(frame.function.__name__)
@@ -498,9 +398,14 @@ class Proof:
         raise self._fail(node, frame, "super() of a function that is no method")
 
 
+def _held(parts: Sequence[Value]) -> Value:
+    inside = functools.reduce(Value.join, parts, FRESH)
+    return Value((Held(inside),), inside.varying) if inside.outside else inside
+
+
+def _unpacked(node: ast.Dict) -> list[ast.expr]:
+    return [item for key, item in zip(node.keys, node.values, strict=True) if key is None]
+
+
 def _hashable(value: Any) -> bool:
     return type(value).__hash__ is not None
-
-
-def _is_constant(value: Any) -> bool:
-    return is_simple(value) and not isinstance(value, (list, dict, set))

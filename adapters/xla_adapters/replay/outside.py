@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 if TYPE_CHECKING:
-    from xla_adapters.replay.effects import Frame
+    from xla_adapters.replay.lookups import Frame
 
 _CHANGING = "append extend insert remove pop popitem clear update setdefault sort reverse add discard"
 CHANGING_METHODS = frozenset(_CHANGING.split())
@@ -66,6 +64,13 @@ class ContainerMethod:
 
     container: Any
     name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A container that the step makes, with objects from before it inside."""
+
+    value: Value
 
 
 @dataclass(frozen=True, eq=False)
