@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import grad_norm
 
 from xla_adapters.replay.effects import Proof
 from xla_adapters.replay.facts import FunctionFacts, ReadFact
-from xla_adapters.replay.outside import FRESH, Batch, Knowledge, Unproven, Value
+from xla_adapters.replay.outside import FRESH, Batch, Held, Knowledge, Unproven, Value
 
 # Hooks of a module that run in the middle of a training step.
 _HOOKS = (
@@ -34,7 +34,7 @@ def _nothing(owner: Any) -> Iterable[Any]:
 
 def _optimizers(module: LightningModule) -> Iterable[Any]:
     found: Any = module.optimizers()
-    return found if isinstance(found, list) else [found]
+    return [Held(Value(tuple(found)))] if isinstance(found, list) else [found]
 
 
 _CALLS = {
@@ -114,7 +114,9 @@ class OwnCode:
         self.obstacle = None
         name = self._name
         try:
-            proof.examine(step, [Value((Batch(),)), Value((), "batch_idx")])
+            handed_out = proof.examine(step, [Value((Batch(),)), Value((), "batch_idx")])
+            if handed_out.varying:
+                raise Unproven(f"it hands out {handed_out.varying}")
             for name in _HOOKS if self._name == "training_step" else ():
                 hook = getattr(self._module, name)
                 if getattr(hook, "__func__", None) is not getattr(LightningModule, name):
@@ -131,4 +133,4 @@ def _argument(hook: str, module: LightningModule) -> Value:
     """The first argument of a hook: the loss, or the optimizer, which must stay as it is."""
     if "backward" in hook:
         return FRESH
-    return Value(tuple(_optimizers(module)) + tuple(module.trainer.optimizers))
+    return Value(tuple(module.trainer.optimizers))

@@ -23,8 +23,6 @@ from xla_adapters.program import ReplayRequest
 from xla_adapters.replay.bound import Owner
 from xla_adapters.replay.facts import is_simple
 
-# Steps until the proof costs a transfer of its own, if nothing is logged before.
-_PATIENCE = 4
 _OWN_PACKAGES = ("lightning.", "lightning_strategy.")
 # Hooks of callbacks that run in the middle of a training step.
 _WITHIN = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
@@ -53,6 +51,13 @@ class ReplayRules:
         self._proves = proves
         self._code: dict[str, OwnCode] = {}
         self._metrics = [Owner(part, sets=_SET) for part in module.modules() if isinstance(part, Metric)]
+        # What metrics begin with: `forward` goes back to it for a value of the batch alone.
+        self._constants = [
+            value
+            for owner in self._metrics
+            for value in owner.object._defaults.values()
+            if isinstance(value, torch.Tensor) and get_backend().is_backend_tensor(value)
+        ]
 
     def training(self, batch: Any, known: tuple[Hashable, ...]) -> ReplayRequest | str:
         """What a replay must know of a training step, or why it is never replayed.
@@ -112,7 +117,7 @@ class ReplayRules:
             key=key,
             batch=tensors,
             modules=[self._module],
-            patience=_PATIENCE,
+            constants=self._constants,
             obstacle=self._obstacle_within(name, leaves),
             bound=self._bound,
             watched=self._watched,

@@ -121,6 +121,7 @@ class ReplayRequest:
         bound: the objects whose attributes the step may bind anew, as they are when it is called.
         watched: what the step's Python must leave as it is, by name: compared before and behind the step.
         unrelated: names of attributes of modules that no graph depends on.
+        constants: tensors that the step may read and nobody writes.
     """
 
     key: tuple[Hashable, ...] = ()
@@ -133,6 +134,7 @@ class ReplayRequest:
     bound: Callable[[], Sequence[Owner]] = tuple
     watched: Callable[[], Mapping[str, object]] = dict
     unrelated: frozenset[str] = frozenset()
+    constants: Sequence[torch.Tensor] = ()
 
 
 @dataclass
@@ -217,6 +219,7 @@ class StepProgram:
                 bound=replay.bound,
                 watched=replay.watched,
                 unrelated=replay.unrelated,
+                constants=replay.constants,
                 strict=self.config.step_replay != True,  # noqa: E712 (it may be "auto")
             )
             key = (phase, replay.key)

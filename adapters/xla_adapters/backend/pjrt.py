@@ -171,7 +171,7 @@ class PJRTBackend(CachedGraphs, ShardedTensors):
         tensors: list[torch.Tensor] = list(compress(objects, map(kinds.__contains__, map(type, objects))))
         for tensor in tensors:
             # Of a tensor that only C++ holds, this is the object that it will be seen as again: it must be owned.
-            tensor._fix_weakref()  # type: ignore[no-untyped-call]
+            tensor._fix_weakref()  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunction():
             return [tensor for tensor in tensors if _is_on_device(tensor)]
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
@@ -18,6 +16,7 @@ from xla_adapters.backend import Backend
 from xla_adapters.replay.bound import BoundState, HostChange, Owner
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.facts import facts_of, is_simple
+from xla_adapters.replay.host_random import host_random, same_random
 from xla_adapters.replay.places import PassTensors, Place
 from xla_adapters.replay.recording import Kept, Number, Recording
 from xla_adapters.replay.update import Update, UpdateRecipe
@@ -40,6 +39,7 @@ class Request:
         bound: the objects whose attributes the step may bind anew, as they are when it is called.
         watched: what the step's Python must leave as it is, by name: compared before and behind the step.
         unrelated: names of attributes of modules that no graph depends on.
+        constants: tensors that the step may read and nobody writes.
     """
 
     tensors: PassTensors = field(default_factory=PassTensors)
@@ -50,6 +50,7 @@ class Request:
     bound: Callable[[], Sequence[Owner]] = tuple
     watched: Callable[[], Mapping[str, object]] = dict
     unrelated: frozenset[str] = frozenset()
+    constants: Sequence[torch.Tensor] = ()
 
 
 class RecordingScope(StepScope):
@@ -93,7 +94,7 @@ class RecordingScope(StepScope):
         self._bound = BoundState(self._request.bound())
         self._watched = self._request.watched()
         self._restores.callback(register_module_forward_pre_hook(self._note_module).remove)
-        self._host_random = _host_random()
+        self._host_random = host_random()
         super()._start_tracing()
         # Made here, so that the graph's input is known by its buffer.
         self._seed_input = self._backend.seed_input()
@@ -165,7 +166,7 @@ class RecordingScope(StepScope):
             raise self._obstacle
         if self._break_met:
             raise CannotReplay("a value was read in the step")
-        if not _same_random(self._host_random, _host_random()):
+        if not same_random(self._host_random, host_random()):
             raise CannotReplay("the step draws random numbers on the host")
         for name, value in self._request.watched().items():
             if value != self._watched.get(name):
@@ -182,6 +183,7 @@ class RecordingScope(StepScope):
         for recipe in self._recipes:
             recipe.accept()
             capture.note(Place("tensor", owner=tensor) for tensor in recipe.state_tensors())
+        capture.note(Place("tensor", owner=tensor) for tensor in self._request.constants)
         for fact in facts:
             capture.note(Place("tensor", owner=item) for item in fact.tensors_held())
         kept = {name: capture.kept(value) for name, value in self._kept.items()}
@@ -434,17 +436,3 @@ class _Capture:
                     shape = tuple(tensor.shape)
                     raise CannotReplay(f"the step leaves a tensor behind, of shape {shape}, that it does not hand out")
         return [self._results.get(number, []) for number in self._numbers]
-
-
-def _host_random() -> tuple[Any, ...]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _same_random(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    numpy_before, numpy_after = before[2], after[2]
-    return (
-        torch.equal(before[0], after[0])
-        and before[1] == after[1]
-        and numpy_before[2:] == numpy_after[2:]
-        and bool((numpy_before[1] == numpy_after[1]).all())
-    )

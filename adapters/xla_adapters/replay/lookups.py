@@ -32,6 +32,9 @@ from xla_adapters.replay.pure_calls import READING_METHODS
 PLAIN = (Batch, Held, list, dict, set, tuple, type, torch.nn.Module)
 
 
+_CONTAINERS = (list, tuple, set, dict, torch.nn.ModuleList, torch.nn.Sequential)
+
+
 @dataclass
 class Frame:
     """One function under examination: its names, and where it stands."""

@@ -132,9 +132,9 @@ class Recording:
             return "the step hands out other things than in the pass before"
         if self.rebound != other.rebound or len(self.host_changes) != len(other.host_changes):
             return "other attributes were changed than in the pass before"
-        for change, earlier in zip(self.host_changes, other.host_changes, strict=True):
-            if not change.agree(earlier):
-                return f"{type(change.owner).__name__}.{change.name} was changed otherwise than in the pass before"
+        for mine, theirs in zip(self.host_changes, other.host_changes, strict=True):
+            if not mine.agree(theirs):
+                return f"{type(mine.owner).__name__}.{mine.name} was changed otherwise than in the pass before"
         if len(self.facts) != len(other.facts):
             return "other modules took part than in the pass before"
         return next((change for fact in other.facts if (change := fact.changed())), None)
