@@ -144,8 +144,8 @@ class StepDriver:
 
     # ---- evaluation ----------------------------------------------------------------------------
 
-    def begin_evaluation_step(self, inputs: Mapping[str, Any], phase: str) -> None:
+    def begin_evaluation_step(self, inputs: Mapping[str, Any], phase: str, replay: ReplayRequest | None = None) -> None:
         """An evaluation batch is about to be computed."""
         seed = StepSeed(seed=self._seed, step=self._eval_step, stream=_EVAL_STREAM)
         self._eval_step += 1
-        self.evaluation.open(inputs=inputs, phase=phase, seed=seed)
+        self.evaluation.open(inputs=inputs, phase=phase, seed=seed, replay=replay)

@@ -11,8 +11,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import grad_norm
 
 from xla_adapters.replay.effects import Proof
-from xla_adapters.replay.facts import FunctionFacts, ReadFact
 from xla_adapters.replay.outside import FRESH, Batch, Held, Knowledge, Unproven, Value
+from xla_adapters.replay.own_code import OwnCode
 
 # Hooks of a module that run in the middle of a training step.
 _HOOKS = (
@@ -75,58 +75,32 @@ _KNOWLEDGE = Knowledge(
 )
 
 
-class OwnCode:
+def own_code(module: LightningModule, name: str, *, proves: bool) -> OwnCode:
     """The code of one kind of step of a module.
 
     Args:
         module: the module.
         name: of the step.
         proves: whether it must be shown to be without effects.
-
-    Attributes:
-        obstacle: why a replay might leave something out; None if it cannot, or need not be shown.
-        generation: how often what the code reads has changed.
     """
 
-    def __init__(self, module: LightningModule, name: str, *, proves: bool) -> None:
-        self._module = module
-        self._name = name
-        self._proves = proves
-        self.generation = 0
-        self.obstacle: str | None = None
-        self._facts: list[ReadFact] | list[FunctionFacts] = []
-        self._examine()
-
-    def follow(self) -> str | None:
-        """Brings itself up to date; returns what has changed, if something has."""
-        change = next((found for fact in self._facts if (found := fact.changed())), None)
-        if change is not None:
-            self.generation += 1
-            self._examine()
-        return change
-
-    def _examine(self) -> None:
-        step = getattr(self._module, self._name)
-        if not self._proves:
-            self._facts = [FunctionFacts(step)]
-            return
-        proof = Proof(_KNOWLEDGE)
-        self.obstacle = None
-        name = self._name
+    def examine(proof: Proof) -> None:
+        part = name
         try:
-            handed_out = proof.examine(step, [Value((Batch(),)), Value((), "batch_idx")])
+            handed_out = proof.examine(getattr(module, name), [Value((Batch(),)), Value((), "batch_idx")])
             if handed_out.varying:
                 raise Unproven(f"it hands out {handed_out.varying}")
-            for name in _HOOKS if self._name == "training_step" else ():
-                hook = getattr(self._module, name)
-                if getattr(hook, "__func__", None) is not getattr(LightningModule, name):
-                    proof.examine(hook, [_argument(name, self._module)])
+            for part in _HOOKS if name == "training_step" else ():
+                hook = getattr(module, part)
+                if getattr(hook, "__func__", None) is not getattr(LightningModule, part):
+                    proof.examine(hook, [_argument(part, module)])
         except Unproven as error:
-            self.obstacle = (
-                f"a replay would leave out what {type(self._module).__name__}.{name} may do beside tensors: {error}; "
+            raise Unproven(
+                f"a replay would leave out what {type(module).__name__}.{part} may do beside tensors: {error}; "
                 "step_replay=True accepts that"
-            )
-        self._facts = proof.facts
+            ) from None
+
+    return OwnCode(_KNOWLEDGE, examine, trusted=None if proves else [getattr(module, name)])
 
 
 def _argument(hook: str, module: LightningModule) -> Value:

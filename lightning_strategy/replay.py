@@ -14,7 +14,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch.utils._pytree import tree_flatten
 from torchmetrics import Metric
 
-from lightning_strategy.own_code import OwnCode
+from lightning_strategy.own_code import own_code
 from lightning_strategy.step_driver import StepDriver
 from xla_adapters import get_backend
 from xla_adapters.nested_values import as_dicts
@@ -22,6 +22,7 @@ from xla_adapters.patching import replaced
 from xla_adapters.program import ReplayRequest
 from xla_adapters.replay.bound import Owner
 from xla_adapters.replay.facts import is_simple
+from xla_adapters.replay.own_code import OwnCode
 
 _OWN_PACKAGES = ("lightning.", "lightning_strategy.")
 # Hooks of callbacks that run in the middle of a training step.
@@ -101,7 +102,7 @@ class ReplayRules:
         resets = connector._first_loop_iter, connector._current_fx
         bound = self._bound()
         if name not in self._code:
-            self._code[name] = OwnCode(self._module, name, proves=self._proves)
+            self._code[name] = own_code(self._module, name, proves=self._proves)
         else:
             self._code[name].follow()
         key = (
