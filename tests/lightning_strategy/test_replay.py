@@ -290,9 +290,12 @@ class Scaled(Classifier):
 @isolated
 def test_what_the_step_reads_is_followed() -> None:
     class Scaling(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            Scaled.scale = 1.0
+
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 6:
-                Scaled.scale = 0.5 if Scaled.scale == 1.0 else 1.0
+                Scaled.scale = 0.5
 
     pair(Scaled, {"train": 7}, max_epochs=1, data=lambda: loader(12), callbacks=lambda: [Scaling()])
 

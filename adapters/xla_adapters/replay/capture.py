@@ -423,9 +423,21 @@ class _Capture:
                 found.append(self._numbers.index(self._backend.tensor_number(leaf)))
             elif id(leaf) in self._noted:
                 found.append(Place("tensor", owner=leaf))
+            elif (place := self._place_in_batch(leaf)) is not None:
+                found.append(place)
             else:
                 raise CannotReplay("the step hands out a tensor that it does not compute")
         return Kept(spec, tuple(found))
+
+    def _place_in_batch(self, tensor: torch.Tensor) -> Place | None:
+        """Where a tensor of the batch lies that was detached."""
+        if tensor.device.type != "xla":
+            return None
+        (handle,) = self._backend.handles([tensor])
+        for place in self._entry.get(handle, ()):
+            if place.kind == "batch" and place.get(self._request.tensors).shape == tensor.shape:
+                return place
+        return None
 
     def targets(self, kept: dict[str, Kept], values: dict[str, Any]) -> list[list[Place]]:
         """Where the outputs go."""
