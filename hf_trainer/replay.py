@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable
 from typing import Any
 
@@ -13,17 +12,24 @@ from transformers import Trainer, TrainerCallback
 from hf_trainer.callbacks import FirstCallback
 from xla_adapters.nested_values import as_dicts
 from xla_adapters.program import ReplayRequest
+from xla_adapters.replay.effects import Proof
 from xla_adapters.replay.facts import is_simple
+from xla_adapters.replay.outside import Knowledge, Unproven, Value
+from xla_adapters.replay.own_code import OwnCode
 
 # Methods whose code is the step's. Whoever overrides the first ones surrounds the step with code of his own.
 _AROUND = ("training_step", "_clip_grad_norm", "_get_grad_norm", "floating_point_ops")
-_WITHIN = ("compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager", "_prepare_inputs")
+_WITHIN = ("compute_loss_context_manager", "autocast_smart_context_manager", "_prepare_inputs")
 # Steps until the proof costs a transfer of its own, if nothing is logged before.
 _PATIENCE = 4
 _OWN_PACKAGES = ("transformers.", "hf_trainer.")
 # Their modules compute in forward, and do nothing else that a step would miss.
 _KNOWN_MODULES = ("transformers.", "torch.", "peft.", "xla_adapters.", "hf_trainer.")
-_forwards: weakref.WeakKeyDictionary[torch.nn.Module, str | None] = weakref.WeakKeyDictionary()
+_KNOWLEDGE = Knowledge(
+    packages=_KNOWN_MODULES,
+    calls=dict.fromkeys((Trainer.compute_loss, torch.nn.Module.parameters, torch.nn.Module.buffers), lambda owner: ()),
+    properties=dict.fromkeys(("device", "dtype"), lambda owner: ()),
+)
 # Arguments that the step's Python looks at.
 _ARGUMENTS = (
     "max_grad_norm",
@@ -73,62 +79,85 @@ def obstacle_within(trainer: Any) -> str | None:
     overridden = _overridden(trainer, _WITHIN)
     if overridden is not None:
         return f"{overridden} is overridden, and a replay would leave out what it does beside tensors"
-    if trainer.compute_loss_func is not None:
-        return "compute_loss_func is given, and a replay would leave out what it does beside tensors"
-    return _own_forward(trainer.model)
+    return None
 
 
 def request_of(
-    trainer: Any, model: torch.nn.Module, inputs: Any, items: Any, *, first: bool, obstacle: str | None
+    trainer: Any,
+    model: torch.nn.Module,
+    inputs: Any,
+    code: OwnCode,
+    *,
+    known: tuple[Hashable, ...],
+    trains: bool = True,
 ) -> ReplayRequest:
     """What a replay must know of the pass that begins.
 
     Args:
         trainer: the trainer.
-        model: what is trained.
-        inputs: the batch, on the device.
-        items: `num_items_in_batch`, on the device.
-        first: whether it is the first micro batch of the update.
-        obstacle: of `obstacle_within`.
+        model: what is trained or evaluated.
+        inputs: the batch, on the device, and what else is different each time.
+        code: the user's own in the step.
+        known: what else the step depends on.
+        trains: whether it is a training step.
     """
-    leaves, spec = tree_flatten(as_dicts((inputs, items)))
+    code.follow()
+    leaves, spec = tree_flatten(as_dicts(inputs))
     opaque = next((leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and not is_simple(leaf)), None)
+    obstacle = obstacle_within(trainer) or code.obstacle
     if obstacle is None and opaque is not None:
         obstacle = f"the batch holds a {type(opaque).__name__}, which cannot be compared with that of another step"
     arguments: tuple[Hashable, ...] = tuple(str(getattr(trainer.args, name, None)) for name in _ARGUMENTS)
     shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
     smoother = trainer.label_smoother
     known = (
-        first,
-        trainer.current_gradient_accumulation_steps,
+        *known,
+        code.generation,
         trainer.model_accepts_loss_kwargs,
-        trainer.loss_is_scaled_for_ga,
         None if smoother is None else smoother.epsilon,
         id(model),
-        id(trainer.optimizer),
     )
     return ReplayRequest(
         key=(str(spec), shapes, arguments, known),
         batch=[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)],
-        extras=[trainer._tr_loss],
+        extras=[trainer._tr_loss] if trains else [],
         modules=[model],
-        set_modes=model.train,
+        set_modes=model.train if trains else None,
         patience=_PATIENCE,
         obstacle=obstacle,
     )
 
 
-def _own_forward(model: torch.nn.Module) -> str | None:
-    """A module whose forward is the user's own: it may print or count."""
-    if model not in _forwards:
-        own = next((part for part in model.modules() if not type(part).__module__.startswith(_KNOWN_MODULES)), None)
-        _forwards[model] = None
-        if own is not None:
-            _forwards[model] = (
-                f"{type(own).__name__} is a module of your own, and a replay would leave out what its forward does "
-                "beside tensors (step_replay=True accepts that)"
-            )
-    return _forwards[model]
+def own_code(trainer: Any, *, evaluates: bool = False) -> OwnCode:
+    """The user's own code in the steps of a trainer: forward passes, and the loss.
+
+    Args:
+        trainer: the trainer.
+        evaluates: whether the steps are those of evaluation.
+    """
+    preprocess = trainer._preprocess_in_step if evaluates else None
+
+    def examine(proof: Proof) -> None:
+        part = "forward"
+        try:
+            proof.examine_module(trainer.model)
+            part = "compute_loss"
+            if _overridden(trainer, (part,)) is not None:
+                # The batch is the trainer's own copy.
+                proof.examine(trainer.compute_loss, [Value((trainer.model,))])
+            part = "preprocess_logits_for_metrics"
+            if preprocess is not None:
+                proof.examine(preprocess)
+            part = "compute_loss_func"
+            if trainer.compute_loss_func is not None:
+                proof.examine(trainer.compute_loss_func)
+        except Unproven as error:
+            name = _overridden(trainer, (part,)) or f"the {part} of your own"
+            raise Unproven(
+                f"a replay would leave out what {name} may do beside tensors: {error}; step_replay=True accepts that"
+            ) from None
+
+    return OwnCode(_KNOWLEDGE, examine, trusted=None if trainer.xla_config.step_replay != True else [])  # noqa: E712
 
 
 def _overridden(trainer: Any, names: tuple[str, ...]) -> str | None:

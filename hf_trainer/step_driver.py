@@ -34,20 +34,14 @@ class StepDriver:
         self._backend = get_backend()
         # Whether gradients are freed depends on the phase, so it is decided here and not in the scope.
         scope_config = replace(config, free_grads=False, xla_mode="eager+compile")
-        self.may_replay = (
-            config.xla_mode == "eager+compile"
-            and config.step_replay is not False
-            and config.accumulation == "per_micro_batch"
-        )
         self.train = StepProgram("train_step", scope_config, hint=_HINT)
         self.optimizer = StepProgram("optimizer_step", scope_config, hint=_HINT)
         self.evaluation = StepProgram("eval_step", replace(scope_config, max_graphs=None), hint=_HINT)
         self.generation = StepProgram("generate", replace(scope_config, max_graphs=None), hint=_HINT)
         self._micro_step = 0
         self._eval_step = 0
-        if self.may_replay:
-            # Now, and not in the first step: it compiles.
-            self.may_replay = self._backend.replay_works
+        # The self-test compiles: now, and not in the first step.
+        self.may_replay = config.may_replay and self._backend.replay_works
 
     @property
     def is_open(self) -> bool:
@@ -150,8 +144,8 @@ class StepDriver:
 
     # ---- evaluation ----------------------------------------------------------------------------
 
-    def begin_evaluation_step(self, inputs: Mapping[str, Any], phase: str) -> None:
+    def begin_evaluation_step(self, inputs: Mapping[str, Any], phase: str, replay: ReplayRequest | None = None) -> None:
         """An evaluation batch is about to be computed."""
         seed = StepSeed(seed=self._seed, step=self._eval_step, stream=_EVAL_STREAM)
         self._eval_step += 1
-        self.evaluation.open(inputs=inputs, phase=phase, seed=seed)
+        self.evaluation.open(inputs=inputs, phase=phase, seed=seed, replay=replay)

@@ -12,6 +12,7 @@ import transformers
 from hf_trainer.step_driver import StepDriver
 from xla_adapters import XLAConfig
 from xla_adapters.backend import Backend
+from xla_adapters.replay.own_code import OwnCode
 from xla_adapters.run_stats import RunStats
 from xla_adapters.sharding import ShardingConfig
 from xla_adapters.sharding.sharder import Sharder
@@ -37,6 +38,9 @@ class TrainerHooks(_Base):
     # Evaluation works on host tensors; only its steps bring inputs to the device.
     _keep_inputs_on_host: bool = False
     _preprocess_in_step: Any = None
+    # What was found out about the user's own code in the steps of a model, and of a preprocessing.
+    _own_code: tuple[Any, OwnCode] | None = None
+    _own_evaluation: tuple[Any, Any, OwnCode] | None = None
     # Parameters that were DTensors when the model came.
     _placed: Sequence[str] = ()
 

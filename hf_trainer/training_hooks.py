@@ -18,7 +18,7 @@ from hf_trainer.callbacks import FirstCallback
 from hf_trainer.framework_patches import as_if_compiling
 from hf_trainer.placement import own_scalars
 from hf_trainer.refusals import check_optimizer
-from hf_trainer.replay import ReplayedLoss, obstacle_around, obstacle_within, request_of
+from hf_trainer.replay import ReplayedLoss, obstacle_around, own_code, request_of
 from hf_trainer.tokens import count_input_tokens
 from hf_trainer.trainer_hooks import TrainerHooks
 from xla_adapters.batches import token_count
@@ -109,10 +109,15 @@ class TrainingHooks(TrainerHooks):
         if self._may_replay():
             # Before the step begins: a replay leaves out the base class's method.
             inputs, num_items_in_batch = self._prepare_inputs(inputs), self._on_device(num_items_in_batch)
-            within = obstacle_within(self)
-            replay = request_of(
-                self, model, inputs, num_items_in_batch, first=steps.is_first_micro_step, obstacle=within
+            if self._own_code is None or self._own_code[0] is not self.model:
+                self._own_code = (self.model, own_code(self))
+            known = (
+                steps.is_first_micro_step,
+                self.current_gradient_accumulation_steps,
+                self.loss_is_scaled_for_ga,
+                id(self.optimizer),
             )
+            replay = request_of(self, model, (inputs, num_items_in_batch), self._own_code[1], known=known)
         steps.begin_micro_step(
             inputs,
             step=self.state.global_step,

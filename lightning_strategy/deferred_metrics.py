@@ -103,6 +103,10 @@ class DeferredMetrics:
             stack.enter_context(replaced(_ResultCollection, "_get_cache", cache))
             yield
 
+    def waiting(self) -> int:
+        """How many updates wait for the end of the step."""
+        return len(self._waiting)
+
     def after_step(self) -> None:
         """The step is executed: what waited for it is done."""
         waiting, self._waiting = self._waiting, []

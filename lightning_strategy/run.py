@@ -19,15 +19,17 @@ from lightning_strategy.grads import nobody_sees_grads
 from lightning_strategy.logged_metrics import MetricReader, reading_logged_metrics
 from lightning_strategy.metric_states import MetricStates
 from lightning_strategy.refusals import check_nesting, check_trainer
+from lightning_strategy.replay import ReplayRules, keep_outputs, replaying_loops
 from lightning_strategy.scheduled_saves import ScheduledSaves
 from lightning_strategy.sharding import ModuleSharding
 from lightning_strategy.step_driver import StepDriver
 from lightning_strategy.step_edges import StepEdges, standing_first, standing_last
 from lightning_strategy.torchmetrics_in_steps import metrics_without_reads
-from xla_adapters import XLAConfig, get_backend
+from xla_adapters import StepProgram, XLAConfig, get_backend
 from xla_adapters.checkpoint import CheckpointConfig, Watchdog
 from xla_adapters.errors import BreakKind
 from xla_adapters.modes import eager
+from xla_adapters.program import ReplayRequest
 from xla_adapters.rng import HostRandom
 from xla_adapters.rollback import release_retired
 from xla_adapters.step_scope import current_scope
@@ -62,6 +64,7 @@ class Run:
         self._backend = get_backend()
         self._lasting = ExitStack()
         self._states: MetricStates | None = None
+        self._rules: ReplayRules | None = None
         self._frees_grads = False
         self._goes_on = False
         self._deferred = DeferredMetrics()
@@ -114,6 +117,10 @@ class Run:
             random_state: of the checkpoint the run resumes from.
         """
         self._states = MetricStates(self._trainer, self._module)
+        self._rules = ReplayRules(
+            self._trainer, self._module, self._deferred.waiting, proves=self.config.step_replay is not True
+        )
+        self._lasting.enter_context(replaying_loops(self._trainer, self.steps))
         self._lasting.enter_context(self._deferred.of(self._module))
         if self._sharding is not None:
             self._lasting.enter_context(self._sharding.holding(self._module))
@@ -205,17 +212,38 @@ class Run:
             self._enter_stretch(("train", self._trainer.current_epoch))
         phase, facts = "manual optimization", {}
         if self._module.automatic_optimization:
+            # The loop drops the gradients in the first one.
             first = batch_idx % self._trainer.accumulate_grad_batches == 0
             micro_batch = loop._should_accumulate() and self.config.accumulation == "per_micro_batch"
             phase = ("accumulate, first" if first else "accumulate") if micro_batch else "update"
             facts = {"gradients": "absent" if first else "present"}
         self.steps.begin_batch(
-            batch, index=loop.total_batch_idx, phase=phase, facts=facts, where=self._where(batch_idx)
+            batch,
+            index=loop.total_batch_idx,
+            phase=phase,
+            facts=facts,
+            where=self._where(batch_idx),
+            replay=self._training_replay(batch, (*facts.values(), self._frees_grads)),
         )
 
+    def _training_replay(self, batch: Any, known: tuple[Hashable, ...]) -> ReplayRequest | None:
+        if self._rules is None or not self.steps.may_replay or self.steps.is_open:
+            return None
+        return self._allowed(self.steps.train, self._rules.training(batch, known))
+
+    def _allowed(self, program: StepProgram, replay: ReplayRequest | str) -> ReplayRequest | None:
+        if isinstance(replay, ReplayRequest):
+            return replay
+        program.refuse_replay(replay)
+        return None
+
     @contextmanager
-    def update(self) -> Iterator[None]:
-        """Around clipping and update (and, but under dynamo, what the closure computes before)."""
+    def update(self, closure: Any) -> Iterator[None]:
+        """Around clipping and update (and, but under dynamo, what the closure computes before).
+
+        Args:
+            closure: what the optimizer was given.
+        """
         where = self._where(self._trainer.fit_loop.batch_idx)
         if self.config.xla_mode == "eager+dynamo":
             with self.steps.dynamo_update(where):
@@ -226,6 +254,8 @@ class Run:
             yield
             if self._frees_grads:
                 self._module.zero_grad(set_to_none=True)
+            if self._module.automatic_optimization:
+                keep_outputs(self.steps, closure)
             if is_own_step or self._module.automatic_optimization:
                 self.steps.end_batch()
 
@@ -236,15 +266,20 @@ class Run:
         return self._goes_on
 
     @contextmanager
-    def evaluation_step(self, name: str, args: tuple[Any, ...]) -> Iterator[None]:
+    def evaluation_step(self, name: str, args: tuple[Any, ...]) -> Iterator[StepProgram]:
         """Around one batch of evaluation or prediction."""
         self.end_watch()
         self._enter_stretch(name)
         takes_batch = len(args) > 1 and isinstance(args[1], int)
         where = f"batch {args[1]}" if takes_batch else ""
-        watchdog = Watchdog(self._checkpoint.stall_deadline)
-        with watchdog.watch(name), self.steps.evaluation_step(name, args[0] if takes_batch else None, where):
-            yield
+        replay = None
+        if takes_batch and self._rules is not None and self.steps.may_replay and self.config.compile_eval:
+            program = self.steps.evaluation[name]
+            if not program.is_open:
+                replay = self._allowed(program, self._rules.evaluation(name, args[0], args[2:]))
+        batch, watchdog = args[0] if takes_batch else None, Watchdog(self._checkpoint.stall_deadline)
+        with watchdog.watch(name), self.steps.evaluation_step(name, batch, where, replay) as program:
+            yield program
 
     def _enter_stretch(self, stretch: Hashable) -> None:
         """Between training and evaluation callbacks may have put other weights in (averages): they are cut too."""

@@ -11,7 +11,7 @@ import torch
 
 from xla_adapters import StepProgram, StepSeed, XLAConfig, get_backend
 from xla_adapters.compiling import as_if_compiling
-from xla_adapters.program import discarding
+from xla_adapters.program import ReplayRequest, discarding
 
 _TRAIN_HINT = " (in on_train_batch_end, or in an on_..._epoch_end hook)"
 _EVAL_HINT = " (in on_..._batch_end or on_..._epoch_end; compile_eval=False runs evaluation steps eagerly)"
@@ -58,6 +58,7 @@ class StepDriver:
             for name in ("validation_step", "test_step", "predict_step")
         }
         self._eval_batches = 0
+        self.may_replay = config.may_replay and self._backend.replay_works
 
     # ---- training ------------------------------------------------------------------------------
 
@@ -75,7 +76,16 @@ class StepDriver:
         if not self.is_open:
             self._backend.set_seed(StepSeed(seed=self.seed, step=index, stream=_UPLOAD_STREAM).value())
 
-    def begin_batch(self, batch: Any, *, index: int, phase: str, facts: Mapping[str, Hashable], where: str) -> None:
+    def begin_batch(
+        self,
+        batch: Any,
+        *,
+        index: int,
+        phase: str,
+        facts: Mapping[str, Hashable],
+        where: str,
+        replay: ReplayRequest | None = None,
+    ) -> None:
         """A training batch is about to be computed.
 
         Args:
@@ -84,13 +94,22 @@ class StepDriver:
             phase: which part of the loop this is.
             facts: further things that shape the graph.
             where: the place in the run, for messages.
+            replay: what a replay must know of the step; None to trace it.
         """
         seed = StepSeed(seed=self.seed, step=index, stream=_TRAIN_STREAM)
         if self.config.xla_mode != "eager+compile" or self.train.is_open:
             self._backend.set_seed(seed.value())
             return
         self._before_step()
-        self.train.open(inputs=batch, phase=phase, seed=seed, facts=facts, where=where)
+        self.train.open(inputs=batch, phase=phase, seed=seed, facts=facts, where=where, replay=replay)
+
+    def replayed(self) -> Any:
+        """Executes the replayed step under way; returns what the loop hands out for it."""
+        with self.discarding():
+            outputs = self.train.promise("outputs")
+            self.train.close()
+        self._after_step()
+        return outputs
 
     def begin_update(self, where: str) -> bool:
         """The optimizer is about to step; returns whether that began a step of its own."""
@@ -114,6 +133,9 @@ class StepDriver:
         """The training batch is computed: the step ends, if it has not ended behind the update."""
         if self.config.xla_mode == "lazy":
             self._backend.finish_step()
+        if self.train.is_replaying:
+            # The batch was skipped.
+            self.train.abort()
         for program in (self.update, self.train):
             if program.is_open:
                 with self.discarding():
@@ -134,13 +156,16 @@ class StepDriver:
         self._eval_batches = 0
 
     @contextmanager
-    def evaluation_step(self, name: str, batch: Any, where: str) -> Iterator[None]:
+    def evaluation_step(
+        self, name: str, batch: Any, where: str, replay: ReplayRequest | None = None
+    ) -> Iterator[StepProgram]:
         """Around one batch of evaluation or prediction: one graph under `compile_eval`.
 
         Args:
             name: `"validation_step"`, `"test_step"` or `"predict_step"`.
             batch: to explain compiles by.
             where: the place in the run, for messages.
+            replay: what a replay must know of the step; None to trace it.
         """
         seed = StepSeed(seed=self.seed, step=self._eval_batches, stream=_EVAL_STREAM)
         self._eval_batches += 1
@@ -148,14 +173,14 @@ class StepDriver:
         if not (self.config.compiles_step and self.config.compile_eval) or program.is_open:
             self._backend.set_seed(seed.value())
             with as_if_compiling():
-                yield
+                yield program
             if self.config.xla_mode == "lazy":
                 self._backend.finish_step()
             return
         self._before_step()
-        program.open(inputs=batch, phase=name, seed=seed, where=where)
+        program.open(inputs=batch, phase=name, seed=seed, where=where, replay=replay)
         with self.computing():
-            yield
+            yield program
             program.close()
         self._after_step()
 

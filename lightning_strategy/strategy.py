@@ -38,7 +38,7 @@ from lightning_strategy.sharding import (
 from xla_adapters import XLAConfig, get_backend
 from xla_adapters.checkpoint import CheckpointConfig, snapshot
 from xla_adapters.compiling import as_if_compiling
-from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, XLAMode
+from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, StepReplay, XLAMode
 from xla_adapters.optimizers import eager_reason
 from xla_adapters.sharding.dtensor import accept_placements
 from xla_adapters.sharding.plan import ShardingPlan
@@ -57,7 +57,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
 
     Args:
         config: the XLA options as a whole, or singly:
-        xla_mode, on_graph_break, compile_eval, max_graphs, free_grads, accumulation: see `XLAConfig`.
+        xla_mode, on_graph_break, compile_eval, max_graphs, free_grads, accumulation, step_replay: see
+            `XLAConfig`.
         precision: `"32-true"`, `"bf16-true"` or `"bf16-mixed"`; the Trainer's `precision=` does the same.
         auto_sharding: shards over all devices of the process, as is planned to cost least. Batches are those of all
             devices together.
@@ -84,6 +85,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         max_graphs: int | None = None,
         free_grads: FreeGrads | None = None,
         accumulation: Accumulation | None = None,
+        step_replay: StepReplay | None = None,
         precision: XLAPrecisionFlag | None = None,
         auto_sharding: AutoShardingOption = None,
         sharding: ShardingOption = None,
@@ -100,6 +102,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
                 "max_graphs": max_graphs,
                 "free_grads": free_grads,
                 "accumulation": accumulation,
+                "step_replay": step_replay,
             },
         )
         flags = flags_under_construction()
@@ -110,6 +113,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         check_options(name, self.checkpoint_config, in_parts=in_parts)
         check_runtime(name, shards=self._sharding is not None)
         self._backend = get_backend()
+        # The self-test compiles: now, and not in a run.
+        self._replays = self.xla_config.may_replay and self._backend.replay_works
         self._precision_given = own_precision if precision is not None or flags is not None else None
         self._own_accelerator = XLAEagerAccelerator()
         self._own_plugin: Precision | None = None
@@ -288,7 +293,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
             # The model's graphs are dynamo's; only clipping and update are one of ours.
             loss = closure()
             closure = functools.partial(_given, loss)
-        with self.run.update(), as_if_compiling(False):
+        with self.run.update(closure), as_if_compiling(False):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # ---- evaluation ----------------------------------------------------------------------------
@@ -307,18 +312,18 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.validation_step`: one graph under `compile_eval`."""
-        with self.run.evaluation_step("validation_step", args):
-            return super().validation_step(*args, **kwargs)
+        with self.run.evaluation_step("validation_step", args) as step:
+            return step.outputs(super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.test_step`: one graph under `compile_eval`."""
-        with self.run.evaluation_step("test_step", args):
-            return super().test_step(*args, **kwargs)
+        with self.run.evaluation_step("test_step", args) as step:
+            return step.outputs(super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.predict_step`: one graph under `compile_eval`."""
-        with self.run.evaluation_step("predict_step", args):
-            return super().predict_step(*args, **kwargs)
+        with self.run.evaluation_step("predict_step", args) as step:
+            return step.outputs(super().predict_step, *args, **kwargs)
 
     # ---- checkpoints ---------------------------------------------------------------------------
 

@@ -71,6 +71,11 @@ class XLAConfig:
                 f"accumulation='unrolled' needs xla_mode='eager+compile' (it is {self.xla_mode!r}): "
                 "the other modes have no step graph to unroll micro batches into"
             )
+        if self.step_replay is True and self.accumulation == "unrolled":
+            raise ConfigError(
+                "step_replay=True with accumulation='unrolled': micro batches of one step are traced together, and "
+                "only whole steps of one micro batch are replayed; use accumulation='per_micro_batch'"
+            )
         if self.step_replay is True and self.xla_mode != "eager+compile":
             raise ConfigError(
                 f"step_replay=True needs xla_mode='eager+compile' (it is {self.xla_mode!r}): "
@@ -114,6 +119,11 @@ class XLAConfig:
     def compiles_step(self) -> bool:
         """Whether training steps run as one compiled graph."""
         return self.xla_mode == "eager+compile"
+
+    @property
+    def may_replay(self) -> bool:
+        """Whether training steps of an adapter may be replayed."""
+        return self.compiles_step and self.step_replay is not False and self.accumulation == "per_micro_batch"
 
     @property
     def eager_by_default(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from xla_adapters.backend import get_backend
 from xla_adapters.config import XLAConfig
+from xla_adapters.replay.bound import Owner
 from xla_adapters.replay.capture import RecordingScope, Request
 from xla_adapters.replay.passes import ReplayPass
 from xla_adapters.replay.places import PassTensors
@@ -117,6 +118,10 @@ class ReplayRequest:
         set_modes: what the step does first to put its modules into their modes, if it does.
         patience: passes that may be traced while the proof waits for somebody else's transfer to the host.
         obstacle: why the step cannot be replayed, if so (overridden by `step_replay=True`).
+        bound: the objects whose attributes the step may bind anew, as they are when it is called.
+        watched: what the step's Python must leave as it is, by name: compared before and behind the step.
+        unrelated: names of attributes of modules that no graph depends on.
+        constants: tensors that the step may read and nobody writes.
     """
 
     key: tuple[Hashable, ...] = ()
@@ -126,6 +131,10 @@ class ReplayRequest:
     set_modes: Callable[[], object] | None = None
     patience: int = 0
     obstacle: str | None = None
+    bound: Callable[[], Sequence[Owner]] = tuple
+    watched: Callable[[], Mapping[str, object]] = dict
+    unrelated: frozenset[str] = frozenset()
+    constants: Sequence[torch.Tensor] = ()
 
 
 @dataclass
@@ -207,6 +216,10 @@ class StepProgram:
                 modules=replay.modules,
                 set_modes=replay.set_modes,
                 patience=replay.patience,
+                bound=replay.bound,
+                watched=replay.watched,
+                unrelated=replay.unrelated,
+                constants=replay.constants,
                 strict=self.config.step_replay != True,  # noqa: E712 (it may be "auto")
             )
             key = (phase, replay.key)
@@ -243,6 +256,14 @@ class StepProgram:
         """In a replayed pass: what the step hands out under a name. Its tensors have no values before `close`."""
         assert isinstance(self._open, ReplayPass)
         return self._open.promise(name)
+
+    def outputs(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a function returns that is all the step does; in a replayed pass it is promised instead of called."""
+        if self.is_replaying:
+            return self.promise("outputs")
+        outputs = function(*args, **kwargs)
+        self.keep("outputs", outputs)
+        return outputs
 
     def close(self) -> ScopeReport:
         """Ends the pass: the graph is executed, and a compile is explained in the log."""

@@ -160,5 +160,10 @@ def step(
             "xla_mode='eager+dynamo' is not a mode of a step: compile the model with "
             "torch.compile(model, backend='openxla') and put a step around optimizer.step() alone"
         )
+    if config.step_replay is True:
+        raise ConfigError(
+            "step_replay=True: the code inside a scope runs at each pass and cannot be left out; make the step a "
+            "function and decorate it with xla_adapters.CompiledStep(config=...)"
+        )
     made = Step(name=name, config=config, seed=seed, hint=hint)
     return made if function is None else made(function)

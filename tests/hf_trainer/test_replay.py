@@ -84,11 +84,11 @@ def test_evaluation_in_between_does_not_end_it() -> None:
         10,
         make=lambda: Classifier(dropout=0.5),
         data=data,
-        replay=True,
         args={"max_steps": 12, "eval_strategy": "steps", "eval_steps": 3},
         eval_dataset=data,
     )
     assert len(run.logged("eval_loss")) == 4
+    assert run.trainer._steps.evaluation.replays == 14
 
 
 @isolated
@@ -111,9 +111,7 @@ def test_freezing_a_layer_is_traced_again() -> None:
                 for parameter in kwargs["model"].layers[0].parameters():
                     parameter.requires_grad_(False)
 
-    run = _pair(
-        8, make=Classifier, data=vector_samples(32), args={"max_steps": 12}, replay=True, callbacks=[Freezing()]
-    )
+    run = _pair(8, make=Classifier, data=vector_samples(32), args={"max_steps": 12}, callbacks=[Freezing()])
     assert any("requires_grad" in reason for reason in run.trainer._steps.train.replay_reasons)
 
 
@@ -150,7 +148,7 @@ def test_a_forward_of_ones_own_runs_each_time_unless_replay_was_asked_for(replay
     assert _Counting.calls == calls
     if replay == "auto":
         reasons = run.trainer._steps.train.replay_reasons
-        assert any("_Counting is a module of your own" in reason for reason in reasons)
+        assert any("it sets type(self).calls" in reason for reason in reasons)
 
 
 @isolated
@@ -181,3 +179,52 @@ def test_under_spmd(sharding: str) -> None:
         sharding=sharding,
     )
     run.assert_one_graph(8)
+
+
+class _Weighted(hf_trainer.Trainer):
+    weight = 0.5
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = self.weight * torch.nn.functional.cross_entropy(outputs["logits"], labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+@isolated
+def test_a_loss_of_ones_own_that_does_nothing_else_is_replayed() -> None:
+    class Reweighting(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            _Weighted.weight = 0.5
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 6:
+                _Weighted.weight = 0.25
+
+    run = _pair(
+        8,
+        make=Classifier,
+        data=vector_samples(32),
+        args={"max_steps": 12},
+        trainer_class=_Weighted,
+        callbacks=[Reweighting()],
+    )
+    assert run.trainer._steps.train.replay_reasons == {}
+
+
+@isolated
+def test_evaluation_and_prediction_steps() -> None:
+    found = []
+    for choice in (False, "auto"):
+        data = vector_samples(24)
+        run = ours(Classifier(), data, args=arguments(max_steps=2), step_replay=choice, eval_dataset=data)
+        trainer = run.trainer
+        metrics = [trainer.evaluate()["eval_loss"] for _ in range(2)]
+        predicted = trainer.predict(data)
+        found.append((metrics, predicted.predictions, predicted.label_ids))
+        assert trainer._steps.evaluation.replays == (0 if choice is False else 14), (
+            trainer._steps.evaluation.replay_reasons
+        )
+    assert found[0][0] == found[1][0]
+    assert (found[0][1] == found[1][1]).all()
+    assert (found[0][2] == found[1][2]).all()

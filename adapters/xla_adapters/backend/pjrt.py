@@ -169,6 +169,9 @@ class PJRTBackend(CachedGraphs, ShardedTensors):
         # There may be millions: a look at each one's type, and no Python for those that are no tensors.
         kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
         tensors: list[torch.Tensor] = list(compress(objects, map(kinds.__contains__, map(type, objects))))
+        for tensor in tensors:
+            # Of a tensor that only C++ holds, this is the object that it will be seen as again: it must be owned.
+            tensor._fix_weakref()  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunction():
             return [tensor for tensor in tensors if _is_on_device(tensor)]
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
@@ -15,8 +13,10 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_adapters.backend import Backend
+from xla_adapters.replay.bound import BoundState, HostChange, Owner
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.facts import facts_of, is_simple
+from xla_adapters.replay.host_random import host_random, same_random
 from xla_adapters.replay.places import PassTensors, Place
 from xla_adapters.replay.recording import Kept, Number, Recording
 from xla_adapters.replay.update import Update, UpdateRecipe
@@ -36,6 +36,10 @@ class Request:
         set_modes: what the step does first to put its modules into their modes.
         patience: passes that may be traced while the proof waits for somebody else's transfer to the host.
         strict: whether the step's Python must be free of effects that a replay would leave out.
+        bound: the objects whose attributes the step may bind anew, as they are when it is called.
+        watched: what the step's Python must leave as it is, by name: compared before and behind the step.
+        unrelated: names of attributes of modules that no graph depends on.
+        constants: tensors that the step may read and nobody writes.
     """
 
     tensors: PassTensors = field(default_factory=PassTensors)
@@ -43,6 +47,10 @@ class Request:
     set_modes: Callable[[], object] | None = None
     patience: int = 0
     strict: bool = True
+    bound: Callable[[], Sequence[Owner]] = tuple
+    watched: Callable[[], Mapping[str, object]] = dict
+    unrelated: frozenset[str] = frozenset()
+    constants: Sequence[torch.Tensor] = ()
 
 
 class RecordingScope(StepScope):
@@ -83,8 +91,10 @@ class RecordingScope(StepScope):
         for kind, group in (("batch", tensors.batch), ("extra", tensors.extras)):
             for index, handle in enumerate(self._backend.handles(group)):
                 self._entry.setdefault(handle, []).append(Place(kind, name=index))
+        self._bound = BoundState(self._request.bound())
+        self._watched = self._request.watched()
         self._restores.callback(register_module_forward_pre_hook(self._note_module).remove)
-        self._host_random = _host_random()
+        self._host_random = host_random()
         super()._start_tracing()
         # Made here, so that the graph's input is known by its buffer.
         self._seed_input = self._backend.seed_input()
@@ -138,7 +148,7 @@ class RecordingScope(StepScope):
     def _execute(self) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             try:
-                capture = _Capture(self._backend, self._journal, self._entry, self._request)
+                capture = _Capture(self._backend, self._journal, self._entry, self._request, self._bound)
                 self._check()
                 recording = self._record(capture)
             except CannotReplay as error:
@@ -156,12 +166,15 @@ class RecordingScope(StepScope):
             raise self._obstacle
         if self._break_met:
             raise CannotReplay("a value was read in the step")
-        if not _same_random(self._host_random, _host_random()):
+        if not same_random(self._host_random, host_random()):
             raise CannotReplay("the step draws random numbers on the host")
+        for name, value in self._request.watched().items():
+            if value != self._watched.get(name):
+                raise CannotReplay(f"the step changes {name}: {self._watched.get(name)} -> {value}")
 
     def _record(self, capture: _Capture) -> Recording:
         modules = list(self._called.values())
-        facts = facts_of(modules, capture.rebound_names)
+        facts = facts_of(modules, capture.rebound_names, self._request.unrelated)
         if self._request.strict:
             for fact in facts:
                 hook = fact.user_hook()
@@ -170,6 +183,7 @@ class RecordingScope(StepScope):
         for recipe in self._recipes:
             recipe.accept()
             capture.note(Place("tensor", owner=tensor) for tensor in recipe.state_tensors())
+        capture.note(Place("tensor", owner=tensor) for tensor in self._request.constants)
         for fact in facts:
             capture.note(Place("tensor", owner=item) for item in fact.tensors_held())
         kept = {name: capture.kept(value) for name, value in self._kept.items()}
@@ -190,6 +204,9 @@ class RecordingScope(StepScope):
             recipes=self._recipes,
             updates=self._updates,
             facts=facts,
+            host_changes=capture.host_changes,
+            rebound=capture.rebound,
+            unrepeatable=capture.unrepeatable,
             outputs=[],
         )
 
@@ -197,7 +214,9 @@ class RecordingScope(StepScope):
 class _Capture:
     """Finds out where the pending graph's inputs come from and where its outputs go."""
 
-    def __init__(self, backend: Backend, journal: Any, entry: dict[int, list[Place]], request: Request) -> None:
+    def __init__(
+        self, backend: Backend, journal: Any, entry: dict[int, list[Place]], request: Request, bound: BoundState
+    ) -> None:
         self._backend = backend
         self._request = request
         self._entry = {handle: list(places) for handle, places in entry.items()}
@@ -209,9 +228,13 @@ class _Capture:
         self._known: set[int] = set()
         self._noted: set[int] = set()
         self._donors: dict[int, torch.Tensor] = {}
+        self.rebound: set[tuple[str, int, str | int]] = set()
+        self.host_changes: list[HostChange] = []
+        self.unrepeatable = ""
         self._grads(journal)
         self._rebound(journal)
-        self._written(journal)
+        self._written(journal, {id(tensor): Place("bound", owner, name) for owner, name, tensor in bound.tensors()})
+        self._bind(bound)
         self._find_outputs()
 
     # ---- the state -----------------------------------------------------------------------------------
@@ -245,7 +268,19 @@ class _Capture:
             self._source(place, before)
             self._result(place, now)
 
-    def _written(self, journal: Any) -> None:
+    def _bind(self, bound: BoundState) -> None:
+        for owner, name, before in bound.tensors():
+            if before.device.type == "xla" and not self._backend.is_pending(before):
+                self._source(Place("bound", owner, name), before)
+        tensors, self.host_changes = bound.changes(self._request.bound())
+        for owner, name in tensors:
+            place = Place("bound", owner, name)
+            self.rebound.add(place.key)
+            self._result(place, vars(owner)[name])
+        self.rebound_names |= {(id(owner), name) for owner, name in tensors}
+        self.rebound_names |= {(id(change.owner), change.name) for change in self.host_changes}
+
+    def _written(self, journal: Any, bound: dict[int, Place]) -> None:
         grads = {id(before): leaf for leaf, before in journal.leaves() if before is not None}
         extras = {id(tensor): index for index, tensor in enumerate(self._request.tensors.extras)}
         rebound = {id(before) for _, _, before in journal.rebound_buffers()}
@@ -258,13 +293,15 @@ class _Capture:
                 place = Place("extra", name=extras[id(tensor)])
             elif id(tensor) in grads:
                 place = Place("grad", owner=grads[id(tensor)])
+            elif id(tensor) in bound:
+                place = bound[id(tensor)]
             elif id(tensor) in rebound:
                 continue
             else:
                 place = Place("tensor", owner=tensor)
             self._source(place, before)
             if self._backend.is_pending(tensor):
-                if place.kind != "grad" or place.owner.grad is tensor:
+                if place.holds(tensor):
                     self._result(place, tensor)
                     self._donors[self._backend.handles([before])[0]] = before
             elif not self._backend.holds(tensor, entry.value):
@@ -290,6 +327,9 @@ class _Capture:
             self._known.add(id(tensor))
             self._noted.add(id(place.owner) if place.kind == "tensor" else id(tensor))
             self._results.setdefault(self._backend.tensor_number(tensor), []).append(place)
+        elif place.kind == "bound":
+            # A default, say. The next pass need not do so, and can have the same executable.
+            self.unrepeatable = f"{type(place.owner).__name__}.{place.name} is set to a value that is not computed"
         elif place.kind in ("grad", "buffer"):
             raise CannotReplay(f"a {place.kind} is set to a tensor that the step does not compute")
 
@@ -383,9 +423,21 @@ class _Capture:
                 found.append(self._numbers.index(self._backend.tensor_number(leaf)))
             elif id(leaf) in self._noted:
                 found.append(Place("tensor", owner=leaf))
+            elif (place := self._place_in_batch(leaf)) is not None:
+                found.append(place)
             else:
                 raise CannotReplay("the step hands out a tensor that it does not compute")
         return Kept(spec, tuple(found))
+
+    def _place_in_batch(self, tensor: torch.Tensor) -> Place | None:
+        """Where a tensor of the batch lies that was detached."""
+        if tensor.device.type != "xla":
+            return None
+        (handle,) = self._backend.handles([tensor])
+        for place in self._entry.get(handle, ()):
+            if place.kind == "batch" and place.get(self._request.tensors).shape == tensor.shape:
+                return place
+        return None
 
     def targets(self, kept: dict[str, Kept], values: dict[str, Any]) -> list[list[Place]]:
         """Where the outputs go."""
@@ -396,17 +448,3 @@ class _Capture:
                     shape = tuple(tensor.shape)
                     raise CannotReplay(f"the step leaves a tensor behind, of shape {shape}, that it does not hand out")
         return [self._results.get(number, []) for number in self._numbers]
-
-
-def _host_random() -> tuple[Any, ...]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _same_random(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    numpy_before, numpy_after = before[2], after[2]
-    return (
-        torch.equal(before[0], after[0])
-        and before[1] == after[1]
-        and numpy_before[2:] == numpy_after[2:]
-        and bool((numpy_before[1] == numpy_after[1]).all())
-    )

@@ -88,7 +88,7 @@ class ModuleFacts:
         name: of the module, for messages.
         module: the module, as it is now.
         noted: configurations that are noted already; the module's are added.
-        rebound: buffers (module, name) that the step itself binds anew.
+        rebound: buffers and attributes (module, name) that the step itself binds anew.
     """
 
     def __init__(self, name: str, module: torch.nn.Module, noted: set[int], rebound: set[tuple[int, str]]) -> None:
@@ -104,10 +104,11 @@ class ModuleFacts:
         self._configs = _configs(name, own, noted)
         functions = (types.FunctionType, types.MethodType)
         # Tensors compare element by element: they are held as their identity.
-        self._tensors = [(key, value) for key, value in own.items() if isinstance(value, torch.Tensor)]
+        free = {key: value for key, value in own.items() if (id(module), key) not in rebound}
+        self._tensors = [(key, value) for key, value in free.items() if isinstance(value, torch.Tensor)]
         self._values = {
             key: _copy(value)
-            for key, value in own.items()
+            for key, value in free.items()
             if key not in _HOOKS and (is_simple(value) or isinstance(value, functions))
         }
         self._fetch = itemgetter("training", *self._values)
@@ -176,6 +177,48 @@ class ModuleFacts:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class ReadFact:
+    """Something that a step's code reads from outside.
+
+    Attributes:
+        owner: a module, class, object, dictionary or cell.
+        name: of what is read there.
+        value: what was found.
+        said: how the code says it.
+    """
+
+    owner: Any
+    name: str
+    value: Any
+    said: str
+
+    @classmethod
+    def of(cls, owner: Any, name: str, value: Any, said: str) -> ReadFact:
+        """Notes a value, a container by what it holds."""
+        return cls(owner, name, _copy(value) if is_simple(value) else value, said)
+
+    @classmethod
+    def of_contents(cls, owner: Any, contents: list[Any], said: str) -> ReadFact:
+        """Notes what a container holds."""
+        return cls(owner, "", contents, said)
+
+    def changed(self) -> str | None:
+        """How the code would read it differently now, or None."""
+        if not self.name:
+            present = list(self.owner.values() if hasattr(self.owner, "values") else self.owner)
+            same = len(present) == len(self.value) and not any(map(_differs, present, self.value))
+            return None if same else f"{self.said} holds something else"
+        owner = self.owner
+        if isinstance(owner, dict):
+            found = owner.get(self.name, _ABSENT)
+        elif isinstance(owner, types.CellType):
+            found = _content(owner)
+        else:
+            found = vars(owner).get(self.name, _ABSENT)
+        return f"{self.said} changed" if _differs(found, self.value) else None
+
+
 class FunctionFacts:
     """What a function reads from outside: its closure, the globals it names, and attributes of both that it names."""
 
@@ -234,12 +277,15 @@ def _configs(name: str, own: dict[str, Any], noted: set[int]) -> list[ObjectFact
     return found
 
 
-def facts_of(roots: Iterable[torch.nn.Module], rebound: set[tuple[int, str]]) -> list[ModuleFacts]:
+def facts_of(
+    roots: Iterable[torch.nn.Module], rebound: set[tuple[int, str]], unrelated: frozenset[str] = frozenset()
+) -> list[ModuleFacts]:
     """The facts of modules and all below them, each once.
 
     Args:
         roots: the modules.
-        rebound: buffers (module, name) that the step itself binds anew.
+        rebound: buffers and attributes (module, name) that the step itself binds anew.
+        unrelated: names of attributes that no graph depends on.
     """
     seen: set[int] = set()
     noted: set[int] = set()
@@ -248,5 +294,6 @@ def facts_of(roots: Iterable[torch.nn.Module], rebound: set[tuple[int, str]]) ->
         for name, module in root.named_modules():
             if id(module) not in seen:
                 seen.add(id(module))
-                found.append(ModuleFacts(name or type(module).__name__, module, noted, rebound))
+                ours = rebound | {(id(module), unrelated_name) for unrelated_name in unrelated}
+                found.append(ModuleFacts(name or type(module).__name__, module, noted, ours))
     return found

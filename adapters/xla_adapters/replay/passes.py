@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -46,6 +46,7 @@ class ReplayPass:
         updates: the host's part of the optimizers' updates.
         seed: the random stream of this pass; the device's own stream goes on if not given.
         backend: the seam.
+        done: called when the executable was called.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ReplayPass:
         updates: Sequence[Update],
         seed: StepSeed | None,
         backend: Backend,
+        done: Callable[[], None],
     ) -> None:
         self._name = name
         self._recording = recording
@@ -64,6 +66,7 @@ class ReplayPass:
         self._updates = updates
         self._seed = seed
         self._backend = backend
+        self._done = done
         self._promised: list[tuple[torch.Tensor, int]] = []
         self._restores = ExitStack()
         self._interrupts = InterruptGuard()
@@ -140,6 +143,7 @@ class ReplayPass:
                 self._own_buffers([inputs[index] for index in recording.donated])
                 results = backend.run_graph(recording.executable, inputs)
                 self._executed = True
+                self._done()
                 recording.write_back(results, tensors, backend)
                 for tensor, index in self._promised:
                     tensor.__class__ = torch.Tensor

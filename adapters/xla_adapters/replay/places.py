@@ -28,7 +28,8 @@ class Place:
 
     Attributes:
         kind: `"tensor"` (the owner itself, whose value changes), `"grad"` (of the owner), `"buffer"` (of the
-            owner, a module, which the step binds anew), `"batch"` or `"extra"` (at the position `name`).
+            owner, a module, which the step binds anew), `"bound"` (an attribute of the owner), `"batch"` or
+            `"extra"` (at the position `name`).
         owner: the tensor or module.
         name: of the buffer, or the position.
     """
@@ -41,6 +42,12 @@ class Place:
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", (self.kind, id(self.owner), self.name))
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that lay there before a step still does, if the place may be given another one."""
+        if self.kind == "grad":
+            return self.owner.grad is tensor
+        return self.kind != "bound" or vars(self.owner).get(self.name) is tensor
+
     def get(self, tensors: PassTensors) -> torch.Tensor:
         """The tensor that lies there now."""
         if self.kind == "tensor":
@@ -49,6 +56,8 @@ class Place:
             found = self.owner.grad
         elif self.kind == "buffer":
             found = self.owner._buffers[self.name]
+        elif self.kind == "bound":
+            found = vars(self.owner)[self.name]
         else:
             found = (tensors.batch if self.kind == "batch" else tensors.extras)[int(self.name)]
         assert isinstance(found, torch.Tensor)

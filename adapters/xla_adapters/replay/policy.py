@@ -82,14 +82,22 @@ class StepReplay:
                     if update.operators != traced.operators:
                         raise CannotReplay("the optimizer takes another course than when the step was recorded")
                 plan.recording.check_numbers(updates)
-                self.replays += 1
                 return ReplayPass(
-                    self.name, plan.recording, tensors=request.tensors, updates=updates, seed=seed, backend=backend
+                    self.name,
+                    plan.recording,
+                    tensors=request.tensors,
+                    updates=updates,
+                    seed=seed,
+                    backend=backend,
+                    done=self._count,
                 )
             except CannotReplay as error:
                 self.note(str(error))
                 plan.recording, plan.proven = None, False
         return RecordingScope(request, lambda outcome: self._take(plan, outcome), seed=seed, **options)
+
+    def _count(self) -> None:
+        self.replays += 1
 
     def _plan_of(self, key: Hashable) -> _Plan:
         plan = self._plans.pop(key, None) or _Plan()
@@ -108,6 +116,9 @@ class StepReplay:
         before, plan.recording, plan.proven = plan.recording, None, False
         if isinstance(outcome, CannotReplay):
             self._fail(plan, str(outcome))
+            return
+        if outcome.unrepeatable:
+            self.note(outcome.unrepeatable)
             return
         plan.recording = outcome
         if before is None:

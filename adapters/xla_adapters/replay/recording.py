@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import TreeSpec
 
 from xla_adapters.backend import Backend
+from xla_adapters.replay.bound import HostChange
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.facts import ModuleFacts
 from xla_adapters.replay.places import PassTensors, Place
@@ -80,7 +81,9 @@ class Recording:
         recipes: of the optimizers, in the order of their updates.
         updates: what they computed in this pass.
         facts: of the modules.
-        shapes: of the inputs from batch and extras.
+        host_changes: plain attributes that the step changes.
+        rebound: the keys of `"bound"` places that get a new tensor.
+        unrepeatable: what this one pass did that a replay cannot; empty if nothing.
         outputs: of the pass itself, to make stand-ins from.
     """
 
@@ -95,6 +98,9 @@ class Recording:
     recipes: list[UpdateRecipe]
     updates: list[Update]
     facts: list[ModuleFacts]
+    host_changes: list[HostChange]
+    rebound: set[tuple[str, int, str | int]]
+    unrepeatable: str
     outputs: list[torch.Tensor]
     compiled: int = 0
     uses: int = 0
@@ -124,6 +130,11 @@ class Recording:
             for name, kept in self.kept.items()
         ):
             return "the step hands out other things than in the pass before"
+        if self.rebound != other.rebound or len(self.host_changes) != len(other.host_changes):
+            return "other attributes were changed than in the pass before"
+        for mine, theirs in zip(self.host_changes, other.host_changes, strict=True):
+            if not mine.agree(theirs):
+                return f"{type(mine.owner).__name__}.{mine.name} was changed otherwise than in the pass before"
         if len(self.facts) != len(other.facts):
             return "other modules took part than in the pass before"
         return next((change for fact in other.facts if (change := fact.changed())), None)
@@ -185,6 +196,10 @@ class Recording:
             change = recipe.obstacle()
             if change is not None:
                 return change
+        for host_change in self.host_changes:
+            change = host_change.obstacle()
+            if change is not None:
+                return change
         for leaf, was_there in self.grads:
             if (leaf.grad is not None) is not was_there:
                 return f"a gradient is {'absent' if was_there else 'present'} that was not when the step was recorded"
@@ -244,6 +259,8 @@ class Recording:
                     place.owner.grad = results[index]
                 elif place.kind == "buffer":
                     place.owner._buffers[place.name] = results[index]
+                elif place.key in self.rebound:
+                    setattr(place.owner, str(place.name), results[index])
                 else:
                     written.append(place.get(tensors))
                     values.append(results[index])
@@ -253,6 +270,8 @@ class Recording:
             backend.forget_writes(written)
         for leaf in self.dropped_grads:
             leaf.grad = None
+        for change in self.host_changes:
+            change.apply()
 
 
 def _first_change(facts: Sequence[ModuleFacts]) -> str | None:

@@ -17,6 +17,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.overrides import TorchFunctionMode
 
 from xla_adapters.compiling import as_if_compiling
+from xla_adapters.errors import MODEL_FAILURES, XLAAdapterError
 from xla_adapters.replay.errors import CannotReplay
 
 # Their numbers do not depend on the shapes of the parameters: one stand-in serves all shapes.
@@ -234,7 +235,7 @@ class UpdateRecipe:
         try:
             with as_if_compiling(self._compiling), listener:
                 step(stand_in)
-        except Exception as error:
+        except (*MODEL_FAILURES, XLAAdapterError) as error:
             raise CannotReplay(
                 f"{type(optimizer).__name__} cannot compute its numbers without tensors ({_first_line(error)})"
             ) from error

@@ -1,0 +1,157 @@
+"""What a step binds anew on objects that are no modules' business: a metric's state, a counter of passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from xla_adapters.replay.errors import CannotReplay
+from xla_adapters.replay.facts import is_simple
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Owner:
+    """An object whose attributes a step may bind anew.
+
+    Attributes:
+        object: it has a `__dict__`.
+        names: the attributes in question; all of them if not given.
+        sets: attributes that are set, be it to the value they have, whenever others change.
+    """
+
+    object: Any
+    names: tuple[str, ...] | None = None
+    sets: tuple[str, ...] = ()
+
+    def attributes(self) -> dict[str, Any]:
+        """The attributes as they are now."""
+        own = vars(self.object)
+        return dict(own) if self.names is None else {name: own[name] for name in self.names if name in own}
+
+
+@dataclass
+class HostChange:
+    """A plain attribute that a pass changed.
+
+    Attributes:
+        owner, name: where it lies.
+        before, now: what it was, and became.
+        adds: whether it grows by the same amount in each pass, or becomes the same value; None if both fit.
+        stays: whether it did not change, though others of its owner did: it might be set, it might be left.
+    """
+
+    owner: Any
+    name: str
+    before: Any
+    now: Any
+    adds: bool | None = False
+    stays: bool = False
+
+    def agree(self, other: HostChange) -> bool:
+        """Learns from the same change of the pass before how it goes on; False if they do not fit together."""
+        if self.owner is not other.owner or self.name != other.name or self.stays is not other.stays:
+            return False
+        sets = type(self.now) is type(other.now) and self.now == other.now
+        adds = (
+            all(type(value) is int for value in (self.before, self.now, other.before, other.now))
+            and self.now - self.before == other.now - other.before
+        )
+        if self.before == self.now or other.before == other.now:
+            adds = False
+        self.adds = None if sets and adds else adds
+        return sets or adds
+
+    def obstacle(self) -> str | None:
+        """Why it cannot be told what the next pass makes of the attribute."""
+        present = vars(self.owner).get(self.name, _ABSENT)
+        fixed = self.stays or self.adds is None
+        if (fixed and present != self.before) or (self.adds and type(present) is not int):
+            return f"{type(self.owner).__name__}.{self.name} is {present!r:.40}, and was {self.before!r:.40}"
+        return None
+
+    def apply(self) -> None:
+        """Does to the attribute what the pass does."""
+        own = vars(self.owner)
+        own[self.name] = own[self.name] + (self.now - self.before) if self.adds else self.now
+
+
+class BoundState:
+    """Attributes as they are before a step.
+
+    Args:
+        owners: whose attributes.
+    """
+
+    def __init__(self, owners: Iterable[Owner]) -> None:
+        self._before = {
+            id(owner.object): (owner, {name: _copy(value) for name, value in owner.attributes().items()})
+            for owner in owners
+        }
+
+    def tensors(self) -> Iterator[tuple[Any, str, torch.Tensor]]:
+        """Those that are tensors: owner, name and tensor."""
+        for owner, attributes in self._before.values():
+            for name, value in attributes.items():
+                if isinstance(value, torch.Tensor):
+                    yield owner.object, name, value
+
+    def changes(self, owners: Iterable[Owner]) -> tuple[list[tuple[Any, str]], list[HostChange]]:
+        """What is bound to other tensors now, and what else is another value.
+
+        Args:
+            owners: as they are now; some may be new.
+
+        Raises:
+            CannotReplay: an attribute changed in a way that a replay cannot repeat.
+        """
+        tensors: list[tuple[Any, str]] = []
+        plain: list[HostChange] = []
+        for owner in owners:
+            known, before = self._before.get(id(owner.object), (None, {}))
+            found, unchanged = len(tensors) + len(plain), {}
+            now = owner.attributes()
+            if not before.keys() <= now.keys():
+                raise CannotReplay(f"the step removes an attribute of {type(owner.object).__name__}")
+            for name, value in now.items():
+                old = before.get(name, _ABSENT)
+                if _is_same(old, value):
+                    unchanged[name] = value
+                    continue
+                if isinstance(value, torch.Tensor) and value.device.type == "xla":
+                    tensors.append((owner.object, name))
+                elif known is None:
+                    # It was made in the step; the next pass has another signature.
+                    continue
+                elif is_simple(value) and not isinstance(value, torch.Tensor):
+                    plain.append(HostChange(owner.object, name, old, value))
+                else:
+                    kind = type(value).__name__
+                    raise CannotReplay(f"the step changes {type(owner.object).__name__}.{name}, a {kind}")
+            if known is not None and len(tensors) + len(plain) > found:
+                for name, value in unchanged.items():
+                    if name in owner.sets:
+                        plain.append(HostChange(owner.object, name, value, value))
+                    elif is_simple(value) and not isinstance(value, torch.Tensor):
+                        plain.append(HostChange(owner.object, name, value, value, stays=True))
+        return tensors, plain
+
+
+def _copy(value: Any) -> Any:
+    return type(value)(value) if type(value) in (list, dict, set) else value
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    if before is now:
+        return True
+    if isinstance(before, torch.Tensor) or isinstance(now, torch.Tensor) or type(before) is not type(now):
+        return False
+    if type(now) in (list, tuple):
+        return len(before) == len(now) and all(map(_is_same, before, now))
+    if type(now) is dict:
+        return before.keys() == now.keys() and all(_is_same(before[key], item) for key, item in now.items())
+    return bool(before == now)

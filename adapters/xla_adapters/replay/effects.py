@@ -1,0 +1,411 @@
+"""Proves of a step's own Python that a replay may leave it out, by reading its source.
+
+What was there before the step (the model, globals, helper objects) is followed through the code; all that
+the step makes itself is free to use. Setting an attribute, changing a list, calling what is not known to be
+pure: the first such thing is the reason why the step is traced each time. What the code reads is noted, to be
+held against its present value before each replay.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from xla_adapters.replay.lookups import PLAIN, Frame, Lookups, is_constant
+from xla_adapters.replay.outside import (
+    CHANGING_METHODS,
+    FRESH,
+    Batch,
+    ContainerMethod,
+    Held,
+    Knowledge,
+    Local,
+    Method,
+    Super,
+    Unproven,
+    Value,
+    is_plain_record,
+    name_of,
+)
+from xla_adapters.replay.pure_calls import READING_METHODS, is_pure
+
+_DEPTH = 24
+# Their decorators do nothing beside tensors (`torch.no_grad`).
+_DECORATORS = ("torch.",)
+
+
+class Proof(Lookups):
+    """Examines functions; what they read is in `facts` then.
+
+    Args:
+        knowledge: of the framework around them.
+
+    Attributes:
+        facts: what the functions read from outside, as it is now.
+    """
+
+    def __init__(self, knowledge: Knowledge) -> None:
+        super().__init__(knowledge)
+        self._done: dict[Any, Value] = {}
+        self._stack: list[Any] = []
+
+    # ---- functions ---------------------------------------------------------------------------------
+
+    def examine(self, function: Callable[..., Any], arguments: Sequence[Value] = ()) -> Value:
+        """Follows a function or bound method.
+
+        Args:
+            function: written in Python.
+            arguments: given by position, without `self`; the others are the step's own.
+
+        Raises:
+            Unproven: it cannot be shown to be without effects.
+        """
+        owner = getattr(function, "__self__", None)
+        function = getattr(function, "__func__", function)
+        own = () if owner is None else (Value((owner,)),)
+        return self._function(function, owner, [*own, *arguments], {})
+
+    def examine_module(self, module: torch.nn.Module, arguments: Sequence[Value] = (), options: Any = None) -> Value:
+        """Follows the forward passes of a module and of those below it that are not known."""
+        result = FRESH
+        if not type(module).__module__.startswith(self._knowledge.packages):
+            forward = vars(module).get("forward", type(module).forward)
+            bound = isinstance(forward, types.MethodType)
+            function = forward.__func__ if bound else forward
+            return self._function(function, module, [Value((module,)), *arguments], options or {})
+        for part in module.modules():
+            if part is not module and not type(part).__module__.startswith(self._knowledge.packages):
+                self.examine_module(part)
+        return result
+
+    def _function(self, function: Any, owner: Any, arguments: Sequence[Value], options: dict[str, Value]) -> Value:
+        while hasattr(function, "__wrapped__") and function.__globals__["__name__"].startswith(_DECORATORS):
+            function = function.__wrapped__
+        key = (function, id(owner), *arguments, *options.items())
+        if key in self._done:
+            return self._done[key]
+        if key in self._stack:
+            # What it returns may be anything that it was given.
+            return functools.reduce(Value.join, [*arguments, *options.values()], FRESH)
+        if len(self._stack) > _DEPTH:
+            raise Unproven(f"{function.__qualname__} calls too deeply to be examined")
+        try:
+            lines, first = inspect.getsourcelines(function.__code__)
+            tree = ast.parse(textwrap.dedent("".join(lines)))
+        except (OSError, TypeError, SyntaxError):
+            raise Unproven(f"the source of {getattr(function, '__qualname__', function)} cannot be read") from None
+        node = tree.body[0]
+        if not isinstance(node, ast.FunctionDef):
+            raise Unproven(f"{function.__qualname__} is no plain function")
+        frame = Frame(function, owner, inspect.getsourcefile(function) or "?", first, {})
+        defaults = {
+            name: Value((parameter.default,))
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.default is not parameter.empty and not is_constant(parameter.default)
+        }
+        self._bind_arguments(node.args, frame, arguments, options, defaults)
+        self._stack.append(key)
+        try:
+            self._block(node.body, frame)
+        finally:
+            self._stack.pop()
+        self._done[key] = frame.result
+        return frame.result
+
+    def _bind_arguments(
+        self,
+        spec: ast.arguments,
+        frame: Frame,
+        arguments: Sequence[Value],
+        options: dict[str, Value],
+        defaults: dict[str, Value],
+    ) -> None:
+        names = [item.arg for item in (*spec.posonlyargs, *spec.args)]
+        given = dict(zip(names, arguments, strict=False))
+        rest = functools.reduce(Value.join, [*arguments[len(names) :], *options.values()], FRESH)
+        # `f(*values)` may give any of them.
+        anything = options.get("*")
+        for name in (*names, *(item.arg for item in spec.kwonlyargs)):
+            found = given.get(name, options.get(name, defaults.get(name, FRESH)))
+            frame.names[name] = found if anything is None else found.join(anything)
+        for extra in (spec.vararg, spec.kwarg):
+            if extra is not None:
+                frame.names[extra.arg] = rest
+
+    # ---- statements ----------------------------------------------------------------------------------
+
+    def _block(self, body: Sequence[ast.stmt], frame: Frame) -> None:
+        for statement in body:
+            self._statement(statement, frame)
+
+    def _branches(self, frame: Frame, *bodies: Sequence[ast.stmt]) -> None:
+        frame.branches += 1
+        for body in bodies:
+            self._block(body, frame)
+        frame.branches -= 1
+
+    def _statement(self, node: ast.stmt, frame: Frame) -> None:
+        if isinstance(node, ast.Assign):
+            value = self._value(node.value, frame)
+            for target in node.targets:
+                self._assign(target, value, frame)
+        elif isinstance(node, ast.AnnAssign):
+            if node.value is not None:
+                self._assign(node.target, self._value(node.value, frame), frame)
+        elif isinstance(node, ast.AugAssign):
+            held = self._value(node.target, frame)
+            self._refuse_change(held, node, frame)
+            self._assign(
+                node.target, held.join(self._computed([held, self._value(node.value, frame)], node, frame)), frame
+            )
+        elif isinstance(node, ast.Return):
+            if node.value is not None:
+                frame.result = frame.result.join(self._value(node.value, frame))
+        elif isinstance(node, ast.Expr):
+            self._value(node.value, frame)
+        elif isinstance(node, (ast.If, ast.While)):
+            self._test(node.test, frame)
+            # Twice: what the end of a loop binds is there at its beginning.
+            self._branches(frame, node.body, node.orelse, *([node.body] if isinstance(node, ast.While) else []))
+        elif isinstance(node, ast.For):
+            self._assign(node.target, self._element(self._value(node.iter, frame), node, frame), frame)
+            self._branches(frame, node.body, node.body, node.orelse)
+        elif isinstance(node, ast.With):
+            for item in node.items:
+                entered = self._value(item.context_expr, frame)
+                if item.optional_vars is not None:
+                    self._assign(item.optional_vars, entered, frame)
+            self._block(node.body, frame)
+        elif isinstance(node, ast.Try):
+            for handler in node.handlers:
+                frame.names[handler.name or "_"] = FRESH
+            self._branches(frame, node.body, *(handler.body for handler in node.handlers), node.orelse, node.finalbody)
+        elif isinstance(node, ast.FunctionDef) and not node.decorator_list:
+            frame.names[node.name] = Value((Local(node, frame),))
+        elif isinstance(node, ast.Assert):
+            self._test(node.test, frame)
+        elif isinstance(node, ast.Raise):
+            for part in (node.exc, node.cause):
+                if part is not None:
+                    self._value(part, frame)
+        elif isinstance(node, ast.Delete) and all(isinstance(target, ast.Name) for target in node.targets):
+            pass
+        elif not isinstance(node, (ast.Pass, ast.Break, ast.Continue)):
+            raise self._fail(node, frame, f"a statement that is not followed: {type(node).__name__.lower()}")
+
+    def _assign(self, target: ast.expr, value: Value, frame: Frame) -> None:
+        if isinstance(target, ast.Name):
+            before = frame.names.get(target.id)
+            frame.names[target.id] = value if before is None or not frame.branches else before.join(value)
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            element = self._element(value, target, frame)
+            for item in target.elts:
+                self._assign(item.value if isinstance(item, ast.Starred) else item, element, frame)
+        elif isinstance(target, ast.Attribute):
+            owner = self._value(target.value, frame)
+            if owner.outside:
+                raise self._fail(target, frame, f"it sets {ast.unparse(target)}")
+            self._refuse_keeping(value, target, frame)
+        elif isinstance(target, ast.Subscript):
+            holder = self._value(target.value, frame)
+            if not all(isinstance(item, Held) for item in holder.outside):
+                self._refuse_change(holder, target, frame)
+            self._refuse_keeping(value, target, frame)
+            self._test(target.slice, frame)
+        else:
+            raise self._fail(target, frame, f"an assignment that is not followed: {ast.unparse(target)}")
+
+    def _refuse_change(self, value: Value, node: ast.AST, frame: Frame) -> None:
+        if value.outside:
+            raise self._fail(node, frame, f"it changes {name_of(value.outside[0])}")
+
+    def _refuse_keeping(self, value: Value, node: ast.AST, frame: Frame) -> None:
+        """What is put into something that the step made could be changed through it."""
+        for item in value.outside:
+            if not isinstance(item, (torch.nn.Module, type)):
+                raise self._fail(node, frame, f"it puts {name_of(item)} into a container")
+
+    def _test(self, node: ast.expr, frame: Frame) -> None:
+        value = self._value(node, frame)
+        if value.varying:
+            raise self._fail(node, frame, f"it looks at {value.varying}")
+
+    # ---- expressions ---------------------------------------------------------------------------------
+
+    def _value(self, node: ast.expr, frame: Frame) -> Value:
+        if isinstance(node, ast.Name):
+            return self._name(node, frame)
+        if isinstance(node, ast.Attribute):
+            return self._attribute(self._value(node.value, frame), node.attr, node, frame)
+        if isinstance(node, ast.Call):
+            return self._call(node, frame)
+        if isinstance(node, ast.Constant):
+            return FRESH
+        if isinstance(node, ast.NamedExpr):
+            value = self._value(node.value, frame)
+            self._assign(node.target, value, frame)
+            return value
+        if isinstance(node, ast.IfExp):
+            self._test(node.test, frame)
+            return self._value(node.body, frame).join(self._value(node.orelse, frame))
+        if isinstance(node, ast.Lambda):
+            return Value((Local(node, frame),))
+        if isinstance(node, ast.Subscript):
+            index = self._value(node.slice, frame)
+            if index.varying:
+                raise self._fail(node, frame, f"it looks at {index.varying}")
+            return self._element(self._value(node.value, frame), node, frame)
+        if isinstance(node, ast.BoolOp):
+            return functools.reduce(Value.join, [self._value(item, frame) for item in node.values], FRESH)
+        if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
+            return _held([self._value(item, frame) for item in node.elts])
+        if isinstance(node, ast.Dict):
+            # `{**other}` holds what the other one does.
+            rest = [self._element(self._value(item, frame), node, frame) for item in _unpacked(node)]
+            given = [item for key, item in zip(node.keys, node.values, strict=True) if key is not None]
+            keys = [key for key in node.keys if key is not None]
+            return _held([*rest, *(self._value(item, frame) for item in (*given, *keys))])
+        if isinstance(node, ast.Starred):
+            return self._element(self._value(node.value, frame), node, frame)
+        if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
+            return self._comprehension(node, frame)
+        if isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare, ast.JoinedStr, ast.FormattedValue, ast.Slice)):
+            parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+            return self._computed([self._value(part, frame) for part in parts], node, frame)
+        raise self._fail(node, frame, f"an expression that is not followed: {ast.unparse(node)}")
+
+    def _computed(self, parts: Sequence[Value], node: ast.AST, frame: Frame) -> Value:
+        for part in parts:
+            if part.varying:
+                raise self._fail(node, frame, f"it looks at {part.varying}")
+            for item in part.outside:
+                if not isinstance(item, PLAIN):
+                    raise self._fail(node, frame, f"it computes with {name_of(item)}")
+        return FRESH
+
+    def _comprehension(self, node: Any, frame: Frame) -> Value:
+        for generator in node.generators:
+            self._assign(generator.target, self._element(self._value(generator.iter, frame), node, frame), frame)
+            for test in generator.ifs:
+                self._test(test, frame)
+        parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        return _held([self._value(part, frame) for part in parts])
+
+    # ---- calls ---------------------------------------------------------------------------------------
+
+    def _call(self, node: ast.Call, frame: Frame) -> Value:
+        if isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args and "super" not in frame.names:
+            return Value((Super(frame.owner, self._defining(node, frame)),))
+        called = self._value(node.func, frame)
+        arguments = [self._value(argument, frame) for argument in node.args]
+        options = {item.arg or f"**{index}": self._value(item.value, frame) for index, item in enumerate(node.keywords)}
+        given = functools.reduce(Value.join, [*arguments, *options.values()], FRESH)
+        if any(isinstance(argument, ast.Starred) for argument in node.args) or any(
+            not item.arg for item in node.keywords
+        ):
+            options["*"] = given
+        if not called.outside:
+            self._hand_over(given, called.varying, node, frame)
+            # A method of something that the step made: only those of containers hand out what they are given.
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            if name in CHANGING_METHODS:
+                self._refuse_keeping(given, node, frame)
+            return given if name in CHANGING_METHODS | READING_METHODS else FRESH
+        return functools.reduce(
+            Value.join, [self._call_of(item, arguments, options, given, node, frame) for item in called.outside]
+        )
+
+    def _call_of(
+        self, item: Any, arguments: list[Value], options: dict[str, Value], given: Value, node: ast.Call, frame: Frame
+    ) -> Value:
+        if isinstance(item, Local):
+            return self._local(item, arguments, options)
+        if isinstance(item, Batch):
+            self._hand_over(given, "", node, frame)
+            return given
+        function = item.function if isinstance(item, Method) else item
+        owner = item.owner if isinstance(item, Method) else getattr(item, "__self__", None)
+        function = getattr(function, "__func__", function)
+        known = self._knowledge.calls.get(function) if _hashable(function) else None
+        if isinstance(item, torch.nn.Module):
+            return self.examine_module(item, arguments, options)
+        own_code = isinstance(function, types.FunctionType) and not is_pure(function)
+        if known is None and own_code and not function.__module__.startswith(self._knowledge.packages):
+            own = [Value((owner,))] if owner is not None else []
+            return self._function(function, owner, [*own, *arguments], options)
+        self._hand_over(given, "", node, frame, known=known is not None)
+        if known is not None:
+            return Value(tuple(known(owner)))
+        if isinstance(item, ContainerMethod):
+            if isinstance(item.container, Held) and item.name in CHANGING_METHODS:
+                self._refuse_keeping(given, node, frame)
+                return item.container.value
+            if item.name in READING_METHODS:
+                return self._element(Value((item.container,)), node, frame)
+            raise self._fail(node, frame, f"it changes {name_of(item.container)} by {item.name}")
+        if is_pure(function):
+            # A sorted list of modules is one of modules.
+            return given if isinstance(function, type) or getattr(function, "__module__", "") == "builtins" else FRESH
+        if isinstance(item, type) and (is_plain_record(item) or self._is_known_module(item)):
+            return given
+        raise self._fail(node, frame, f"it calls {ast.unparse(node.func)}")
+
+    def _hand_over(self, given: Value, varying: str, node: ast.Call, frame: Frame, *, known: bool = False) -> None:
+        """Something that is not followed gets these values; what can be called may be called."""
+        if given.varying or varying:
+            raise self._fail(node, frame, f"it looks at {given.varying or varying}")
+        for part in given.outside:
+            if isinstance(part, (Local, Method, types.FunctionType)):
+                self._call_of(part, [], {}, FRESH, node, frame)
+            elif isinstance(part, Held):
+                self._hand_over(part.value, "", node, frame, known=known)
+            elif not known and not isinstance(part, PLAIN):
+                raise self._fail(node, frame, f"it hands {name_of(part)} to {ast.unparse(node.func)}")
+
+    def _local(self, local: Local, arguments: Sequence[Value], options: dict[str, Value]) -> Value:
+        if local in self._stack:
+            return FRESH
+        inner = dataclasses.replace(local.frame, names=dict(local.frame.names), result=FRESH)
+        spec = local.node.args
+        positional = [item.arg for item in (*spec.posonlyargs, *spec.args)]
+        late = dict(zip(reversed(positional), reversed(spec.defaults), strict=False))
+        late |= {item.arg: value for item, value in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if value}
+        defaults = {name: self._value(value, local.frame) for name, value in late.items()}
+        self._bind_arguments(spec, inner, arguments, options, defaults)
+        self._stack.append(local)
+        try:
+            if isinstance(local.node, ast.Lambda):
+                return self._value(local.node.body, inner)
+            self._block(local.node.body, inner)
+        finally:
+            self._stack.pop()
+        return inner.result
+
+    def _defining(self, node: ast.AST, frame: Frame) -> type:
+        for cls in type(frame.owner).__mro__:
+            member = vars(cls).get(frame.function.__name__)
+            if getattr(member, "__func__", member) is frame.function:
+                return cls
+        raise self._fail(node, frame, "super() of a function that is no method")
+
+
+def _held(parts: Sequence[Value]) -> Value:
+    inside = functools.reduce(Value.join, parts, FRESH)
+    return Value((Held(inside),), inside.varying) if inside.outside else inside
+
+
+def _unpacked(node: ast.Dict) -> list[ast.expr]:
+    return [item for key, item in zip(node.keys, node.values, strict=True) if key is None]
+
+
+def _hashable(value: Any) -> bool:
+    return type(value).__hash__ is not None

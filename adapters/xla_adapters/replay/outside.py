@@ -1,0 +1,127 @@
+"""What an expression of a step's code may stand for, and what is known of the framework around the code."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xla_adapters.replay.lookups import Frame
+
+_CHANGING = "append extend insert remove pop popitem clear update setdefault sort reverse add discard"
+CHANGING_METHODS = frozenset(_CHANGING.split())
+
+
+class Unproven(Exception):
+    """The code does something that a replay would leave out, or may; the message says what and where."""
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What an expression may stand for.
+
+    Attributes:
+        outside: objects from before the step; whatever the step made itself is not listed.
+        varying: what differs from step to step without a trace in its signature; empty if nothing.
+    """
+
+    outside: tuple[Any, ...] = ()
+    varying: str = ""
+
+    def __hash__(self) -> int:
+        return hash((*map(id, self.outside), self.varying))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Value) and hash(self) == hash(other)
+
+    def join(self, other: Value) -> Value:
+        """Either of both."""
+        if other is self or other is FRESH:
+            return self
+        known = set(map(id, self.outside))
+        more = tuple(item for item in other.outside if id(item) not in known)
+        return Value(self.outside + more, self.varying or other.varying)
+
+
+FRESH = Value()
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """A function bound to an object from before the step."""
+
+    function: Callable[..., Any]
+    owner: Any
+
+
+@dataclass(frozen=True, eq=False)
+class ContainerMethod:
+    """A method of a builtin container, or of a batch."""
+
+    container: Any
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A container that the step makes, with objects from before it inside."""
+
+    value: Value
+
+
+@dataclass(frozen=True, eq=False)
+class Local:
+    """A function that the code defines itself."""
+
+    node: ast.FunctionDef | ast.Lambda
+    frame: Frame
+
+
+@dataclass(frozen=True, eq=False)
+class Super:
+    """`super()` in a method."""
+
+    owner: Any
+    behind: type
+
+
+class Batch:
+    """Stands for a step's batch, which others see after it."""
+
+
+@dataclass(kw_only=True)
+class Knowledge:
+    """What is known of a framework.
+
+    Attributes:
+        packages: prefixes of the names of modules whose `torch.nn.Module`s do nothing but compute.
+        calls: functions whose effects are taken care of, with what they return, given their owner.
+        methods: names of methods of known modules that do nothing but compute.
+        properties: of the framework's objects, by name, with what reading them gives.
+    """
+
+    packages: tuple[str, ...]
+    calls: Mapping[Any, Callable[[Any], Iterable[Any]]] = field(default_factory=dict)
+    methods: frozenset[str] = frozenset()
+    properties: Mapping[str, Callable[[Any], Iterable[Any]]] = field(default_factory=dict)
+
+
+def is_plain_record(cls: type) -> bool:
+    """Whether a class is a named tuple or dataclass without code of its own."""
+    code = (types.FunctionType, property, classmethod, staticmethod)
+    if any(isinstance(member, code) and not name.startswith("_") for name, member in vars(cls).items()):
+        return False
+    named_tuple = issubclass(cls, tuple) and hasattr(cls, "_fields")
+    return named_tuple or (dataclasses.is_dataclass(cls) and not hasattr(cls, "__post_init__"))
+
+
+def name_of(item: Any) -> str:
+    """What to call an object in a message."""
+    if isinstance(item, Batch):
+        return "the batch"
+    name = getattr(item, "__qualname__", None) or type(item).__qualname__
+    return str(name) if isinstance(item, (type, types.FunctionType)) else f"a {name} from before the step"

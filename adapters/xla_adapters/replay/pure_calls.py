@@ -1,0 +1,64 @@
+"""Calls that do nothing beside what the graph or their result holds."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import math
+import operator
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_BUILTINS = (
+    "abs all any bool dict divmod enumerate filter float frozenset int isinstance issubclass len list map "
+    "max min range repr reversed round set slice sorted str sum tuple type zip hasattr callable "
+)
+_CREATION = (
+    "arange as_tensor empty eye finfo full iinfo is_grad_enabled is_tensor linspace logspace ones rand "
+    "randint randn randperm scalar_tensor tensor zeros Size device is_floating_point is_complex "
+    "multinomial normal "
+)
+_CONTEXTS = (
+    torch.no_grad,
+    torch.enable_grad,
+    torch.set_grad_enabled,
+    torch.inference_mode,
+    torch.autocast,
+    torch.amp.autocast_mode.autocast,
+)
+# Modules of plain computations on tensors.
+_MODULES = (
+    "torch.nn.functional torch.functional torch.special torch.linalg torch.fft torch._tensor torch._VF "
+    "torch.nn.utils.clip_grad torch.nn.init einops.einops "
+)
+# Methods that leave a container as it is.
+_READING = (
+    "get items keys values index count copy __getitem__ __len__ __contains__ __iter__ union intersection "
+    "difference format join split strip lower upper startswith endswith replace removeprefix removesuffix "
+)
+READING_METHODS = frozenset(_READING.split())
+
+
+@functools.cache
+def _functions() -> frozenset[int]:
+    found: list[Any] = [
+        function for group in torch.overrides.get_overridable_functions().values() for function in group
+    ]
+    found += [getattr(builtins, name) for name in _BUILTINS.split()]
+    found += [getattr(torch, name) for name in _CREATION.split()]
+    found += [value for module in (math, operator) for value in vars(module).values() if callable(value)]
+    found += [*_CONTEXTS, torch.autograd.grad, torch.cuda.amp.autocast]
+    return frozenset(map(id, found))
+
+
+def is_pure(function: Callable[..., Any]) -> bool:
+    """Whether a function or class is known to have no effect beside tensors."""
+    if id(function) in _functions():
+        return True
+    if isinstance(function, type) and issubclass(function, BaseException):
+        return True
+    kinds = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+    return isinstance(function, kinds) and getattr(function, "__module__", None) in _MODULES.split()
