@@ -207,10 +207,11 @@ def test_manual_optimization_is_replayed_when_asked_for() -> None:
     assert (auto.module.programs["train"].replays, asked.module.programs["train"].replays) == (0, 8)
     assert any("manual optimization" in reason for reason in auto.module.programs["train"].replay_reasons)
     assert asked.trainer.global_step == auto.trainer.global_step == 24
-    # The weights are equal; the loss that is handed out may be rounded otherwise.
+    # Not to the last bit, which is why it must be asked for.
     assert_close(asked.module.losses, auto.module.losses)
     before, after = auto.module.state_dict(), asked.module.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, atol=1e-5, rtol=0)
 
 
 # ---- evaluation --------------------------------------------------------------------------------------
