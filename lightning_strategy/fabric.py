@@ -109,6 +109,11 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
                 "accumulation='unrolled' with Fabric: the loop is yours; put one `with fabric.strategy.step():` around "
                 "all micro batches of an update instead"
             )
+        if self.xla_config.step_replay is True:
+            raise UnsupportedOptionError(
+                "step_replay=True with Fabric: the body of a `with` block cannot be left out; make the step a function "
+                "and decorate it with xla_adapters.CompiledStep"
+            )
         flags = flags_under_construction()
         own_precision = choose_precision(precision, flags)
         name = type(self).__name__

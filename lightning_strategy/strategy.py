@@ -113,8 +113,9 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         check_options(name, self.checkpoint_config, in_parts=in_parts)
         check_runtime(name, shards=self._sharding is not None)
         self._backend = get_backend()
-        # The self-test compiles: now, and not in a run.
-        self._replays = self.xla_config.may_replay and self._backend.replay_works
+        if self.xla_config.may_replay:
+            # The self-test compiles: now, and not in a run.
+            _ = self._backend.replay_works
         self._precision_given = own_precision if precision is not None or flags is not None else None
         self._own_accelerator = XLAEagerAccelerator()
         self._own_plugin: Precision | None = None

@@ -323,6 +323,9 @@ class StepProgram:
         changes = signature.difference(nearest)
         if changes:
             return "; ".join(changes)
+        if self._replay is not None and self._replay.gave_up is not None:
+            gave_up, self._replay.gave_up = self._replay.gave_up, None
+            return f"the step is only traced from now on, which takes an executable of its own: {gave_up}"
         return (
             "the batch looks as before, so something else in the step changed: a Python value that is part of the "
             "graph, train/eval mode, frozen parameters, gradients or optimizer state that were absent before, or two "

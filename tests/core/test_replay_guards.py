@@ -241,3 +241,22 @@ def test_off_and_on() -> None:
         assert twin.step.replays == expected
     with pytest.raises(xla_adapters.ConfigError, match="step_replay='never' is not a valid value"):
         XLAConfig(step_replay="never")  # type: ignore[arg-type]
+
+
+@isolated
+def test_giving_up_costs_a_compile_that_is_explained() -> None:
+    model, calls = nn.Linear(4, 2).to("xla"), iter(range(100))
+
+    @CompiledStep
+    def step(inputs: torch.Tensor) -> tuple[torch.Tensor, int]:
+        loss = model(inputs).square().mean()
+        loss.backward()
+        model.zero_grad()
+        return loss.detach(), next(calls)
+
+    handed_out = [step(torch.ones(2, 4))[1] for _ in range(10)]
+    assert handed_out == list(range(10))
+    assert step.replays == 0
+    first, second = step.program.events
+    assert first.passes == 1
+    assert "only traced from now on, which takes an executable of its own: " in second.reason

@@ -596,6 +596,7 @@ def test_what_cannot_work_is_refused() -> None:
     refused("MixedPrecision", lambda: Fabric(strategy=strategy(), plugins=[MixedPrecision("bf16-mixed", "cpu")]))
     refused("xla_mode='turbo'", lambda: strategy(xla_mode="turbo"), ConfigError)  # type: ignore[arg-type]
     refused("accumulation='unrolled'", lambda: strategy(accumulation="unrolled"))
+    refused("step_replay=True with Fabric", lambda: strategy(xla_adapters.XLAConfig(step_replay=True)))
     refused(
         "with sharding was created after the XLA runtime had started",
         lambda: strategy(auto_sharding=True),

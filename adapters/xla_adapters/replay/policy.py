@@ -46,11 +46,13 @@ class StepReplay:
         name: of the step, for messages.
         replays: passes that were replayed.
         reasons: why passes were traced that might have been replayed, with how often.
+        gave_up: why the next pass is compiled once more: a pass that is only traced has an executable of its own.
     """
 
     name: str
     replays: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
+    gave_up: str | None = None
     _plans: dict[Hashable, _Plan] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
 
@@ -125,7 +127,7 @@ class StepReplay:
             return
         reason = outcome.difference(before)
         if reason is not None:
-            self._fail(plan, reason)
+            self._fail(plan, reason, was_executed=True)
             return
         plan.waited += 1
         mine, theirs = outcome.numbers(), before.numbers()
@@ -137,19 +139,20 @@ class StepReplay:
             reason = outcome.resolve_numbers(before, floats[: len(mine)], floats[len(mine) :])
             plan.waited = 0
             if reason is not None:
-                self._fail(plan, reason)
+                self._fail(plan, reason, was_executed=True)
                 return
             outcome.ready(backend)
             plan.proven, plan.failures = True, 0
 
         backend.ride_along([number.value for number in (*mine, *theirs)], prove)
 
-    def _fail(self, plan: _Plan, reason: str) -> None:
+    def _fail(self, plan: _Plan, reason: str, *, was_executed: bool = False) -> None:
         plan.failures += 1
         plan.waited = 0
         self.note(reason)
         if plan.failures == _ATTEMPTS:
             plan.recording = None
+            self.gave_up = reason if was_executed else None
             self._tell(reason)
 
     def note(self, reason: str) -> None:
