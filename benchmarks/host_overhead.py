@@ -27,7 +27,7 @@ import transformers
 import hf_trainer
 from benchmarks import report, zoo
 from benchmarks.children import run_in_child
-from benchmarks.training import LEARNING_RATE, Batches, arguments, only_item
+from benchmarks.training import LEARNING_RATE, Batches, arguments, only_item, token_batches
 from xla_adapters import CompiledStep, get_backend, initialize
 
 RUNS = ("stock", "traced", "replayed", "lazy loop", "step")
@@ -66,12 +66,7 @@ class Settings:
 
     def batches(self) -> list[zoo.Batch]:
         """Random tokens that predict themselves."""
-        generator = torch.Generator().manual_seed(0)
-        shape = (self.batch, self.length)
-        tokens = [
-            torch.randint(0, self.vocabulary, shape, generator=generator) for _ in range(self.warmup + self.steps)
-        ]
-        return [{"input_ids": ids, "labels": ids.clone()} for ids in tokens]
+        return token_batches(self.warmup + self.steps, (self.batch, self.length), self.vocabulary)
 
 
 @dataclass

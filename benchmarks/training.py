@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
@@ -23,6 +24,13 @@ class Batches(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Batch:
         return self._batches[index]
+
+
+def token_batches(number: int, shape: tuple[int, int], vocabulary: int) -> list[Batch]:
+    """Random tokens that predict themselves, the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(0, vocabulary, shape, generator=generator) for _ in range(number)]
+    return [{"input_ids": ids, "labels": ids.clone()} for ids in tokens]
 
 
 def only_item(samples: list[Batch]) -> Batch:
