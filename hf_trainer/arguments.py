@@ -50,6 +50,9 @@ class XLAArguments:
         default="auto",
         metadata={"help": "auto, true or false: a step that was traced twice alike is called without its Python."},
     )
+    replay_verify_every: Optional[int] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
+        default=1000, metadata={"help": "Replayed steps after which one is traced again and held against them."}
+    )
     auto_sharding: bool = field(
         default=False, metadata={"help": "Shard the model over all devices, as is planned to cost least."}
     )

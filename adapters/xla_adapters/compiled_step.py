@@ -77,6 +77,10 @@ class CompiledStep(Generic[_Result]):
         """Why passes were traced that might have been replayed, with how often."""
         return self.program.replay_reasons
 
+    def verify(self) -> None:
+        """Has the next pass traced, and held against those that were replayed; a warning says how it differs."""
+        self.program.verify_replay()
+
     def __call__(self, *args: Any, **kwargs: Any) -> _Result:
         """Runs the step once.
 

@@ -43,6 +43,7 @@ class XLAConfig:
         step_replay: whether a step that was traced twice alike is from then on the call of its executable,
             without its Python. `"auto"` does so where all that the Python does beside tensors is known;
             `True` also where it is your own (prints, counters and the like are left out then).
+        replay_verify_every: replays after which a step is traced again and held against them; `None` for never.
 
     Raises:
         ConfigError: a value is not one of those listed.
@@ -55,6 +56,7 @@ class XLAConfig:
     free_grads: FreeGrads = "auto"
     accumulation: Accumulation = "per_micro_batch"
     step_replay: StepReplay = "auto"
+    replay_verify_every: int | None = 1000
 
     def __post_init__(self) -> None:
         _check_choice("xla_mode", self.xla_mode, get_args(XLAMode))
@@ -63,9 +65,10 @@ class XLAConfig:
         _check_choice("free_grads", self.free_grads, ("auto", True, False))
         _check_choice("step_replay", self.step_replay, ("auto", True, False))
         _check_choice("accumulation", self.accumulation, get_args(Accumulation))
-        limit = self.max_graphs
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-            raise ConfigError(f"max_graphs={limit!r} is not a valid value; valid values: None or an integer >= 1")
+        for name in ("max_graphs", "replay_verify_every"):
+            limit = getattr(self, name)
+            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+                raise ConfigError(f"{name}={limit!r} is not a valid value; valid values: None or an integer >= 1")
         if self.accumulation == "unrolled" and self.xla_mode != "eager+compile":
             raise ConfigError(
                 f"accumulation='unrolled' needs xla_mode='eager+compile' (it is {self.xla_mode!r}): "

@@ -233,14 +233,19 @@ class StepProgram:
             self.refuse_replay(replay.obstacle)
             return False
         if self._replay is None:
-            self._replay = StepReplay(self.name)
+            self._replay = StepReplay(self.name, self.config.replay_verify_every)
         return get_backend().replay_works
 
     def refuse_replay(self, reason: str) -> None:
         """Notes why the next pass is traced without an attempt to replay it later."""
         if self._replay is None:
-            self._replay = StepReplay(self.name)
+            self._replay = StepReplay(self.name, self.config.replay_verify_every)
         self._replay.refuse(reason)
+
+    def verify_replay(self) -> None:
+        """Has the next pass traced, and held against those that were replayed; does nothing if none were."""
+        if self._replay is not None:
+            self._replay.verify()
 
     def note_retrace(self, reason: str) -> None:
         """Notes why a pass is traced that might have been replayed."""

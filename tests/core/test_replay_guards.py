@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import types
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 import xla_adapters
 from tests.core.replay_twins import Twin, assert_twins
 from tests.isolation import isolated
-from xla_adapters import CompiledStep, XLAConfig
+from xla_adapters import CompiledStep, ConfigError, XLAConfig
 
 _Change = Callable[[Twin], None]
 
@@ -260,3 +262,47 @@ def test_giving_up_costs_a_compile_that_is_explained() -> None:
     first, second = step.program.events
     assert first.passes == 1
     assert "only traced from now on, which takes an executable of its own: " in second.reason
+
+
+@isolated
+def test_replays_are_verified_by_traces() -> None:
+    """A hidden switch (in a C extension, say) that no guard can see."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("xla_adapters").addHandler(handler)
+    model, hidden, traced = nn.Linear(4, 2).to("xla"), types.SimpleNamespace(value=[1.0]), [0]
+
+    def scaled() -> float:
+        traced[0] += 1
+        return float(hidden.value[0])
+
+    def function(inputs: torch.Tensor) -> torch.Tensor:
+        loss = (model(inputs).square() ** scaled()).mean()
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    step = CompiledStep(function, config=XLAConfig(replay_verify_every=5))
+    for _ in range(2 + 5 + 1 + 5):
+        step(torch.ones(2, 4))
+    assert step.replays == 10
+    assert traced == [3]
+    assert [event.passes for event in step.program.events] == [1]
+    assert not messages or all("compiled" in message for message in messages)
+    step(torch.ones(2, 4))
+    hidden.value[0] = 2.0
+    for _ in range(3):
+        step(torch.ones(2, 4))
+    before = step.replays
+    step.verify()
+    expected = model(torch.ones(2, 4).to("xla")).square().square().mean().item()
+    assert step(torch.ones(2, 4)).item() == pytest.approx(expected)
+    assert step.replays == before
+    assert any("a traced pass differs from the" in message for message in messages)
+    for _ in range(4):
+        loss = step(torch.ones(2, 4))
+    assert loss.item() == pytest.approx(expected)
+    assert step.replays > before
+    with pytest.raises(ConfigError, match="replay_verify_every=0 is not a valid value"):
+        XLAConfig(replay_verify_every=0)

@@ -33,6 +33,10 @@ class _Plan:
     failures: int = 0
     waited: int = 0
     patience: int = 0
+    # Since it was traced last.
+    replayed: int = 0
+    is_due: bool = False
+    verifying: bool = False
 
 
 @dataclass
@@ -44,12 +48,14 @@ class StepReplay:
 
     Attributes:
         name: of the step, for messages.
+        verify_every: replays after which a pass is traced and held against them; None for never.
         replays: passes that were replayed.
         reasons: why passes were traced that might have been replayed, with how often.
         gave_up: why the next pass is compiled once more: a pass that is only traced has an executable of its own.
     """
 
     name: str
+    verify_every: int | None = None
     replays: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
     gave_up: str | None = None
@@ -73,6 +79,9 @@ class StepReplay:
         if plan.waited > plan.patience:
             # The proof needs values, and no transfer came by that could have brought them.
             backend.deliver_riders()
+        if plan.proven and (plan.is_due or (self.verify_every is not None and plan.replayed >= self.verify_every)):
+            # The recording stays: the passes that are traced now must agree with it.
+            plan.proven, plan.verifying = False, True
         if plan.proven and plan.recording is not None:
             backend.flush()
             obstacle = plan.recording.obstacle(backend, request.set_modes)
@@ -91,15 +100,22 @@ class StepReplay:
                     updates=updates,
                     seed=seed,
                     backend=backend,
-                    done=self._count,
+                    done=lambda: self._count(plan),
                 )
             except CannotReplay as error:
                 self.note(str(error))
                 plan.recording, plan.proven = None, False
+        plan.is_due = False
         return RecordingScope(request, lambda outcome: self._take(plan, outcome), seed=seed, **options)
 
-    def _count(self) -> None:
+    def verify(self) -> None:
+        """Has the next pass of each signature traced, and held against what was replayed."""
+        for plan in self._plans.values():
+            plan.is_due = True
+
+    def _count(self, plan: _Plan) -> None:
         self.replays += 1
+        plan.replayed += 1
 
     def _plan_of(self, key: Hashable) -> _Plan:
         plan = self._plans.pop(key, None) or _Plan()
@@ -138,17 +154,28 @@ class StepReplay:
             floats = [float(value) for value in values]
             reason = outcome.resolve_numbers(before, floats[: len(mine)], floats[len(mine) :])
             plan.waited = 0
+            plan.verifying = plan.verifying and reason is not None
             if reason is not None:
                 self._fail(plan, reason, was_executed=True)
                 return
             outcome.ready(backend)
-            plan.proven, plan.failures = True, 0
+            plan.proven, plan.failures, plan.replayed = True, 0, 0
 
         backend.ride_along([number.value for number in (*mine, *theirs)], prove)
 
     def _fail(self, plan: _Plan, reason: str, *, was_executed: bool = False) -> None:
         plan.failures += 1
         plan.waited = 0
+        if plan.verifying:
+            plan.verifying = False
+            logger.warning(
+                "%s: a traced pass differs from the %d before it, which were replayed: %s. They may have left "
+                "something out; step_replay=False traces each pass",
+                self.name,
+                plan.replayed,
+                reason,
+            )
+        plan.replayed = 0
         self.note(reason)
         if plan.failures == _ATTEMPTS:
             plan.recording = None
