@@ -14,8 +14,9 @@ from xla_adapters.rng import HostRandom
 class DataPosition:
     """Where in an epoch's data a training is, and what the data depends on, so that it can be read again.
 
-    Reading draws from random numbers of its own, which depend on those that the epoch begins with; so batches that are
-    read again are the same, whatever the training draws in between.
+    The first batch is read as ever: with it the order of the epoch is drawn. Reading the others draws from random
+    numbers of its own, which depend on those that the epoch begins with; so batches that are read again are the same,
+    whatever the training draws in between.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,7 @@ class DataPosition:
         self._generators: list[torch.Generator] = []
         self._generators_began: list[torch.Tensor] = []
         self._after_first: HostRandom | None = None
-        self._epoch = self._offset = 0
+        self._epoch = self._offset = self._reads = 0
         self._saved: Mapping[str, Any] | None = None
         self._goes_on = False
 
@@ -37,7 +38,8 @@ class DataPosition:
             "taken": self.taken,
             "epoch": self._epoch,
             "began_with": vars(self._began_with),
-            "draws": not self.random.equals(self._after_first),
+            # What the first batch drew itself, nobody knows.
+            "draws": self._reads == 1 or not self.random.equals(self._after_first),
             "generators_began": self._generators_began,
             "generators_now": [generator.get_state() for generator in self._generators],
         }
@@ -85,21 +87,21 @@ class DataPosition:
         self._goes_on, self._saved, self.taken = False, None, skipped
         self._began_with, self._after_first = HostRandom.now(), None
         self._generators_began = [generator.get_state() for generator in self._generators]
-        # What torch's loader draws when it begins; so two epochs have different numbers.
-        torch.empty((), dtype=torch.int64).random_()
-        self.random = HostRandom.now().branch()
+        self.random, self._reads = None, 0
 
     def read(self, batches: Iterator[Any]) -> Any:
         """The next batch."""
-        assert self.random is not None
+        self._reads += 1
+        if self.random is None:
+            batch = next(batches)
+            self.random = self._after_first = HostRandom.now().branch(self._epoch)
+            return batch
         outside = HostRandom.now()
         self.random.restore()
         try:
             return next(batches)
         finally:
             self.random = HostRandom.now()
-            if self._after_first is None:
-                self._after_first = self.random
             outside.restore()
 
 

@@ -25,8 +25,9 @@ from xla_adapters.rng import HostRandom
 class DataPosition:
     """Follows the training data of a run.
 
-    Reading data draws from random numbers of its own, which depend on those that the epoch begins with: shuffling is
-    as without, and batches that are read again are the same, whatever the training draws in between.
+    The first batch is read as ever: with it the order of the epoch is drawn. Reading the others draws from random
+    numbers of its own, which depend on those that the epoch begins with: batches that are read again are the same,
+    whatever the training draws in between.
 
     Args:
         trainer: whose data.
@@ -40,6 +41,12 @@ class DataPosition:
         self._batches = 0
         # With which the training goes on.
         self._now: HostRandom | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch under way."""
+        loop: Any = self._trainer.fit_loop
+        return int(loop.epoch_progress.current.processed)
 
     def position(self) -> dict[str, Any] | None:
         """What to save in the middle of an epoch; `None` at its end, and for loaders that save it themselves."""
@@ -98,7 +105,7 @@ class DataPosition:
                 # Lightning tells samplers the epoch only after this.
                 loop: Any = self._trainer.fit_loop
                 for loader in loop._combined_loader.flattened:
-                    _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
+                    _set_sampler_epoch(loader, self.epoch)
         self.began_with = HostRandom.now()
         return batches
 
@@ -107,12 +114,12 @@ class _Followed(_PrefetchDataFetcher):
     """Lightning's own, with random numbers of its own, begun in the middle if need be."""
 
     data: DataPosition
-    _random: HostRandom
+    _random: HostRandom | None
 
     def __iter__(self) -> _Followed:
         batches = self.data.begin_epoch()
+        self._random = None
         super().__iter__()
-        self._random = HostRandom.now().branch()
         for number in range(batches):
             try:
                 next(self)
@@ -126,6 +133,10 @@ class _Followed(_PrefetchDataFetcher):
         return self
 
     def __next__(self) -> Any:
+        if self._random is None:
+            batch = super().__next__()
+            self._random = HostRandom.now().branch(self.data.epoch)
+            return batch
         outside = HostRandom.now()
         self._random.restore()
         try:

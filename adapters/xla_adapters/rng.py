@@ -88,9 +88,9 @@ class HostRandom:
             and (one[0], *one[2:]) == (two[0], *two[2:])
         )
 
-    def branch(self) -> HostRandom:
-        """Streams of their own, which depend on these; nothing is drawn from these."""
-        digest = hashlib.sha256(self.torch.numpy().tobytes()).digest()
+    def branch(self, number: int) -> HostRandom:
+        """Streams of their own, which depend on these and on a number; nothing is drawn from these."""
+        digest = hashlib.sha256(self.torch.numpy().tobytes() + number.to_bytes(8, "little")).digest()
         seed = int.from_bytes(digest[:4], "little")
         return HostRandom(
             random.Random(seed).getstate(),
