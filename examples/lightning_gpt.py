@@ -9,6 +9,7 @@ A resumed run sees the bytes that the interrupted one would have seen next.
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,21 +34,17 @@ class RandomBlocks(IterableDataset[torch.Tensor]):
     Args:
         text: as numbers.
         block: the length of each.
-        first: the number of the first one.
     """
 
-    def __init__(self, text: torch.Tensor, block: int, first: int) -> None:
+    def __init__(self, text: torch.Tensor, block: int) -> None:
         self._text = text
         self._block = block
-        self._first = first
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        number = self._first
-        while True:
+        for number in itertools.count():
             generator = torch.Generator().manual_seed(number)
             start = int(torch.randint(len(self._text) - self._block, (), generator=generator))
             yield self._text[start : start + self._block]
-            number += 1
 
 
 class StdlibBytes(L.LightningDataModule):
@@ -62,8 +59,8 @@ class StdlibBytes(L.LightningDataModule):
         self._batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
-        assert self.trainer is not None
-        blocks = RandomBlocks(self._bytes[: -self._held_out], self._block, self.trainer.global_step * self._batch_size)
+        # From the first block: a run that is resumed leaves out those that were seen.
+        blocks = RandomBlocks(self._bytes[: -self._held_out], self._block)
         return DataLoader(blocks, batch_size=self._batch_size)
 
     def val_dataloader(self) -> DataLoader[Any]:

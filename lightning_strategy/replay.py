@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -122,8 +122,14 @@ class ReplayRules:
             obstacle=self._obstacle_within(name, leaves),
             bound=self._bound,
             watched=self._watched,
-            unrelated=_UNRELATED,
+            unrelated=self._unrelated,
         )
+
+    def _unrelated(self, module: torch.nn.Module) -> Collection[str]:
+        if module is not self._module or not self._proves:
+            return _UNRELATED
+        # What the module's own code reads of its own attributes was noted when the code was examined.
+        return _UNRELATED | {key for key in vars(module) if not key.startswith("_") and key != "training"}
 
     def _bound(self) -> list[Owner]:
         results = self._trainer._results

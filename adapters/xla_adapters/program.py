@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from xla_adapters.backend import get_backend
 from xla_adapters.config import XLAConfig
 from xla_adapters.replay.bound import Owner
 from xla_adapters.replay.capture import RecordingScope, Request
+from xla_adapters.replay.facts import all_related
 from xla_adapters.replay.passes import ReplayPass
 from xla_adapters.replay.places import PassTensors
 from xla_adapters.replay.policy import StepReplay
@@ -120,7 +121,7 @@ class ReplayRequest:
         obstacle: why the step cannot be replayed, if so (overridden by `step_replay=True`).
         bound: the objects whose attributes the step may bind anew, as they are when it is called.
         watched: what the step's Python must leave as it is, by name: compared before and behind the step.
-        unrelated: names of attributes of modules that no graph depends on.
+        unrelated: of a module, the attributes that no graph depends on, or that are noted elsewhere.
         constants: tensors that the step may read and nobody writes.
     """
 
@@ -133,7 +134,7 @@ class ReplayRequest:
     obstacle: str | None = None
     bound: Callable[[], Sequence[Owner]] = tuple
     watched: Callable[[], Mapping[str, object]] = dict
-    unrelated: frozenset[str] = frozenset()
+    unrelated: Callable[[torch.nn.Module], Collection[str]] = all_related
     constants: Sequence[torch.Tensor] = ()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from xla_adapters.backend import Backend
 from xla_adapters.replay.bound import BoundState, HostChange, Owner
 from xla_adapters.replay.errors import CannotReplay
-from xla_adapters.replay.facts import facts_of, is_simple
+from xla_adapters.replay.facts import all_related, facts_of, is_simple
 from xla_adapters.replay.host_random import host_random, same_random
 from xla_adapters.replay.places import PassTensors, Place
 from xla_adapters.replay.recording import Kept, Number, Recording
@@ -38,7 +38,7 @@ class Request:
         strict: whether the step's Python must be free of effects that a replay would leave out.
         bound: the objects whose attributes the step may bind anew, as they are when it is called.
         watched: what the step's Python must leave as it is, by name: compared before and behind the step.
-        unrelated: names of attributes of modules that no graph depends on.
+        unrelated: of a module, the attributes that no graph depends on, or that are noted elsewhere.
         constants: tensors that the step may read and nobody writes.
     """
 
@@ -49,7 +49,7 @@ class Request:
     strict: bool = True
     bound: Callable[[], Sequence[Owner]] = tuple
     watched: Callable[[], Mapping[str, object]] = dict
-    unrelated: frozenset[str] = frozenset()
+    unrelated: Callable[[torch.nn.Module], Collection[str]] = all_related
     constants: Sequence[torch.Tensor] = ()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -277,15 +277,22 @@ def _configs(name: str, own: dict[str, Any], noted: set[int]) -> list[ObjectFact
     return found
 
 
+def all_related(module: torch.nn.Module) -> Collection[str]:
+    """No attribute of the module can be left out of the facts."""
+    return ()
+
+
 def facts_of(
-    roots: Iterable[torch.nn.Module], rebound: set[tuple[int, str]], unrelated: frozenset[str] = frozenset()
+    roots: Iterable[torch.nn.Module],
+    rebound: set[tuple[int, str]],
+    unrelated: Callable[[torch.nn.Module], Collection[str]],
 ) -> list[ModuleFacts]:
     """The facts of modules and all below them, each once.
 
     Args:
         roots: the modules.
         rebound: buffers and attributes (module, name) that the step itself binds anew.
-        unrelated: names of attributes that no graph depends on.
+        unrelated: of a module, the attributes that no graph depends on, or that are noted elsewhere.
     """
     seen: set[int] = set()
     noted: set[int] = set()
@@ -294,6 +301,6 @@ def facts_of(
         for name, module in root.named_modules():
             if id(module) not in seen:
                 seen.add(id(module))
-                ours = rebound | {(id(module), unrelated_name) for unrelated_name in unrelated}
+                ours = rebound | {(id(module), key) for key in unrelated(module)}
                 found.append(ModuleFacts(name or type(module).__name__, module, noted, ours))
     return found
