@@ -58,7 +58,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     Args:
         config: the XLA options as a whole, or singly:
         xla_mode, on_graph_break, compile_eval, max_graphs, free_grads, accumulation, step_replay: see
-            `XLAConfig`.
+            `XLAConfig`. Given singly, `step_replay` is `False` unless it is asked for (`"auto"` or `True`).
         precision: `"32-true"`, `"bf16-true"` or `"bf16-mixed"`; the Trainer's `precision=` does the same.
         auto_sharding: shards over all devices of the process, as is planned to cost least. Batches are those of all
             devices together.
@@ -102,7 +102,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
                 "max_graphs": max_graphs,
                 "free_grads": free_grads,
                 "accumulation": accumulation,
-                "step_replay": step_replay,
+                # Asked for, until two recordings of a step are never compiled apart (batches changed on the device).
+                "step_replay": False if step_replay is None and config is None else step_replay,
             },
         )
         flags = flags_under_construction()

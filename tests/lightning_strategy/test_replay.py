@@ -202,7 +202,7 @@ class Manual(Classifier):
 
 @isolated
 def test_manual_optimization_is_replayed_when_asked_for() -> None:
-    auto = fit(Manual, XLAEagerStrategy(), callbacks=lambda: [Programs()])
+    auto = fit(Manual, XLAEagerStrategy(step_replay="auto"), callbacks=lambda: [Programs()])
     asked = fit(Manual, XLAEagerStrategy(step_replay=True), callbacks=lambda: [Programs()])
     assert (auto.module.programs["train"].replays, asked.module.programs["train"].replays) == (0, 8)
     assert any("manual optimization" in reason for reason in auto.module.programs["train"].replay_reasons)
