@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Compiling is most of what the tests do. The graphs and the passes of XLA are the same; only LLVM does less.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import datasets  # noqa: F401
 import lightning.pytorch  # noqa: F401
@@ -23,6 +26,10 @@ import transformers  # noqa: F401
 
 import hf_trainer  # noqa: F401
 import lightning_strategy  # noqa: F401
+
+# Children neither look through nor copy what the imports made: a third of what a test of a trainer takes.
+gc.collect()
+gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,8 @@ OnGraphBreak = Literal["error", "warn", "allow"]
 Accumulation = Literal["per_micro_batch", "unrolled"]
 FreeGrads = Literal["auto"] | bool
 StepReplay = Literal["auto"] | bool
+StepsForm = Literal["loop", "unrolled"]
+RngAlgorithm = Literal["auto", "default", "philox", "three_fry"]
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -44,6 +46,14 @@ class XLAConfig:
             without its Python. `"auto"` does so where all that the Python does beside tensors is known;
             `True` also where it is your own (prints, counters and the like are left out then).
         replay_verify_every: replays after which a step is traced again and held against them; `None` for never.
+        steps_per_execution: how many replayed steps are one call of an executable. Until the last of them is
+            called, they wait; who uses a tensor that they change has them executed at once, one by one.
+        steps_form: `"loop"` or `"unrolled"`: whether that executable holds the step once and loops over it, or once
+            for each step, which takes so many times as long to compile.
+
+        rng_algorithm: what random numbers on the device are drawn with, in the whole process: `"default"` is the
+            device's own; `"auto"` is `"three_fry"` on CPU devices, where it is the fastest, else `"default"`. Another
+            algorithm draws other numbers. The variable `XLA_RNG_BIT_GENERATOR`, if it is set, wins.
 
     Raises:
         ConfigError: a value is not one of those listed.
@@ -57,6 +67,9 @@ class XLAConfig:
     accumulation: Accumulation = "per_micro_batch"
     step_replay: StepReplay = "auto"
     replay_verify_every: int | None = 1000
+    steps_per_execution: int = 1
+    steps_form: StepsForm = "loop"
+    rng_algorithm: RngAlgorithm = "auto"
 
     def __post_init__(self) -> None:
         _check_choice("xla_mode", self.xla_mode, get_args(XLAMode))
@@ -64,7 +77,18 @@ class XLAConfig:
         _check_choice("compile_eval", self.compile_eval, (True, False))
         _check_choice("free_grads", self.free_grads, ("auto", True, False))
         _check_choice("step_replay", self.step_replay, ("auto", True, False))
+        _check_choice("rng_algorithm", self.rng_algorithm, get_args(RngAlgorithm))
         _check_choice("accumulation", self.accumulation, get_args(Accumulation))
+        _check_choice("steps_form", self.steps_form, get_args(StepsForm))
+        several = self.steps_per_execution
+        if isinstance(several, bool) or not isinstance(several, int) or several < 1:
+            raise ConfigError(f"steps_per_execution={several!r} is not a valid value; valid values: an integer >= 1")
+        if several > 1 and not self.may_replay:
+            raise ConfigError(
+                f"steps_per_execution={several}: only replayed steps are executed together, and with xla_mode="
+                f"{self.xla_mode!r}, step_replay={self.step_replay!r}, accumulation={self.accumulation!r} none is; it "
+                "needs 'eager+compile', 'auto' or True, and 'per_micro_batch'"
+            )
         for name in ("max_graphs", "replay_verify_every"):
             limit = getattr(self, name)
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
@@ -127,6 +151,13 @@ class XLAConfig:
     def may_replay(self) -> bool:
         """Whether training steps of an adapter may be replayed."""
         return self.compiles_step and self.step_replay is not False and self.accumulation == "per_micro_batch"
+
+    @property
+    def needs_replay(self) -> str | None:
+        """The option, if there is one, that has no effect where steps cannot be replayed."""
+        if self.steps_per_execution > 1:
+            return f"steps_per_execution={self.steps_per_execution}"
+        return "step_replay=True" if self.step_replay is True else None
 
     @property
     def eager_by_default(self) -> bool:

@@ -41,6 +41,7 @@ def mark_discarded(backend: Backend, kept: Iterable[torch.Tensor]) -> None:
         storages = {_storage(tensor) for tensor in kept}
         for tensor in tensors:
             if backend.is_pending(tensor) and _storage(tensor) not in storages:
+                backend.give_any_value(tensor)
                 tensor.__class__ = DiscardedTensor
 
 

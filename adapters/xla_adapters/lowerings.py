@@ -139,6 +139,13 @@ def norm_with_torchs_variance(
     momentum: float | torch.Tensor = given.get("momentum", 0.1)
     eps: float = given.get("eps", 1e-5)
     weight, bias = given.get("weight"), given.get("bias")
+    # torch_xla's own operation computes in the widest of these, and says that it returns the input's.
+    autocast = torch.is_autocast_enabled("xla")
+    wide = torch.float32 if autocast else input.dtype
+    for tensor in (input, weight, bias):
+        wide = wide if tensor is None else torch.promote_types(wide, tensor.dtype)
+    narrow, input = input.dtype, input.to(wide)
+    weight, bias = (tensor if tensor is None else tensor.to(wide) for tensor in (weight, bias))
     if split:
         result, mean, biased = batch_norm_statistics(input, weight, bias, eps)
     else:
@@ -148,7 +155,7 @@ def norm_with_torchs_variance(
         variance = biased * (values / (values - 1))
         running_mean.mul_(1 - momentum).add_(mean * momentum)
         running_var.mul_(1 - momentum).add_(variance * momentum)
-    return result
+    return result if autocast else result.to(narrow)
 
 
 def cumulative_average(module: torch.nn.Module) -> torch.Tensor | None:

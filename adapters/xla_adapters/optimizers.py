@@ -69,6 +69,24 @@ def eager_reason(optimizer: Optimizer) -> str | None:
     return None
 
 
+def stand_in_for(optimizer: Optimizer, **attributes: Any) -> Optimizer:
+    """An optimizer whose `step` is run for the numbers it computes; hooks of steps leave it alone.
+
+    Args:
+        optimizer: whose attributes it has.
+        **attributes: those that differ.
+    """
+    stand_in: Optimizer = object.__new__(type(optimizer))
+    own = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    stand_in.__dict__.update(own, **attributes, _is_stand_in=True)
+    return stand_in
+
+
+def is_stand_in(optimizer: Optimizer) -> bool:
+    """Whether it was made by `stand_in_for`."""
+    return "_is_stand_in" in vars(optimizer)
+
+
 def needs_no_watch(optimizer: Optimizer) -> bool:
     """Whether the optimizer is known to read nothing and to write only what `record_optimizer` keeps.
 

@@ -12,12 +12,16 @@ import torch
 
 from xla_adapters.backend import get_backend
 from xla_adapters.config import XLAConfig
+from xla_adapters.errors import UnsupportedOptionError
+from xla_adapters.random_algorithm import use_random_algorithm
 from xla_adapters.replay.bound import Owner
-from xla_adapters.replay.capture import RecordingScope, Request
+from xla_adapters.replay.cached import SeparatingScope
 from xla_adapters.replay.facts import all_related
 from xla_adapters.replay.passes import ReplayPass
 from xla_adapters.replay.places import PassTensors
 from xla_adapters.replay.policy import StepReplay
+from xla_adapters.replay.request import Request
+from xla_adapters.replay.together import StepsTogether
 from xla_adapters.rng import StepSeed
 from xla_adapters.step_scope import ScopeReport, StepScope, in_step
 
@@ -204,6 +208,7 @@ class StepProgram:
             where: the place in the run, to announce compiles with.
             replay: what a replay must know of the pass; without it the pass is traced.
         """
+        use_random_algorithm(self.config)
         self._where = where
         described = tuple(_describe("", inputs))
         self._signature = StepSignature(phase=phase, inputs=described, facts=tuple((facts or {}).items()))
@@ -221,6 +226,7 @@ class StepProgram:
                 watched=replay.watched,
                 unrelated=replay.unrelated,
                 constants=replay.constants,
+                several=self.config.steps_per_execution > 1,
                 strict=self.config.step_replay != True,  # noqa: E712 (it may be "auto")
             )
             key = (phase, replay.key)
@@ -233,15 +239,30 @@ class StepProgram:
         if replay.obstacle is not None and self.config.step_replay == "auto":
             self.refuse_replay(replay.obstacle)
             return False
-        if self._replay is None:
-            self._replay = StepReplay(self.name, self.config.replay_verify_every)
+        self._make_replay()
         return get_backend().replay_works
 
     def refuse_replay(self, reason: str) -> None:
         """Notes why the next pass is traced without an attempt to replay it later."""
+        self._make_replay().refuse(reason)
+
+    def _make_replay(self) -> StepReplay:
         if self._replay is None:
             self._replay = StepReplay(self.name, self.config.replay_verify_every)
-        self._replay.refuse(reason)
+            if self.config.steps_per_execution > 1:
+                if get_backend().is_spmd():
+                    raise UnsupportedOptionError(
+                        f"steps_per_execution={self.config.steps_per_execution} under SPMD: the executable of several "
+                        "steps is made for one device; leave it out, or leave sharding out"
+                    )
+                self._replay.together = StepsTogether(
+                    self.name,
+                    self.config.steps_per_execution,
+                    rolled=self.config.steps_form == "loop",
+                    backend=get_backend(),
+                    note=self._replay.note,
+                )
+        return self._replay
 
     def verify_replay(self) -> None:
         """Has the next pass traced, and held against those that were replayed; does nothing if none were."""
@@ -255,7 +276,7 @@ class StepProgram:
 
     def keep(self, name: str, value: Any) -> None:
         """Notes what the step hands out under a name, so that replays can; does nothing in other passes."""
-        if isinstance(self._open, RecordingScope):
+        if isinstance(self._open, SeparatingScope):
             self._open.keep(name, value)
 
     def promise(self, name: str) -> Any:
@@ -274,11 +295,12 @@ class StepProgram:
     def close(self) -> ScopeReport:
         """Ends the pass: the graph is executed, and a compile is explained in the log."""
         assert self._open is not None
+        replayed = isinstance(self._open, ReplayPass)
         report = self._open.close()
         self._open = None
         self.passes += 1
         if report.compiles:
-            self._record(report)
+            self._record(report, of_several=replayed)
         if self._signature is not None and self._signature not in self._seen:
             self._seen.append(self._signature)
         return report
@@ -295,7 +317,7 @@ class StepProgram:
         """What an error raised in the pass means, or `None` if it is not the backend's."""
         return self._open.translate(error) if self._open is not None else None
 
-    def _record(self, report: ScopeReport) -> None:
+    def _record(self, report: ScopeReport, *, of_several: bool) -> None:
         self.graphs += report.compiles
         self.compile_seconds += report.compile_seconds
         event = CompileEvent(
@@ -303,11 +325,13 @@ class StepProgram:
             passes=self.passes,
             graphs=report.compiles,
             seconds=report.compile_seconds,
-            reason=self._reason(),
+            reason=self._reason() if not of_several else f"{self.config.steps_per_execution} steps in one executable",
             where=self._where,
         )
         self.events.append(event)
-        expected = self._signature is not None and all(old.phase != self._signature.phase for old in self._seen)
+        expected = of_several or all(
+            self._signature is None or old.phase != self._signature.phase for old in self._seen
+        )
         logger.log(
             logging.INFO if expected else logging.WARNING,
             "%s: compiled graph %d in %.1f s (pass %d%s): %s",
@@ -329,9 +353,6 @@ class StepProgram:
         changes = signature.difference(nearest)
         if changes:
             return "; ".join(changes)
-        if self._replay is not None and self._replay.gave_up is not None:
-            gave_up, self._replay.gave_up = self._replay.gave_up, None
-            return f"the step is only traced from now on, which takes an executable of its own: {gave_up}"
         return (
             "the batch looks as before, so something else in the step changed: a Python value that is part of the "
             "graph, train/eval mode, frozen parameters, gradients or optimizer state that were absent before, or two "

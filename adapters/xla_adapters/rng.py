@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ class HostRandom:
     """The streams of Python, numpy and torch on the host.
 
     Attributes:
-        python, numpy, torch: their states, as `torch.load` reads them with `weights_only=True`.
+        python, numpy, torch: their states, as they give them.
     """
 
     python: tuple[Any, ...]
@@ -69,13 +69,12 @@ class HostRandom:
     @classmethod
     def now(cls) -> HostRandom:
         """As they are; nothing is drawn."""
-        return cls(random.getstate(), _plain(np.random.get_state(legacy=True)), torch.get_rng_state())
+        return cls(random.getstate(), cast("tuple[Any, ...]", np.random.get_state()), torch.get_rng_state())
 
     def restore(self) -> None:
         """Sets all three."""
         random.setstate(self.python)
-        name, keys, *rest = self.numpy
-        np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+        np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
 
     def equals(self, other: HostRandom) -> bool:
@@ -84,33 +83,89 @@ class HostRandom:
         return (
             self.python == other.python
             and torch.equal(self.torch, other.torch)
-            and torch.equal(one[1], two[1])
             and (one[0], *one[2:]) == (two[0], *two[2:])
+            and bool((one[1] == two[1]).all())
         )
+
+    def seed(self, number: int) -> int:
+        """A seed of 32 bits that depends on these streams and on a number; nothing is drawn from them."""
+        digest = hashlib.sha256(self.torch.numpy().tobytes() + number.to_bytes(8, "little")).digest()
+        return int.from_bytes(digest[:4], "little")
 
     def branch(self, number: int) -> HostRandom:
         """Streams of their own, which depend on these and on a number; nothing is drawn from these."""
-        digest = hashlib.sha256(self.torch.numpy().tobytes() + number.to_bytes(8, "little")).digest()
-        seed = int.from_bytes(digest[:4], "little")
+        seed = self.seed(number)
         return HostRandom(
             random.Random(seed).getstate(),
-            _plain(np.random.RandomState(seed).get_state(legacy=True)),
+            cast("tuple[Any, ...]", np.random.RandomState(seed).get_state()),
             torch.Generator().manual_seed(seed).get_state(),
         )
 
+    def to_save(self) -> dict[str, Any]:
+        """The states as `torch.load` reads them with `weights_only=True`."""
+        name, keys, *rest = self.numpy
+        numpy = (name, torch.from_numpy(keys.astype(np.int64)), *rest)
+        return {"python": self.python, "numpy": numpy, "torch": self.torch}
 
-def _plain(state: Any) -> tuple[Any, ...]:
-    name, keys, *rest = state
-    return (name, torch.from_numpy(keys.astype(np.int64)), *rest)
+    @classmethod
+    def of_saved(cls, saved: Mapping[str, Any]) -> HostRandom:
+        """What `to_save` gave."""
+        name, keys, *rest = saved["numpy"]
+        return cls(saved["python"], (name, keys.numpy().astype(np.uint32), *rest), saved["torch"])
+
+
+class ReadingStream:
+    """Random numbers for reading an epoch's data, of which training takes none; a context for each read.
+
+    The first batch is read with those that all draw from, for with it the order of the epoch is drawn, and stock draws
+    it so. The others are read with a branch of them: batches that are read again are the same, whatever the training
+    draws in between.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._first: HostRandom | None = None
+        self._own: HostRandom | None = None
+        self._outside: HostRandom | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a batch was read."""
+        return self._own is not None
+
+    @property
+    def may_have_drawn(self) -> bool:
+        """Whether reading a batch drew; what the first one drew itself, nobody knows."""
+        return self._own is None or self._own is self._first or not self._own.equals(cast(HostRandom, self._first))
+
+    def reading(self, epoch: int) -> ReadingStream:
+        """The context of the next read.
+
+        Args:
+            epoch: its number, from 0, which the branch depends on.
+        """
+        self._number = epoch
+        return self
+
+    def __enter__(self) -> None:
+        if self._own is not None:
+            self._outside = HostRandom.now()
+            self._own.restore()
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        if self._outside is not None:
+            self._own = HostRandom.now()
+            self._outside.restore()
+            self._outside = None
+        elif kind is None:
+            self._own = self._first = HostRandom.now().branch(self._number)
 
 
 @contextmanager
 def host_random_numbers_kept() -> Iterator[None]:
     """The streams of Python, numpy and torch on the host are at the exit where they were."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before = HostRandom.now()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        before.restore()

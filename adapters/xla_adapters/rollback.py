@@ -23,6 +23,11 @@ class TensorEntry:
     twin: torch.Tensor | None = None
     was_pending: bool = False
 
+    @property
+    def former(self) -> torch.Tensor:
+        """The value it had, as the step's graph reads it."""
+        return self.value if self.twin is None else self.twin
+
 
 @dataclass
 class _ModuleEntry:
@@ -193,6 +198,12 @@ class StepJournal:
         tensors = [entry.tensor for entry in self._tensors.values() if entry.on_device]
         return [tensor for tensor in tensors if self._backend.is_pending(tensor)]
 
+    def apply_writes(self) -> None:
+        """Brings tensors up to date that were written through views: later they would need what may be lost then."""
+        for entry in self._tensors.values():
+            if entry.on_device:
+                self._backend.snapshot(entry.tensor)
+
     def restate_dtypes(self) -> None:
         """Makes the parameters that optimizers updated like those that were brought to the device."""
         with torch.no_grad():
@@ -201,6 +212,20 @@ class StepJournal:
                     for value in group["params"]:
                         if self._backend.is_backend_tensor(value) and self._backend.is_pending(value):
                             self._backend.restate_dtype(value)
+
+    def detach_new_grads(self) -> None:
+        """Makes new gradients tensors of their own.
+
+        Those of biases and of transposed weights are views of tensors that nobody sees, which would be
+        outputs of the graph beside them. A clone adds nothing to it.
+        """
+        with torch.no_grad():
+            for leaf, before in self._leaves.values():
+                grad = leaf.grad
+                if grad is None or grad is before or not self._backend.is_backend_tensor(grad):
+                    continue
+                if self._backend.is_pending(grad):
+                    leaf.grad = grad.clone()
 
     def retire(self) -> None:
         """Ends the journal of a step that was executed, and forgets everything.

@@ -13,6 +13,7 @@ from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ConfigError
 from xla_adapters.interrupts import at_edge
 from xla_adapters.modes import EagerScope, LazyScope
+from xla_adapters.random_algorithm import use_random_algorithm
 from xla_adapters.rng import StepSeed
 from xla_adapters.step_scope import StepScope
 
@@ -32,6 +33,7 @@ class Step:
 
     def scope(self) -> AbstractContextManager[Any]:
         """What the next pass runs in. Adapters that number passes, or explain them, override it."""
+        use_random_algorithm(self._config)
         if self._config.xla_mode == "eager":
             return EagerScope()
         if self._config.xla_mode == "lazy":
@@ -160,9 +162,9 @@ def step(
             "xla_mode='eager+dynamo' is not a mode of a step: compile the model with "
             "torch.compile(model, backend='openxla') and put a step around optimizer.step() alone"
         )
-    if config.step_replay is True:
+    if config.needs_replay is not None:
         raise ConfigError(
-            "step_replay=True: the code inside a scope runs at each pass and cannot be left out; make the step a "
+            f"{config.needs_replay}: the code inside a scope runs at each pass and cannot be left out; make the step a "
             "function and decorate it with xla_adapters.CompiledStep(config=...)"
         )
     made = Step(name=name, config=config, seed=seed, hint=hint)

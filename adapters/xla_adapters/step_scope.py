@@ -30,6 +30,7 @@ from xla_adapters.modules import ModuleGuard
 from xla_adapters.rng import StepSeed
 from xla_adapters.rollback import StepJournal
 from xla_adapters.updates import UpdateGuard
+from xla_adapters.waiting_steps import settle
 from xla_adapters.watch import StepWatch
 
 
@@ -135,6 +136,8 @@ class StepScope:
         if self._is_open:
             raise ConcurrentStepError(f"the step {self.name!r} is open already")
         outer = _current.scope
+        if outer is None:
+            settle("a step is traced")
         self._is_open = True
         if outer is not None:
             self._outer = outer
@@ -189,7 +192,9 @@ class StepScope:
             if self.config.free_grads is True:
                 self._journal.free_grads()
             self.drop_watch()
+            self._journal.apply_writes()
             self._journal.restate_dtypes()
+            self._journal.detach_new_grads()
             self._check_graph_limit()
             self._backend.set_execution_allowed(True)
             self._executing = True
@@ -308,8 +313,8 @@ class StepScope:
         backend.set_execution_allowed(not self.forbids_breaks)
         self._totals_before = backend.compile_totals()
         self._seeds_before = (backend.seed(), torch.get_rng_state())
-        if self._seed is not None:
-            backend.set_seed(self._seed.value())
+        # Its present state too: what was drawn lazily since the last step would make this one another graph.
+        backend.set_seed(self._seeds_before[0] if self._seed is None else self._seed.value())
         self.watch_into(self._journal)
 
     def _stop_tracing(self) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from xla_adapters.backend import Backend
-from xla_adapters.optimizers import eager_reason, needs_no_watch, prepare_for_tracing, warn_eager
+from xla_adapters.optimizers import eager_reason, is_stand_in, needs_no_watch, prepare_for_tracing, warn_eager
 from xla_adapters.rollback import StepJournal
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ class UpdateGuard:
         self._backend = backend
         self._during_update = ExitStack()
         self._eager_journals: list[StepJournal] = []
+        self._updating: Optimizer | None = None
+        self._nested = 0
 
     def install(self, restores: ExitStack) -> None:
         """Watches all optimizers until `restores` is closed."""
@@ -39,8 +41,13 @@ class UpdateGuard:
         restores.callback(self._during_update.close)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if not self._step.is_current:
+        if not self._step.is_current or is_stand_in(optimizer):
             return None
+        if optimizer is self._updating:
+            # `super().step()` in a class of its own.
+            self._nested += 1
+            return None
+        self._updating, self._nested = optimizer, 0
         reason = eager_reason(optimizer)
         with torch._C.DisableTorchFunction():
             # In the innermost alone: what an outer one recorded now would be the state in mid-step.
@@ -91,8 +98,12 @@ class UpdateGuard:
         self._during_update.callback(self._backend.set_execution_allowed, not self._step.forbids_breaks)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._step.is_current:
+        if not self._step.is_current or is_stand_in(optimizer):
             return
+        if optimizer is self._updating and self._nested:
+            self._nested -= 1
+            return
+        self._updating = None
         self._during_update.close()
         self._step.update_ended(optimizer)
         journals, self._eager_journals = self._eager_journals, []

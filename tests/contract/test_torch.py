@@ -48,8 +48,15 @@ def test_function_modes_can_be_left_out_of_order() -> None:
 
 
 def test_functionalization_calls_exist() -> None:
-    for name in ("_from_functional_tensor", "_functionalize_replace", "_functionalize_commit_update"):
+    for name in (
+        "_from_functional_tensor",
+        "_functionalize_replace",
+        "_functionalize_commit_update",
+        "_functionalize_mutation_counter",
+    ):
         assert callable(getattr(torch, name))
+    tensor = torch.ones(3)
+    assert torch._C._storage_id(tensor) == torch._C._storage_id(tensor[1:]) != torch._C._storage_id(tensor.clone())
 
 
 def test_optimizer_hooks_are_removable() -> None:

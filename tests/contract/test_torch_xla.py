@@ -55,6 +55,40 @@ def test_restored_value_shows_through_views_and_aliases() -> None:
 
 
 @isolated
+def test_a_storage_counts_what_is_written_to_it() -> None:
+    device = _start()
+    tensor = torch.ones(4).to(device)
+    inner = torch._from_functional_tensor(torch.zeros(4).to(device))
+    writes = [
+        lambda: torch._functionalize_replace(tensor, inner),
+        lambda: tensor[:2].add_(1),
+        lambda: tensor.detach().fill_(2),
+        lambda: tensor.data.copy_(torch.ones(4)),
+        lambda: tensor.normal_(),
+        lambda: torch.add(tensor, 1, out=tensor),
+        lambda: torch._foreach_zero_([tensor]),
+    ]
+    for count, write in enumerate(writes, 1):
+        write()
+        assert torch._functionalize_mutation_counter(tensor) == count
+    names = torch._C._storage_id(tensor), torch._C._storage_id(tensor[1:])
+    tensor.data = torch.ones(4).to(device)
+    assert names[0] == names[1] != torch._C._storage_id(tensor)
+
+
+@isolated
+def test_what_replaces_the_device_tensor_is_seen_by_who_holds_it() -> None:
+    device = _start()
+    tensor = torch.ones(4).to(device)
+    held = torch._from_functional_tensor(torch.zeros(4).to(device))
+    torch._functionalize_replace(tensor, held)
+    torch._functionalize_commit_update(tensor)
+    other = torch._from_functional_tensor(torch.full((4,), 7.0).to(device))
+    _C._replace_xla_tensor(torch._from_functional_tensor(tensor), other)
+    assert torch._to_functional_tensor(held).cpu().tolist() == [7, 7, 7, 7]
+
+
+@isolated
 def test_flush_executes_without_moving_the_random_stream() -> None:
     device = _start()
     xm.set_rng_state(7)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,11 +21,17 @@ class Twin:
     Args:
         replay: `step_replay` of the step.
         optimizer: the optimizer's class.
+        config: further options of the step.
         options: of the optimizer.
     """
 
     def __init__(
-        self, replay: bool | str, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any
+        self,
+        replay: bool | str,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        *,
+        config: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(
@@ -45,7 +51,7 @@ class Twin:
             self.optimizer.zero_grad()
             return loss.detach()
 
-        self.step = CompiledStep(step, config=XLAConfig(step_replay=replay), seed=self._seed)  # type: ignore[arg-type]
+        self.step = CompiledStep(step, config=XLAConfig(step_replay=replay, **(config or {})), seed=self._seed)  # type: ignore[arg-type]
 
     def _seed(self) -> StepSeed:
         return StepSeed(seed=7, step=self.passes)

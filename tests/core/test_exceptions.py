@@ -207,6 +207,24 @@ def failing_finish(*, executed: bool, error: type[BaseException]) -> Iterator[No
 
 
 @isolated
+def test_a_graph_that_does_not_compile() -> None:
+    with xla_adapters.eager():
+        loop = Loop()
+        goes_on(loop, compiles=1)
+        narrow, weight = torch.ones(6, 8, dtype=torch.bfloat16).to("xla"), torch.ones(8).to("xla")
+        linear = torch.nn.Linear(8, 2, dtype=torch.bfloat16).to("xla")
+        with unchanged(loop.model, loop.optimizer, executions=1), pytest.raises(ValueError, match="mixed precision"):
+            with xla_adapters.step():
+                loss = loop.body()
+                # torch_xla says that this is bfloat16 and computes float32: the compiler refuses what follows.
+                wrong = linear(torch.native_batch_norm(narrow, weight, weight, None, None, True, 0.0, 1e-5)[0])
+        for lost in (loss, wrong):
+            with pytest.raises(xla_adapters.DiscardedTensorError):
+                lost.cpu()
+        goes_on(loop)
+
+
+@isolated
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_the_sync_itself_raises(error: type[BaseException]) -> None:
     with xla_adapters.eager():

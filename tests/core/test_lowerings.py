@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -142,3 +143,34 @@ def test_stacked_batch_norms_keep_torchs_statistics_in_one_graph() -> None:
     assert ours[1].momentum is None
     with pytest.raises(ValueError, match="more than 1 value per channel"), xla_adapters.step():
         ours(uploaded[0][:1])
+
+
+@isolated
+@pytest.mark.parametrize("mixed", ["autocast", "weights", "nothing"])
+def test_batch_norm_in_mixed_precision(mixed: str) -> None:
+    plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    if mixed != "autocast":
+        plain = plain.bfloat16()
+    if mixed == "weights":
+        plain[1].float()
+    ours = copy.deepcopy(plain).to("xla")
+    batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=plain[0].weight.dtype)
+
+    def train(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(batch.device.type, torch.bfloat16, enabled=mixed == "autocast"):
+            result = model(batch)
+        result.float().square().mean().backward()
+        return result
+
+    with xla_adapters.eager():
+        uploaded = batch.to("xla")
+        with xla_adapters.step():
+            found = train(ours, uploaded)
+        expected = train(plain, batch)
+        assert found.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(found.cpu(), expected, atol=0.05, rtol=0.05)
+        for name, value in (*plain.named_parameters(), *plain.named_buffers()):
+            present = ours.get_parameter(name) if isinstance(value, nn.Parameter) else ours.get_buffer(name)
+            torch.testing.assert_close(present.cpu(), value, atol=0.02, rtol=0.02, msg=name)
+            if value.grad is not None:
+                torch.testing.assert_close(present.grad.cpu(), value.grad, atol=0.1, rtol=0.1, msg=name)

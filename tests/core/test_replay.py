@@ -74,6 +74,30 @@ def test_accumulation_is_a_step_of_its_own() -> None:
 
 
 @isolated
+def test_the_stream_of_the_device_goes_on_as_if_each_pass_was_traced() -> None:
+    """Without seeds of its own a step draws what the ones before it left; so does who draws behind it."""
+
+    def train(replay: bool | str) -> tuple[list[float], list[int], int]:
+        torch.manual_seed(0)
+        xla_adapters.initialize()
+        backend = xla_adapters.get_backend()
+        backend.set_seed(5)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2), nn.Dropout(0.5)).to("xla")
+        step = CompiledStep(lambda batch: model(batch).square().mean().detach(), config=XLAConfig(step_replay=replay))
+        losses, seeds = [], []
+        for number in range(8):
+            losses.append(float(step(torch.ones(3, 4))))
+            seeds.append(backend.seed())
+            if number % 3 == 2:
+                losses.append(float(torch.rand(1, device="xla")))
+        return losses, seeds, step.replays
+
+    retraced, replayed = train(False), train("auto")
+    assert (retraced[2], replayed[2]) == (0, 6)
+    assert retraced[:2] == replayed[:2]
+
+
+@isolated
 def test_gradients_that_are_not_dropped_are_there() -> None:
     model = nn.Linear(4, 2).to("xla")
 
@@ -122,6 +146,8 @@ def test_state_lives_in_as_many_buffers_as_before() -> None:
     """What a replay writes back is let go of again: the number of live device tensors does not grow."""
     import torch_xla
 
+    from xla_adapters.replay.recording import WRITES_KEPT
+
     twin = Twin("auto")
     twin.run(20)
 
@@ -130,7 +156,7 @@ def test_state_lives_in_as_many_buffers_as_before() -> None:
         return len(torch_xla._XLAC._check_device_tensor_need_materialization(str(torch_xla.device())))
 
     before = live()
-    twin.run(200)
+    twin.run(12 * WRITES_KEPT)
     assert live() <= before + 8
 
 
@@ -142,6 +168,15 @@ def test_switched_off_where_torch_xla_behaves_otherwise() -> None:
     twin.run(4)
     assert twin.step.replays == 0
     assert twin.losses[-1].cpu().isfinite()
+
+
+@isolated
+def test_a_torch_that_does_not_tell_of_writes_is_noticed() -> None:
+    xla_adapters.initialize()
+    backend = xla_adapters.get_backend()
+    backend.storage_marks = lambda tensors: ([1] * len(tensors), [0] * len(tensors))
+    with pytest.warns(UserWarning, match="does not run cached graphs as 2.9 does"):
+        assert not backend.replay_works
 
 
 @isolated

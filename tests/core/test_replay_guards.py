@@ -6,6 +6,7 @@ import logging
 import random
 import types
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import xla_adapters
 from tests.core.replay_twins import Twin, assert_twins
 from tests.isolation import isolated
 from xla_adapters import CompiledStep, ConfigError, XLAConfig
+from xla_adapters.modes import eager
 
 _Change = Callable[[Twin], None]
 
@@ -76,6 +78,16 @@ def _set_data(twin: Twin) -> None:
     twin.model[0].weight.data = torch.full((8, 4), 0.2).to("xla")
 
 
+def _swap_data(twin: Twin) -> None:
+    weight = twin.model[0].weight
+    moment = twin.optimizer.state[weight]["exp_avg"]
+    weight.data, moment.data = moment.data, weight.data
+
+
+def _through_a_view(twin: Twin) -> None:
+    twin.model[0].weight.data.view(-1)[:3].fill_(0.3)
+
+
 @pytest.mark.parametrize(
     ("change", "again", "reason"),
     [
@@ -84,6 +96,8 @@ def _set_data(twin: Twin) -> None:
         (_load, 5, ""),
         (_in_place, 5, ""),
         (_set_data, 5, ""),
+        (_swap_data, 5, ""),
+        (_through_a_view, 5, ""),
         (_decay, 3, "another course"),
         (_freeze, 3, "requires_grad"),
         (_evaluate, 3, "eval mode"),
@@ -246,7 +260,7 @@ def test_off_and_on() -> None:
 
 
 @isolated
-def test_giving_up_costs_a_compile_that_is_explained() -> None:
+def test_giving_up_costs_no_compile() -> None:
     model, calls = nn.Linear(4, 2).to("xla"), iter(range(100))
 
     @CompiledStep
@@ -259,9 +273,44 @@ def test_giving_up_costs_a_compile_that_is_explained() -> None:
     handed_out = [step(torch.ones(2, 4))[1] for _ in range(10)]
     assert handed_out == list(range(10))
     assert step.replays == 0
-    first, second = step.program.events
-    assert first.passes == 1
-    assert "only traced from now on, which takes an executable of its own: " in second.reason
+    assert [event.passes for event in step.program.events] == [1]
+
+
+@isolated
+def test_a_refusal_in_a_later_pass_costs_no_compile() -> None:
+    twin = Twin("auto")
+    twin.run(1)
+    traced = twin.step._function
+
+    def drawing(*args: Any) -> Any:
+        random.random()
+        return traced(*args)
+
+    twin.step._function = drawing
+    twin.run(7)
+    assert twin.step.replays == 0
+    assert "the step draws random numbers on the host" in twin.step.reasons, twin.step.reasons
+    assert [event.passes for event in twin.step.program.events] == [1]
+
+
+@isolated
+def test_a_batch_that_is_still_being_computed_is_known_again() -> None:
+    model = nn.Linear(1200, 2).to("xla")
+
+    @CompiledStep
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean().detach()
+
+    start = torch.full((1200, 1200), 1e-3).to("xla")
+    for _ in range(6):
+        with eager(True):
+            batch = start
+            for _ in range(4):
+                batch = batch @ start
+        step(batch)
+    assert step.reasons == {}
+    assert step.replays == 4
+    assert [event.passes for event in step.program.events] == [1]
 
 
 @isolated

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import random
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 import xla_adapters
 from tests.isolation import isolated, run_in_child
 from xla_adapters import StepSeed
+from xla_adapters.rng import HostRandom, ReadingStream
 
 
 def test_every_coordinate_counts() -> None:
@@ -48,3 +54,52 @@ def test_masks_repeat_in_one_process_and_never_recompile() -> None:
 
 def test_masks_repeat_in_a_new_process() -> None:
     assert run_in_child(lambda: masks(seeds())) == run_in_child(lambda: masks(seeds()))
+
+
+def drawn() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def read(seed: int, between: int) -> tuple[list[Any], bool]:
+    """Reads three batches that draw, and draws some numbers between two of them."""
+    torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+    stream, batches = ReadingStream(), []
+    for _ in range(3):
+        with stream.reading(epoch=1):
+            batches.append(drawn())
+        for _ in range(between):
+            drawn()
+    return batches, stream.may_have_drawn
+
+
+@isolated
+def test_what_reading_draws_depends_on_the_first_state_alone() -> None:
+    assert read(0, 0) == read(0, 3)
+    assert read(0, 0)[0] != read(1, 0)[0]
+    assert len({value for batch in read(0, 0)[0] for value in batch}) == 9
+
+
+@isolated
+def test_reading_takes_nothing_from_the_training() -> None:
+    stream = ReadingStream()
+    for _ in range(2):
+        with stream.reading(epoch=0):
+            pass
+    assert not stream.may_have_drawn
+    before = HostRandom.now()
+    with pytest.raises(StopIteration), stream.reading(epoch=0):
+        drawn()
+        raise StopIteration
+    assert HostRandom.now().equals(before)
+    assert stream.may_have_drawn
+
+
+@isolated
+def test_streams_are_saved_as_plain_values(tmp_path: Path) -> None:
+    before = HostRandom.now()
+    torch.save(before.to_save(), tmp_path / "random.pt")
+    expected = drawn()
+    assert not HostRandom.now().equals(before)
+    HostRandom.of_saved(torch.load(tmp_path / "random.pt", weights_only=True)).restore()
+    assert HostRandom.now().equals(before)
+    assert drawn() == expected

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
+
 import pytest
 import torch
 import torch_xla.debug.metrics as xla_metrics
 
 import xla_adapters
 from tests.core.support import Loop
-from tests.isolation import isolated
+from tests.isolation import isolated, run_in_child
 from xla_adapters import ConfigError, RuntimeOrderError
+from xla_adapters.backend.compiler_flags import leave_out_slow_passes, leaves_out_slow_passes
 
 
 @isolated
@@ -53,3 +57,53 @@ def test_spmd_first() -> None:
 def test_without_functionalization_nothing_can_be_undone() -> None:
     with pytest.raises(ConfigError, match="XLA_DISABLE_FUNCTIONALIZATION"), xla_adapters.step():
         pytest.fail("the step began")
+
+
+# ---- fast compiles -----------------------------------------------------------------------------------
+
+
+def _sum_of_rows(fast: bool) -> list[float]:
+    xla_adapters.initialize(fast_compile=fast)
+    xla_adapters.initialize(fast_compile=fast)
+    return torch.linspace(0, 1, 4 * 512).view(4, 512).to("xla").sum(1).tolist()  # type: ignore[no-any-return]
+
+
+def _compiled_sums(folder: Path, fast: bool) -> tuple[list[float], str]:
+    """The sums of four rows, and what they were compiled to."""
+    env = {"XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text"}
+    sums = run_in_child(functools.partial(_sum_of_rows, fast), env=env)
+    return sums, "".join(file.read_text() for file in folder.glob("*after_optimizations.txt"))
+
+
+def test_fast_compiles_leave_out_the_windows_of_sums(tmp_path: Path) -> None:
+    (usual, trees), (fast, plain) = (_compiled_sums(tmp_path / str(fast), fast) for fast in (False, True))
+    assert "reduce-window" in trees
+    assert "reduce" in plain
+    assert "reduce-window" not in plain
+    assert fast == pytest.approx(usual, rel=1e-5)
+
+
+@isolated
+def test_fast_compiles_after_the_device_was_used_are_refused() -> None:
+    torch.ones(2).to("xla")
+    with pytest.raises(RuntimeOrderError, match=r"initialize\(fast_compile=True\)"):
+        xla_adapters.initialize(fast_compile=True)
+
+
+@isolated(env={"PJRT_DEVICE": "TPU"})
+def test_fast_compiles_are_for_cpu_devices() -> None:
+    with pytest.raises(ConfigError, match="this one is TPU"):
+        xla_adapters.initialize(fast_compile=True)
+
+
+def test_fast_compiles_keep_the_flags_that_are_set() -> None:
+    environment = {"XLA_FLAGS": "--xla_disable_hlo_passes=cse --xla_backend_optimization_level=0"}
+    assert not leaves_out_slow_passes(environment)
+    leave_out_slow_passes(environment)
+    first = dict(environment)
+    leave_out_slow_passes(environment)
+    assert environment == first
+    assert leaves_out_slow_passes(environment)
+    flags = environment["XLA_FLAGS"].split()
+    assert flags[1] == "--xla_backend_optimization_level=0"
+    assert flags[-1] == "--xla_disable_hlo_passes=cse,tree_reduction_rewriter"

@@ -18,6 +18,8 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as xla_metrics
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
+from xla_adapters.waiting_steps import settle
+
 if TYPE_CHECKING:
     from xla_adapters.backend.interface import Backend as _Rest
 else:
@@ -68,7 +70,11 @@ class CachedGraphs(_Rest):
         return int(_C._xla_get_tensor_id(tensor))
 
     def handles(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """The buffers of tensors that have a value."""
+        """The buffers of tensors that have a value.
+
+        A result of an execution that has not begun yet has no buffer, and another handle until then (in torch_xla
+        the address of its placeholder): to be compared after `wait`.
+        """
         return list(_C._get_tensors_handle(list(tensors)))
 
     def buffers_of(self, tensors: Sequence[torch.Tensor]) -> set[int]:
@@ -102,6 +108,17 @@ class CachedGraphs(_Rest):
             anchor * (0.5 + CachedGraphs._scalars_evicted)
 
     # ---- executables -------------------------------------------------------------------------------
+
+    def executable_name(self, outputs: Sequence[torch.Tensor], donated: Sequence[torch.Tensor]) -> bytes:
+        """The name that `compile_graph` would return; compiles nothing."""
+        for tensor in donated:
+            _C._set_buffer_donation(tensor, True)
+        try:
+            with alias_with_buffer_donor_config(True):
+                return bytes(_C._get_graph_hash(list(outputs)))
+        finally:
+            for tensor in donated:
+                _C._set_buffer_donation(tensor, False)
 
     def compile_graph(self, outputs: Sequence[torch.Tensor], donated: Sequence[torch.Tensor]) -> bytes:
         """Compiles the pending graph, if it is new, without executing it; returns the executable's name.
@@ -157,6 +174,7 @@ class CachedGraphs(_Rest):
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of all tensors on the host, in one transfer."""
+        settle("values are copied to the host")
         if not tensors or not self._riders:
             return self._copy_to_host(tensors)
         return self._copy_with_riders(tensors)
@@ -184,16 +202,24 @@ class CachedGraphs(_Rest):
         for tensor in tensors:
             torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
 
-    def write(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Gives tensors new values, seen through their views and aliases too."""
-        replace, commit, inner = (
-            torch._functionalize_replace,
-            torch._functionalize_commit_update,
-            torch._from_functional_tensor,
-        )
+    def storage_marks(self, tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+        """Of each tensor the name of its storage, and how often this was written to, by its views and aliases too.
+
+        `replace` writes once. What changes the device tensor itself (a collective in place) shows in `snapshot`.
+        """
+        name, writes = torch._C._storage_id, torch._functionalize_mutation_counter  # type: ignore[attr-defined]
+        return [name(tensor) for tensor in tensors], [writes(tensor) for tensor in tensors]
+
+    def replace(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Gives tensors new values (as `inner`), seen through their views and aliases too."""
+        replace, commit = torch._functionalize_replace, torch._functionalize_commit_update
         for tensor, value in zip(tensors, values, strict=True):
-            replace(tensor, inner(value))
+            replace(tensor, value)
             commit(tensor)
+
+    def write(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """As `replace`, given tensors that hold the values."""
+        self.replace(tensors, list(map(torch._from_functional_tensor, values)))
 
     def seed_input(self) -> torch.Tensor:
         """The present random seed as an input of a graph."""
@@ -211,13 +237,16 @@ class CachedGraphs(_Rest):
         """Which of these tensors (their positions) share their buffer with another tensor.
 
         Copying a tensor into another copies nothing (torch_xla 2.9): both share the buffer, and an
-        executable that reuses it for one would take it from the other. Asked after `flush`.
+        executable that reuses it for one would take it from the other. Executes what is pending, if it reads one.
         """
         # A tensor that nothing was computed from since its value was written holds no node of a graph.
         names = map(_C._unique_id_for_ir_and_data, tensors)
         used = [position for position, name in enumerate(names) if "," in name]
         if not used:
             return []
+        self.flush()
+        # Before an execution has begun, its results have other handles than afterwards.
+        self.wait()
         inputs = {item.handle: item.number for item in self.graph_inputs([tensors[position] for position in used])}
         handles = self.handles([tensors[position] for position in used])
         return [
@@ -264,6 +293,7 @@ def _try_out(graphs: Any) -> bool:
         name = graphs.compile_graph([output], [before])
         graphs.fill([output], graphs.run_graph(name, [item.value for item in inputs]))
         compiled = graphs.compile_totals()[0]
+        names, writes = graphs.storage_marks([state])
         for factor in (2.0, 3.0):
             (number,) = graphs.upload_numbers([(factor, torch.float32)])
             feed = {"state": state, "batch": batch, "number": number}
@@ -271,7 +301,10 @@ def _try_out(graphs: Any) -> bool:
         if graphs.compile_totals()[0] != compiled:
             return False
         expected = ((torch.arange(3.0) * 1.5 + 1) * 2 + 1) * 3 + 1
-        return all(torch.equal(found, expected) for found in graphs.to_host([state, alias]))
+        found = graphs.to_host([state, alias])
+        graphs.write([alias], [batch])
+        told = graphs.storage_marks([state]) == (names, [writes[0] + 3])
+        return told and all(torch.equal(value, expected) for value in found)
     except (AttributeError, RuntimeError, TypeError, KeyError):
         return False
     finally:

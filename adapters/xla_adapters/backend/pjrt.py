@@ -5,11 +5,9 @@ Written against torch_xla 2.9. Calls into `torch_xla._XLAC` are private; `tests/
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import compress
 from typing import Any
 
 import torch
@@ -21,37 +19,47 @@ import torch_xla.runtime as xr
 import torch_xla.utils.checkpoint as xla_checkpoint
 
 from xla_adapters.backend.cached_graphs import CachedGraphs
+from xla_adapters.backend.compiler_flags import leave_out_slow_passes, leaves_out_slow_passes
 from xla_adapters.backend.interface import Metrics, SeamEvent
+from xla_adapters.backend.pending_values import PendingValues
+from xla_adapters.backend.repeated_graphs import RepeatedGraphs
 from xla_adapters.backend.sharded_tensors import ShardedTensors
 from xla_adapters.backend.tiles import put_together
 from xla_adapters.errors import ConfigError, RuntimeOrderError
 
 _C = torch_xla._XLAC
 _NANOSECONDS = 1e-9
+# Constants of their rounds (Salmon et al.: Parallel Random Numbers: As Easy as 1, 2, 3, 2011); a lowered operation
+# of the device's own algorithm has neither.
+_RANDOM_ALGORITHMS = {"philox": "constant(2654435769)", "three_fry": "constant(466688986)"}
 _SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
 
 
-class PJRTBackend(CachedGraphs, ShardedTensors):
+class PJRTBackend(PendingValues, CachedGraphs, RepeatedGraphs, ShardedTensors):
     """The seam on torch_xla's lazy tensors."""
 
     name = "torch_xla"
     dynamo_backend = "openxla"
+    random_algorithm_variable = "XLA_RNG_BIT_GENERATOR"
 
     def __init__(self) -> None:
         super().__init__()
-        self._initialized = False
+        self._initialized = self._has_sync_points = False
         self._device: torch.device | None = None
+        self._random_algorithm: str | None = None
         self._stock_get_cpu_tensors: Callable[..., Any] = _C._xla_get_cpu_tensors
 
     # ---- runtime -------------------------------------------------------------------------------
 
-    def initialize(self, *, spmd: bool = False) -> None:
+    def initialize(self, *, spmd: bool = False, fast_compile: bool = False) -> None:
         """Starts the runtime, SPMD first if asked for.
 
         Raises:
-            RuntimeOrderError: SPMD is wanted, but a device was already used without it.
-            ConfigError: the environment switches functionalization off.
+            RuntimeOrderError: SPMD or fast compiles are wanted, but a device was already used without.
+            ConfigError: the environment switches functionalization off, or fast compiles are not for this device.
         """
+        if fast_compile:
+            self._compile_fast()
         if self._initialized and (not spmd or xr.is_spmd()):
             return
         if os.environ.get("XLA_DISABLE_FUNCTIONALIZATION", "0").lower() in ("1", "true"):
@@ -72,6 +80,21 @@ class PJRTBackend(CachedGraphs, ShardedTensors):
         xr.global_runtime_device_count()
         self._device = torch_xla.device()
         self._initialized = True
+
+    def _compile_fast(self) -> None:
+        if xr.device_type() != "CPU":
+            raise ConfigError(
+                f"initialize(fast_compile=True) is for CPU devices, and this one is {xr.device_type()}: what it leaves "
+                "out is known to slow down XLA's compiler for the CPU alone; leave it out here"
+            )
+        if self.runtime_started() and not leaves_out_slow_passes():
+            raise RuntimeOrderError(
+                "fast compiles were asked for after the XLA runtime had started, which reads its flags once. Call "
+                "xla_adapters.initialize(fast_compile=True) at the start of the program, before a tensor or model is "
+                "moved to the XLA device and before transformers.TrainingArguments are created, which start the "
+                "runtime."
+            )
+        leave_out_slow_passes()
 
     def runtime_started(self) -> bool:
         """Whether the runtime runs: from then on SPMD cannot be switched on any more."""
@@ -113,6 +136,21 @@ class PJRTBackend(CachedGraphs, ShardedTensors):
         """The replica this process is, from 0."""
         return int(xr.global_ordinal())
 
+    def preemption_sync_point(self) -> Callable[[int], bool] | None:
+        """Says of a step whether all processes are to save after it, since one will be ended; None for one process.
+
+        Only a TPU's processes have such a thing. It takes SIGTERM over when it is first asked.
+        """
+        return self._sync_point_reached if self.hardware() == "TPU" and xr.process_count() > 1 else None
+
+    def _sync_point_reached(self, step: int) -> bool:
+        if not self._has_sync_points:
+            # As torch_xla's CheckpointManager does.
+            _C._ensure_xla_coordinator_initialized(xr.process_index(), xr.process_count(), xr.get_master_ip())
+            _C._activate_preemption_sync_manager()
+            self._has_sync_points = True
+        return bool(_C._sync_point_reached(step))
+
     def is_backend_tensor(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lives on an XLA device."""
         return tensor.device.type == "xla"
@@ -143,80 +181,6 @@ class PJRTBackend(CachedGraphs, ShardedTensors):
         """Names the graphs traced from now on."""
         _C._set_current_graph_name(name)
 
-    # ---- the pending graph -----------------------------------------------------------------------
-
-    def pending_count(self) -> int:
-        """How many live tensors have been traced but not computed."""
-        try:
-            return sum(_C._check_device_tensor_need_materialization(str(self.device())))
-        except RuntimeError as error:
-            if not _has_neither(error):
-                raise
-            return sum(self.is_pending(tensor) for tensor in self.live_tensors())
-
-    def is_pending(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor has been traced but not computed."""
-        try:
-            return bool(_C._check_tensor_need_materialization([tensor])[0])
-        except RuntimeError as error:
-            if not _has_neither(error):
-                raise
-            return True
-
-    def live_tensors(self) -> list[torch.Tensor]:
-        """Every tensor on the device that Python code can reach. Slow: not for every step."""
-        objects = gc.get_objects()
-        # There may be millions: a look at each one's type, and no Python for those that are no tensors.
-        kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
-        tensors: list[torch.Tensor] = list(compress(objects, map(kinds.__contains__, map(type, objects))))
-        for tensor in tensors:
-            # Of a tensor that only C++ holds, this is the object that it will be seen as again: it must be owned.
-            tensor._fix_weakref()  # type: ignore[attr-defined]
-        with torch._C.DisableTorchFunction():
-            return [tensor for tensor in tensors if _is_on_device(tensor)]
-
-    def flush(self) -> None:
-        """Executes what is pending. Unlike `torch_xla.sync` it leaves the random stream alone."""
-        _C._xla_sync_live_tensors(str(self.device()), [], False)
-
-    def finish_step(self) -> None:
-        """Executes the pending graph as one step.
-
-        The profiler's scopes are left alone, so a step may stand inside an open `xp.Trace`.
-        """
-        torch_xla.sync(reset_scope=False)
-
-    def discard_pending(self) -> None:
-        """Forgets what is pending; the tensors concerned can no longer be read."""
-        _C._clear_pending_irs(str(self.device()))
-
-    def wait(self) -> None:
-        """Blocks until the device is idle."""
-        xm.wait_device_ops()
-
-    def graph_hash(self, outputs: Sequence[torch.Tensor]) -> str:
-        """Names the pending graph of these tensors: the same operations on the same shapes, the same name."""
-        ordered = sorted(outputs, key=_C._xla_get_tensor_id)
-        return str(_C._get_graph_hash(ordered))
-
-    @contextmanager
-    def scalars_as_inputs(self) -> Iterator[None]:
-        """Python scalars become inputs of the graph, 0 and 1 too (else these two are constants)."""
-        previous = _C._get_xla_handle_special_scalars()
-        _C._set_xla_handle_special_scalars(False)
-        try:
-            yield
-        finally:
-            _C._set_xla_handle_special_scalars(previous)
-
-    def is_forbidden_execution(self, error: BaseException) -> bool:
-        """Whether the error is torch_xla's refusal to execute while execution is not allowed."""
-        return isinstance(error, RuntimeError) and "Unexpected execution happens inside" in str(error)
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether the device had too little memory, to compile for or to execute in."""
-        return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
-
     # ---- values --------------------------------------------------------------------------------
 
     def snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -230,7 +194,12 @@ class PJRTBackend(CachedGraphs, ShardedTensors):
         Some operations (batch norm on its running statistics, `copy_`) change the inner tensor itself
         instead of pointing the outer one at a new value, and a snapshot with it.
         """
-        return torch._from_functional_tensor(snapshot.clone())
+        if self.is_spmd() or self.is_pending(snapshot):
+            return torch._from_functional_tensor(snapshot.clone())
+        # Not a clone: that would be pending, and lost with the graph that cannot be compiled. (Under SPMD this would be
+        # another graph: it does not know how it lies on the devices.)
+        _, (value,) = _C._get_tensors_xla_device_data_node([snapshot])
+        return torch._from_functional_tensor(value)
 
     def rewrite(self, snapshot: torch.Tensor, twin: torch.Tensor) -> None:
         """Gives a snapshot the value of its twin. The twin itself put back would be another graph."""
@@ -302,6 +271,45 @@ class PJRTBackend(CachedGraphs, ShardedTensors):
         """Sets the device's random stream; the seed is an input of graphs, so no new graph results."""
         xm.set_rng_state(seed)
 
+    def ask_for_random_algorithm(self, name: str) -> str | None:
+        """Asks for an algorithm, unless the environment does; returns what the environment asks for.
+
+        torch_xla reads the variable when it lowers the first random operation of the process: now, and then the
+        variable is taken away again.
+
+        Raises:
+            ConfigError: the environment asks for none that torch_xla knows.
+        """
+        given = os.environ.get(self.random_algorithm_variable)
+        known = ("default", *_RANDOM_ALGORITHMS)
+        if given is not None and given not in known:
+            raise ConfigError(
+                f"{self.random_algorithm_variable}={given!r} is not a valid value; valid values: {', '.join(known)}"
+            )
+        if given is None:
+            os.environ[self.random_algorithm_variable] = name
+            try:
+                self.random_algorithm()
+            finally:
+                del os.environ[self.random_algorithm_variable]
+        return given
+
+    def random_algorithm(self) -> str:
+        """What random numbers are drawn with, read off a lowered operation; from then on it is settled."""
+        if self._random_algorithm is not None:
+            return self._random_algorithm
+        seed, eager = self.seed(), self.eager()
+        self.set_eager(False)
+        try:
+            drawn = torch.rand(1, device=self.device())
+            text = str(_C._get_xla_tensors_hlo([drawn]))
+        finally:
+            self.set_eager(eager)
+            self.set_seed(seed)
+        del drawn
+        self._random_algorithm = next((name for name, sign in _RANDOM_ALGORITHMS.items() if sign in text), "default")
+        return self._random_algorithm
+
     # ---- observation -----------------------------------------------------------------------------
 
     def metrics(self) -> Metrics:
@@ -356,21 +364,6 @@ class PJRTBackend(CachedGraphs, ShardedTensors):
         """Recomputes `function` in the backward pass, behind barriers XLA cannot optimise away."""
         kwargs["use_reentrant"] = True
         return xla_checkpoint.checkpoint(function, *args, **kwargs)
-
-
-def _is_on_device(tensor: torch.Tensor) -> bool:
-    try:
-        return tensor.device.type == "xla"
-    except RuntimeError as error:
-        # An undefined tensor: what the garbage collector finds of one that is being taken apart.
-        if "does not have a device" not in str(error):
-            raise
-        return False
-
-
-def _has_neither(error: RuntimeError) -> bool:
-    """Whether torch_xla met a tensor without value and graph: a refused execution leaves one behind."""
-    return "XLATensor without XLAData and IR" in str(error)
 
 
 def _samples(metric: str) -> int:

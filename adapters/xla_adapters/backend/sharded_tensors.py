@@ -73,6 +73,10 @@ class ShardedTensors(_Rest):
         """What each device of this process holds of a cut tensor; nothing if every device holds it whole."""
         if self.tiles_of(tensor) is None:
             return []
+        # torch_xla looks at the value, and fails while that is computed.
+        if self.is_pending(tensor):
+            self.flush()
+        self.wait()
         places = _C._get_local_shard_replica_and_indices([tensor.detach()])[0]
         return [
             Part(offsets=tuple(s.start for s in slices), sizes=tuple(s.stop - s.start for s in slices))
@@ -81,11 +85,8 @@ class ShardedTensors(_Rest):
 
     def parts_to_host(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Copies of what `local_parts` lists, in its order."""
-        if self.is_pending(tensor):
-            self.flush()
-        self.wait()
-        shards = [shard for shard, _ in _C._get_local_shards([tensor.detach()])[0]]
         parts = self.local_parts(tensor)
+        shards = [shard for shard, _ in _C._get_local_shards([tensor.detach()])[0]]
         if shards and shards[0].shape == tensor.shape:
             # A value that was copied in eagerly is not cut yet, whatever the annotation says.
             return [shards[0][part.slices].clone() for part in parts]

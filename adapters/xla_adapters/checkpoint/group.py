@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from xla_adapters.checkpoint.watchdog import Watchdog
+
 
 class Group(Protocol):
     """Processes of one run.
@@ -35,18 +37,25 @@ class TorchGroup:
 
     Args:
         group: the default one if not given. Asynchronous saving needs one that nothing else uses.
+        watchdog: ends each wait for the others, in a save or outside, that takes too long.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, *, watchdog: Watchdog | None = None) -> None:
         import torch.distributed
 
         self._distributed = torch.distributed
         self._group = group
+        self._watchdog = watchdog if watchdog is not None else Watchdog(None)
         self.rank = torch.distributed.get_rank(group)
         self.size = torch.distributed.get_world_size(group)
 
     def gather(self, value: Any) -> list[Any]:
-        """See `Group`."""
+        """See `Group`.
+
+        Raises:
+            StallError: another process did not come before the watchdog's deadline.
+        """
         values: list[Any] = [None] * self.size
-        self._distributed.all_gather_object(values, value, group=self._group)
+        with self._watchdog.watch(f"the barrier of rank {self.rank} with {self.size - 1} others"):
+            self._distributed.all_gather_object(values, value, group=self._group)
         return values

@@ -11,6 +11,7 @@ import torch
 
 from xla_adapters.backend import get_backend
 from xla_adapters.errors import CheckpointDamagedError
+from xla_adapters.random_algorithm import resume_random_algorithm
 from xla_adapters.rng import HostRandom
 
 _FILE = "xla_adapters.training_state-{rank}.pt"
@@ -23,6 +24,7 @@ class TrainingState:
     Attributes:
         python, numpy, torch: the states of their global generators.
         device: the seed of the device's random stream.
+        algorithm: what the device draws with; an empty string if that is not known.
         positions: of samplers, loaders, callbacks: what `torch.load` reads with `weights_only=True`.
     """
 
@@ -30,24 +32,25 @@ class TrainingState:
     numpy: tuple[Any, ...]
     torch: torch.Tensor
     device: int
+    algorithm: str = ""
     positions: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def capture(cls, positions: Mapping[str, Any] | None = None) -> TrainingState:
         """The state as it is now; nothing is drawn, and the device's graph is left as it is."""
-        host = HostRandom.now()
         return cls(
-            python=host.python,
-            numpy=host.numpy,
-            torch=host.torch,
+            **HostRandom.now().to_save(),
             device=get_backend().seed(),
+            algorithm=get_backend().random_algorithm(),
             positions=dict(positions) if positions is not None else {},
         )
 
     def restore(self) -> None:
-        """Sets all generators."""
-        HostRandom(self.python, self.numpy, self.torch).restore()
+        """Sets all generators; warns if the device draws with another algorithm, and so other numbers."""
+        HostRandom.of_saved(vars(self)).restore()
         get_backend().set_seed(self.device)
+        if self.algorithm:
+            resume_random_algorithm(self.algorithm)
 
     def save(self, folder: Path, *, rank: int = 0) -> None:
         """Writes it into a checkpoint, one file for each rank."""

@@ -1,9 +1,8 @@
-"""`RecordingScope`: a traced pass that is executed as a cached graph, and recorded as a call of it."""
+"""`RecordingScope`: a traced pass that is recorded as a call of its executable."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,89 +12,65 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_adapters.backend import Backend
-from xla_adapters.replay.bound import BoundState, HostChange, Owner
+from xla_adapters.replay.bound import BoundState, HostChange
+from xla_adapters.replay.cached import CachedScope
 from xla_adapters.replay.errors import CannotReplay
-from xla_adapters.replay.facts import all_related, facts_of, is_simple
-from xla_adapters.replay.host_random import host_random, same_random
-from xla_adapters.replay.places import PassTensors, Place
+from xla_adapters.replay.facts import facts_of, is_simple
+from xla_adapters.replay.pending import PendingGraph, written_places
+from xla_adapters.replay.places import Place
 from xla_adapters.replay.recording import Kept, Number, Recording
+from xla_adapters.replay.request import Request
 from xla_adapters.replay.update import Update, UpdateRecipe
-from xla_adapters.step_scope import StepScope
+from xla_adapters.rng import HostRandom
+from xla_adapters.rollback import StepJournal
 
 # Inputs that are Python numbers: no user's tensors, if they share a buffer with one.
 _numbers = WeakTensorKeyDictionary()
 
 
-@dataclass(kw_only=True)
-class Request:
-    """What is known of a pass before it begins.
+class RecordingScope(CachedScope):
+    """A `CachedScope` that is recorded as a call of its executable.
 
-    Attributes:
-        tensors: the batch, and what else changes from pass to pass.
-        modules: beside those that are called in the pass.
-        set_modes: what the step does first to put its modules into their modes.
-        patience: passes that may be traced while the proof waits for somebody else's transfer to the host.
-        strict: whether the step's Python must be free of effects that a replay would leave out.
-        bound: the objects whose attributes the step may bind anew, as they are when it is called.
-        watched: what the step's Python must leave as it is, by name: compared before and behind the step.
-        unrelated: of a module, the attributes that no graph depends on, or that are noted elsewhere.
-        constants: tensors that the step may read and nobody writes.
-    """
-
-    tensors: PassTensors = field(default_factory=PassTensors)
-    modules: Sequence[torch.nn.Module] = ()
-    set_modes: Callable[[], object] | None = None
-    patience: int = 0
-    strict: bool = True
-    bound: Callable[[], Sequence[Owner]] = tuple
-    watched: Callable[[], Mapping[str, object]] = dict
-    unrelated: Callable[[torch.nn.Module], Collection[str]] = all_related
-    constants: Sequence[torch.Tensor] = ()
-
-
-class RecordingScope(StepScope):
-    """A `StepScope` whose graph is compiled so that it can be run again, and is run so at once.
-
-    So the traced passes and the replayed ones share one executable.
+    A pass that cannot be recorded is executed by a sync, which is the cheaper one to trace for, unless
+    the executable is there already.
 
     Args:
         request: what is known of the pass.
-        done: is given the recording, or why there is none.
+        known: the names of the step's executables; added to.
+        done: is given the recording, or why there is none, and whether the pass ran one of them.
         **options: as for `StepScope`.
     """
 
-    def __init__(self, request: Request, done: Callable[[Recording | CannotReplay], None], **options: Any) -> None:
-        super().__init__(**options)
-        self._request = request
+    def __init__(
+        self,
+        request: Request,
+        known: set[bytes],
+        done: Callable[[Recording | CannotReplay, bool], None],
+        **options: Any,
+    ) -> None:
+        super().__init__(request, **options)
+        self._executables = known
         self._done = done
-        self._kept: dict[str, Any] = {}
         self._called: dict[int, torch.nn.Module] = {id(module): module for module in request.modules}
         self._recipes: list[UpdateRecipe] = []
         self._updates: list[Update] = []
         self._obstacle: CannotReplay | None = None
         self._entry: dict[int, list[Place]] = {}
-        self._host_random: Any = None
-        self._seed_input: torch.Tensor | None = None
+        self._host_random: HostRandom | None = None
         self._before_update: set[int] = set()
         self._update_buffers: set[int] = set()
 
-    def keep(self, name: str, value: Any) -> None:
-        """Notes a value that the step hands out under a name."""
-        self._kept[name] = value
-
     def _start_tracing(self) -> None:
-        self._backend.initialize()
-        # Also where nothing is pending: tensors that share a buffer become known as such.
-        self._backend.flush()
+        self._watched = self._request.watched()
+        self._restores.callback(register_module_forward_pre_hook(self._note_module).remove)
+        self._host_random = HostRandom.now()
+        super()._start_tracing()
+        # What an execution under way computes (a batch changed on the device) has another handle once it has ended.
+        self._backend.wait()
         tensors = self._request.tensors
         for kind, group in (("batch", tensors.batch), ("extra", tensors.extras)):
             for index, handle in enumerate(self._backend.handles(group)):
                 self._entry.setdefault(handle, []).append(Place(kind, name=index))
-        self._bound = BoundState(self._request.bound())
-        self._watched = self._request.watched()
-        self._restores.callback(register_module_forward_pre_hook(self._note_module).remove)
-        self._host_random = host_random()
-        super()._start_tracing()
         # Made here, so that the graph's input is known by its buffer.
         self._seed_input = self._backend.seed_input()
 
@@ -103,18 +78,12 @@ class RecordingScope(StepScope):
         if self.is_current:
             self._called.setdefault(id(module), module)
 
-    def flush(self) -> None:
-        """As in `StepScope`; a pass that executes in its middle is no single call."""
-        self._obstacle = CannotReplay("a part of the step was executed before its end")
-        super().flush()
-
     def update_begins(self, optimizer: Optimizer) -> None:
         """Computes what the optimizer will do on the host."""
-        if any(recipe.optimizer is optimizer for recipe in self._recipes):
-            self._obstacle = CannotReplay(f"{type(optimizer).__name__} steps twice in one step")
-            return
         self.pause_watch()
         try:
+            if any(recipe.optimizer is optimizer for recipe in self._recipes):
+                raise CannotReplay(f"{type(optimizer).__name__} steps twice in one step")
             recipe = UpdateRecipe(optimizer)
             self._updates.append(recipe.play())
             self._recipes.append(recipe)
@@ -123,14 +92,14 @@ class RecordingScope(StepScope):
         finally:
             with torch._C.DisableTorchFunction():
                 self._before_update = self._buffers_read()
-                self._backend.separate_scalars()
+            super().update_begins(optimizer)
             self.resume_watch()
 
     def update_ended(self, optimizer: Optimizer) -> None:
-        """What follows shares no number with the update, as what went before."""
+        """Notes what the optimizer alone reads."""
         with torch._C.DisableTorchFunction():
             self._update_buffers |= self._buffers_read() - self._before_update
-            self._backend.separate_scalars()
+        super().update_ended(optimizer)
 
     def _buffers_read(self) -> set[int]:
         """The buffers that the graphs of the state and of its gradients read, as far as they are traced."""
@@ -148,25 +117,39 @@ class RecordingScope(StepScope):
     def _execute(self) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             try:
-                capture = _Capture(self._backend, self._journal, self._entry, self._request, self._bound)
-                self._check()
-                recording = self._record(capture)
+                graph = self._pending(iter(()))
             except CannotReplay as error:
                 self._backend.finish_step()
-                self._done(error)
+                self._done(error, False)
                 return
-            results = self._backend.run_graph(recording.executable, capture.feed)
-            self._backend.fill(capture.outputs, results)
-            recording.outputs = results
-            self._backend.finish_replayed()
-        self._done(recording)
+            found: Recording | CannotReplay
+            try:
+                self._check()
+                found = self._record(
+                    _Capture(self._backend, self._journal, self._entry, self._request, self._bound, graph)
+                )
+            except CannotReplay as error:
+                found = error
+            is_cached = isinstance(found, Recording) or graph.name in self._executables
+            if isinstance(found, Recording) and self._request.several:
+                found.graph = self._backend.graph_text(graph.outputs)
+            if is_cached:
+                # What was drawn while tracing moved the stream on, and the end of a step goes on from its beginning.
+                self._backend.set_seed(self._stream)
+                name, results = graph.run()
+                self._executables.add(name)
+                if isinstance(found, Recording):
+                    found.executable, found.outputs = name, results
+            else:
+                self._backend.finish_step()
+        self._done(found, is_cached)
 
     def _check(self) -> None:
         if self._obstacle is not None:
             raise self._obstacle
         if self._break_met:
             raise CannotReplay("a value was read in the step")
-        if not same_random(self._host_random, host_random()):
+        if self._host_random is None or not self._host_random.equals(HostRandom.now()):
             raise CannotReplay("the step draws random numbers on the host")
         for name, value in self._request.watched().items():
             if value != self._watched.get(name):
@@ -182,24 +165,20 @@ class RecordingScope(StepScope):
                     raise CannotReplay(hook)
         for recipe in self._recipes:
             recipe.accept()
+            capture.rebound_state(recipe)
             capture.note(Place("tensor", owner=tensor) for tensor in recipe.state_tensors())
         capture.note(Place("tensor", owner=tensor) for tensor in self._request.constants)
         for fact in facts:
             capture.note(Place("tensor", owner=item) for item in fact.tensors_held())
         kept = {name: capture.kept(value) for name, value in self._kept.items()}
-        assert self._seed_input is not None
         (seed,) = self._backend.handles([self._seed_input])
-        sources, donated = capture.sources(seed, self._update_buffers)
-        targets = capture.targets(kept, self._kept)
-        executable = self._backend.compile_graph(capture.outputs, [capture.given_up[index] for index in donated])
         return Recording(
-            executable=executable,
-            sources=sources,
-            targets=targets,
+            sources=capture.sources(seed, self._update_buffers),
+            targets=capture.targets(kept, self._kept),
             fresh_grads=capture.fresh_grads,
             dropped_grads=capture.dropped_grads,
             grads=capture.grads,
-            donated=donated,
+            donated=list(capture.graph.donors),
             kept=kept,
             recipes=self._recipes,
             updates=self._updates,
@@ -207,7 +186,6 @@ class RecordingScope(StepScope):
             host_changes=capture.host_changes,
             rebound=capture.rebound,
             unrepeatable=capture.unrepeatable,
-            outputs=[],
         )
 
 
@@ -215,31 +193,35 @@ class _Capture:
     """Finds out where the pending graph's inputs come from and where its outputs go."""
 
     def __init__(
-        self, backend: Backend, journal: Any, entry: dict[int, list[Place]], request: Request, bound: BoundState
+        self,
+        backend: Backend,
+        journal: StepJournal,
+        entry: dict[int, list[Place]],
+        request: Request,
+        bound: BoundState,
+        graph: PendingGraph,
     ) -> None:
         self._backend = backend
         self._request = request
         self._entry = {handle: list(places) for handle, places in entry.items()}
-        self.given_up: dict[int, torch.Tensor] = {}
+        self.graph = graph
         self.fresh_grads: set[int] = set()
         self.dropped_grads: list[torch.Tensor] = []
         self.grads: list[tuple[torch.Tensor, bool]] = []
         self._results: dict[int, list[Place]] = {}
         self._known: set[int] = set()
         self._noted: set[int] = set()
-        self._donors: dict[int, torch.Tensor] = {}
         self.rebound: set[tuple[str, int, str | int]] = set()
         self.host_changes: list[HostChange] = []
         self.unrepeatable = ""
         self._grads(journal)
         self._rebound(journal)
-        self._written(journal, {id(tensor): Place("bound", owner, name) for owner, name, tensor in bound.tensors()})
+        self._written(journal, bound)
         self._bind(bound)
-        self._find_outputs()
 
     # ---- the state -----------------------------------------------------------------------------------
 
-    def _grads(self, journal: Any) -> None:
+    def _grads(self, journal: StepJournal) -> None:
         for leaf, before in journal.leaves():
             self.grads.append((leaf, before is not None))
             if before is not None:
@@ -251,13 +233,10 @@ class _Capture:
             if leaf.grad is None:
                 self.dropped_grads.append(leaf)
                 continue
-            if self._backend.is_pending(leaf.grad):
-                # Gradients of biases are views of tensors that nobody sees; a clone adds nothing to the graph.
-                leaf.grad = leaf.grad.clone()
             self.fresh_grads.add(id(leaf))
             self._result(Place("grad", owner=leaf), leaf.grad)
 
-    def _rebound(self, journal: Any) -> None:
+    def _rebound(self, journal: StepJournal) -> None:
         self.rebound_names: set[tuple[int, str]] = set()
         for module, name, before in journal.rebound_buffers():
             now = module._buffers.get(name)
@@ -280,32 +259,20 @@ class _Capture:
         self.rebound_names |= {(id(owner), name) for owner, name in tensors}
         self.rebound_names |= {(id(change.owner), change.name) for change in self.host_changes}
 
-    def _written(self, journal: Any, bound: dict[int, Place]) -> None:
-        grads = {id(before): leaf for leaf, before in journal.leaves() if before is not None}
-        extras = {id(tensor): index for index, tensor in enumerate(self._request.tensors.extras)}
-        rebound = {id(before) for _, _, before in journal.rebound_buffers()}
-        self._ours: set[int] = set()
-        for entry in journal.entries():
-            tensor = entry.tensor
-            self._ours |= {id(entry.value), id(entry.twin)}
-            before = entry.value if entry.twin is None else entry.twin
-            if id(tensor) in extras:
-                place = Place("extra", name=extras[id(tensor)])
-            elif id(tensor) in grads:
-                place = Place("grad", owner=grads[id(tensor)])
-            elif id(tensor) in bound:
-                place = bound[id(tensor)]
-            elif id(tensor) in rebound:
-                continue
-            else:
-                place = Place("tensor", owner=tensor)
-            self._source(place, before)
-            if self._backend.is_pending(tensor):
-                if place.holds(tensor):
-                    self._result(place, tensor)
-                    self._donors[self._backend.handles([before])[0]] = before
-            elif not self._backend.holds(tensor, entry.value):
+    def _written(self, journal: StepJournal, bound: BoundState) -> None:
+        self._ours = {id(value) for entry in journal.entries() for value in (entry.value, entry.twin)}
+        for place, entry in written_places(journal, self._request.tensors, bound):
+            self._source(place, entry.former)
+            if self._backend.is_pending(entry.tensor):
+                if place.holds(entry.tensor):
+                    self._result(place, entry.tensor)
+            elif not self._backend.holds(entry.tensor, entry.value):
                 raise CannotReplay("a tensor of the state became a copy of another tensor")
+
+    def rebound_state(self, recipe: UpdateRecipe) -> None:
+        """Entries of an optimizer's state that its update sets to new tensors."""
+        for state, name in recipe.rebound():
+            self._result(Place("state", owner=state, name=name), state[name])
 
     def note(self, places: Iterable[Place]) -> None:
         """Places that the graph may read, and does not write."""
@@ -330,55 +297,29 @@ class _Capture:
         elif place.kind == "bound":
             # A default, say. The next pass need not do so, and can have the same executable.
             self.unrepeatable = f"{type(place.owner).__name__}.{place.name} is set to a value that is not computed"
-        elif place.kind in ("grad", "buffer"):
+        elif place.kind in ("grad", "buffer", "state"):
             raise CannotReplay(f"a {place.kind} is set to a tensor that the step does not compute")
 
     # ---- the graph -----------------------------------------------------------------------------------
 
-    def _find_outputs(self) -> None:
-        backend = self._backend
-        # Once: it looks at every object there is.
-        self._live = backend.live_tensors()
-        self._pending = [
-            tensor for tensor in self._live if torch._is_functional_tensor(tensor) and backend.is_pending(tensor)
-        ]
-        outputs: dict[int, torch.Tensor] = {}
-        for tensor in self._pending:
-            torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
-            outputs[backend.tensor_number(tensor)] = backend.inner(tensor)
-        if not outputs:
-            raise CannotReplay("the step computes nothing")
-        hidden = backend.pending_count() - len(outputs)
-        if hidden:
-            raise CannotReplay(f"{hidden} intermediate values are kept alive behind the step (by an autograd graph?)")
-        self._numbers = sorted(outputs)
-        self.outputs = [outputs[number] for number in self._numbers]
-        self._inputs = backend.graph_inputs(self.outputs)
-        self.feed = [item.value for item in self._inputs]
-
-    def sources(self, seed: int, update_buffers: set[int]) -> tuple[list[Place | str | Number], list[int]]:
-        """Where the inputs come from, and which of them the executable may reuse.
+    def sources(self, seed: int, update_buffers: set[int]) -> list[Place | str | Number]:
+        """Where the inputs come from.
 
         Args:
             seed: the buffer of the random seed.
             update_buffers: those that only the optimizers read.
         """
         number = self._backend.seed_number()
-        if any(item.number == number and item.handle != seed for item in self._inputs):
+        if any(item.number == number and item.handle != seed for item in self.graph.inputs):
             raise CannotReplay("the step draws from several random streams")
         owned: set[int] | None = None
         found: list[Place | str | Number] = []
-        donated: list[int] = []
-        for index, item in enumerate(self._inputs):
+        for item in self.graph.inputs:
             places = self._entry.get(item.handle, [])
             if len(places) > 1:
                 raise CannotReplay("two tensors of the state share a buffer")
             if places:
                 found.append(places[0])
-                donor = self._donors.get(item.handle)
-                if donor is not None and item.number == self._backend.tensor_number(donor):
-                    donated.append(index)
-                    self.given_up[index] = donor
             elif item.handle == seed:
                 found.append("seed")
             else:
@@ -391,15 +332,15 @@ class _Capture:
                     )
                 _numbers[item.value] = True
                 found.append(Number(item.value, of_update=item.handle in update_buffers))
-        return found, donated
+        return found
 
     def _owned(self) -> set[int]:
         """The buffers of tensors that Python code holds."""
-        feed = set(map(id, self.feed))
+        feed = set(map(id, self.graph.feed))
         return self._backend.buffers_of(
             [
                 tensor
-                for tensor in self._live
+                for tensor in self.graph.live
                 if tensor.ndim == 0
                 and id(tensor) not in feed
                 and tensor not in _numbers
@@ -420,7 +361,7 @@ class _Capture:
             elif id(leaf) in batch:
                 found.append(Place("batch", name=batch[id(leaf)]))
             elif leaf.device.type == "xla" and self._backend.is_pending(leaf):
-                found.append(self._numbers.index(self._backend.tensor_number(leaf)))
+                found.append(self.graph.numbers.index(self._backend.tensor_number(leaf)))
             elif id(leaf) in self._noted:
                 found.append(Place("tensor", owner=leaf))
             elif (place := self._place_in_batch(leaf)) is not None:
@@ -443,8 +384,8 @@ class _Capture:
         """Where the outputs go."""
         handed_out = {id(leaf) for value in values.values() for leaf in tree_flatten(value)[0]}
         if self._request.strict:
-            for tensor in self._pending:
+            for tensor in self.graph.pending:
                 if id(tensor) not in handed_out and id(tensor) not in self._known and id(tensor) not in self._ours:
                     shape = tuple(tensor.shape)
                     raise CannotReplay(f"the step leaves a tensor behind, of shape {shape}, that it does not hand out")
-        return [self._results.get(number, []) for number in self._numbers]
+        return [self._results.get(number, []) for number in self.graph.numbers]

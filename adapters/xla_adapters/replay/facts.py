@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as nn_module
 
+from xla_adapters.waiting_steps import function_modes
+
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _HOOKS = (
     "_forward_hooks",
@@ -37,7 +39,7 @@ def environment() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.is_anomaly_enabled(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.overrides._len_torch_function_stack(),  # type: ignore[attr-defined]
+        function_modes(),
         tuple(key for name in _GLOBAL_HOOKS for key in getattr(nn_module, name)),
     )
 

@@ -94,7 +94,18 @@ class Lookups:
         if (id(owner), name) not in self._noted:
             self._noted.add((id(owner), name))
             self.facts.append(ReadFact.of(owner, name, value, said))
+            self._note_contents(value)
         return FRESH if is_constant(value) else Value((value,))
+
+    def _note_contents(self, value: Any) -> None:
+        """Notes what a container holds: code may count it, compare it, or ask whether it is empty."""
+        if type(value) not in (list, tuple, set, dict) or is_simple(value) or (id(value), "") in self._noted:
+            return
+        self._noted.add((id(value), ""))
+        inside = list(value.values() if type(value) is dict else value)
+        self.facts.append(ReadFact.of_contents(value, inside, name_of(value)))
+        for part in inside:
+            self._note_contents(part)
 
     def _element(self, value: Value, node: ast.AST, frame: Frame) -> Value:
         found = Value((), value.varying)

@@ -12,28 +12,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_unflatten
 
 from xla_adapters.backend import Backend
-from xla_adapters.errors import DeviceOutOfMemoryError, TensorReadError
+from xla_adapters.errors import DeviceOutOfMemoryError
 from xla_adapters.interrupts import InterruptGuard, at_edge
 from xla_adapters.replay.places import PassTensors, Place
+from xla_adapters.replay.promised import PromisedTensor
 from xla_adapters.replay.recording import Recording
+from xla_adapters.replay.together import StepsTogether
 from xla_adapters.replay.update import Update
 from xla_adapters.rng import StepSeed
 from xla_adapters.step_scope import ScopeReport
-
-
-class PromisedTensor(torch.Tensor):
-    """A tensor that a replayed step hands out before it has computed it. Any use until then raises."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", str(func))
-        raise TensorReadError(
-            f"{name}: the step that computes this tensor has not ended yet. Use it behind the step, or set "
-            "step_replay=False to have it traced at each pass."
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return "<tensor of a step that has not ended>"
 
 
 class ReplayPass:
@@ -47,6 +34,7 @@ class ReplayPass:
         seed: the random stream of this pass; the device's own stream goes on if not given.
         backend: the seam.
         done: called when the executable was called.
+        together: where the pass waits to be executed with others; None if it does not.
     """
 
     def __init__(
@@ -59,6 +47,7 @@ class ReplayPass:
         seed: StepSeed | None,
         backend: Backend,
         done: Callable[[], None],
+        together: StepsTogether | None = None,
     ) -> None:
         self._name = name
         self._recording = recording
@@ -67,10 +56,12 @@ class ReplayPass:
         self._seed = seed
         self._backend = backend
         self._done = done
+        self._together = together
         self._promised: list[tuple[torch.Tensor, int]] = []
         self._restores = ExitStack()
         self._interrupts = InterruptGuard()
         self._groups: list[dict[str, Any]] = []
+        self._depth = 0
         self._is_open = False
         self._executed = False
         self._results: list[torch.Tensor] = []
@@ -82,7 +73,7 @@ class ReplayPass:
 
     @property
     def executed(self) -> bool:
-        """Whether the executable was called."""
+        """Whether the executable was called, or will be whatever comes."""
         return self._executed
 
     @at_edge
@@ -95,11 +86,16 @@ class ReplayPass:
 
     def _empty(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(recipe.optimizer is optimizer for recipe in self._recording.recipes):
-            self._groups, optimizer.param_groups = optimizer.param_groups, []
+            # `super().step()` in a class of its own comes here once more.
+            self._depth += 1
+            if self._depth == 1:
+                self._groups, optimizer.param_groups = optimizer.param_groups, []
 
     def _refill(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(recipe.optimizer is optimizer for recipe in self._recording.recipes):
-            optimizer.param_groups, self._groups = self._groups, []
+            self._depth -= 1
+            if not self._depth:
+                optimizer.param_groups, self._groups = self._groups, []
 
     def promise(self, name: str) -> Any:
         """A value that the step hands out, before it is computed."""
@@ -136,11 +132,13 @@ class ReplayPass:
         self._restores.close()
         with torch.no_grad(), torch._C.DisableTorchFunction():
             try:
-                if self._seed is not None:
-                    backend.set_seed(self._seed.value())
+                backend.set_seed(backend.seed() if self._seed is None else self._seed.value())
+                if self._together is not None:
+                    return self._wait(self._together)
                 numbers = [number for update in self._updates for number in update.numbers]
                 inputs = recording.inputs(tensors, numbers, backend)
-                self._own_buffers([inputs[index] for index in recording.donated])
+                backend.compute(inputs)
+                recording.own_buffers(inputs, tensors, backend)
                 results = backend.run_graph(recording.executable, inputs)
                 self._executed = True
                 self._done()
@@ -158,14 +156,13 @@ class ReplayPass:
                 self._interrupts.finish()
         return ScopeReport(compiles=0, compile_seconds=0.0)
 
-    def _own_buffers(self, donated: Sequence[torch.Tensor]) -> None:
-        """Gives those a buffer of their own that share one: the executable takes it."""
-        backend = self._backend
-        shared = backend.shared(donated)
-        if shared:
-            with_others = [donated[position] for position in shared]
-            backend.write(with_others, [tensor.clone() for tensor in with_others])
-            backend.flush()
+    def _wait(self, together: StepsTogether) -> ScopeReport:
+        self._is_open = False
+        self._executed = True
+        self._done()
+        report = together.add(self._recording, self._tensors, self._updates, self._promised)
+        self._backend.finish_replayed()
+        return report
 
     @at_edge
     def abort(self) -> None:

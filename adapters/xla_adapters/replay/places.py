@@ -28,10 +28,10 @@ class Place:
 
     Attributes:
         kind: `"tensor"` (the owner itself, whose value changes), `"grad"` (of the owner), `"buffer"` (of the
-            owner, a module, which the step binds anew), `"bound"` (an attribute of the owner), `"batch"` or
-            `"extra"` (at the position `name`).
-        owner: the tensor or module.
-        name: of the buffer, or the position.
+            owner, a module, which the step binds anew), `"bound"` (an attribute of the owner), `"state"` (an entry of
+            the owner, an optimizer's state), `"batch"` or `"extra"` (at the position `name`).
+        owner: the tensor, module, object or dictionary.
+        name: of the buffer, attribute or entry, or the position.
     """
 
     kind: str
@@ -56,6 +56,8 @@ class Place:
             found = self.owner.grad
         elif self.kind == "buffer":
             found = self.owner._buffers[self.name]
+        elif self.kind == "state":
+            found = self.owner[self.name]
         elif self.kind == "bound":
             found = vars(self.owner)[self.name]
         else:

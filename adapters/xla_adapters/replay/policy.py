@@ -10,13 +10,16 @@ from typing import Any
 import torch
 
 from xla_adapters.backend import get_backend
-from xla_adapters.replay.capture import RecordingScope, Request
+from xla_adapters.replay.cached import CachedScope, SeparatingScope
+from xla_adapters.replay.capture import RecordingScope
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.facts import environment
 from xla_adapters.replay.passes import ReplayPass
 from xla_adapters.replay.recording import Recording
+from xla_adapters.replay.request import Request
+from xla_adapters.replay.together import StepsTogether
 from xla_adapters.rng import StepSeed
-from xla_adapters.step_scope import StepScope
+from xla_adapters.waiting_steps import settle
 
 logger = logging.getLogger("xla_adapters")
 
@@ -37,6 +40,8 @@ class _Plan:
     replayed: int = 0
     is_due: bool = False
     verifying: bool = False
+    # Whether the last traced pass ran an executable that replays would call.
+    is_cached: bool = False
 
 
 @dataclass
@@ -49,18 +54,19 @@ class StepReplay:
     Attributes:
         name: of the step, for messages.
         verify_every: replays after which a pass is traced and held against them; None for never.
+        together: where replayed passes wait for each other; None if each is executed at once.
         replays: passes that were replayed.
         reasons: why passes were traced that might have been replayed, with how often.
-        gave_up: why the next pass is compiled once more: a pass that is only traced has an executable of its own.
     """
 
     name: str
     verify_every: int | None = None
+    together: StepsTogether | None = None
     replays: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
-    gave_up: str | None = None
     _plans: dict[Hashable, _Plan] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
+    _executables: set[bytes] = field(default_factory=set)
 
     def choose(self, key: Hashable, request: Request, seed: StepSeed | None, **options: Any) -> Any:
         """The execution of the next pass.
@@ -72,9 +78,12 @@ class StepReplay:
             **options: as for `StepScope`.
         """
         backend = get_backend()
+        settle("another step begins", but=self.together)
         plan = self._plan_of((key, environment()))
         if plan.failures >= _ATTEMPTS:
-            return StepScope(seed=seed, **options)
+            # Its graph must be that of the passes before, down to the numbers that share an input.
+            scope = CachedScope if plan.is_cached else SeparatingScope
+            return scope(request, seed=seed, **options)
         plan.patience = request.patience
         if plan.waited > plan.patience:
             # The proof needs values, and no transfer came by that could have brought them.
@@ -83,9 +92,11 @@ class StepReplay:
             # The recording stays: the passes that are traced now must agree with it.
             plan.proven, plan.verifying = False, True
         if plan.proven and plan.recording is not None:
-            backend.flush()
-            obstacle = plan.recording.obstacle(backend, request.set_modes)
+            if self.together is not None or not backend.eager():
+                backend.flush()
             try:
+                with torch._C.DisableTorchFunctionSubclass():
+                    obstacle = plan.recording.obstacle(backend, request.set_modes)
                 if obstacle is not None:
                     raise CannotReplay(obstacle)
                 updates = [recipe.play() for recipe in plan.recording.recipes]
@@ -93,6 +104,7 @@ class StepReplay:
                     if update.operators != traced.operators:
                         raise CannotReplay("the optimizer takes another course than when the step was recorded")
                 plan.recording.check_numbers(updates)
+                waits = self.together is not None and self.together.takes(plan.recording)
                 return ReplayPass(
                     self.name,
                     plan.recording,
@@ -101,12 +113,19 @@ class StepReplay:
                     seed=seed,
                     backend=backend,
                     done=lambda: self._count(plan),
+                    together=self.together if waits else None,
                 )
             except CannotReplay as error:
                 self.note(str(error))
                 plan.recording, plan.proven = None, False
         plan.is_due = False
-        return RecordingScope(request, lambda outcome: self._take(plan, outcome), seed=seed, **options)
+        settle("a step is traced")
+
+        def take(outcome: Recording | CannotReplay, is_cached: bool) -> None:
+            plan.is_cached = is_cached
+            self._take(plan, outcome)
+
+        return RecordingScope(request, self._executables, take, seed=seed, **options)
 
     def verify(self) -> None:
         """Has the next pass of each signature traced, and held against what was replayed."""
@@ -143,7 +162,7 @@ class StepReplay:
             return
         reason = outcome.difference(before)
         if reason is not None:
-            self._fail(plan, reason, was_executed=True)
+            self._fail(plan, reason)
             return
         plan.waited += 1
         mine, theirs = outcome.numbers(), before.numbers()
@@ -156,14 +175,14 @@ class StepReplay:
             plan.waited = 0
             plan.verifying = plan.verifying and reason is not None
             if reason is not None:
-                self._fail(plan, reason, was_executed=True)
+                self._fail(plan, reason)
                 return
             outcome.ready(backend)
             plan.proven, plan.failures, plan.replayed = True, 0, 0
 
         backend.ride_along([number.value for number in (*mine, *theirs)], prove)
 
-    def _fail(self, plan: _Plan, reason: str, *, was_executed: bool = False) -> None:
+    def _fail(self, plan: _Plan, reason: str) -> None:
         plan.failures += 1
         plan.waited = 0
         if plan.verifying:
@@ -179,7 +198,6 @@ class StepReplay:
         self.note(reason)
         if plan.failures == _ATTEMPTS:
             plan.recording = None
-            self.gave_up = reason if was_executed else None
             self._tell(reason)
 
     def note(self, reason: str) -> None:

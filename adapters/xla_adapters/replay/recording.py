@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch.utils._pytree import TreeSpec
@@ -13,14 +13,18 @@ from xla_adapters.backend import Backend
 from xla_adapters.replay.bound import HostChange
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.facts import ModuleFacts
+from xla_adapters.replay.held import HeldValues
 from xla_adapters.replay.places import PassTensors, Place
 from xla_adapters.replay.update import Update, UpdateRecipe
+
+if TYPE_CHECKING:
+    from xla_adapters.replay.together import Form
 
 # Numbers that operators bring along by themselves (the alpha of an addition): one that is equal to a number of the
 # optimizer may be either.
 _OPERATORS_OWN = (0.0, 1.0, -1.0, 2.0, 0.5)
 # The view machinery keeps what each write replaced until then.
-_WRITES_KEPT = 64
+WRITES_KEPT = 16
 
 
 @dataclass
@@ -70,7 +74,6 @@ class Recording:
     """What a traced pass did, as far as a replay does it.
 
     Attributes:
-        executable: its name.
         sources: for each input of the graph a place, `"seed"`, or a number.
         targets: for each output the places it is written to (a gradient is bound anew if it was absent).
         fresh_grads: which `"grad"` targets get a new tensor.
@@ -84,10 +87,12 @@ class Recording:
         host_changes: plain attributes that the step changes.
         rebound: the keys of `"bound"` places that get a new tensor.
         unrepeatable: what this one pass did that a replay cannot; empty if nothing.
+        executable: its name.
         outputs: of the pass itself, to make stand-ins from.
+        graph: its text, if several passes are to be one executable.
+        form: how they are; or why they cannot be.
     """
 
-    executable: bytes
     sources: list[Place | str | Number]
     targets: list[list[Place]]
     fresh_grads: set[int]
@@ -101,10 +106,19 @@ class Recording:
     host_changes: list[HostChange]
     rebound: set[tuple[str, int, str | int]]
     unrepeatable: str
-    outputs: list[torch.Tensor]
+    executable: bytes = b""
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    graph: bytes = b""
+    form: Form | str | None = None
     compiled: int = 0
     uses: int = 0
-    _fixed: list[torch.Tensor | None] = field(default_factory=list)
+    _held: HeldValues | None = None
+    _state: list[torch.Tensor] = field(default_factory=list)
+    _read: list[tuple[int, int]] = field(default_factory=list)
+    _changing: list[tuple[int, Place | str | Number]] = field(default_factory=list)
+    _written: list[int] = field(default_factory=list)
+    _outputs: list[int] = field(default_factory=list)
+    _placed: list[tuple[int, Place]] = field(default_factory=list)
     _layouts: list[str] = field(default_factory=list)
     _writes: int = 0
 
@@ -168,14 +182,17 @@ class Recording:
     def ready(self, backend: Backend) -> None:
         """Makes the recording fit to be run."""
         self.compiled = backend.executables_compiled()
-        self._fixed = [
-            source.owner if isinstance(source, Place) and source.kind == "tensor" else None for source in self.sources
-        ]
-
-        self._layouts = backend.layouts(self._held()) if backend.is_spmd() else []
-
-    def _held(self) -> list[torch.Tensor]:
-        return [tensor for tensor in self._fixed if tensor is not None]
+        read = [(index, source.owner) for index, source in enumerate(self.sources) if _is_fixed(source)]
+        self._changing = [(index, source) for index, source in enumerate(self.sources) if not _is_fixed(source)]
+        targets = [(index, place) for index, places in enumerate(self.targets) for place in places]
+        written = [(index, place.owner) for index, place in targets if place.kind == "tensor"]
+        self._placed = [(index, place) for index, place in targets if place.kind != "tensor"]
+        self._state = list({id(tensor): tensor for _, tensor in (*read, *written)}.values())
+        positions = {id(tensor): position for position, tensor in enumerate(self._state)}
+        self._read = [(index, positions[id(tensor)]) for index, tensor in read]
+        self._written = [positions[id(tensor)] for _, tensor in written]
+        self._outputs = [index for index, _ in written]
+        self._layouts = backend.layouts(self._state) if backend.is_spmd() else []
 
     # ---- replay ------------------------------------------------------------------------------------
 
@@ -203,7 +220,7 @@ class Recording:
         for leaf, was_there in self.grads:
             if (leaf.grad is not None) is not was_there:
                 return f"a gradient is {'absent' if was_there else 'present'} that was not when the step was recorded"
-        if self._layouts and backend.layouts(self._held()) != self._layouts:
+        if self._layouts and backend.layouts(self._state) != self._layouts:
             return "a tensor of the state lies otherwise on the devices"
         if backend.executables_compiled() - self.compiled > backend.executables_kept() // 2:
             return "so much else was compiled that the executable may be gone"
@@ -216,7 +233,7 @@ class Recording:
             CannotReplay: numbers that shared an input differ now.
         """
         numbers = _numbers(updates)
-        for source in self.sources:
+        for _, source in self._changing:
             if isinstance(source, Number) and source.roles:
                 source.next(numbers)
 
@@ -229,7 +246,7 @@ class Recording:
             backend: the seam.
         """
         new: list[tuple[Number, float]] = []
-        for source in self.sources:
+        for _, source in self._changing:
             if isinstance(source, Number) and source.roles:
                 value = source.next(numbers)
                 if value != source.present:
@@ -237,41 +254,70 @@ class Recording:
         uploads = backend.upload_numbers([(value, number.value.dtype) for number, value in new])
         for (number, value), upload in zip(new, uploads, strict=True):
             number.value, number.present = upload, value
-        found: list[torch.Tensor] = []
-        for source, fixed in zip(self.sources, self._fixed, strict=True):
-            if fixed is not None:
-                found.append(fixed)
-            elif isinstance(source, Number):
-                found.append(source.value)
+        if self._held is None:
+            self._held = HeldValues(self._state, backend)
+        values = self._held.present()
+        found: list[Any] = [None] * len(self.sources)
+        for index, position in self._read:
+            found[index] = values[position]
+        for index, source in self._changing:
+            if isinstance(source, Number):
+                found[index] = source.value
             elif isinstance(source, Place):
-                found.append(source.get(tensors))
+                found[index] = source.get(tensors)
             else:
-                found.append(backend.seed_input())
+                found[index] = backend.seed_input()
         return found
 
     def write_back(self, results: Sequence[torch.Tensor], tensors: PassTensors, backend: Backend) -> None:
         """Puts the outputs of the executable where the step puts them."""
-        written: list[torch.Tensor] = []
+        assert self._held is not None
+        self._held.write(self._written, [backend.inner(results[index]) for index in self._outputs])
+        others: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
-        for index, places in enumerate(self.targets):
-            for place in places:
-                if place.kind == "grad" and id(place.owner) in self.fresh_grads:
-                    place.owner.grad = results[index]
-                elif place.kind == "buffer":
-                    place.owner._buffers[place.name] = results[index]
-                elif place.key in self.rebound:
-                    setattr(place.owner, str(place.name), results[index])
-                else:
-                    written.append(place.get(tensors))
-                    values.append(results[index])
-        backend.write(written, values)
+        for index, place in self._placed:
+            if place.kind == "grad" and id(place.owner) in self.fresh_grads:
+                place.owner.grad = results[index]
+            elif place.kind == "buffer":
+                place.owner._buffers[place.name] = results[index]
+            elif place.kind == "state":
+                place.owner[place.name] = results[index]
+            elif place.key in self.rebound:
+                setattr(place.owner, str(place.name), results[index])
+            else:
+                others.append(place.get(tensors))
+                values.append(results[index])
+        backend.write(others, values)
         self._writes += 1
-        if self._writes % _WRITES_KEPT == 0:
-            backend.forget_writes(written)
+        if self._writes % WRITES_KEPT == 0:
+            self._held.forget_writes()
+            backend.forget_writes(others)
         for leaf in self.dropped_grads:
             leaf.grad = None
         for change in self.host_changes:
             change.apply()
+
+    def own_buffers(self, inputs: list[torch.Tensor], tensors: PassTensors, backend: Backend) -> None:
+        """Gives those inputs a buffer of their own that share one: the executable takes it."""
+        shared = backend.shared([inputs[index] for index in self.donated])
+        if not shared:
+            return
+        places = [self.sources[self.donated[position]] for position in shared]
+        give_own_buffers([place.get(tensors) for place in places if isinstance(place, Place)], backend)
+        assert self._held is not None
+        values = self._held.present()
+        for index, position in self._read:
+            inputs[index] = values[position]
+
+
+def give_own_buffers(tensors: Sequence[torch.Tensor], backend: Backend) -> None:
+    """Copies what tensors hold, whose buffers others share."""
+    backend.write(tensors, [tensor.clone() for tensor in tensors])
+    backend.flush()
+
+
+def _is_fixed(source: Place | str | Number) -> TypeGuard[Place]:
+    return isinstance(source, Place) and source.kind == "tensor"
 
 
 def _first_change(facts: Sequence[ModuleFacts]) -> str | None:

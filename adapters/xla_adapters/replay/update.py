@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from xla_adapters.compiling import as_if_compiling
 from xla_adapters.errors import MODEL_FAILURES, XLAAdapterError
+from xla_adapters.optimizers import stand_in_for
 from xla_adapters.replay.errors import CannotReplay
 
 # Their numbers do not depend on the shapes of the parameters: one stand-in serves all shapes.
@@ -80,6 +81,9 @@ def _listen(values: Iterable[Any], numbers: list[float]) -> torch.Tensor | None:
         if isinstance(value, torch.Tensor):
             if value.is_meta:
                 met = value if met is None else met
+            elif value.device.type != "cpu":
+                # What number it began as cannot be seen, and may be another one in a later pass.
+                raise CannotReplay("it makes a tensor on the device")
             elif value.ndim == 0:
                 numbers.append(float(value))
         elif type(value) is float or type(value) is int:
@@ -99,6 +103,7 @@ class _Kind:
     members: list[dict[str, Any]] = field(default_factory=list)
     host: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     numbers: tuple[str, ...] = ()
+    rebound: tuple[str, ...] = ()
     state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -172,6 +177,10 @@ class UpdateRecipe:
             if isinstance(value, torch.Tensor) and value.device.type == "cpu":
                 kind.host.setdefault(name, []).append(value)
 
+    def rebound(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """Entries of the state that the update sets to new tensors, instead of writing to those that are there."""
+        return ((member, name) for kind in self._kinds for name in kind.rebound for member in kind.members)
+
     def state_tensors(self) -> Iterator[torch.Tensor]:
         """The tensors of the optimizer's state."""
         return (tensor for _, _, tensor in self._tensors)
@@ -217,8 +226,6 @@ class UpdateRecipe:
             CannotReplay: the optimizer reads values of tensors, or keeps more on the host than it tells.
         """
         optimizer = self.optimizer
-        stand_in = object.__new__(type(optimizer))
-        attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
         state: defaultdict[Any, Any] = defaultdict(dict)
         for kind in self._kinds:
@@ -228,7 +235,7 @@ class UpdateRecipe:
                     name: kind.state[name] if name in kind.state else _copy(value)
                     for name, value in kind.members[0].items()
                 }
-        stand_in.__dict__.update(attributes, param_groups=groups, state=state)
+        stand_in = stand_in_for(optimizer, param_groups=groups, state=state)
         step: Any = type(optimizer).step
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         listener = _Listener(self._skipped)
@@ -242,7 +249,7 @@ class UpdateRecipe:
         if type(optimizer) in _ANY_SHAPE:
             # Their course does not depend on what operators on tensors return.
             self._skipped |= listener.computing
-        _check_attributes(optimizer, attributes, vars(stand_in))
+        _check_attributes(optimizer, vars(optimizer), vars(stand_in))
         changed = [
             {key: value for key, value in after.items() if key != "params" and value is not before.get(key)}
             for before, after in zip(optimizer.param_groups, groups, strict=True)
@@ -250,6 +257,12 @@ class UpdateRecipe:
         for kind in self._kinds:
             if state.get(kind.stand_in, {}).keys() != kind.members[0].keys():
                 raise CannotReplay(f"{type(optimizer).__name__} creates state in its update")
+            after = state.get(kind.stand_in, {})
+            rebound = tuple(name for name, tensor in kind.state.items() if after[name] is not tensor)
+            if rebound != kind.rebound:
+                kind.rebound = rebound
+                anew = {(id(member), name) for member in kind.members for name in rebound}
+                self._tensors = [entry for entry in self._tensors if (id(entry[0]), entry[1]) not in anew]
         return Update(
             numbers=tuple(listener.numbers),
             operators=tuple(listener.operators),

@@ -5,6 +5,7 @@ from xla_adapters.sharding.state.loading import load_state
 from xla_adapters.sharding.state.safetensors import write_safetensors
 from xla_adapters.sharding.state.saving import save_state
 from xla_adapters.sharding.state.training import (
+    load_gradients,
     load_model,
     load_optimizer,
     model_state,
@@ -14,6 +15,7 @@ from xla_adapters.sharding.state.training import (
 
 __all__ = [
     "consolidate",
+    "load_gradients",
     "load_model",
     "load_optimizer",
     "load_state",

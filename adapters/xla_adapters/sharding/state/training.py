@@ -126,6 +126,34 @@ def load_optimizer(
         group.update({option: value for option, value in saved.items() if option != "params"})
 
 
+def load_gradients(model: torch.nn.Module, folder: str | Path, *, key: str) -> None:
+    """Reads gradients that were saved by the names of their parameters, cut as the parameters are cut now.
+
+    Args:
+        model: on the device or the host.
+        folder: that `save_state({key: gradients, ...}, folder)` wrote.
+        key: under which they were saved.
+
+    Raises:
+        ConfigError: they are another model's, or it holds no checkpoint.
+    """
+    reader, parameters = Reader(folder), dict(model.named_parameters())
+    names = {full: ".".join(map(str, path)) for full, path in reader.under(key).items()}
+    strangers = sorted(set(names.values()) - parameters.keys())
+    if strangers:
+        raise ConfigError(f"{folder} has gradients of another model ({', '.join(strangers[:5])})")
+    backend, destinations = get_backend(), dict[str, Destination]()
+    for full, name in names.items():
+        saved, parameter = reader.tensors[full], parameters[name]
+        destinations[full] = (
+            OnDevice(saved.size, saved.properties.dtype, like=parameter, backend=backend)
+            if backend.is_backend_tensor(parameter)
+            else Destination(saved.size, saved.properties.dtype)
+        )
+    for full, value in reader.read(destinations):
+        parameters[names[full]].grad = value
+
+
 def _destination(
     reader: Reader, full: str, parameter: torch.Tensor, entry: str, group: Mapping[str, Any]
 ) -> Destination:

@@ -1,0 +1,70 @@
+"""Which algorithm the device draws random numbers with: chosen once per process, before the first are drawn."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from xla_adapters.backend import get_backend
+from xla_adapters.config import XLAConfig
+
+logger = logging.getLogger("xla_adapters")
+
+# Where another one than the device's own is known to be faster.
+_FASTEST = {"CPU": "three_fry"}
+_asked: dict[str, str] = {}
+
+
+class RandomAlgorithmWarning(UserWarning):
+    """Random numbers are drawn with another algorithm than was asked for, or than in the run that is resumed."""
+
+
+def use_random_algorithm(config: XLAConfig) -> str:
+    """Has the device draw as the options say, if it can still be chosen: torch_xla asks once in a process.
+
+    An environment variable that the user set wins.
+
+    Args:
+        config: its `rng_algorithm`.
+
+    Returns:
+        What the device draws with: `"default"`, `"philox"` or `"three_fry"`.
+    """
+    asked = config.rng_algorithm
+    if asked not in _asked:
+        backend = get_backend()
+        backend.initialize()
+        wanted = _FASTEST.get(backend.hardware(), "default") if asked == "auto" else asked
+        variable = backend.random_algorithm_variable
+        given = backend.ask_for_random_algorithm(wanted)
+        found = _asked[asked] = backend.random_algorithm()
+        if given is None and found == wanted:
+            told = "random numbers on the device are drawn by %s (%s was set to that while it was read)"
+            logger.info(told, found, variable)
+        elif found != wanted:
+            why = f"{variable}={given} is set" if given == found else "numbers were drawn, or a step lowered, before"
+            message = f"random numbers on the device are drawn by {found}, not by {wanted}: {why}"
+            if asked == "auto":
+                logger.info("%s", message)
+            else:
+                warnings.warn(f"rng_algorithm={asked!r}: {message}", RandomAlgorithmWarning, stacklevel=2)
+    return _asked[asked]
+
+
+def resume_random_algorithm(saved: str) -> None:
+    """Goes on with the algorithm of the run that is resumed; warns if the device draws with another one.
+
+    Args:
+        saved: what `Backend.random_algorithm` said there.
+    """
+    backend = get_backend()
+    backend.initialize()
+    backend.ask_for_random_algorithm(saved)
+    found = backend.random_algorithm()
+    if found != saved:
+        warnings.warn(
+            f"the run that is resumed drew random numbers on the device by {saved}, this one draws them by {found}, "
+            f"and so other numbers: set rng_algorithm={saved!r} before anything is drawn",
+            RandomAlgorithmWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,79 @@
+"""Workers that read data for longer than an epoch: what they draw in it depends on where it began, and on nothing else.
+
+torch seeds a worker when it starts. Those of a DataLoader with `persistent_workers=True` go on drawing in the next
+epoch, and a process that resumes in that epoch starts others.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from xla_adapters.rng import HostRandom, host_random_numbers_kept
+
+
+def renew_workers(loader: Any, epoch: int) -> None:
+    """Has the workers of an epoch that begins draw numbers of their own; nothing is drawn from the process's.
+
+    Args:
+        loader: that reads it; nothing is done if its workers do not outlive an epoch.
+        epoch: its number, from 0.
+    """
+    if not isinstance(loader, DataLoader) or not loader.persistent_workers or not loader.num_workers:
+        return
+    if epoch == 0:
+        # As in a new process.
+        loader._iterator = None
+        return
+    iterator: Any = loader._iterator
+    if iterator is None:
+        # Started as in the epochs before, which drew for it then.
+        with ExitStack() as stack:
+            stack.enter_context(host_random_numbers_kept())
+            for generator in generators_of(loader):
+                stack.callback(generator.set_state, generator.get_state())
+            iterator = loader._iterator = loader._get_iterator()
+    # torch hands this to each worker when the loader is iterated again, and uses it for data pipes only.
+    iterator._shared_seed = _Reseeds(HostRandom.now().seed(epoch))
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The loader's own generator and those of its samplers, each once."""
+    found: dict[int, torch.Generator] = {}
+    seen: set[int] = set()
+    queue = [loader]
+    while queue:
+        holder = queue.pop(0)
+        if holder is None or id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found[id(generator)] = generator
+        queue += [getattr(holder, name, None) for name in ("base_dataloader", "batch_sampler", "sampler")]
+    return list(found.values())
+
+
+class _Reseeds:
+    """Seeds the worker that it arrives in."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __reduce__(self) -> tuple[Callable[[int], None], tuple[int]]:
+        return _seed_worker, (self._seed,)
+
+
+def _seed_worker(seed: int) -> None:
+    worker = get_worker_info()
+    if worker is not None:
+        seed = (seed + worker.id) % 2**32
+        random.seed(seed)
+        numpy.random.seed(seed)
+        torch.manual_seed(seed)
