@@ -53,6 +53,17 @@ class XLAArguments:
     replay_verify_every: Optional[int] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
         default=1000, metadata={"help": "Replayed steps after which one is traced again and held against them."}
     )
+    steps_per_execution: int = field(
+        default=1, metadata={"help": "How many replayed steps are one call of an executable."}
+    )
+    steps_form: str = field(
+        default="loop",
+        metadata={"help": "loop or unrolled: whether that executable holds the step once, or once for each step."},
+    )
+    rng_algorithm: str = field(
+        default="auto",
+        metadata={"help": "auto, default, philox or three_fry: what draws random numbers on the device."},
+    )
     auto_sharding: bool = field(
         default=False, metadata={"help": "Shard the model over all devices, as is planned to cost least."}
     )

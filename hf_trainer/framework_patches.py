@@ -5,11 +5,13 @@ Each replacement stands for a behaviour without a public hook; `tests/contract` 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import accelerate.data_loader
+import accelerate.optimizer
 import accelerate.utils.operations
 import torch
 import transformers.trainer
@@ -30,11 +32,14 @@ def _own_batch(tensor: torch.Tensor) -> torch.Tensor:
 def trainer_patches() -> Iterator[None]:
     """The loader, and gathers that stay on the host when there is nobody to gather from.
 
+    accelerate looks for the package of an optimizer twice in each step; here once for a run.
+
     Stock, one process: each logged loss is pickled through a rendezvous (10 operations, 7 transfers).
     """
     with (
         replaced(accelerate.data_loader, "MpDeviceLoaderWrapper", DeviceLoader),
         replaced(transformers.trainer, "skip_first_batches", skip_first_batches),
+        replaced(accelerate.optimizer, "is_lomo_available", functools.cache(accelerate.optimizer.is_lomo_available)),
     ):
         if get_backend().world_size() > 1:
             yield

@@ -8,38 +8,32 @@ from typing import Any
 import torch
 from accelerate import skip_first_batches as skip_by_sampler
 
-from xla_adapters.rng import HostRandom
+from xla_adapters.rng import HostRandom, ReadingStream
+from xla_adapters.workers import generators_of, renew_workers
 
 
 class DataPosition:
-    """Where in an epoch's data a training is, and what the data depends on, so that it can be read again.
-
-    The first batch is read as ever: with it the order of the epoch is drawn. Reading the others draws from random
-    numbers of its own, which depend on those that the epoch begins with; so batches that are read again are the same,
-    whatever the training draws in between.
-    """
+    """Where in an epoch's data a training is, and what the data depends on, so that it can be read again."""
 
     def __init__(self) -> None:
         self.taken = 0
-        self.random: HostRandom | None = None
+        self._random = ReadingStream()
         self._began_with: HostRandom | None = None
         self._generators: list[torch.Generator] = []
         self._generators_began: list[torch.Tensor] = []
-        self._after_first: HostRandom | None = None
-        self._epoch = self._offset = self._reads = 0
+        self._epoch = self._offset = 0
         self._saved: Mapping[str, Any] | None = None
         self._goes_on = False
 
     def state(self) -> dict[str, Any] | None:
         """What to save; None before the first batch."""
-        if self._began_with is None or self._after_first is None or self.random is None:
+        if self._began_with is None or not self._random.has_begun:
             return None
         return {
             "taken": self.taken,
             "epoch": self._epoch,
-            "began_with": vars(self._began_with),
-            # What the first batch drew itself, nobody knows.
-            "draws": self._reads == 1 or not self.random.equals(self._after_first),
+            "began_with": self._began_with.to_save(),
+            "draws": self._random.may_have_drawn,
             "generators_began": self._generators_began,
             "generators_now": [generator.get_state() for generator in self._generators],
         }
@@ -77,32 +71,22 @@ class DataPosition:
             loader: that reads it.
             skipped: batches that its sampler leaves out.
         """
-        self._generators = _generators_of(loader)
+        self._generators = generators_of(loader)
         if self._saved is not None:
             if self._goes_on:
-                HostRandom(**self._saved["began_with"]).restore()
+                HostRandom.of_saved(self._saved["began_with"]).restore()
             states = self._saved["generators_began" if self._goes_on else "generators_now"]
             for generator, state in zip(self._generators, states, strict=False):
                 generator.set_state(state)
         self._goes_on, self._saved, self.taken = False, None, skipped
-        self._began_with, self._after_first = HostRandom.now(), None
+        self._began_with, self._random = HostRandom.now(), ReadingStream()
         self._generators_began = [generator.get_state() for generator in self._generators]
-        self.random, self._reads = None, 0
+        renew_workers(getattr(loader, "base_dataloader", loader), self._epoch)
 
     def read(self, batches: Iterator[Any]) -> Any:
         """The next batch."""
-        self._reads += 1
-        if self.random is None:
-            batch = next(batches)
-            self.random = self._after_first = HostRandom.now().branch(self._epoch)
-            return batch
-        outside = HostRandom.now()
-        self.random.restore()
-        try:
+        with self._random.reading(self._epoch):
             return next(batches)
-        finally:
-            self.random = HostRandom.now()
-            outside.restore()
 
 
 class DeviceLoader:
@@ -168,20 +152,3 @@ def skip_first_batches(loader: Any, batches: int = 0) -> Any:
     rest = skip_by_sampler(loader, batches)
     rest.position, rest.skipped = loader.position, batches
     return rest
-
-
-def _generators_of(loader: Any) -> list[torch.Generator]:
-    """The loader's own generator and those of its samplers, each once."""
-    found: dict[int, torch.Generator] = {}
-    seen: set[int] = set()
-    queue = [loader]
-    while queue:
-        holder = queue.pop(0)
-        if holder is None or id(holder) in seen:
-            continue
-        seen.add(id(holder))
-        generator = getattr(holder, "generator", None)
-        if isinstance(generator, torch.Generator):
-            found[id(generator)] = generator
-        queue += [getattr(holder, name, None) for name in ("base_dataloader", "batch_sampler", "sampler")]
-    return list(found.values())

@@ -28,6 +28,7 @@ from xla_adapters import XLAConfig, get_backend
 from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.modes import eager
 from xla_adapters.program import discarding
+from xla_adapters.random_algorithm import use_random_algorithm
 from xla_adapters.rollback import release_retired
 from xla_adapters.run_stats import RunStats
 from xla_adapters.sharding import ShardingConfig
@@ -50,7 +51,8 @@ class XLATrainerMixin(
     Args:
         *args, **kwargs: as for the class it is mixed into.
         xla_args: the XLA options as `XLAArguments` or `XLAConfig`, or singly:
-        xla_mode, on_graph_break, compile_eval, max_graphs, free_grads, accumulation, step_replay: see `XLAConfig`.
+        xla_mode, on_graph_break, compile_eval, max_graphs, free_grads, accumulation, step_replay,
+        rng_algorithm, steps_per_execution: see `XLAConfig`.
         auto_sharding: shards the model over all devices, as is planned to cost least. The batch sizes of
             `TrainingArguments` are those of all devices together (as transformers has it under SPMD).
         sharding: the same by name (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or as a `ShardingConfig`.
@@ -75,6 +77,8 @@ class XLATrainerMixin(
         free_grads: bool | str | None = None,
         accumulation: str | None = None,
         step_replay: bool | str | None = None,
+        steps_per_execution: int | None = None,
+        rng_algorithm: str | None = None,
         auto_sharding: bool | Mapping[str, Any] | None = None,
         sharding: str | Mapping[str, Any] | ShardingConfig | None = None,
         safe_checkpoints: bool | None = None,
@@ -91,6 +95,8 @@ class XLATrainerMixin(
                 "free_grads": free_grads,
                 "accumulation": accumulation,
                 "step_replay": step_replay,
+                "steps_per_execution": steps_per_execution,
+                "rng_algorithm": rng_algorithm,
             },
         )
         self.sharding_config = resolve_sharding(xla_args, auto_sharding=auto_sharding, sharding=sharding)
@@ -100,6 +106,8 @@ class XLATrainerMixin(
         self._sharder = None if self.sharding_config is None else Sharder(self.sharding_config, self.xla_config)
         self._backend.initialize()
         check_runtime(self._sharder is not None)
+        # Before anything is drawn on the device.
+        self._random_algorithm = use_random_algorithm(self.xla_config)
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
         if given is not None:
             check_arguments(given, self.xla_config)

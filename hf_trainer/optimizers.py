@@ -27,7 +27,8 @@ def _adafactor_state(optimizer: Any, group: dict[str, Any], parameter: torch.Ten
         state["exp_avg_sq_col"] = zeros(shape[:-2] + shape[-1:])
     else:
         state["exp_avg_sq"] = zeros(shape)
-    state["RMS"] = 0
+    # The update sets it before it reads it; a number there would be another state than the later ones.
+    state["RMS"] = zeros(torch.Size())
     return state
 
 

@@ -55,11 +55,22 @@ class ReplayedLoss:
     def __radd__(self, total: torch.Tensor) -> torch.Tensor:
         return total
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.add, torch.Tensor.add_):
+            # To the sum, which may wait with the step to be computed: whoever dispatches must not look at it.
+            return args[0]
+        raise _missing(getattr(func, "__name__", str(func)))
+
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"{name}: the loss of a replayed step is part of the logged sum only; pass step_replay=False to the "
-            "trainer to get it as a tensor of its own"
-        )
+        raise _missing(name)
+
+
+def _missing(name: str) -> AttributeError:
+    return AttributeError(
+        f"{name}: the loss of a replayed step is part of the logged sum only; pass step_replay=False to the "
+        "trainer to get it as a tensor of its own"
+    )
 
 
 def obstacle_around(trainer: Any) -> str | None:

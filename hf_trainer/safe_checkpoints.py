@@ -273,31 +273,23 @@ class SafeCheckpointHooks(TrainerHooks):
         """The checkpoints in a folder; while one is saved, with the rotation of `keep_last`, or transformers' own."""
         where = os.path.abspath(root)
         config, limit = self.checkpoint_config, self.args.save_total_limit
-        watchdog = Watchdog(config.stall_deadline)
-        if config.keep_last is not None:
-            return CheckpointStore(
-                where,
-                prefix=_PREFIX,
-                keep_last=config.keep_last if saving is not None else None,
-                keep_every=config.keep_every,
-                protected=() if best is None else (os.path.basename(best),),
-                distributions=_DISTRIBUTIONS,
-                devices=self._devices,
-                watchdog=watchdog,
-            )
-        rotates = saving is not None and limit is not None and limit > 0
+        keep_last = keep_every = None
         protected: Collection[str] = ()
-        if rotates:
-            assert saving is not None
-            protected = _staying(CheckpointStore(where, prefix=_PREFIX), saving, limit or 1, best)
+        if config.keep_last is not None:
+            keep_last, keep_every = config.keep_last if saving is not None else None, config.keep_every
+            protected = () if best is None else (os.path.basename(best),)
+        elif saving is not None and limit is not None and limit > 0:
+            keep_last = 1
+            protected = _staying(CheckpointStore(where, prefix=_PREFIX), saving, limit, best)
         return CheckpointStore(
             where,
             prefix=_PREFIX,
-            keep_last=1 if rotates else None,
+            keep_last=keep_last,
+            keep_every=keep_every,
             protected=protected,
             distributions=_DISTRIBUTIONS,
             devices=self._devices,
-            watchdog=watchdog,
+            watchdog=Watchdog(config.stall_deadline),
         )
 
     def _settings(self) -> dict[str, Any]:
@@ -305,7 +297,7 @@ class SafeCheckpointHooks(TrainerHooks):
         sharding = self.sharding_config
         return {
             "arguments": values,
-            "xla": asdict(self.xla_config),
+            "xla": {**asdict(self.xla_config), "rng_algorithm": self._random_algorithm},
             "sharding": None if sharding is None else {"scheme": sharding.scheme, "mesh_shape": sharding.mesh_shape},
         }
 

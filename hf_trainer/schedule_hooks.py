@@ -38,7 +38,8 @@ class ScheduleHooks(TrainerHooks):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.train`; ends the process with `preemption_exit_code` after a save before the end."""
         config = self.checkpoint_config
-        self._preemption, self._watching = Preemption(config), ExitStack()
+        self._preemption = Preemption(config, also=self._backend.preemption_sync_point())
+        self._watching = ExitStack()
         self._schedule = SaveSchedule(config, preemption=self._preemption)
         with ExitStack() as stack:
             if config.save_on == "preemption":
@@ -99,19 +100,10 @@ class ScheduleHooks(TrainerHooks):
             return super().prediction_step(*args, **kwargs)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        with self._watching_steps():
+        with ExitStack() as stack:
+            # What ends the loop goes to the watch that is open then, which knows whether it was its own doing.
+            stack.push(lambda *raised: self._watching.__exit__(*raised))
             return super()._inner_training_loop(*args, **kwargs)
-
-    def _watching_steps(self) -> AbstractContextManager[None]:
-        hooks = self
-
-        class Watched(AbstractContextManager[None]):
-            """Hands what ends the loop to the watch that is open, which knows whether it was its own doing."""
-
-            def __exit__(self, *raised: Any) -> bool | None:
-                return hooks._watching.__exit__(*raised)
-
-        return Watched()
 
 
 def check_checkpoint_options(

@@ -36,8 +36,9 @@ class StepDriver:
         scope_config = replace(config, free_grads=False, xla_mode="eager+compile")
         self.train = StepProgram("train_step", scope_config, hint=_HINT)
         self.optimizer = StepProgram("optimizer_step", scope_config, hint=_HINT)
-        self.evaluation = StepProgram("eval_step", replace(scope_config, max_graphs=None), hint=_HINT)
-        self.generation = StepProgram("generate", replace(scope_config, max_graphs=None), hint=_HINT)
+        other_config = replace(scope_config, max_graphs=None, steps_per_execution=1)
+        self.evaluation = StepProgram("eval_step", other_config, hint=_HINT)
+        self.generation = StepProgram("generate", other_config, hint=_HINT)
         self._micro_step = 0
         self._eval_step = 0
         # The self-test compiles: now, and not in the first step.

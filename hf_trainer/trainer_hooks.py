@@ -30,6 +30,7 @@ class TrainerHooks(_Base):
     sharding_config: ShardingConfig | None
     run_stats: RunStats
     _backend: Backend
+    _random_algorithm: str
     _sharder: Sharder | None
     _held: ExitStack
     _steps: StepDriver

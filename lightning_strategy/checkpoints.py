@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from xla_adapters.checkpoint.commit import remove_checkpoint
 from xla_adapters.nested_values import identity
 
 RANDOM_STATE = "xla_adapters"
+# Whose versions a manifest names.
+DISTRIBUTIONS = ("lightning",)
 
 
 class XLAEagerCheckpointIO(TorchCheckpointIO):
@@ -31,10 +34,15 @@ class XLAEagerCheckpointIO(TorchCheckpointIO):
 
     Args:
         config: `asynchronous` and `stall_deadline` of it are of use here.
+
+    Attributes:
+        settings, devices: of the run that saves, for the manifest.
     """
 
     def __init__(self, config: CheckpointConfig | None = None) -> None:
         self.config = config if config is not None else CheckpointConfig()
+        self.settings: Mapping[str, Any] = {}
+        self.devices = 1
         self._saver: AsyncSaver | None = None
         self._superfluous: list[str] = []
 
@@ -54,12 +62,13 @@ class XLAEagerCheckpointIO(TorchCheckpointIO):
         store, step = self._store(local.parent), int(checkpoint.get("global_step", 0))
         self.settle()
         if not self.config.asynchronous:
-            store.save(step, lambda file: torch.save(checkpoint, file), name=local.name, one_file=True)
+            write = functools.partial(_write, checkpoint)
+            store.save(step, write, name=local.name, one_file=True, settings=self.settings)
             return
         if self._saver is None:
             self._saver = AsyncSaver(store)
         self._saver.store = store
-        self._saver.save(step, checkpoint, _write, take=_own, name=local.name, one_file=True)
+        self._saver.save(step, checkpoint, _write, take=_own, name=local.name, one_file=True, settings=self.settings)
 
     def save_folder(self, step: int, write: Callable[[Path], None], folder: Path) -> None:
         """Has a checkpoint of several files written; it appears whole, or not at all.
@@ -68,7 +77,7 @@ class XLAEagerCheckpointIO(TorchCheckpointIO):
             CheckpointWriteError: the storage refused; what was there before still is.
         """
         self.settle()
-        self._store(folder.parent).save(step, write, name=folder.name)
+        self._store(folder.parent).save(step, write, name=folder.name, settings=self.settings)
 
     def remove_checkpoint(self, path: Any) -> None:
         """As `TorchCheckpointIO.remove_checkpoint`, such that half a checkpoint is never seen.
@@ -124,7 +133,12 @@ class XLAEagerCheckpointIO(TorchCheckpointIO):
         return loaded
 
     def _store(self, folder: Path) -> CheckpointStore:
-        return CheckpointStore(folder, distributions=("lightning",), watchdog=Watchdog(self.config.stall_deadline))
+        return CheckpointStore(
+            folder,
+            distributions=DISTRIBUTIONS,
+            devices=self.devices,
+            watchdog=Watchdog(self.config.stall_deadline),
+        )
 
 
 def _write(checkpoint: dict[str, Any], file: Path) -> None:

@@ -23,10 +23,11 @@ from lightning_strategy.connector import flags_under_construction
 from lightning_strategy.fabric_steps import FabricStep, FabricSteps, made_or_applied
 from lightning_strategy.precision import XLAPrecisionFlag, check_plugin, choose_precision, fabric_precision
 from lightning_strategy.refusals import check_flags, check_fused, check_runtime
+from lightning_strategy.run_settings import show_differences
 from lightning_strategy.sharding import AutoShardingOption, ShardingOption, make_sharding, plan_of
 from xla_adapters import XLAConfig, get_backend, in_step
 from xla_adapters.compiling import as_if_compiling
-from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, XLAMode
+from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, RngAlgorithm, XLAMode
 from xla_adapters.errors import BreakKind, ConfigError, UnsupportedOptionError
 from xla_adapters.optimizers import eager_reason
 from xla_adapters.sharding.dtensor import accept_placements
@@ -62,8 +63,8 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
 
     Args:
         config: the XLA options as a whole, or singly:
-        xla_mode, on_graph_break, compile_eval, max_graphs, free_grads, accumulation: see `XLAConfig`. How
-            gradients are accumulated is up to the loop: a step for each micro batch, or one for all of an update.
+        xla_mode, on_graph_break, compile_eval, max_graphs, free_grads, accumulation, rng_algorithm: see `XLAConfig`.
+            How gradients are accumulated is up to the loop: a step for each micro batch, or one for all of them.
         precision: `"32-true"`, `"bf16-true"` or `"bf16-mixed"`; Fabric's `precision=` does the same.
         auto_sharding: shards over all devices of the process; without data to plan with that is `"fsdp"`. Batches are
             those of all devices together.
@@ -88,6 +89,7 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
         max_graphs: int | None = None,
         free_grads: FreeGrads | None = None,
         accumulation: Accumulation | None = None,
+        rng_algorithm: RngAlgorithm | None = None,
         precision: XLAPrecisionFlag | None = None,
         auto_sharding: AutoShardingOption = None,
         sharding: ShardingOption = None,
@@ -102,6 +104,7 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
                 "max_graphs": max_graphs,
                 "free_grads": free_grads,
                 "accumulation": accumulation,
+                "rng_algorithm": rng_algorithm,
             },
         )
         if self.xla_config.accumulation == "unrolled":
@@ -109,10 +112,10 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
                 "accumulation='unrolled' with Fabric: the loop is yours; put one `with fabric.strategy.step():` around "
                 "all micro batches of an update instead"
             )
-        if self.xla_config.step_replay is True:
+        if self.xla_config.needs_replay is not None:
             raise UnsupportedOptionError(
-                "step_replay=True with Fabric: the body of a `with` block cannot be left out; make the step a function "
-                "and decorate it with xla_adapters.CompiledStep"
+                f"{self.xla_config.needs_replay} with Fabric: the body of a `with` block cannot be left out; make the "
+                "step a function and decorate it with xla_adapters.CompiledStep"
             )
         flags = flags_under_construction()
         own_precision = choose_precision(precision, flags)
@@ -418,6 +421,7 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
             random_state = remainder.pop(RANDOM_STATE, None)
             if random_state is not None and _is_resumable(state):
                 self._steps.resume(random_state)
+                show_differences(path, None, self._sharding)
         return remainder
 
 

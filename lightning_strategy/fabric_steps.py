@@ -20,6 +20,7 @@ from xla_adapters.compiling import as_if_compiling
 from xla_adapters.errors import ConfigError, RuntimeOrderError
 from xla_adapters.modes import EagerScope, LazyScope
 from xla_adapters.program import discarding
+from xla_adapters.random_algorithm import resume_random_algorithm
 from xla_adapters.step import Step
 
 StepKind = Literal["train", "eval"]
@@ -79,15 +80,22 @@ class FabricSteps:
         self._seed = None
         self.count = self._evaluated = 0
 
-    def random_state(self) -> dict[str, int]:
+    def random_state(self) -> dict[str, Any]:
         """What a checkpoint must hold for the random numbers to go on as without it."""
-        return {"seed": self._base_seed(), "step": self.count, "device": self._backend.seed()}
+        return {
+            "seed": self._base_seed(),
+            "step": self.count,
+            "device": self._backend.seed(),
+            "algorithm": self._backend.random_algorithm(),
+        }
 
-    def resume(self, state: Mapping[str, int]) -> None:
+    def resume(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `random_state` returned."""
         self._seed = int(state["seed"])
         self.count, self._evaluated = int(state["step"]), 0
         self._backend.set_seed(int(state["device"]))
+        if "algorithm" in state:
+            resume_random_algorithm(state["algorithm"])
 
     def _base_seed(self) -> int:
         return torch.initial_seed() if self._seed is None else self._seed

@@ -175,9 +175,6 @@ class ReplayRules:
                 return f"the batch holds a {kind}, which cannot be compared with that of another step"
         if not isinstance(self._trainer.profiler, PassThroughProfiler):
             return f"the {type(self._trainer.profiler).__name__} would miss the parts of the step"
-        if name == "training_step" and not self._module.automatic_optimization:
-            # Seen, and not understood yet: losses and weights that differ from the traced ones in the last bits.
-            return "manual optimization is replayed only with step_replay=True"
         return self._code[name].obstacle
 
 

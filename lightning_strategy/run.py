@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning_strategy.averaged_weights import averaging_in_one_graph
 from lightning_strategy.data_position import DataPosition
 from lightning_strategy.deferred_metrics import DeferredMetrics
 from lightning_strategy.dynamo import compiled_children
-from lightning_strategy.grads import nobody_sees_grads
+from lightning_strategy.grads import GRADIENTS, accumulated, nobody_sees_grads
 from lightning_strategy.logged_metrics import MetricReader, reading_logged_metrics
 from lightning_strategy.metric_states import MetricStates
 from lightning_strategy.refusals import check_nesting, check_trainer
@@ -30,6 +30,7 @@ from xla_adapters.checkpoint import CheckpointConfig, Watchdog
 from xla_adapters.errors import BreakKind
 from xla_adapters.modes import eager
 from xla_adapters.program import ReplayRequest
+from xla_adapters.random_algorithm import resume_random_algorithm
 from xla_adapters.rng import HostRandom
 from xla_adapters.rollback import release_retired
 from xla_adapters.step_scope import current_scope
@@ -67,6 +68,7 @@ class Run:
         self._rules: ReplayRules | None = None
         self._frees_grads = False
         self._goes_on = False
+        self._put_back: Callable[[], None] | None = None
         self._deferred = DeferredMetrics()
         self.steps = StepDriver(
             config,
@@ -117,10 +119,11 @@ class Run:
             random_state: of the checkpoint the run resumes from.
         """
         self._states = MetricStates(self._trainer, self._module)
-        self._rules = ReplayRules(
-            self._trainer, self._module, self._deferred.waiting, proves=self.config.step_replay is not True
-        )
-        self._lasting.enter_context(replaying_loops(self._trainer, self.steps))
+        if self.steps.may_replay:
+            self._rules = ReplayRules(
+                self._trainer, self._module, self._deferred.waiting, proves=self.config.step_replay is not True
+            )
+            self._lasting.enter_context(replaying_loops(self._trainer, self.steps))
         self._lasting.enter_context(self._deferred.of(self._module))
         if self._sharding is not None:
             self._lasting.enter_context(self._sharding.holding(self._module))
@@ -130,8 +133,16 @@ class Run:
         if random_state is not None and self._trainer.state.fn == TrainerFn.FITTING:
             self.steps.seed = int(random_state["seed"])
             self._backend.set_seed(int(random_state["device"]))
+            if "algorithm" in random_state:
+                resume_random_algorithm(random_state["algorithm"])
             if "host" in random_state:
-                self._data.resume(random_state.get("data"), HostRandom(**random_state["host"]))
+                host = HostRandom.of_saved(random_state["host"])
+                epoch, generators = random_state.get("epoch"), random_state.get("generators", ())
+                self._data.resume(random_state.get("data"), host, epoch, generators)
+
+    def resumes_gradients(self, put_back: Callable[[], None]) -> None:
+        """Gradients are put back before the first batch: the Trainer drops what there is before it begins."""
+        self._put_back = put_back
 
     def _decide_free_grads(self) -> bool:
         if not self.config.compiles_step or not self._module.automatic_optimization:
@@ -140,11 +151,25 @@ class Run:
             return nobody_sees_grads(self._trainer, self._module)
         return bool(self.config.free_grads)
 
-    def random_state(self) -> dict[str, Any]:
-        """What a checkpoint must hold for the random numbers to go on as without it."""
-        state = {"seed": self.steps.seed, "device": self._backend.seed(), "host": vars(HostRandom.now())}
+    def state(self, *, with_gradients: bool) -> dict[str, Any]:
+        """What a checkpoint must hold to be gone on from as if it had not been taken: random numbers, the data's place.
+
+        Args:
+            with_gradients: between the micro batches of an update its gradients, too.
+        """
+        state = {
+            "seed": self.steps.seed,
+            "device": self._backend.seed(),
+            "algorithm": self._backend.random_algorithm(),
+            "host": HostRandom.now().to_save(),
+            "epoch": self._data.next_epoch,
+            "generators": self._data.generators(),
+        }
         position = self._data.position()
-        return state if position is None else {**state, "data": position}
+        if position is not None:
+            state["data"] = position
+        gradients = accumulated(self._trainer, self._module) if with_gradients else {}
+        return {**state, GRADIENTS: gradients} if gradients else state
 
     def before_teardown(self) -> None:
         """Nothing of a step is left; what the progress bar showed last becomes numbers."""
@@ -163,6 +188,9 @@ class Run:
         """A batch is about to be moved to the device."""
         if self._trainer.training:
             self._data.before_batch()
+            put_back, self._put_back = self._put_back, None
+            if put_back is not None:
+                put_back()
         self._watch_step()
         loop = self._trainer.fit_loop
         self.steps.before_upload(loop.total_batch_idx + 1 if self._trainer.training else -1)
@@ -227,7 +255,7 @@ class Run:
         )
 
     def _training_replay(self, batch: Any, known: tuple[Hashable, ...]) -> ReplayRequest | None:
-        if self._rules is None or not self.steps.may_replay or self.steps.is_open:
+        if self._rules is None or self.steps.is_open:
             return None
         return self._allowed(self.steps.train, self._rules.training(batch, known))
 
@@ -273,7 +301,7 @@ class Run:
         takes_batch = len(args) > 1 and isinstance(args[1], int)
         where = f"batch {args[1]}" if takes_batch else ""
         replay = None
-        if takes_batch and self._rules is not None and self.steps.may_replay and self.config.compile_eval:
+        if takes_batch and self._rules is not None and self.config.compile_eval:
             program = self.steps.evaluation[name]
             if not program.is_open:
                 replay = self._allowed(program, self._rules.evaluation(name, args[0], args[2:]))

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategy.checkpoints import XLAEagerCheckpointIO
+from xla_adapters import get_backend
 from xla_adapters.checkpoint import CheckpointConfig, Preemption, SaveSchedule
 from xla_adapters.errors import UnsupportedOptionError
 
@@ -30,7 +31,7 @@ class ScheduledSaves(Callback):
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
-        self._preemption = Preemption(config)
+        self._preemption = Preemption(config, also=get_backend().preemption_sync_point())
         self._schedule = SaveSchedule(config, preemption=self._preemption)
         self._lasting = ExitStack()
         # What was saved last holds everything up to now.

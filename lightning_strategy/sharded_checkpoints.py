@@ -12,11 +12,12 @@ import torch
 from lightning.fabric.plugins.io import CheckpointIO
 from torch.optim import Optimizer
 
-from lightning_strategy.checkpoints import XLAEagerCheckpointIO, on_host
+from lightning_strategy.checkpoints import RANDOM_STATE, XLAEagerCheckpointIO, on_host
+from lightning_strategy.grads import GRADIENTS
 from xla_adapters.checkpoint import verify
 from xla_adapters.errors import ConfigError, UnsupportedOptionError
 from xla_adapters.nested_values import identity
-from xla_adapters.sharding.state import load_model, load_optimizer, optimizer_state, save_state
+from xla_adapters.sharding.state import load_gradients, load_model, load_optimizer, optimizer_state, save_state
 
 # Lightning's names (lightning.fabric.strategies.fsdp).
 META, MODEL = "meta.pt", "model"
@@ -64,6 +65,10 @@ def save(
     if "optimizer_states" in checkpoint:
         rest["optimizer_states"] = []
         state |= {_key(index): optimizer_state(module, optimizer) for index, optimizer in enumerate(optimizers)}
+    own = dict(rest.get(RANDOM_STATE, {}))
+    if GRADIENTS in own:
+        state[GRADIENTS] = own.pop(GRADIENTS)
+        rest[RANDOM_STATE] = own
     write(io, state, rest, path)
 
 
@@ -110,6 +115,11 @@ def load_optimizers(checkpoint: Mapping[str, Any], module: torch.nn.Module, opti
     """Reads the optimizers of a checkpoint that `read_rest` returned, cut as the module's parameters are now."""
     for index, optimizer in enumerate(optimizers):
         load_optimizer(module, optimizer, checkpoint[FOLDER], key=_key(index))
+
+
+def load_accumulated(checkpoint: Mapping[str, Any], module: torch.nn.Module) -> None:
+    """Reads the gradients of a checkpoint that was saved while they were accumulated."""
+    load_gradients(module, checkpoint[FOLDER], key=GRADIENTS)
 
 
 def save_objects(

@@ -53,6 +53,11 @@ class ModuleSharding:
         self._is_size_checked = False
 
     @property
+    def config(self) -> ShardingConfig:
+        """How it shards."""
+        return self._sharder.config
+
+    @property
     def saves_parts(self) -> bool:
         """Whether checkpoints are written in parts."""
         return self._sharder.config.checkpoints == "sharded"

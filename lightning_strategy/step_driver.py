@@ -50,7 +50,7 @@ class StepDriver:
         self._backend = get_backend()
         # Whether gradients are freed depends on the phase, so it is decided here and not in the scope.
         train_config = replace(config, free_grads=False, xla_mode="eager+compile")
-        eval_config = replace(train_config, max_graphs=None)
+        eval_config = replace(train_config, max_graphs=None, steps_per_execution=1)
         self.train = StepProgram("train_step", train_config, hint=_TRAIN_HINT)
         self.update = StepProgram("optimizer_step", train_config, hint=_TRAIN_HINT)
         self.evaluation = {

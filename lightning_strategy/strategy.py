@@ -22,10 +22,12 @@ from lightning_strategy import sharded_checkpoints
 from lightning_strategy.accelerator import XLAEagerAccelerator
 from lightning_strategy.checkpoints import RANDOM_STATE, Taken, XLAEagerCheckpointIO, on_host
 from lightning_strategy.connector import flags_under_construction
+from lightning_strategy.grads import GRADIENTS, put_back
 from lightning_strategy.precision import XLAPrecisionFlag, check_plugin, choose_precision, precision_plugin
 from lightning_strategy.refusals import check_flags, check_fused, check_runtime, explaining_fused
 from lightning_strategy.resuming import asks_for_newest, load_newest
 from lightning_strategy.run import Run
+from lightning_strategy.run_settings import devices_of, settings_of, show_differences
 from lightning_strategy.scheduled_saves import check_options, check_plugin_saves
 from lightning_strategy.sharding import (
     AutoShardingOption,
@@ -38,7 +40,7 @@ from lightning_strategy.sharding import (
 from xla_adapters import XLAConfig, get_backend
 from xla_adapters.checkpoint import CheckpointConfig, snapshot
 from xla_adapters.compiling import as_if_compiling
-from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, StepReplay, XLAMode
+from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, RngAlgorithm, StepReplay, XLAMode
 from xla_adapters.optimizers import eager_reason
 from xla_adapters.sharding.dtensor import accept_placements
 from xla_adapters.sharding.plan import ShardingPlan
@@ -57,8 +59,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
 
     Args:
         config: the XLA options as a whole, or singly:
-        xla_mode, on_graph_break, compile_eval, max_graphs, free_grads, accumulation, step_replay: see
-            `XLAConfig`. Given singly, `step_replay` is `False` unless it is asked for (`"auto"` or `True`).
+        xla_mode, on_graph_break, compile_eval, max_graphs, free_grads, accumulation, step_replay, rng_algorithm,
+        steps_per_execution: see `XLAConfig`.
         precision: `"32-true"`, `"bf16-true"` or `"bf16-mixed"`; the Trainer's `precision=` does the same.
         auto_sharding: shards over all devices of the process, as is planned to cost least. Batches are those of all
             devices together.
@@ -85,7 +87,9 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         max_graphs: int | None = None,
         free_grads: FreeGrads | None = None,
         accumulation: Accumulation | None = None,
+        rng_algorithm: RngAlgorithm | None = None,
         step_replay: StepReplay | None = None,
+        steps_per_execution: int | None = None,
         precision: XLAPrecisionFlag | None = None,
         auto_sharding: AutoShardingOption = None,
         sharding: ShardingOption = None,
@@ -102,8 +106,9 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
                 "max_graphs": max_graphs,
                 "free_grads": free_grads,
                 "accumulation": accumulation,
-                # Asked for, until two recordings of a step are never compiled apart (batches changed on the device).
-                "step_replay": False if step_replay is None and config is None else step_replay,
+                "step_replay": step_replay,
+                "steps_per_execution": steps_per_execution,
+                "rng_algorithm": rng_algorithm,
             },
         )
         flags = flags_under_construction()
@@ -122,6 +127,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         self._own_plugin: Precision | None = None
         self._run: Run | None = None
         self._random_state: dict[str, Any] | None = None
+        self._loaded_from: Any = ""
         SingleDeviceStrategy.__init__(self, device=self._backend.device(), checkpoint_io=checkpoint_io)
         if flags is not None:
             # Chosen by name: the Trainer is being constructed around us, and will not ask again.
@@ -330,14 +336,18 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     # ---- checkpoints ---------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Saves a copy on the host, with the state of the device's random numbers.
+        """Saves a copy on the host, with random numbers, and gradients if an update is not done.
 
         Raises:
             CheckpointSaveError: called inside a step.
         """
         if self._run is not None:
             self._run.before_save(filepath)
-            checkpoint = {**checkpoint, RANDOM_STATE: self._run.random_state()}
+            resumable = "optimizer_states" in checkpoint
+            checkpoint = {**checkpoint, RANDOM_STATE: self._run.state(with_gradients=resumable)}
+            if isinstance(self.checkpoint_io, XLAEagerCheckpointIO):
+                self.checkpoint_io.settings = self._settings()
+                self.checkpoint_io.devices = devices_of(self._sharding)
         if self._sharding is not None and self._sharding.saves_parts:
             io = sharded_checkpoints.check_io(type(self).__name__, self.checkpoint_io)
             assert self.lightning_module is not None
@@ -360,8 +370,12 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
             load = functools.partial(self._load, weights_only=weights_only)
             checkpoint_path, checkpoint = load_newest(checkpoint_path, load)
             self._run.resumes_from(checkpoint_path)
-        self._random_state = checkpoint.get(RANDOM_STATE)
+        self._random_state, self._loaded_from = checkpoint.get(RANDOM_STATE), checkpoint_path
         return checkpoint
+
+    def _settings(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return settings_of(self.lightning_module.trainer, self.xla_config, self._sharding)
 
     def _load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
         checkpoint: dict[str, Any]
@@ -382,13 +396,18 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         self._backend.flush()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """As `Strategy.load_optimizer_state_dict`."""
+        """As `Strategy.load_optimizer_state_dict`; gradients that were accumulated come with it."""
+        assert self.lightning_module is not None
         if sharded_checkpoints.FOLDER in checkpoint:
-            assert self.lightning_module is not None
             sharded_checkpoints.load_optimizers(checkpoint, self.lightning_module, self.optimizers)
-            return
-        with uploading():
-            super().load_optimizer_state_dict(checkpoint)
+            load = functools.partial(sharded_checkpoints.load_accumulated, checkpoint, self.lightning_module)
+        else:
+            with uploading():
+                super().load_optimizer_state_dict(checkpoint)
+            gradients = checkpoint.get(RANDOM_STATE, {}).get(GRADIENTS, {})
+            load = functools.partial(put_back, self.lightning_module, gradients)
+        self.run.resumes_gradients(load)
+        show_differences(self._loaded_from, self._settings(), self._sharding)
 
     def on_exception(self, exception: BaseException) -> None:
         """Leaves nothing behind of the step under way."""

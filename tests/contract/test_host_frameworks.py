@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import accelerate.data_loader
+import accelerate.optimizer
 import accelerate.utils.operations
 import pytest
 import torch
@@ -69,6 +70,7 @@ def test_seq2seq_prediction_step() -> None:
 def test_replaced_names_of_accelerate_and_transformers() -> None:
     wrapper: Any = accelerate.data_loader.MpDeviceLoaderWrapper
     assert list(inspect.signature(wrapper.__init__).parameters) == ["self", "dataloader", "device"]
+    assert inspect.getsource(accelerate.optimizer.AcceleratedOptimizer.step).count("is_lomo_available()") == 2
     assert list(inspect.signature(accelerate.utils.operations._tpu_gather).parameters) == ["tensor"]
     reduce = transformers.trainer_pt_utils.nested_xla_mesh_reduce
     assert list(inspect.signature(reduce).parameters) == ["tensors", "name"]

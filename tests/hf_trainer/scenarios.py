@@ -254,3 +254,26 @@ def assert_parity(
     actual = ours(make_model(), data, args=arguments(**(args or {})), **{**options, **(xla or {})})
     assert_close(actual.losses, expected.losses, tolerance)
     return actual
+
+
+class Scores(hf_trainer.Trainer):
+    """Evaluates to metrics that were agreed on: the best step is 2, then 8."""
+
+    scores: Any = (5, 1, 4, 3, 2)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics = {"eval_loss": float(self.scores[self.state.global_step // 2])}
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+def keeping_the_best(limit: int | None) -> dict[str, Any]:
+    """Options of a run that loads its best step at the end and keeps so many checkpoints."""
+    return {
+        "save_total_limit": limit,
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_dataset": vector_samples(4),
+        "trainer_class": Scores,
+    }

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -24,9 +25,19 @@ from benchmarks import children
 from hf_trainer import XLAArguments, safe_checkpoints
 from hf_trainer.deferred_writes import DeferredWrites
 from tests.crash.storages import Quick
-from tests.hf_trainer.scenarios import Classifier, Run, arguments, gpt2, ours, token_samples, vector_samples
-from tests.isolation import isolated
-from xla_adapters import ConfigError
+from tests.hf_trainer.scenarios import (
+    Classifier,
+    Run,
+    Scores,
+    arguments,
+    gpt2,
+    keeping_the_best,
+    ours,
+    token_samples,
+    vector_samples,
+)
+from tests.isolation import isolated, run_in_child
+from xla_adapters import ConfigError, get_backend
 from xla_adapters.checkpoint import CheckpointConfig, CheckpointStore, CheckpointWarning
 from xla_adapters.errors import CheckpointWriteError, StallError, UnsupportedOptionError
 
@@ -165,26 +176,10 @@ def test_a_save_that_fails_in_the_background_is_raised(last: bool, tmp_path: Pat
     assert not list(tmp_path.glob("_tmp-*"))
 
 
-class _Scores(hf_trainer.Trainer):
-    """Metrics that were agreed on: the best step is 2."""
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        metrics = {"eval_loss": float((5, 1, 4, 3, 2)[self.state.global_step // 2])}
-        self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-
 @isolated
 @pytest.mark.parametrize("limit", [1, 2, None])
 def test_the_best_one_stays_and_is_loaded(limit: int | None, tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "save_total_limit": limit,
-        "load_best_model_at_end": True,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "eval_dataset": vector_samples(4),
-        "trainer_class": _Scores,
-    }
+    options = keeping_the_best(limit)
     runs = [run(tmp_path / str(kind), {"asynchronous": kind}, **options) for kind in (False, True)]
     assert checkpoints(tmp_path / "True") == checkpoints(tmp_path / "False")
     best = str(tmp_path / "True" / "checkpoint-2")
@@ -310,7 +305,7 @@ def _preempted(folder: Path, place: str, asynchronous: bool) -> None:
     if place == "save":
         options = {"save_strategy": "steps", "save_steps": 3}
     if place == "evaluation":
-        options = {"eval_strategy": "steps", "eval_steps": 3, "eval_dataset": vector_samples(8)}
+        options = _evaluating()
     before = signal.getsignal(signal.SIGTERM)
     try:
         run(
@@ -325,16 +320,27 @@ def _preempted(folder: Path, place: str, asynchronous: bool) -> None:
         os._exit(int(str(ended.code)))
 
 
+def _evaluating() -> dict[str, Any]:
+    return {"eval_strategy": "steps", "eval_steps": 3, "eval_dataset": vector_samples(8)}
+
+
+@functools.cache
+def _left_alone() -> tuple[list[float], list[float]]:
+    """Losses, which no evaluation changes, and what evaluations find."""
+
+    def child() -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            alone = run(Path(folder), save_strategy="no", **_evaluating())
+        return alone.losses, alone.logged("eval_loss")
+
+    losses, evaluations = run_in_child(child)
+    return losses, evaluations
+
+
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("place", ["loader", "forward", "optimizer", "save", "evaluation"])
 def test_a_signal_ends_the_training_at_the_end_of_the_step(place: str, asynchronous: bool, tmp_path: Path) -> None:
-    evaluates: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3} if place == "evaluation" else {}
-    if place == "evaluation":
-        evaluates["eval_dataset"] = vector_samples(8)
-
-    def whole() -> Any:
-        alone = run(tmp_path / "whole", save_strategy="no", **evaluates)
-        return alone.losses, alone.logged("eval_loss")
+    evaluates = _evaluating() if place == "evaluation" else {}
 
     def rest() -> Any:
         again = run(tmp_path / "run", resume=True, seed=1, save_strategy="no", **evaluates)
@@ -344,11 +350,20 @@ def test_a_signal_ends_the_training_at_the_end_of_the_step(place: str, asynchron
     assert outcome.error == "the process died with exit code 143", f"{outcome.error}\n{outcome.output}"
     assert checkpoints(tmp_path / "run") == ["checkpoint-3"]
     assert CheckpointStore(tmp_path / "run").load(3).step == 3
-    expected = children.run_in_child(whole, timeout=120).value
     losses, evaluations, steps = children.run_in_child(rest, timeout=120).value
-    assert (losses, evaluations) == expected
+    assert losses == _left_alone()[0]
+    assert evaluations == (_left_alone()[1] if evaluates else [])
     assert steps == 5
-    assert bool(evaluations) == (place == "evaluation")
+    assert bool(evaluations) == bool(evaluates)
+
+
+@isolated
+def test_the_sync_point_of_a_tpu_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(get_backend()), "preemption_sync_point", lambda self: lambda step: step == 3)
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path, {"save_on": "preemption"}, save_strategy="no")
+    assert ended.value.code == 143
+    assert CheckpointStore(tmp_path).load(3).step == 3
 
 
 def test_a_signal_before_an_evaluation_saves_before_it(tmp_path: Path) -> None:
@@ -361,8 +376,7 @@ def test_a_signal_before_an_evaluation_saves_before_it(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def child() -> None:
-        options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3, "eval_dataset": vector_samples(8)}
-        run(tmp_path, {"save_on": "preemption"}, save_strategy="no", trainer_class=Killed, **options)
+        run(tmp_path, {"save_on": "preemption"}, save_strategy="no", trainer_class=Killed, **_evaluating())
 
     outcome = children.run_in_child(child, timeout=120)
     assert outcome.error == "the process died with signal 9", f"{outcome.error}\n{outcome.output}"
@@ -518,7 +532,7 @@ def test_early_stopping_goes_on(tmp_path: Path) -> None:
         "eval_strategy": "steps",
         "eval_steps": 2,
         "eval_dataset": vector_samples(4),
-        "trainer_class": _Scores,
+        "trainer_class": Scores,
         "load_best_model_at_end": True,
         "save_total_limit": None,
         "restore_callback_states_from_checkpoint": True,

@@ -68,6 +68,7 @@ DATA: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "plain": (lambda: vector_samples(ROWS), {}),
     "drawing": (Noisy, {}),
     "workers": (Noisy, {"dataloader_num_workers": 2}),
+    "lasting workers": (Noisy, {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}),
     "accumulated": (Noisy, {"gradient_accumulation_steps": 2}),
     "collator": (lambda: vector_samples(ROWS), {"data_collator": collating}),
     "stream": (Stream, {}),
@@ -93,8 +94,11 @@ def run(kind: str, folder: Path, *, step: int | None = None, data: Any = None) -
     )
 
 
+# torch waits five seconds for each worker that is there when its loader goes.
 @isolated(timeout=400)
-@pytest.mark.parametrize("kind", list(DATA))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "lasting workers" else kind for kind in DATA]
+)
 def test_the_data_goes_on(kind: str, tmp_path: Path) -> None:
     """In the first epoch of six steps (three if accumulated), at its end, and in the second."""
     whole = run(kind, tmp_path)

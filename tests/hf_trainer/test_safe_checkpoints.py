@@ -5,19 +5,31 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainerCallback
 
 import hf_trainer
 from hf_trainer import XLAArguments
 from hf_trainer.exact_resume import EXACT_RESUME
 from hf_trainer.safe_checkpoints import SETTINGS
-from tests.hf_trainer.scenarios import Classifier, Run, arguments, gpt2, ours, token_samples, vector_samples
-from tests.isolation import isolated
+from tests.hf_trainer.scenarios import (
+    Classifier,
+    Run,
+    Scores,
+    arguments,
+    gpt2,
+    keeping_the_best,
+    ours,
+    token_samples,
+    vector_samples,
+)
+from tests.isolation import isolated, run_in_child
 from xla_adapters import ConfigError
 from xla_adapters.checkpoint import (
     MANIFEST,
@@ -25,13 +37,15 @@ from xla_adapters.checkpoint import (
     CheckpointStore,
     CheckpointWarning,
     differences,
+    inspection,
 )
 from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError, CheckpointWriteError
 
 
 def run(folder: Path, *, resume: bool | Path | None = None, **options: Any) -> Run:
     """Six steps, saved after each second one. Options are those of the trainer, or of its arguments."""
-    own = {name: options.pop(name) for name in ("safe_checkpoints", "trainer_class", "eval_dataset") if name in options}
+    names = ("safe_checkpoints", "trainer_class", "eval_dataset", "rng_algorithm")
+    own = {name: options.pop(name) for name in names if name in options}
     defaults = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
     return ours(
         Classifier(dropout=0.4),
@@ -73,29 +87,10 @@ def test_the_files_are_those_of_transformers_and_the_manifest(tmp_path: Path) ->
     assert {path.name for path in (tmp_path / "safe").iterdir() if not path.name.startswith("checkpoint-")} == {"_lock"}
 
 
-class _Scores(hf_trainer.Trainer):
-    """Metrics that were agreed on: the best step is 2, then 8."""
-
-    scores: Any = (5, 1, 4, 3, 2)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        metrics = {"eval_loss": float(self.scores[self.state.global_step // 2])}
-        self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-
 @isolated
 @pytest.mark.parametrize("limit", [1, 2, 3, None])
 def test_the_best_and_the_newest_stay_as_in_transformers(limit: int | None, tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "max_steps": 8,
-        "save_total_limit": limit,
-        "load_best_model_at_end": True,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "eval_dataset": vector_samples(4),
-        "trainer_class": _Scores,
-    }
+    options = {"max_steps": 8, **keeping_the_best(limit)}
     safe = run(tmp_path / "safe", **options)
     run(tmp_path / "stock", safe_checkpoints=False, **options)
     assert checkpoints(tmp_path / "safe") == checkpoints(tmp_path / "stock")
@@ -143,9 +138,54 @@ def test_a_path_is_verified(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
 
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped": flip,
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "deleted": Path.unlink,
+}
+
+
+@isolated
+def test_every_file_flipped_cut_off_or_deleted_is_refused(tmp_path: Path) -> None:
+    trainer = run(tmp_path, max_steps=2).trainer
+    folder = tmp_path / "checkpoint-2"
+    names = {path.name for path in folder.iterdir()}
+    assert len(names) > 6
+
+    class Began(Exception):
+        """The checkpoint was accepted."""
+
+    class Stops(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            raise Began
+
+    trainer.add_callback(Stops())
+
+    def refused() -> set[str]:
+        found = set()
+        for kind, damage in DAMAGES.items():
+            for file in sorted(folder.iterdir()):
+                data = file.read_bytes()
+                damage(file)
+                try:
+                    trainer.train(resume_from_checkpoint=str(folder))
+                except CheckpointDamagedError:
+                    found.add(f"{kind} {file.name}")
+                except Exception:  # noqa: BLE001 (accepted; what torch made of it does not matter)
+                    pass
+                file.write_bytes(data)
+        return found
+
+    # Without its manifest a checkpoint is one of transformers' own, and loaded with a warning.
+    assert refused() == {f"{kind} {name}" for kind in DAMAGES for name in names} - {f"deleted {MANIFEST}"}
+    # And if nobody looked, nobody would notice.
+    vars(inspection)["problems"] = lambda *args: []
+    assert "flipped pytorch_model.bin" not in refused()
+
+
 @isolated
 def test_a_damaged_best_model_is_not_loaded(tmp_path: Path) -> None:
-    class Damages(_Scores):
+    class Damages(Scores):
         def _load_best_model(self) -> None:
             flip(Path(str(self.state.best_model_checkpoint)) / "pytorch_model.bin")
             super()._load_best_model()
@@ -192,6 +232,23 @@ def test_another_configuration_is_shown(tmp_path: Path) -> None:
     ]
 
 
+def test_other_random_numbers_are_shown(tmp_path: Path) -> None:
+    run_in_child(lambda: run(tmp_path, rng_algorithm="philox") and None)
+
+    def resumed(algorithm: str) -> list[str]:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            run(tmp_path, resume=tmp_path / "checkpoint-4", rng_algorithm=algorithm)
+        return [str(w.message) for w in said if issubclass(w.category, CheckpointMismatchWarning)]
+
+    assert run_in_child(lambda: resumed("philox")) == []
+    (message,) = run_in_child(lambda: resumed("three_fry"))
+    assert [line.strip() for line in message.splitlines()[1:]] == [
+        "- xla.rng_algorithm: 'philox'",
+        "+ xla.rng_algorithm: 'three_fry'",
+    ]
+
+
 @isolated
 def test_the_same_configuration_is_the_same_in_the_manifest(tmp_path: Path) -> None:
     trainer = run(tmp_path).trainer
@@ -202,7 +259,7 @@ def test_the_same_configuration_is_the_same_in_the_manifest(tmp_path: Path) -> N
 
 @isolated
 def test_a_save_that_fails_leaves_nothing_and_names_the_cause(tmp_path: Path) -> None:
-    class Full(_Scores):
+    class Full(Scores):
         def _save_rng_state(self, output_dir: str) -> None:
             if self.state.global_step == 4:
                 raise OSError(28, "No space left on device")

@@ -70,13 +70,13 @@ def test_other_meshes_and_one_device_go_on_exactly(tmp_path: Path) -> None:
     def writes() -> list[float]:
         return run(tmp_path, "llama", "fsdp").losses
 
-    def goes_on(scheme: str | None, checkpoints: str) -> list[float]:
+    def goes_on(scheme: str | None, checkpoints: str, folder: Path = tmp_path) -> list[float]:
         resumed = run(
-            tmp_path,
+            folder,
             "llama",
             scheme,
             checkpoints=checkpoints,
-            train_options={"resume_from_checkpoint": str(tmp_path / "checkpoint-3")},
+            train_options={"resume_from_checkpoint": str(folder / "checkpoint-3")},
         )
         if scheme is not None:
             assert_cut_as_planned(resumed)
@@ -94,6 +94,11 @@ def test_other_meshes_and_one_device_go_on_exactly(tmp_path: Path) -> None:
         assert_close(resumed, losses, 1e-5)
         if scheme == "fsdp":
             assert resumed == losses
+    one = tmp_path / "one"
+    written = run_in_child(lambda: run(one, "llama", None).losses)
+    for scheme in ("fsdp", "2d"):
+        on_8 = run_in_child(lambda scheme=scheme: goes_on(scheme, "sharded", one), env={"CPU_NUM_DEVICES": "8"})
+        assert_close(on_8, written, 1e-5)
 
 
 @on_8_devices

@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,12 +23,22 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from benchmarks import children
-from lightning_strategy import XLAEagerStrategy, checkpoints
+from lightning_strategy import XLAEagerStrategy, checkpoints, run_settings
 from lightning_strategy.scheduled_saves import NAME
 from tests.crash.storages import Quick
 from tests.isolation import isolated, run_in_child
-from tests.lightning_strategy.scenarios import BATCH, CLASSES, FEATURES, Classifier, fit, loader, trainer
+from tests.lightning_strategy.scenarios import (
+    BATCH,
+    CLASSES,
+    FEATURES,
+    Classifier,
+    fit,
+    loader,
+    trainer,
+    warnings_as_list,
+)
 from tests.lightning_strategy.test_checkpoints import dropping, resumed, saves
+from xla_adapters import get_backend
 from xla_adapters.checkpoint import CheckpointConfig, CheckpointStore, CheckpointWarning
 from xla_adapters.errors import (
     CheckpointDamagedError,
@@ -171,8 +182,12 @@ def huggingface(streaming: bool) -> Any:
 
 DATA: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: loader(shuffle=True),
+    "generator": lambda: DataLoader(
+        _Noisy(), BATCH, shuffle=True, num_workers=2, generator=torch.Generator().manual_seed(3)
+    ),
     "drawing": lambda: DataLoader(_Noisy(), BATCH, shuffle=True),
     "workers": lambda: DataLoader(_Noisy(), BATCH, shuffle=True, num_workers=2),
+    "lasting workers": lambda: DataLoader(_Noisy(), BATCH, shuffle=True, num_workers=2, persistent_workers=True),
     "stream": lambda: DataLoader(_Stream(), BATCH),
     "stream of workers": lambda: DataLoader(_Stream(), BATCH, num_workers=2),
     "datasets": lambda: huggingface(False),
@@ -225,6 +240,55 @@ def test_accumulation_goes_on_at_an_update(tmp_path: Path) -> None:
     run = trainer(XLAEagerStrategy(), **options)
     run.fit(module, loader(), ckpt_path=tmp_path / "one" / NAME)
     assert module.losses == whole.module.losses[4:]
+
+
+class _SavesEach(Callback):
+    """Whatever the gradients are then."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.save_checkpoint(self.folder / f"batch={batch_idx + 1}.ckpt")
+
+
+class _Manual(_Draws):
+    """Updates after every third batch, and drops the gradients then."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        if batch_idx % 3 == 2:
+            self.optimizers().step()  # type: ignore[union-attr]
+            self.optimizers().zero_grad()  # type: ignore[union-attr]
+        return {"loss": loss.detach()}
+
+
+@isolated
+@pytest.mark.parametrize("kind", ["per_micro_batch", "unrolled", "manual"])
+def test_gradients_go_on_in_the_middle_of_an_accumulation(kind: str, tmp_path: Path) -> None:
+    def strategy() -> XLAEagerStrategy:
+        return XLAEagerStrategy(
+            accumulation="unrolled" if kind == "unrolled" else None, checkpoint={"asynchronous": True}
+        )
+
+    make: Any = _Manual if kind == "manual" else dropping
+    options: dict[str, Any] = {"max_epochs": 1, **({} if kind == "manual" else {"accumulate_grad_batches": 3})}
+    whole = fit(make, strategy(), callbacks=lambda: [_SavesEach(tmp_path)], **options)
+    for batch in (1, 3, 5):
+        saved = torch.load(tmp_path / f"batch={batch}.ckpt", weights_only=True)["xla_adapters"]
+        assert ("gradients" in saved) == (batch != 3)
+        L.seed_everything(99, verbose=False)
+        module = make()
+        run = trainer(strategy(), callbacks=[_SavesEach(tmp_path / "again")], **options)
+        run.fit(module, loader(), ckpt_path=tmp_path / f"batch={batch}.ckpt")
+        assert module.losses == whole.module.losses[batch:]
+        for name, value in module.state_dict().items():
+            assert torch.equal(value, whole.module.state_dict()[name]), name
 
 
 def _last(folder: Path) -> ModelCheckpoint:
@@ -299,6 +363,58 @@ def test_the_last_one_is_the_newest_that_is_valid(damage: str, tmp_path: Path) -
         flip(tmp_path / "last.ckpt")
     with pytest.raises(CheckpointDamagedError, match=r"last\.ckpt is damaged"):
         resumed(dropping, XLAEagerStrategy(), last, max_epochs=3)
+
+
+def _saved_by(algorithm: Any, path: Path) -> None:
+    fit(Classifier, XLAEagerStrategy(rng_algorithm=algorithm), max_epochs=1, callbacks=lambda: [each(path)])
+
+
+def _told_of(path: Path, strategy: Callable[[], Any], make: Any = Classifier, **options: Any) -> list[str]:
+    with warnings_as_list() as told:
+        run = trainer(strategy(), max_epochs=1, **options)
+        run.fit(make(), loader(), ckpt_path=path / "step=4.ckpt")
+    return [text for text in told if "another run" in text or "random numbers" in text]
+
+
+def test_another_configuration_is_shown(tmp_path: Path) -> None:
+    run_in_child(lambda: _saved_by(None, tmp_path))
+    assert run_in_child(lambda: _told_of(tmp_path, XLAEagerStrategy)) == []
+
+    def slower() -> Classifier:
+        return Classifier(optimizer=lambda p: torch.optim.AdamW(p, lr=2e-2))
+
+    def changed() -> list[str]:
+        # As if it had been updated since.
+        vars(run_settings)["DISTRIBUTIONS"] = ("pytest",)
+        return _told_of(tmp_path, lambda: XLAEagerStrategy(free_grads=False), slower, gradient_clip_val=0.5)
+
+    (text,) = run_in_child(changed)
+    lines = [line.strip() for line in text.splitlines()[1:]]
+    assert lines[0].startswith("- versions.lightning: '2.")
+    assert lines[1].startswith("+ versions.pytest: ")
+    assert lines[2:] == [
+        "- optimizers.0.lr: 0.01",
+        "+ optimizers.0.lr: 0.02",
+        "- trainer.gradient_clip_val: None",
+        "+ trainer.gradient_clip_val: 0.5",
+        "- xla.free_grads: 'auto'",
+        "+ xla.free_grads: False",
+    ]
+
+
+def test_other_random_numbers_are_shown(tmp_path: Path) -> None:
+    run_in_child(lambda: _saved_by("philox", tmp_path))
+
+    def resumed_by(algorithm: Any) -> list[str]:
+        return _told_of(tmp_path, lambda: XLAEagerStrategy(rng_algorithm=algorithm))
+
+    def after_drawing() -> list[str]:
+        torch.rand(2, device="xla").cpu()
+        return resumed_by("auto")
+
+    assert run_in_child(lambda: resumed_by("philox")) == []
+    (text,) = run_in_child(after_drawing)
+    assert "drew random numbers on the device by philox, this one draws them by" in text
 
 
 # ---- before the end ----------------------------------------------------------------------------------
@@ -377,6 +493,13 @@ def _run(folder: Path, place: str = "", *, asynchronous: bool = False, resume: b
     return module.losses
 
 
+@functools.cache
+def _left_alone() -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        losses: list[float] = run_in_child(lambda: _run(Path(folder)))
+    return losses
+
+
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("place", ["loader", "forward", "optimizer", "save", "after the step", "evaluation"])
 def test_a_signal_ends_the_training_at_the_end_of_the_step(place: str, asynchronous: bool, tmp_path: Path) -> None:
@@ -384,9 +507,18 @@ def test_a_signal_ends_the_training_at_the_end_of_the_step(place: str, asynchron
     outcome = children.run_in_child(lambda: _run(folder, place, asynchronous=asynchronous), timeout=120)
     assert outcome.error == "the process died with exit code 143", f"{outcome.error}\n{outcome.output}"
     assert CheckpointStore(folder).load(NAME).step == 5
-    expected = run_in_child(lambda: _run(tmp_path / "whole"))
+    expected = _left_alone()
     assert len(expected) == 12
     assert run_in_child(lambda: _run(folder, resume=True)) == expected[5:]
+
+
+@isolated
+def test_the_sync_point_of_a_tpu_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(get_backend()), "preemption_sync_point", lambda self: lambda step: step == 3)
+    with pytest.raises(SystemExit) as ended:
+        fit(Classifier, XLAEagerStrategy(checkpoint={"save_on": "preemption"}), callbacks=lambda: [_last(tmp_path)])
+    assert ended.value.code == 143
+    assert CheckpointStore(tmp_path).load(NAME).step == 3
 
 
 def test_a_kill_after_the_signal_leaves_what_was_there(tmp_path: Path) -> None:

@@ -173,8 +173,9 @@ def test_accumulation_and_clipping() -> None:
 @isolated
 def test_a_real_interrupt_in_the_step() -> None:
     for hook in ("training_step", "on_after_backward"):
-        assert_nothing_left(failing(hook, None)(), SystemExit, steps=0)
+        # Whoever started the tests in the background had SIGINT ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        assert_nothing_left(failing(hook, None)(), SystemExit, steps=0)
 
 
 @isolated

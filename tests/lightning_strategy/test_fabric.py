@@ -105,7 +105,8 @@ class Announced(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+        if "compiled graph" in record.getMessage():
+            self.lines.append(record.getMessage())
 
     def __enter__(self) -> list[str]:
         log = logging.getLogger("xla_adapters")

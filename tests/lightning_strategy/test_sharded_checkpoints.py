@@ -20,9 +20,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
 from tests.isolation import run_in_child
 from tests.lightning_strategy.scenarios import assert_close, fit
+from tests.lightning_strategy.scenarios import trainer as make_trainer
 from tests.lightning_strategy.test_sharding import Tagger, Watches, both, devices, eight, loader, resume, saving
 from xla_adapters import get_backend
-from xla_adapters.errors import ConfigError, UnsupportedOptionError
+from xla_adapters.checkpoint import MANIFEST
+from xla_adapters.errors import CheckpointDamagedError, ConfigError, UnsupportedOptionError
 from xla_adapters.sharding import ShardingConfig
 from xla_adapters.sharding.dtensor import accept_placements
 
@@ -66,6 +68,57 @@ def goes_on(path: Path, strategy: Any) -> tuple[list[float], bool]:
     watches = Watches()
     callbacks = [watches] if made._sharding is not None else []
     return resume(path, made, callbacks=callbacks).losses, bool(callbacks and watches.cut)
+
+
+@eight
+@pytest.mark.parametrize("kind", ["sharded", pytest.param("whole", marks=pytest.mark.slow)])
+def test_gradients_go_on_in_the_middle_of_an_accumulation(kind: Any, tmp_path: Path) -> None:
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            if args[-1] == 1:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    def strategy() -> XLAEagerStrategy:
+        return XLAEagerStrategy(sharding=ShardingConfig(scheme="fsdp", checkpoints=kind))
+
+    options: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 3, "callbacks": [Saves()]}
+    whole = fit(Tagger, strategy(), data=lambda: loader(6), **{**options, "callbacks": lambda: [Saves()]})
+    module = Tagger()
+    make_trainer(strategy(), **options).fit(module, loader(6), ckpt_path=tmp_path / "middle.ckpt")
+    assert module.losses == whole.module.losses[2:]
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, whole.module.state_dict()[name]), name
+
+
+def test_every_file_flipped_or_deleted_is_refused(tmp_path: Path) -> None:
+    run_in_child(functools.partial(writes, tmp_path), env=devices(8))
+    folder = tmp_path / "step=6.ckpt"
+    names = {path.name for path in folder.iterdir()}
+    assert len(names) > 3
+
+    def flip(file: Path) -> None:
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 4
+        file.write_bytes(data)
+
+    def child() -> tuple[set[str], set[str]]:
+        found: tuple[set[str], set[str]] = set(), set()
+        strategy = XLAEagerStrategy()
+        for refused, damage in zip(found, (flip, Path.unlink), strict=True):
+            for file in sorted(folder.iterdir()):
+                data = file.read_bytes()
+                damage(file)
+                try:
+                    strategy.load_checkpoint(folder)
+                except (CheckpointDamagedError, FileNotFoundError, IsADirectoryError):
+                    refused.add(file.name)
+                file.write_bytes(data)
+        return found
+
+    flipped, deleted = run_in_child(child)
+    assert flipped == names
+    # Without its manifest it is one of Lightning's own (FSDP's), and loaded unchecked.
+    assert deleted == names - {MANIFEST}
 
 
 class Tied(Tagger):

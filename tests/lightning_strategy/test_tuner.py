@@ -51,7 +51,7 @@ def tuned(callback: Callable[[], Callback], make: Callable[[], Any] = Tuned) -> 
 
 
 @isolated
-@pytest.mark.parametrize("mode", ["power", "binsearch"])
+@pytest.mark.parametrize("mode", ["power", pytest.param("binsearch", marks=pytest.mark.slow)])
 def test_batch_size_finder(mode: str) -> None:
     ours, plain = tuned(lambda: BatchSizeFinder(mode=mode, steps_per_trial=2, max_trials=3))
     assert ours.module.batch_size == plain.module.batch_size > 2

@@ -1,0 +1,94 @@
+"""`initialize(fast_compile=True)` under the Trainer: the same run but for the rounding of sums, one graph, replayed."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import transformers
+
+import xla_adapters
+from tests.hf_trainer.scenarios import VOCABULARY, arguments, ours, token_samples
+from tests.isolation import run_in_child
+
+# A pass leaves rows of up to 32 numbers alone: sums here are longer.
+_WIDTH, _LENGTH, _STEPS = 48, 40, 6
+
+
+def _gpt2(dropout: float) -> transformers.PreTrainedModel:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=_LENGTH,
+        n_embd=_WIDTH,
+        n_layer=1,
+        n_head=2,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _llama(dropout: float) -> transformers.PreTrainedModel:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=_WIDTH,
+        intermediate_size=2 * _WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=_LENGTH,
+        attention_dropout=dropout,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _bert(dropout: float) -> transformers.PreTrainedModel:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=_WIDTH,
+        intermediate_size=2 * _WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=_LENGTH,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+_MODELS = {"gpt2": _gpt2, "llama": _llama, "bert": _bert}
+
+
+def _train(
+    fast: bool, name: str, dropout: float, optim: str, accumulation: int
+) -> tuple[list[float], dict[str, torch.Tensor], int, int]:
+    """Losses, parameters, replayed passes and graphs."""
+    xla_adapters.initialize(fast_compile=fast)
+    torch.manual_seed(0)
+    args = arguments(max_steps=_STEPS, logging_steps=1, optim=optim, gradient_accumulation_steps=accumulation)
+    run = ours(_MODELS[name](dropout), token_samples(32, length=_LENGTH), args=args)
+    run.assert_one_graph(_STEPS, graphs=accumulation, executions_per_step=accumulation)
+    return run.losses, run.parameters(), run.trainer._steps.train.replays, run.counts.compiles
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout", "optim", "accumulation"),
+    [
+        ("gpt2", 0.0, "sgd", 1),
+        ("gpt2", 0.2, "adamw_torch", 2),
+        ("llama", 0.2, "sgd", 1),
+        ("bert", 0.2, "sgd", 1),
+    ],
+)
+def test_the_same_training_but_for_rounding(name: str, dropout: float, optim: str, accumulation: int) -> None:
+    one, other = (
+        run_in_child(functools.partial(_train, fast, name, dropout, optim, accumulation)) for fast in (False, True)
+    )
+    assert one[2:] == other[2:]
+    assert other[2] == (_STEPS - 2) * accumulation
+    assert other[0] == pytest.approx(one[0], rel=1e-5)
+    if optim == "sgd":
+        # AdamW goes as far for a gradient that is nothing but rounding as for any other.
+        for parameter, value in one[1].items():
+            torch.testing.assert_close(other[1][parameter], value, rtol=1e-5, atol=1e-6, msg=parameter)

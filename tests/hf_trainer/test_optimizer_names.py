@@ -1,0 +1,83 @@
+"""Every optimizer of `TrainingArguments(optim=...)`: replayed bit for bit, or a clear error."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from transformers.training_args import OptimizerNames
+
+from tests.hf_trainer.scenarios import Classifier, arguments, assert_close, ours, reference, vector_samples
+from tests.isolation import isolated
+
+# Replayed, of 8 steps; where the proof took more than two, why.
+_REPLAYED = {
+    "adamw_torch": (6, ""),
+    "adamw_torch_fused": (6, ""),
+    "adamw_torch_xla": (5, "creates state in its update"),
+    "adafactor": (5, "the graph is another one"),
+    "sgd": (6, ""),
+    "adagrad": (6, ""),
+    "rmsprop": (6, ""),
+}
+# By the package whose absence transformers tells of.
+_MISSING = {
+    "torch_npu": ["adamw_torch_npu_fused"],
+    "torchdistx": ["adamw_anyprecision"],
+    "torchao": ["adamw_torch_4bit", "adamw_torch_8bit"],
+    "bitsandbytes": [
+        *("adamw_bnb_8bit", "adamw_8bit", "ademamix", "ademamix_8bit", "lion_8bit", "lion_32bit"),
+        *("paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"),
+        *("paged_lion_32bit", "paged_lion_8bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+    ],
+    "galore_torch": [
+        *("galore_adamw", "galore_adamw_8bit", "galore_adafactor"),
+        *("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise"),
+    ],
+    "lomo_optim": ["lomo", "adalomo"],
+    "grokadamw": ["grokadamw"],
+    "schedulefree": ["schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"],
+    "apollo_torch": ["apollo_adamw", "apollo_adamw_layerwise"],
+    "optimi": ["stable_adamw"],
+}
+# What transformers calls it in its message.
+_SAID = {"optimi": "torch-optimi"}
+
+
+def test_none_is_forgotten() -> None:
+    missing = [name for names in _MISSING.values() for name in names]
+    assert sorted([*_REPLAYED, *missing]) == sorted(member.value for member in OptimizerNames)
+
+
+def _train(name: str, replay: bool | str) -> Any:
+    args = arguments(optim=name, max_steps=8)
+    return ours(Classifier(), vector_samples(32), args=args, step_replay=replay)
+
+
+@isolated
+def test_replayed_bit_for_bit_and_as_on_the_cpu() -> None:
+    for name, (replays, reason) in _REPLAYED.items():
+        replayed, retraced = _train(name, "auto"), _train(name, False)
+        program = replayed.trainer._steps.train
+        assert program.replays == replays, (name, program.replay_reasons)
+        assert [reason in found for found in program.replay_reasons] == ([True] if reason else []), name
+        assert replayed.losses == retraced.losses, name
+        weights = [run.trainer.model.state_dict() for run in (replayed, retraced)]
+        for key in weights[0]:
+            assert torch.equal(weights[0][key].cpu(), weights[1][key].cpu()), (name, key)
+        # Fused and syncfree kernels are no CPU's; both are AdamW.
+        stock = "adamw_torch" if name.startswith("adamw") else name
+        expected = reference(Classifier(), vector_samples(32), args={"optim": stock, "max_steps": 8})
+        assert_close(replayed.losses, expected.losses)
+
+
+@isolated
+def test_what_is_not_installed_is_said() -> None:
+    for package, names in _MISSING.items():
+        # Whoever adds one to the environment adds it to what is trained above.
+        assert importlib.util.find_spec(package) is None, f"{package} is installed now"
+        for name in names:
+            with pytest.raises((ImportError, ValueError), match=_SAID.get(package, package)):
+                _train(name, "auto")
