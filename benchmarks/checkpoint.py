@@ -5,9 +5,11 @@ A state of parameters and two moments of AdamW on the device, written by
   torch.save, safetensors     the functions, on tensors copied to the host;
   DCP                         `torch.distributed.checkpoint.save` on tensors copied to the host;
   Lightning                   `TorchCheckpointIO.save_checkpoint`, likewise.
-None of the last four flushes or reads anything back (DCP flushes). The limits beside them: the copy to the host alone,
+None of the last four flushes or reads anything back (DCP flushes). Then the same amount saved by trainers in a
+training, stock and ours, on the device (see `benchmarks.checkpoint_trainers`). The limits: the copy to the host alone,
 which any save must wait for, and the same bytes written to the disk and flushed. All of them run in every round;
-before each the disk is let finish what it has to do. Medians over the rounds, per gigabyte (10^9 bytes).
+before each the disk is let finish what it has to do. Medians over the rounds, per gigabyte (10^9 bytes). What an async
+save blocks is compared with the copy to the host of the same round, in the same process.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
 
 from benchmarks import report
+from benchmarks.checkpoint_trainers import TRAINERS, players
 from benchmarks.children import run_in_child
+from benchmarks.turns import take_turns
 from xla_adapters import get_backend, initialize
 from xla_adapters.checkpoint import AsyncSaver, CheckpointStore, snapshot
 
@@ -131,31 +135,53 @@ def measure(megabytes: int, rounds: int, where: Path) -> dict[str, list[tuple[fl
     return times
 
 
+def _report(name: str, seconds: list[tuple[float, float]], gigabytes: float) -> dict[str, Any]:
+    blocked, total = (statistics.median(pair[which] for pair in seconds) / gigabytes for which in (0, 1))
+    return {"run": name, "blocked_seconds_per_gb": blocked, "total_seconds_per_gb": total}
+
+
 def main(arguments: list[str] | None = None) -> int:
-    options_parser = report.parser(__doc__ or "")
-    options_parser.add_argument("--megabytes", type=int, default=480, help="size of the state (480)")
-    options_parser.add_argument("--rounds", type=int, default=5, help="how often each is run (5)")
-    options_parser.add_argument("--folder", type=Path, default=Path("runs"), help="on the disk to be used (runs)")
-    options = options_parser.parse_args(arguments)
+    parser = report.parser(__doc__ or "")
+    parser.add_argument("--megabytes", type=int, default=480, help="size of the state (480)")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each is run (5)")
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="on the disk to be used (runs)")
+    parser.add_argument("--trainers", help=f"only these ('' for none), of: {'; '.join(TRAINERS)}")
+    options = parser.parse_args(arguments)
+    trainers = list(TRAINERS)
+    if options.trainers is not None:
+        trainers = [name.strip() for name in options.trainers.split(";") if name.strip()]
+        unknown = [name for name in trainers if name not in TRAINERS]
+        if unknown:
+            parser.error(f"no such trainer: {', '.join(unknown)}; there are: {'; '.join(TRAINERS)}")
     options.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=options.folder) as where:
-        outcome = run_in_child(
-            functools.partial(measure, options.megabytes, options.rounds, Path(where)), timeout=60 * options.rounds
-        )
-    if not outcome.ok:
-        print(outcome.error, file=sys.stderr)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        where = Path(folder)
+        outcomes = {
+            "": run_in_child(
+                functools.partial(measure, options.megabytes, options.rounds, where), timeout=120 * options.rounds
+            )
+        }
+        runs = players(trainers, options.megabytes, options.rounds, where)
+        outcomes |= take_turns(runs, options.rounds, timeout=120, say=lambda text: print(text, file=sys.stderr))
+    failed = [f"{name}: {outcome.error}" for name, outcome in outcomes.items() if not outcome.ok]
+    if failed:
+        print("\n".join(failed), file=sys.stderr)
         return 1
-    gigabytes = options.megabytes / 1000
-    rows: list[dict[str, Any]] = []
-    for name, times in outcome.value.items():
-        blocked, total = (statistics.median(pair[which] for pair in times) / gigabytes for which in (0, 1))
-        rows.append({"run": name, "blocked_seconds_per_gb": blocked, "total_seconds_per_gb": total})
-    print(report.table(("run", "blocked s/GB", "in all s/GB"), [tuple(row.values()) for row in rows]))
+    gigabytes, measured = options.megabytes / 1000, outcomes.pop("").value
+    rows = [_report(name, times, gigabytes) for name, times in measured.items()]
     # Of the same round: the machine may be busier in another.
-    ratios = [ours[0] / copy[0] for ours, copy in zip(outcome.value[ASYNC], outcome.value[COPY], strict=True)]
+    ratios = {ASYNC: [ours[0] / copy[0] for ours, copy in zip(measured[ASYNC], measured[COPY], strict=True)]}
+    for name, outcome in outcomes.items():
+        rows.append(_report(name, [(times.blocked, times.total) for times in outcome.value], gigabytes))
+        if name.endswith("async"):
+            ratios[name] = [times.blocked / times.copy for times in outcome.value]
+    print(report.table(("run", "blocked s/GB", "in all s/GB"), [tuple(row.values()) for row in rows]))
     result = report.Report("checkpoint", {"megabytes": options.megabytes, "rounds": options.rounds}, {"rows": rows})
-    result.target("blocked by an async save, to the copy to the host", statistics.median(ratios), "at most", 1.2)
-    print(f"\nblocked by an async save: {statistics.median(ratios):.2f} times the copy to the host")
+    print()
+    for name, found in ratios.items():
+        ratio = statistics.median(found)
+        result.target(f"{name}: blocked, to the copy to the host", ratio, "at most", 1.2)
+        print(f"{name}: blocked for {ratio:.2f} times the copy to the host")
     return result.finish(options)
 
 

@@ -47,54 +47,77 @@ class Outcome:
         return self.error.strip().splitlines()[-1] if self.error else None
 
 
-def run_in_child(function: Callable[[], Any], *, timeout: float, env: Mapping[str, str] | None = None) -> Outcome:
-    """Runs a function in a forked child, killed after `timeout` seconds; never raises for its sake."""
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        output, result = os.path.join(folder, "output"), os.path.join(folder, "result")
+class Child:
+    """A function that runs in a forked child.
+
+    Args:
+        function: its value is pickled.
+        env: environment variables for the child.
+    """
+
+    def __init__(self, function: Callable[[], Any], env: Mapping[str, str] | None = None) -> None:
+        self._started = time.monotonic()
+        self._folder = tempfile.TemporaryDirectory()
+        self._output, self._result = (os.path.join(self._folder.name, name) for name in ("output", "result"))
+        self._status: int | None = None
+        self._killed = ""
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
-        if pid == 0:
-            _be_child(function, output, result, env or {})
+        self._pid = os.fork()
+        if self._pid == 0:
+            _be_child(function, self._output, self._result, env or {})
+
+    def ended(self) -> bool:
+        """Whether it runs no more."""
+        if self._status is None:
+            done, status = os.waitpid(self._pid, os.WNOHANG)
+            if done:
+                self._status = status
+        return self._status is not None
+
+    def kill(self, why: str) -> None:
+        """Ends it if it runs still; `why` is the error then."""
+        if self.ended():
+            return
+        # The group does not exist yet if the child was not scheduled since the fork.
         try:
-            status = _wait(pid, started + timeout)
-        except BaseException:
-            _kill(pid)
-            raise
+            os.killpg(self._pid, signal.SIGKILL)
+        except ProcessLookupError:
+            os.kill(self._pid, signal.SIGKILL)
+        _, self._status = os.waitpid(self._pid, 0)
+        self._killed = why
+
+    def outcome(self) -> Outcome:
+        """How it ended, once it has; its files are gone then."""
+        assert self._status is not None
         value, error = None, None
-        if status is None:
-            error = f"still running after {timeout:.0f} s, killed"
-        elif not os.path.exists(result):
+        if self._killed:
+            error = self._killed
+        elif not os.path.exists(self._result):
+            status = self._status
             died = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit code {os.WEXITSTATUS(status)}"
             error = f"the process died with {died}"
         else:
-            with open(result, "rb") as stream:
+            with open(self._result, "rb") as stream:
                 value, error = pickle.load(stream)
         printed = ""
-        if os.path.exists(output):
-            with open(output, errors="replace") as text:
+        if os.path.exists(self._output):
+            with open(self._output, errors="replace") as text:
                 printed = text.read()[-_OUTPUT_KEPT:]
-    return Outcome(value, error, printed, time.monotonic() - started)
+        self._folder.cleanup()
+        return Outcome(value, error, printed, time.monotonic() - self._started)
 
 
-def _wait(pid: int, deadline: float) -> int | None:
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return status
-        time.sleep(0.01)
-    _kill(pid)
-    return None
-
-
-def _kill(pid: int) -> None:
-    # The group does not exist yet if the child was not scheduled since the fork.
+def run_in_child(function: Callable[[], Any], *, timeout: float, env: Mapping[str, str] | None = None) -> Outcome:
+    """Runs a function in a forked child, killed after `timeout` seconds; never raises for its sake."""
+    deadline = time.monotonic() + timeout
+    child = Child(function, env)
     try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+        while not child.ended() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        child.kill(f"still running after {timeout:.0f} s, killed")
+    return child.outcome()
 
 
 def _be_child(function: Callable[[], Any], output: str, result: str, env: Mapping[str, str]) -> None:
@@ -106,6 +129,9 @@ def _be_child(function: Callable[[], Any], output: str, result: str, env: Mappin
     value, error = None, None
     try:
         value = function()
+    except SystemExit as left:
+        # By its code: a subclass, as Lightning's for SIGTERM, prints as its name alone.
+        error = f"{traceback.format_exc()}\nthe process left with exit code {left.code}"
     except BaseException:  # noqa: BLE001 (reported to the parent, whatever it is)
         error = traceback.format_exc()
     sys.stdout.flush()

@@ -7,7 +7,9 @@ life after it
   identical  and noted no loss that differs by a bit from that of the training that nobody killed.
 A life that did not resume, or not identically, leaves its folder; the next begins anew. Then, in the last checkpoint of
 a training that was left alone, single bits are flipped, one at a time, in files and places of the same seed; caught is
-what raises when a training is to go on from that checkpoint by its path.
+what raises when a training is to go on from that checkpoint by its path. Under `fsdp` eight CPU devices train, and what
+they save, in parts or whole, is gone on from on the same mesh. With `--grace`, ours are sent SIGTERM, and SIGKILL after
+at most so many seconds, unless they have saved and ended by themselves.
 
 With `--peers`, transformers' and Lightning's own trainers too, on the plain CPU, where they do best (on XLA neither
 restores the random numbers of dropout). All runs are forked from one process that has imported everything.
@@ -32,7 +34,9 @@ from benchmarks.children import run_in_child
 from benchmarks.crash_runs import OURS, PEERS, RUNS, STEPS, die_after, loads, losses
 
 _TIMEOUT = 120
-_KILLED = "the process died with signal 9"
+# By SIGTERM where nobody handles it, as with Fabric.
+_KILLED = ("the process died with signal 9", "the process died with signal 15")
+_ENDED = "the process left with exit code 143"
 
 
 @dataclass
@@ -42,6 +46,7 @@ class Result:
     Attributes:
         kills: of its lives.
         in_a_save: kills that left something half written, which only ours can tell.
+        ended: of those killed, by SIGTERM: they saved and ended in time.
         resumed, identical: kills after which the next life did.
         bits, caught: flipped, and noticed.
         seconds: median of a life.
@@ -51,6 +56,7 @@ class Result:
     run: str
     kills: int = 0
     in_a_save: int | None = None
+    ended: int = 0
     resumed: int = 0
     identical: int = 0
     bits: int = 0
@@ -100,8 +106,16 @@ def _timed(child: Callable[[], float], journal: Path) -> float:
     return child() - born[0]
 
 
-def kill(name: str, kills: int, seed: int, where: Path) -> Result:
-    """Kills one kind of training that many times."""
+def kill(name: str, kills: int, seed: int, where: Path, grace: float | None = None) -> Result:
+    """Kills one kind of training that many times.
+
+    Args:
+        name: of `RUNS`.
+        kills: how often.
+        seed: of the moments.
+        where: an empty folder.
+        grace: seconds that SIGKILL follows SIGTERM by, at most; None sends SIGKILL alone.
+    """
     run, result, chosen = RUNS[name], Result(name), random.Random(seed)
     expected, lifetime = whole(run, where)
     life, lives, folder = 0, [], where / "0"
@@ -111,15 +125,23 @@ def kill(name: str, kills: int, seed: int, where: Path) -> Result:
         journal = where / f"{folder.name}.txt"
         seconds, last = chosen.random() * lifetime, result.kills >= kills
         start = journal.stat().st_size if journal.exists() else 0
+        given = None if grace is None else chosen.random() * grace
 
-        def child(folder: Path = folder, journal: Path = journal, seconds: float = seconds, last: bool = last) -> None:
+        def child(
+            folder: Path = folder,
+            journal: Path = journal,
+            seconds: float = seconds,
+            given: float | None = given,
+            last: bool = last,
+        ) -> None:
             if not last:
-                die_after(seconds, journal)
+                die_after(seconds, journal, grace=given)
             run(folder, journal)
 
         outcome = run_in_child(child, timeout=_TIMEOUT)
         lives.append(outcome.seconds)
-        was_killed = outcome.error == _KILLED
+        ended = outcome.short_error == _ENDED
+        was_killed = ended or outcome.error in _KILLED
         noted = losses(journal, start)
         identical = all(expected.get(loss.step) == loss.loss for loss in noted)
         resumed = outcome.ok or was_killed
@@ -129,6 +151,7 @@ def kill(name: str, kills: int, seed: int, where: Path) -> Result:
         if not resumed and outcome.short_error not in result.errors:
             result.errors.append(outcome.short_error or "")
         result.kills += was_killed
+        result.ended += ended
         if name in OURS:
             result.in_a_save = (result.in_a_save or 0) + (was_killed and any(folder.glob("_tmp-*/*")))
         pending = was_killed
@@ -138,6 +161,7 @@ def kill(name: str, kills: int, seed: int, where: Path) -> Result:
             if was_killed:
                 # It is judged by nobody: what it left is not gone on from.
                 result.kills -= 1
+                result.ended -= ended
                 pending = False
     result.seconds = statistics.median(lives)
     return result
@@ -176,6 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=50, help="of each kind of training (50)")
     parser.add_argument("--bits", type=int, default=30, help="flipped in each kind of checkpoint (30)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments, and of the bits (0)")
+    parser.add_argument("--grace", type=float, help="SIGTERM, and SIGKILL at most so many seconds after it")
     parser.add_argument("--peers", action="store_true", help="stock transformers and Lightning, too")
     parser.add_argument("--runs", help=f"only these, of: {'; '.join(RUNS)}")
     options = parser.parse_args(arguments)
@@ -188,22 +213,24 @@ def main(arguments: list[str] | None = None) -> int:
     results, silent = [], {}
     for name in names:
         with tempfile.TemporaryDirectory() as where:
-            result = kill(name, options.kills, options.seed, Path(where))
+            result = kill(name, options.kills, options.seed, Path(where), options.grace if name in OURS else None)
             result.bits = options.bits
             result.caught, silent[name] = flip(name, options.bits, options.seed, Path(where))
         results.append(result)
         print(
             f"{name}: {result.identical} of {result.kills} identical, {result.caught} of {result.bits} bits", flush=True
         )
-    headers = ("run", "kills", "in a save", "resumed", "identical", "bits caught", "of", "s per life")
-    cells = [(r.run, r.kills, r.in_a_save, r.resumed, r.identical, r.caught, r.bits, r.seconds) for r in results]
+    headers = ("run", "kills", "in a save", "ended in time", "resumed", "identical", "bits caught", "of", "s per life")
+    cells = [
+        (r.run, r.kills, r.in_a_save, r.ended, r.resumed, r.identical, r.caught, r.bits, r.seconds) for r in results
+    ]
     print(f"\n{report.table(headers, cells)}")
     for result in results:
         for error in result.errors:
             print(f"\n{result.run} did not resume: {error[:300]}")
     made = report.Report(
         "crash",
-        {"kills": options.kills, "bits": options.bits, "seed": options.seed},
+        {"kills": options.kills, "bits": options.bits, "seed": options.seed, "grace": options.grace},
         {"rows": [asdict(result) for result in results], "bits_not_caught": silent},
     )
     for result in results:

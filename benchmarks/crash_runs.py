@@ -16,20 +16,25 @@ from typing import Any
 import lightning as L
 import torch
 import transformers
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import TrainerCallback, TrainingArguments
+from transformers import PretrainedConfig, PreTrainedModel, TrainerCallback, TrainingArguments
 
 import hf_trainer
-from lightning_strategy import XLAEagerStrategy
+from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
 from xla_adapters import initialize
 from xla_adapters.checkpoint import CheckpointConfig
+from xla_adapters.sharding import ShardingConfig
 
 STEPS, SAVE_EVERY, BATCH, FEATURES, CLASSES = 24, 2, 8, 16, 4
 # A save takes about as long as a few steps: many of the kills hit one.
 WIDTH = 384
 _ROWS = BATCH * STEPS // 2
+DEVICES = 8
+PARTS = ShardingConfig(scheme="fsdp", checkpoints="sharded")
+WHOLE = ShardingConfig(scheme="fsdp")
 
 
 def network() -> nn.Sequential:
@@ -50,10 +55,13 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(_ROWS, FEATURES, generator=generator), torch.randint(CLASSES, (_ROWS,), generator=generator)
 
 
-class _Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
+class _Network(PreTrainedModel):  # type: ignore[no-untyped-call]
+    config_class = PretrainedConfig
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
         self.layers = network()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
@@ -95,13 +103,29 @@ def _trainer(folder: Path, journal: Path, make: Callable[..., Any], **options: A
     torch.manual_seed(7)
     xs, labels = rows()
     data = [{"x": x, "labels": label} for x, label in zip(xs, labels, strict=True)]
-    return make(model=_Network(), args=_arguments(folder, **options), train_dataset=data, callbacks=[_Notes(journal)])
+    model = _Network(PretrainedConfig())
+    return make(model=model, args=_arguments(folder, **options), train_dataset=data, callbacks=[_Notes(journal)])
 
 
-def huggingface(folder: Path, journal: Path, *, asynchronous: bool, path: str | None = None) -> None:
+def _start(sharding: ShardingConfig | None) -> None:
+    if sharding is not None:
+        # The process is a child, and has no runtime yet.
+        os.environ["CPU_NUM_DEVICES"] = str(DEVICES)
+    initialize(spmd=sharding is not None)
+
+
+def huggingface(
+    folder: Path,
+    journal: Path,
+    *,
+    asynchronous: bool = False,
+    sharding: ShardingConfig | None = None,
+    path: str | None = None,
+) -> None:
     """`hf_trainer.Trainer`."""
-    initialize()
-    make = partial(hf_trainer.Trainer, checkpoint=CheckpointConfig(asynchronous=asynchronous))
+    _start(sharding)
+    checkpoint = CheckpointConfig(asynchronous=asynchronous, save_on="preemption")
+    make = partial(hf_trainer.Trainer, checkpoint=checkpoint, sharding=sharding)
     trainer = _trainer(folder, journal, make)
     trainer.train(resume_from_checkpoint=path or any(folder.glob("checkpoint-*")))
 
@@ -132,10 +156,17 @@ class _Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def lightning(folder: Path, journal: Path, *, strategy: Callable[[], Any] | None, path: str | None = None) -> None:
+def lightning(
+    folder: Path,
+    journal: Path,
+    *,
+    strategy: Callable[[], Any] | None,
+    sharding: ShardingConfig | None = None,
+    path: str | None = None,
+) -> None:
     """Lightning's Trainer, with a strategy of ours; or on the plain CPU, if `strategy` is None."""
     if strategy is not None:
-        initialize()
+        _start(sharding)
     L.seed_everything(7, verbose=False)
     saves = ModelCheckpoint(
         dirpath=folder, every_n_train_steps=SAVE_EVERY, save_last=True, save_top_k=1, enable_version_counter=False
@@ -152,15 +183,58 @@ def lightning(folder: Path, journal: Path, *, strategy: Callable[[], Any] | None
     trainer.fit(_Module(journal), loader, ckpt_path=path or "last")
 
 
-def _ours(asynchronous: bool) -> XLAEagerStrategy:
-    return XLAEagerStrategy(checkpoint=CheckpointConfig(asynchronous=asynchronous))
+def strategy(
+    folder: Path,
+    journal: Path,
+    *,
+    asynchronous: bool = False,
+    sharding: ShardingConfig | None = None,
+    path: str | None = None,
+) -> None:
+    """Lightning's Trainer with `XLAEagerStrategy`."""
+    checkpoint = CheckpointConfig(asynchronous=asynchronous, save_on="preemption")
+    make = partial(XLAEagerStrategy, checkpoint=checkpoint, sharding=sharding)
+    lightning(folder, journal, strategy=make, sharding=sharding, path=path)
+
+
+def fabric(folder: Path, journal: Path, *, sharding: ShardingConfig | None = None, path: str | None = None) -> None:
+    """A loop with Fabric, which saves under one name."""
+    _start(sharding)
+    L.seed_everything(7, verbose=False)
+    made = Fabric(strategy=XLAEagerFabricStrategy(sharding=sharding))
+    made.launch()
+    layers = network()
+    model, optimizer = made.setup(layers, torch.optim.AdamW(layers.parameters(), lr=1e-3))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    last = folder / "last.ckpt"
+    if path is not None or last.exists():
+        made.load(path or last, state)
+    loader = DataLoader(TensorDataset(*rows()), batch_size=BATCH)
+    for step, batch in enumerate([*loader, *loader], 1):
+        if step <= state["step"]:
+            continue
+        xs, labels = made.to_device(batch)
+        with made.strategy.step():  # type: ignore[attr-defined]
+            loss = nn.functional.cross_entropy(model(xs), labels)
+            made.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        note(journal, step, loss.item())
+        if step % SAVE_EVERY == 0:
+            made.save(last, {**state, "step": step})
 
 
 OURS: dict[str, Callable[..., None]] = {
-    "hf_trainer, sync": partial(huggingface, asynchronous=False),
+    "hf_trainer, sync": huggingface,
     "hf_trainer, async": partial(huggingface, asynchronous=True),
-    "XLAEagerStrategy, sync": partial(lightning, strategy=partial(_ours, False)),
-    "XLAEagerStrategy, async": partial(lightning, strategy=partial(_ours, True)),
+    "hf_trainer, fsdp, in parts": partial(huggingface, sharding=PARTS),
+    "hf_trainer, fsdp, async": partial(huggingface, asynchronous=True, sharding=WHOLE),
+    "XLAEagerStrategy, sync": strategy,
+    "XLAEagerStrategy, async": partial(strategy, asynchronous=True),
+    "XLAEagerStrategy, fsdp, in parts": partial(strategy, sharding=PARTS),
+    "XLAEagerStrategy, fsdp, async": partial(strategy, asynchronous=True, sharding=WHOLE),
+    "XLAEagerFabricStrategy": fabric,
+    "XLAEagerFabricStrategy, fsdp, in parts": partial(fabric, sharding=PARTS),
 }
 PEERS: dict[str, Callable[..., None]] = {
     "transformers.Trainer": stock_huggingface,
@@ -185,14 +259,23 @@ def losses(journal: Path, start: int = 0) -> list[Noted]:
     return [Noted(int(line.split()[0]), line.split()[1]) for line in lines]
 
 
-def die_after(seconds: float, journal: Path) -> None:
-    """Has this process killed that long after its next loss is noted, by a process that needs nothing of it."""
+def die_after(seconds: float, journal: Path, *, grace: float | None = None) -> None:
+    """Has this process killed that long after its next loss is noted, by a process that needs nothing of it.
+
+    Args:
+        seconds: from the loss on.
+        journal: where losses are noted.
+        grace: SIGTERM comes first, and SIGKILL so many seconds after it.
+    """
     victim, before = os.getpid(), journal.stat().st_size if journal.exists() else 0
     if os.fork() != 0:
         return
     while os.getppid() == victim and (not journal.exists() or journal.stat().st_size == before):
         time.sleep(0.001)
     time.sleep(seconds)
+    if grace is not None and os.getppid() == victim:
+        os.kill(victim, signal.SIGTERM)
+        time.sleep(grace)
     if os.getppid() == victim:
         os.kill(victim, signal.SIGKILL)
     os._exit(0)

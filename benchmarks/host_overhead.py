@@ -1,218 +1,103 @@
 """What a training step costs the host, by depth and width; `python -m benchmarks.host_overhead`.
 
-Runs, each in a process of its own, one after another in every round:
-  stock         transformers.Trainer on XLA, optim="adamw_torch";
-  traced        our Trainer with step_replay=False;
-  replayed      our Trainer;
-  lazy loop     a loop by hand with torch_xla.sync() at each step;
-  step          the same loop as a CompiledStep.
-Host CPU is that of the main thread, process CPU that of all threads; medians over the steps behind the
-warm-up, then over the rounds. Nothing is logged while it is timed.
+Runs, each in a process of its own, which take turns: after the warm-up every run does a block of steps
+in each round, while the others wait.
+  HF, Lightning stock        transformers.Trainer and Lightning's Trainer on XLA, with their own parts;
+  HF, Lightning traced       the same Trainers with ours, step_replay=False;
+  HF, Lightning replayed     ours as they are;
+  lazy loop                  a loop by hand with torch_xla.sync() at each step;
+  torch_xla.compile          the loop's body in it;
+  openxla+lazy, +compile, +dynamo   forward and backward by torch.compile(backend="openxla"); the update
+                             lazily, in torch_xla.compile, or by dynamo too;
+  CompiledStep               the loop's body in ours;
+  CompiledStep x5            the same, five steps in one execution;
+  executable                 what CompiledStep compiled, called with its own results: nothing around it;
+  JAX                        the same model in JAX alone, its step jitted, its state donated.
+"on 1 core": the process is pinned to one core from its start. Host CPU is that of the main thread,
+process CPU that of all threads; milliseconds per step, medians over the blocks. Nothing is logged while
+it is timed. HF's mean loss is lower: transformers divides by all labels, the first of each row included.
 """
 
 from __future__ import annotations
 
-import functools
-import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
 
-import torch
-import transformers
+from benchmarks import report
+from benchmarks.clock import Plan
+from benchmarks.gpt2 import Size, sizes
+from benchmarks.timed_loops import EXECUTABLE, OPENXLA
+from benchmarks.timed_runs import DEVICE_RUNS, JAX, ON_ONE_CORE, Found, add_options, chosen, divided, measure_gpt2
+from benchmarks.timed_trainers import HF_REPLAYED, HF_STOCK, LIGHTNING_REPLAYED, LIGHTNING_STOCK
 
-import hf_trainer
-from benchmarks import report, zoo
-from benchmarks.children import run_in_child
-from benchmarks.training import LEARNING_RATE, Batches, arguments, only_item, token_batches
-from xla_adapters import CompiledStep, get_backend, initialize
-
-RUNS = ("stock", "traced", "replayed", "lazy loop", "step")
-# Parts of the stock trainer's host CPU and wall that ours may cost.
-_HOST_LIMIT, _WALL_LIMITS = 1 / 15, {2: 0.35, 12: 0.1}
+PINNED = tuple(name + ON_ONE_CORE for name in (HF_REPLAYED, LIGHTNING_REPLAYED, EXECUTABLE, JAX))
+RUNS = (*DEVICE_RUNS, *PINNED)
+DEPTHS = "2x128,6x64,12x32,24x32,48x32"
+_PAIRS = ((HF_REPLAYED, HF_STOCK), (LIGHTNING_REPLAYED, LIGHTNING_STOCK))
+# Parts of stock's host CPU and wall, of JAX's process CPU and of the best openxla's that ours may cost.
+_HOST_LIMIT, _JAX_LIMIT, _OPENXLA_LIMIT = 1 / 15, 1.1, 0.8
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The models, the batches, and how many."""
-
-    depths: str = "2x128,12x32"
-    length: int = 64
-    batch: int = 8
-    vocabulary: int = 256
-    warmup: int = 8
-    steps: int = 20
-
-    def sizes(self) -> list[tuple[int, int]]:
-        """Layers and width of each model."""
-        return [(int(layers), int(width)) for layers, width in (item.split("x") for item in self.depths.split(","))]
-
-    def model(self, layers: int, width: int) -> transformers.PreTrainedModel:
-        """A GPT-2 with dropout."""
-        torch.manual_seed(0)
-        config = transformers.GPT2Config(
-            vocab_size=self.vocabulary,
-            n_positions=self.length,
-            n_embd=width,
-            n_layer=layers,
-            n_head=2,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        return transformers.GPT2LMHeadModel(config)
-
-    def batches(self) -> list[zoo.Batch]:
-        """Random tokens that predict themselves."""
-        return token_batches(self.warmup + self.steps, (self.batch, self.length), self.vocabulary)
+def _wall_limit(size: Size) -> float | None:
+    if size.layers == 2 and size.width == 128:
+        return 0.35
+    return 0.1 if size.layers >= 12 and size.width == 32 else None
 
 
-@dataclass
-class Clock(transformers.TrainerCallback):
-    """Notes the clocks at the end of each step."""
-
-    marks: list[tuple[float, float, float]] = field(default_factory=list)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.step_done()
-
-    def step_done(self) -> None:
-        """Tells that a step has ended."""
-        self.marks.append((time.thread_time(), time.process_time(), time.perf_counter()))
-
-    def medians(self, warmup: int) -> list[float]:
-        """Milliseconds per step of host CPU, process CPU and wall."""
-        pairs = list(zip(self.marks[warmup - 1 :], self.marks[warmup:], strict=False))
-        return [1000 * statistics.median(after[kind] - before[kind] for before, after in pairs) for kind in range(3)]
+def add_targets(made: report.Report, size: Size, found: Found) -> None:
+    """What ours must reach; what was not measured is missed."""
+    for ours, stock in _PAIRS:
+        if size.layers >= 12:
+            value = found.ratio(ours, stock, "host_ms")
+            made.target(f"{size} {ours}: host CPU to {stock}", value, "at most", _HOST_LIMIT)
+        limit = _wall_limit(size)
+        if limit is not None:
+            made.target(f"{size} {ours}: wall to {stock}", found.ratio(ours, stock, "wall_ms"), "at most", limit)
+        pinned = found.ratio(ours + ON_ONE_CORE, JAX + ON_ONE_CORE, "process_ms")
+        made.target(f"{size} {ours}: process CPU to JAX, on 1 core", pinned, "at most", _JAX_LIMIT)
+        part = divided(found.get(ours, "process_ms"), found.best(OPENXLA, "process_ms"))
+        made.target(f"{size} {ours}: process CPU to the best openxla", part, "at most", _OPENXLA_LIMIT)
+        made.target(f"{size} {ours}: compiles", found.get(ours, "compiles"), "exactly", 1)
+        made.target(f"{size} {ours}: executions per step", found.get(ours, "executions"), "exactly", 1)
 
 
-@dataclass
-class Timing:
-    """One run."""
-
-    host_ms: float
-    process_ms: float
-    wall_ms: float
-    compiles: int
-    executions: float
-    last_loss: float
-
-
-def run(name: str, settings: Settings, layers: int, width: int) -> Timing:
-    """Runs in a child."""
-    initialize()
-    backend = get_backend()
-    if name != "stock":
-        assert backend.replay_works
-    clock = Clock()
-    before = backend.metrics()
-    loss = (_run_trainer if name in ("stock", "traced", "replayed") else _run_loop)(
-        name, settings, settings.model(layers, width), clock
-    )
-    after = backend.metrics()
-    return Timing(
-        *clock.medians(settings.warmup),
-        compiles=after.compiles - before.compiles,
-        executions=(after.executions - before.executions) / (settings.warmup + settings.steps),
-        last_loss=loss,
-    )
-
-
-def _run_trainer(name: str, settings: Settings, model: transformers.PreTrainedModel, clock: Clock) -> float:
-    total = settings.warmup + settings.steps
-    with tempfile.TemporaryDirectory() as folder:
-        common: dict[str, Any] = {
-            "model": model,
-            "args": arguments(folder, logging_steps=total, optim="adamw_torch"),
-            "train_dataset": Batches(settings.batches()),
-            "data_collator": only_item,
-            "callbacks": [clock],
-        }
-        if name == "stock":
-            trainer: Any = transformers.Trainer(**common)
-        else:
-            trainer = hf_trainer.Trainer(**common, step_replay=name == "replayed" and "auto")
-        return float(trainer.train().training_loss)
-
-
-def _run_loop(name: str, settings: Settings, model: transformers.PreTrainedModel, clock: Clock) -> float:
-    import torch_xla
-
-    model.to("xla").train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-
-    def body(batch: zoo.Batch) -> torch.Tensor:
-        loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()  # type: ignore[no-any-return]
-
-    step: Callable[[zoo.Batch], torch.Tensor] = CompiledStep(body) if name == "step" else body
-    losses = []
-    for batch in settings.batches():
-        losses.append(step({key: value.to("xla") for key, value in batch.items()}))
-        if name == "lazy loop":
-            torch_xla.sync()
-        clock.step_done()
-    return float(torch.stack([loss.cpu() for loss in losses]).mean())
+def table_of(found: dict[Size, Found], names: Sequence[str]) -> str:
+    """The runs for a person; what is missing stands below."""
+    kinds = ("host_ms", "process_ms", "wall_ms", "compiles", "executions", "mean_loss")
+    rows = [
+        (str(size), name, *(one.get(name, kind) for kind in kinds)) for size, one in found.items() for name in names
+    ]
+    headers = ("model", "run", "host CPU ms", "process CPU ms", "wall ms", "compiles", "executions/step", "mean loss")
+    lines = [f"  {size} {name}: {why}" for size, one in found.items() for name, why in one.failed.items()]
+    return "\n".join([report.table(headers, rows), *lines])
 
 
 def main(command: list[str] | None = None) -> int:
     """The program."""
     parser = report.parser(str(__doc__).splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=600, help="seconds per run")
-    parser.add_argument("--runs", default=",".join(RUNS), help=f"comma-separated, of: {', '.join(RUNS)}")
-    for name, value in asdict(Settings()).items():
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+    add_options(parser, RUNS, Plan(), timeout=600)
+    parser.add_argument("--depths", default=DEPTHS, help="comma-separated LAYERSxWIDTH")
+    for name in ("length", "batch", "vocabulary"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Size(1, 1), name))
     options = parser.parse_args(command)
-    settings = Settings(**{name: getattr(options, name) for name in asdict(Settings())})
-    names = [name.strip() for name in options.runs.split(",")]
-    if unknown := sorted(set(names) - set(RUNS)):
-        parser.error(f"unknown runs: {', '.join(unknown)}; there are {', '.join(RUNS)}")
-    timings: dict[tuple[int, int, str], list[Timing]] = {}
-    failed = []
-    for number in range(1, options.rounds + 1):
-        for layers, width in settings.sizes():
-            for name in names if number % 2 else reversed(names):
-                outcome = run_in_child(functools.partial(run, name, settings, layers, width), timeout=options.timeout)
-                if outcome.ok:
-                    timings.setdefault((layers, width, name), []).append(outcome.value)
-                else:
-                    failed.append(f"  {layers}x{width} {name}: {outcome.short_error}")
-                print(f"round {number}: {layers}x{width} {name}: {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
-
-    def median(layers: int, width: int, name: str, what: str) -> float | None:
-        found = timings.get((layers, width, name))
-        return statistics.median(getattr(timing, what) for timing in found) if found else None
-
-    kinds = ("host_ms", "process_ms", "wall_ms", "compiles", "executions", "last_loss")
-    rows = [
-        (f"{layers}x{width}", name, *(median(layers, width, name, kind) for kind in kinds))
-        for layers, width in settings.sizes()
-        for name in names
-    ]
-    made = report.Report("host_overhead", settings={**asdict(settings), "rounds": options.rounds})
-    made.results["runs"] = [
-        {"layers": layers, "width": width, "run": name, "timings": [asdict(timing) for timing in found]}
-        for (layers, width, name), found in timings.items()
-    ]
-    for layers, width in settings.sizes():
-        for kind, limit in (("host_ms", _HOST_LIMIT), ("wall_ms", _WALL_LIMITS.get(layers))):
-            ours, stock = median(layers, width, "replayed", kind), median(layers, width, "stock", kind)
-            if limit is not None and (kind == "wall_ms" or layers >= 12):
-                part = None if ours is None or not stock else ours / stock
-                made.target(f"{kind} of replayed against stock, {layers}x{width}", part, "at most", limit)
-        for kind in ("compiles", "executions"):
-            made.target(f"{kind}, {layers}x{width}", median(layers, width, "replayed", kind), "at most", 1)
+    names, plan = chosen(parser, options, RUNS)
+    try:
+        models = sizes(options.depths, length=options.length, batch=options.batch, vocabulary=options.vocabulary)
+    except ValueError as error:
+        parser.error(str(error))
+    made = report.Report("host_overhead", settings={**asdict(plan), "models": [asdict(size) for size in models]})
+    made.results["models"] = {}
+    found: dict[Size, Found] = {}
+    for size in models:
+        found[size] = measure_gpt2(names, size, plan, options.timeout)
+        made.results["models"][str(size)] = found[size].plain()
+        add_targets(made, size, found[size])
+        # What is there is kept, should the rest be cut off.
+        made.save(options)
     print(str(__doc__).split("\n\n", 1)[1])
-    print(f"{settings}, {options.rounds} rounds\n")
-    headers = ("model", "run", "host CPU ms", "process CPU ms", "wall ms", "compiles", "executions/step", "mean loss")
-    print(report.table(headers, rows) + ("\n" + "\n".join(failed) if failed else ""))
+    print(f"{plan}\n")
+    print(table_of(found, names))
     return made.finish(options)
 
 

@@ -20,7 +20,7 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "at most": operator.le,
     "exactly": operator.eq,
 }
-_PACKAGES = ("torch", "torch_xla", "transformers", "accelerate", "lightning", "xla-adapters")
+_PACKAGES = ("torch", "torch_xla", "transformers", "accelerate", "lightning", "jax", "torchvision", "xla-adapters")
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,17 @@ class Report:
         }
         path.write_text(json.dumps(document, indent=2) + "\n")
 
+    def save(self, options: argparse.Namespace) -> None:
+        """Writes the file that was asked for, if one was; what is known so far, when called before the end."""
+        if options.json is not None:
+            self.write_json(options.json)
+
     def finish(self, options: argparse.Namespace, out: TextIO = sys.stdout) -> int:
         """Prints the targets, writes the file that was asked for, and returns the exit code.
 
         That is 1 under `--check` if a target is missed (or there is none to check), else 0.
         """
-        if options.json is not None:
-            self.write_json(options.json)
+        self.save(options)
         if options.check:
             print(f"\n{self.target_table()}", file=out)
             return 0 if self.targets and all(target.met for target in self.targets) else 1
@@ -139,9 +143,18 @@ def environment() -> dict[str, Any]:
     return {
         "versions": versions,
         "python": platform.python_version(),
+        "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "pjrt_device": os.environ.get("PJRT_DEVICE", "unset"),
     }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def parser(description: str) -> argparse.ArgumentParser:

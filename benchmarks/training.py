@@ -11,6 +11,8 @@ from transformers import TrainingArguments
 from benchmarks.zoo import Batch
 
 LEARNING_RATE = 1e-3
+# transformers' default.
+MAX_NORM = 1.0
 
 
 class Batches(Dataset[Any]):

@@ -10,24 +10,37 @@ import pytest
 from benchmarks import crash
 from benchmarks.crash_runs import OURS
 
+IN_SHORT = {
+    "hf_trainer, async": None,
+    "XLAEagerStrategy, async": None,
+    "hf_trainer, fsdp, in parts": "0.5",
+    "XLAEagerStrategy, fsdp, in parts": "0.5",
+}
 
-@pytest.mark.parametrize("name", [name for name in OURS if "async" in name])
-def test_a_few_kills_and_bits(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "crash.json"
-    assert (
-        crash.main(["--kills", "2", "--bits", "4", "--seed", "1", "--runs", name, "--json", str(path), "--check"]) == 0
-    )
+
+@pytest.mark.parametrize("name", IN_SHORT)
+def test_a_kill_and_a_few_bits(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, grace = tmp_path / "crash.json", IN_SHORT[name]
+    command = ["--kills", "1", "--bits", "4", "--seed", "1", "--runs", name, "--json", str(path), "--check"]
+    assert crash.main([*command, *(["--grace", grace] if grace else [])]) == 0
     (row,) = json.loads(path.read_text())["results"]["rows"]
-    assert (row["kills"], row["identical"], row["bits"], row["caught"]) == (2, 2, 4, 4)
+    assert (row["kills"], row["identical"], row["bits"], row["caught"]) == (1, 1, 4, 4)
     assert name in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(OURS))
-def test_twenty_five_kills(name: str, tmp_path: Path) -> None:
+def test_ten_kills(name: str, tmp_path: Path) -> None:
     """A hundred in all."""
-    result = crash.kill(name, 25, 3, tmp_path)
-    assert (result.kills, result.resumed, result.identical, result.errors) == (25, 25, 25, [])
+    result = crash.kill(name, 10, 3, tmp_path)
+    assert (result.kills, result.resumed, result.identical, result.errors) == (10, 10, 10, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in OURS if "parts" in name or "async" in name])
+def test_terminated_and_killed_after_a_grace_period(name: str, tmp_path: Path) -> None:
+    result = crash.kill(name, 3, 4, tmp_path, 1.0)
+    assert (result.kills, result.resumed, result.identical, result.errors) == (3, 3, 3, [])
 
 
 def test_a_peer_does_not_notice_bits(tmp_path: Path) -> None:

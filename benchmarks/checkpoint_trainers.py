@@ -1,0 +1,213 @@
+"""What a checkpoint costs in a training: the trainers' own saves, for `benchmarks.checkpoint`.
+
+Each trainer trains the same network on the device and saves after every step; the time is that of its method which
+saves (`Trainer._save_checkpoint` of transformers, `Trainer.save_checkpoint` of Lightning), called by its loop or in a
+hook of it. Before it the device and the disk are let finish what they have to do, and the state is copied to the host
+once, for comparison. All trainers live at once, each in a process of its own, and save in turns.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import transformers
+from lightning.pytorch.strategies import SingleDeviceXLAStrategy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
+
+import hf_trainer
+from benchmarks.lightning_counts import LiftedAccelerator
+from benchmarks.turns import PassOn
+from lightning_strategy import XLAEagerStrategy
+from lightning_strategy.checkpoints import XLAEagerCheckpointIO
+from xla_adapters import get_backend, initialize
+
+_LAYERS, _BATCH = 8, 4
+STOCK_HF, STOCK_LIGHTNING = "transformers.Trainer", "Lightning's Trainer"
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one save, in seconds.
+
+    Attributes:
+        copy: of the state to the host, alone.
+        blocked: until the training may go on.
+        total: until the checkpoint is there.
+    """
+
+    copy: float
+    blocked: float
+    total: float
+
+
+class _Layers(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(_LAYERS)))
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = self.layers(x)
+        return values.square().mean()
+
+
+class _Pretrained(PreTrainedModel):  # type: ignore[no-untyped-call]
+    config_class = PretrainedConfig
+
+    def __init__(self, config: PretrainedConfig, width: int = 1) -> None:
+        super().__init__(config)
+        self.network = _Layers(width)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.network.loss(x)}
+
+
+def width_of(megabytes: int) -> int:
+    """Of a network whose weights and two moments are so many megabytes."""
+    return int((megabytes * 10**6 / 4 / 3 / _LAYERS) ** 0.5)
+
+
+class _Clock:
+    """Times saves, and gives the turn away after each; the first is a warm-up."""
+
+    def __init__(self, pass_on: PassOn) -> None:
+        self.times: list[Times] = []
+        self._pass_on, self._warm = pass_on, False
+
+    def save(self, state: Iterable[torch.Tensor], save: Callable[[], None], settle: Callable[[], None]) -> None:
+        backend, tensors = get_backend(), list(state)
+        backend.flush()
+        backend.wait()
+        os.sync()
+        for _ in range(2):
+            # The second finds memory that the process has, as a save does that is not the first.
+            started = time.perf_counter()
+            backend.to_host(tensors)
+            copied = time.perf_counter()
+        save()
+        blocked = time.perf_counter()
+        settle()
+        ended = time.perf_counter()
+        if self._warm:
+            self.times.append(Times(copied - started, blocked - copied, ended - copied))
+        self._warm = True
+        self._pass_on()
+
+
+def _tensors(model: nn.Module, optimizer: Any) -> Iterable[torch.Tensor]:
+    yield from model.parameters()
+    for values in optimizer.state.values():
+        yield from (
+            value for value in values.values() if isinstance(value, torch.Tensor) and value.device.type == "xla"
+        )
+
+
+def huggingface(pass_on: PassOn, *, width: int, rounds: int, where: Path, checkpoint: Any = None) -> list[Times]:
+    """transformers' Trainer on the device; ours if `checkpoint` says how it saves."""
+    initialize()
+    clock = _Clock(pass_on)
+    base: Any = transformers.Trainer if checkpoint is None else partial(hf_trainer.Trainer, checkpoint=checkpoint)
+
+    args = TrainingArguments(
+        str(where),
+        per_device_train_batch_size=_BATCH,
+        max_steps=rounds + 1,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=1,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        optim="adamw_torch",
+    )
+    data = [{"x": row} for row in torch.randn(_BATCH * (rounds + 1), width)]
+    trainer = base(model=_Pretrained(PretrainedConfig(), width), args=args, train_dataset=data)
+    stock = trainer._save_checkpoint
+
+    def save(model: Any, trial: Any) -> None:
+        optimizer = trainer.optimizer
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        settle = trainer._settle if checkpoint is not None else _nothing
+        clock.save(_tensors(trainer.model, optimizer), lambda: stock(model, trial), settle)
+
+    trainer._save_checkpoint = save
+    trainer.train()
+    return clock.times
+
+
+class _Module(L.LightningModule):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.network = _Layers(width)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.network.loss(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class _Saves(L.Callback):
+    def __init__(self, clock: _Clock, where: Path) -> None:
+        self._clock, self._where = clock, where
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        io = trainer.strategy.checkpoint_io
+        settle = io.settle if isinstance(io, XLAEagerCheckpointIO) else _nothing
+        save = partial(trainer.save_checkpoint, self._where / "last.ckpt")
+        self._clock.save(_tensors(pl_module, trainer.optimizers[0]), save, settle)
+
+
+def lightning(pass_on: PassOn, *, width: int, rounds: int, where: Path, checkpoint: Any = None) -> list[Times]:
+    """Lightning's Trainer on the device, with its own strategy; with ours if `checkpoint` says how it saves."""
+    initialize()
+    clock = _Clock(pass_on)
+    chosen: dict[str, Any] = {"strategy": XLAEagerStrategy(checkpoint=checkpoint)}
+    if checkpoint is None:
+        chosen = {"strategy": SingleDeviceXLAStrategy(device=0), "accelerator": LiftedAccelerator(), "devices": 1}
+    trainer = L.Trainer(
+        max_steps=rounds + 1,
+        callbacks=[_Saves(clock, where)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **chosen,
+    )
+    data = DataLoader(TensorDataset(torch.randn(_BATCH * (rounds + 1), width)), batch_size=_BATCH)
+    trainer.fit(_Module(width), data)
+    return clock.times
+
+
+def _nothing() -> None: ...
+
+
+TRAINERS: dict[str, Callable[..., list[Times]]] = {
+    STOCK_HF: huggingface,
+    "hf_trainer, sync": partial(huggingface, checkpoint={"asynchronous": False}),
+    "hf_trainer, async": partial(huggingface, checkpoint={"asynchronous": True}),
+    STOCK_LIGHTNING: lightning,
+    "XLAEagerStrategy, sync": partial(lightning, checkpoint={"asynchronous": False}),
+    "XLAEagerStrategy, async": partial(lightning, checkpoint={"asynchronous": True}),
+}
+
+
+def players(names: Iterable[str], megabytes: int, rounds: int, where: Path) -> dict[str, Callable[[PassOn], Any]]:
+    """For `take_turns`: these trainers, each in a folder of its own."""
+    width = width_of(megabytes)
+    return {
+        name: partial(TRAINERS[name], width=width, rounds=rounds, where=Path(tempfile.mkdtemp(dir=where)))
+        for name in names
+    }

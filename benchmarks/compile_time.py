@@ -1,0 +1,124 @@
+"""How long a training takes to get going, by depth; `python -m benchmarks.compile_time`.
+
+Every run is a process of its own that trains a GPT-2 for a few steps; medians over the repeats, in turns:
+  first step   from the start of the training (the model is made) to the end of the first step, and the CPU of all
+               threads in it: tracing and compiling;
+  warm-up      to the end of the step from which nothing compiles any more;
+  compiler     seconds in the XLA compiler (torch_xla counts them; JAX does not), and graphs compiled.
+HF stock, HF traced, HF replayed are transformers' Trainer and ours; the others loops by hand, see
+`benchmarks.host_overhead`. What is "compiled fast" is so by `initialize(fast_compile=True)`. The runs of
+`benchmarks.rolled` are made only if they are named. torch_xla loads no compiled graph from a file on the CPU: each
+process compiles anew.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from dataclasses import asdict, replace
+
+from benchmarks import report, rolled
+from benchmarks.clock import Plan, Timing
+from benchmarks.gpt2 import DROPOUT, Size, sizes
+from benchmarks.timed_loops import COMPILE, OPENXLA, STEP
+from benchmarks.timed_runs import COMPILED_FAST, JAX, add_options, chosen, divided, measure_gpt2, missing
+from benchmarks.timed_trainers import HF_REPLAYED, HF_RUNS, HF_STOCK, HF_TRACED
+
+HF_FAST = HF_REPLAYED + COMPILED_FAST
+RUNS = (*HF_RUNS, HF_FAST, COMPILE, *OPENXLA, STEP, JAX)
+_NAMED_ONLY = (*rolled.RUNS, *(name + COMPILED_FAST for name in rolled.RUNS))
+# Layers, and how many times as many may take how many times as long.
+_DEPTHS, _GROWTH = (12, 48), 2.0
+_KINDS = {
+    "first_step_seconds": "first step s",
+    "first_step_cpu_seconds": "CPU s",
+    "warmup_seconds": "warm-up s",
+    "compile_seconds": "compiler s",
+    "compiles": "graphs",
+}
+Timings = dict[str, list[Timing]]
+
+
+def median(timings: Timings, name: str, kind: str) -> float | None:
+    """Of a run, over the repeats."""
+    values = [getattr(timing, kind) for timing in timings.get(name, [])]
+    return statistics.median(values) if values and None not in values else None
+
+
+def add_targets(made: report.Report, size: Size, timings: Timings) -> None:
+    """Ours compiles one graph, with and without replay."""
+    for name in (HF_TRACED, HF_REPLAYED, *({HF_FAST} & timings.keys())):
+        made.target(f"{size} {name}: graphs compiled", median(timings, name, "compiles"), "exactly", 1)
+
+
+def add_growth(made: report.Report, found: dict[Size, Timings]) -> None:
+    """How much longer than the shallow model the deep one takes, by CPU time to the end of the first step."""
+    for width in sorted({size.width for size in found}):
+        shallow, deep = (
+            next((timings for size, timings in found.items() if (size.layers, size.width) == (layers, width)), {})
+            for layers in _DEPTHS
+        )
+        for name in (HF_REPLAYED, HF_FAST):
+            kind = "first_step_cpu_seconds"
+            ratio = divided(median(deep, name, kind), median(shallow, name, kind))
+            if deep and shallow and (name in deep or name in shallow):
+                title = f"{name}: CPU of the first step, {_DEPTHS[1]}x{width} to {_DEPTHS[0]}x{width}"
+                made.target(title, ratio, "at most", _GROWTH)
+
+
+def rows_of(size: Size, timings: Timings, names: list[str]) -> list[tuple[object, ...]]:
+    """The runs for a person."""
+    stock = median(timings, HF_STOCK, "warmup_seconds")
+    return [
+        (
+            str(size),
+            name,
+            *(median(timings, name, kind) for kind in _KINDS),
+            divided(median(timings, name, "warmup_seconds"), stock),
+        )
+        for name in names
+    ]
+
+
+def main(command: list[str] | None = None) -> int:
+    """The program."""
+    parser = report.parser(str(__doc__).splitlines()[0])
+    add_options(parser, RUNS, Plan(warmup=5, steps=1, rounds=1), timeout=900)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--depths", default="2x32,6x32,12x32,24x32,48x32", help="comma-separated LAYERSxWIDTH")
+    parser.add_argument("--dropout", type=float, default=DROPOUT)
+    options = parser.parse_args(command)
+    names, plan = chosen(parser, options, (*RUNS, *_NAMED_ONLY))
+    try:
+        models = [replace(size, dropout=options.dropout) for size in sizes(options.depths)]
+    except ValueError as error:
+        parser.error(str(error))
+    made = report.Report(
+        "compile_time", settings={**asdict(plan), "repeats": options.repeats, "dropout": options.dropout}
+    )
+    rows: list[tuple[object, ...]] = []
+    lines = [f"  {name}: {why}" for name in names if (why := missing(name)) is not None]
+    measured: dict[Size, Timings] = {}
+    for size in models:
+        timings = measured[size] = {}
+        for repeat in range(options.repeats):
+            for name in reversed(names) if repeat % 2 else names:
+                found = measure_gpt2([name], size, plan, options.timeout)
+                if name in found.timings:
+                    timings.setdefault(name, []).append(found.timings[name])
+                elif missing(name) is None:
+                    lines.append(f"  {size} {name}: {found.failed[name]}")
+        rows += rows_of(size, timings, names)
+        made.results[str(size)] = {name: [asdict(timing) for timing in found] for name, found in timings.items()}
+        add_targets(made, size, timings)
+        made.save(options)
+    add_growth(made, measured)
+    print(str(__doc__).split("\n\n", 1)[1])
+    print(f"{plan}, batches of {models[0].batch} x {models[0].length}, {options.repeats} repeats\n")
+    headers = ("model", "run", *_KINDS.values(), "warm-up to HF stock")
+    print("\n".join([report.table(headers, rows), *lines]))
+    return made.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Trainings that are timed, by the Trainers of HuggingFace and of Lightning: stock's and ours."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+import transformers
+from lightning.pytorch.strategies import SingleDeviceXLAStrategy
+from torch.utils.data import DataLoader
+
+import hf_trainer
+from benchmarks import zoo
+from benchmarks.clock import Clock, Plan, Timing
+from benchmarks.lightning_counts import LiftedAccelerator
+from benchmarks.training import LEARNING_RATE, MAX_NORM, Batches, arguments, only_item
+from benchmarks.turns import PassOn
+from lightning_strategy import XLAEagerStrategy
+from xla_adapters import get_backend, initialize
+
+HF_STOCK, HF_TRACED, HF_REPLAYED = "HF stock", "HF traced", "HF replayed"
+LIGHTNING_STOCK, LIGHTNING_TRACED, LIGHTNING_REPLAYED = "Lightning stock", "Lightning traced", "Lightning replayed"
+HF_RUNS = (HF_STOCK, HF_TRACED, HF_REPLAYED)
+LIGHTNING_RUNS = (LIGHTNING_STOCK, LIGHTNING_TRACED, LIGHTNING_REPLAYED)
+RUNS = (*HF_RUNS, *LIGHTNING_RUNS)
+
+MakeModel = Callable[[], torch.nn.Module]
+
+
+def run(name: str, make: MakeModel, batches: Sequence[zoo.Batch], plan: Plan, pass_on: PassOn) -> Timing:
+    """Runs in a child.
+
+    Args:
+        name: one of `RUNS`.
+        make: makes the model; called with a batch it returns something with a `loss`.
+        batches: as many as the plan has steps.
+        plan, pass_on: see `Clock`.
+    """
+    initialize()
+    backend = get_backend()
+    if name not in (HF_STOCK, LIGHTNING_STOCK):
+        # It tries out graphs of its own, which are none of the training's.
+        assert backend.replay_works
+    model = make()
+    clock = Clock(plan, pass_on, backend.wait)
+    run_trainer = _run_hf if name in HF_RUNS else _run_lightning
+    return clock.timing(run_trainer(name, model, Batches(list(batches)), clock))
+
+
+class _HFSteps(transformers.TrainerCallback):
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._clock.step_done()
+
+
+def _run_hf(name: str, model: torch.nn.Module, data: Batches, clock: Clock) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        common: dict[str, Any] = {
+            "model": model,
+            "args": arguments(folder, logging_steps=len(data), optim="adamw_torch", max_grad_norm=MAX_NORM),
+            "train_dataset": data,
+            "data_collator": only_item,
+            "callbacks": [_HFSteps(clock)],
+        }
+        if name == HF_STOCK:
+            trainer: Any = transformers.Trainer(**common)
+        else:
+            trainer = hf_trainer.Trainer(**common, step_replay=name == HF_REPLAYED and "auto")
+        # What is logged is the mean of all steps.
+        return [float(trainer.train().training_loss)]
+
+
+class _Module(L.LightningModule):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.model(**batch).loss  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+
+
+class _LightningSteps(L.Callback):
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.losses: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs["loss"])
+        self._clock.step_done()
+
+
+def _run_lightning(name: str, model: torch.nn.Module, data: Batches, clock: Clock) -> list[float]:
+    chosen: dict[str, Any] = {"strategy": XLAEagerStrategy(step_replay="auto" if name == LIGHTNING_REPLAYED else False)}
+    if name == LIGHTNING_STOCK:
+        chosen = {"strategy": SingleDeviceXLAStrategy(device=0), "accelerator": LiftedAccelerator(), "devices": 1}
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    steps = _LightningSteps(clock)
+    trainer = L.Trainer(
+        max_epochs=1,
+        gradient_clip_val=MAX_NORM,
+        callbacks=[steps],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **chosen,
+    )
+    # As in a training from HF's Trainer, which sets the mode too: `from_pretrained` leaves models in eval mode.
+    trainer.fit(_Module(model.train()), DataLoader(data, batch_size=1, collate_fn=only_item))
+    return [float(loss) for loss in steps.losses]

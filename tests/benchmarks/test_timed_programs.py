@@ -1,0 +1,224 @@
+"""The programs that time steps: small settings, their targets, what they compare."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import compile_time, host_overhead, memory, model_table, models, report, rolled, timed_loops, timed_runs
+from benchmarks.clock import Plan, Timing
+from benchmarks.gpt2 import Size, sizes
+from benchmarks.timed_loops import CPU, EXECUTABLE, INDUCTOR, LAZY, OPENXLA, STEP
+from benchmarks.timed_trainers import HF_REPLAYED, HF_STOCK, HF_TRACED, LIGHTNING_REPLAYED
+from benchmarks.turns import take_turns
+from tests.isolation import isolated
+
+_SMALL = ["--warmup", "5", "--steps", "2", "--rounds", "2"]
+_needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="jax is not installed")
+
+
+def _document(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def _timing(ms: float, **options: Any) -> Timing:
+    return Timing(ms, ms, ms, [(ms, ms, ms)], 1.0, 1.0, 2.0, **{"compiles": 1, "executions": 1.0, **options})
+
+
+# ---- turns ---------------------------------------------------------------------------------------
+
+
+def _player(log: Path, name: str, turns: int) -> Callable[[Callable[[], None]], str]:
+    def play(pass_on: Callable[[], None]) -> str:
+        for number in range(turns):
+            with log.open("a") as stream:
+                stream.write(f"{name}{number} ")
+            pass_on()
+        return name
+
+    return play
+
+
+def test_runs_take_turns_forth_and_back(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    runs = {name: _player(log, name, 3) for name in "ab"}
+    outcomes = take_turns(runs, 2, timeout=30, say=lambda line: None)
+    assert log.read_text().split() == ["b0", "a0", "a1", "b1", "b2", "a2"]
+    assert {name: outcome.value for name, outcome in outcomes.items()} == {"a": "a", "b": "b"}
+
+
+def test_a_run_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path) -> None:
+    def fails(pass_on: Callable[[], None]) -> None:
+        pass_on()
+        raise ValueError("no")
+
+    runs = {
+        "fails": fails,
+        "hangs": lambda pass_on: time.sleep(600),
+        "works": _player(tmp_path / "log", "w", 2),
+    }
+    outcomes = take_turns(runs, 1, timeout=1, say=lambda line: None)
+    assert outcomes["fails"].short_error == "ValueError: no"
+    assert "still running" in str(outcomes["hangs"].error)
+    assert outcomes["works"].value == "w"
+
+
+# ---- what is compared ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@_needs_jax
+def test_jax_trains_the_same_model() -> None:
+    size, plan = Size(2, 16, length=8, batch=2, dropout=0.0), Plan(warmup=5, steps=2, rounds=1)
+    runs = {name: functools.partial(timed_runs.run, name, size, plan) for name in (timed_runs.JAX, STEP)}
+    outcomes = take_turns(runs, plan.rounds, timeout=200, say=print)
+    jax, ours = (outcome.value for outcome in outcomes.values())
+    assert len(jax.losses) == plan.total
+    assert jax.losses == pytest.approx(ours.losses, abs=2e-5)
+    assert jax.losses[-1] != pytest.approx(jax.losses[0], abs=1e-3)
+
+
+@isolated
+def test_the_bare_executable_trains() -> None:
+    size, plan = Size(1, 16, length=8, batch=2, dropout=0.0), Plan(warmup=5, steps=3, rounds=1)
+    bare, ours = (
+        timed_loops.run(name, size.model, size.batches(plan.total), plan, lambda: None) for name in (EXECUTABLE, STEP)
+    )
+    # The bias corrections stay behind, and with them the size of the steps.
+    assert bare.losses[:4] == pytest.approx(ours.losses[:4], abs=1e-5)
+    assert bare.losses == pytest.approx(ours.losses, abs=0.05)
+    assert bare.losses != ours.losses
+    assert (bare.executions, ours.executions, ours.compiles_while_timed) == (1, 1, 0)
+
+
+def test_what_is_not_installed_is_left_out_and_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    size = Size(12, 32)
+    found = timed_runs.measure_gpt2([host_overhead.PINNED[-1]], size, Plan(), 1)
+    assert "xla-adapters[bench]" in found.failed["JAX on 1 core"]
+    made = report.Report("host_overhead")
+    host_overhead.add_targets(made, size, found)
+    assert made.targets
+    assert not any(target.met for target in made.targets)
+    (resnet,) = model_table.named("ResNet-18")
+    row = models.measure_model(resnet, models.RUNS, model_table.Shape(), Plan(), 1)
+    assert set(row.failed) == set(models.RUNS)
+    assert "xla-adapters[bench]" in models.table_of({resnet: row}, model_table.Shape())
+
+
+# ---- targets -------------------------------------------------------------------------------------
+
+
+def test_host_overhead_targets_come_from_the_runs() -> None:
+    pinned = {name: _timing(10.0) for name in host_overhead.PINNED}
+    timings = {HF_STOCK: _timing(300.0), HF_REPLAYED: _timing(16.0), "JAX": _timing(1.0), **pinned}
+    timings |= {name: _timing(19.0 + number) for number, name in enumerate(OPENXLA)}
+    made = report.Report("host_overhead")
+    host_overhead.add_targets(made, Size(12, 32), timed_runs.Found(timings))
+    values = {target.name.removeprefix("12x32 "): (target.value, target.met) for target in made.targets}
+    assert values["HF replayed: host CPU to HF stock"] == (pytest.approx(16 / 300), True)
+    assert values["HF replayed: wall to HF stock"] == (pytest.approx(16 / 300), True)
+    assert values["HF replayed: process CPU to JAX, on 1 core"] == (1.0, True)
+    assert values["HF replayed: process CPU to the best openxla"] == (pytest.approx(16 / 19), False)
+    assert values["HF replayed: executions per step"] == (1.0, True)
+    assert values[f"{LIGHTNING_REPLAYED}: compiles"] == (None, False)
+
+
+def test_models_targets_come_from_the_runs() -> None:
+    (model,) = model_table.named("gpt-2")
+    timings = {STEP: _timing(10.0), LAZY: _timing(20.0), CPU: _timing(5.0), OPENXLA[0]: _timing(9.0)}
+    found = timed_runs.Found(timings, {INDUCTOR: "crashed"})
+    made = report.Report("models")
+    models.add_targets(made, model, found)
+    assert [(target.value, target.met) for target in made.targets] == [(2.0, True), (0.9, False)]
+    table = models.table_of({model: found}, model_table.Shape(batch=3))
+    assert "crashed" in table
+    assert table.splitlines()[2].split()[1:10] == ["300", "150", "333.3", "600", "-", "2", "0.9", "0.5", "-"]
+
+
+def test_sizes_say_what_they_do_not_understand() -> None:
+    assert [(size.layers, size.width, size.batch) for size in sizes("2x128, 12x32", batch=3)] == [
+        (2, 128, 3),
+        (12, 32, 3),
+    ]
+    with pytest.raises(ValueError, match="'12' is not LAYERSxWIDTH"):
+        sizes("2x128,12")
+    with pytest.raises(ValueError, match="ResNeXt-50"):
+        model_table.named("nothing like it")
+
+
+# ---- the programs --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_host_overhead_times_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "h.json"
+    # Three steps are recorded, and five of those behind wait for each other.
+    small = ["--depths", "1x16", "--length", "8", "--batch", "2", "--warmup", "10", "--steps", "5", "--rounds", "1"]
+    assert host_overhead.main([*small, "--json", str(path)]) == 0
+    document = _document(path)
+    found = document["results"]["models"]["1x16"]
+    left_out = {name for name in host_overhead.RUNS if timed_runs.missing(name) is not None}
+    assert set(found["failed"]) == left_out
+    assert set(found["timings"]) == set(host_overhead.RUNS) - left_out
+    losses = {name: timing["losses"] for name, timing in found["timings"].items()}
+    assert all(len(values) in (1, 15) for values in losses.values())
+    for name in (HF_TRACED, HF_REPLAYED, LIGHTNING_REPLAYED, STEP):
+        assert (found["timings"][name]["compiles"], found["timings"][name]["executions"]) == (1, 1), name
+    assert all(timing["compiles_while_timed"] in (0, None) for timing in found["timings"].values())
+    assert "JAX on 1 core" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_models_times_runs(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    runs = [STEP, LAZY, OPENXLA[0], CPU]
+    command = ["--runs", ",".join(runs), "--models", "GPT-2", "--length", "8", "--batch", "1", "--json", str(path)]
+    assert models.main([*_SMALL, *command]) == 0
+    found = _document(path)["results"]["models"]["GPT-2"]
+    assert found["failed"] == {}
+    assert set(found["timings"]) == set(runs)
+    # Dropout draws other numbers in each.
+    means = [sum(timing["losses"]) / len(timing["losses"]) for timing in found["timings"].values()]
+    assert means == pytest.approx([means[0]] * len(means), rel=0.05)
+
+
+def test_compile_time_by_depth() -> None:
+    made = report.Report("compile_time", settings={})
+    found = {
+        Size(layers, 32): {name: [replace(_timing(1.0), first_step_cpu_seconds=seconds)]}
+        for name, layers, seconds in ((HF_REPLAYED, 12, 10.0), (HF_REPLAYED, 48, 25.0))
+    }
+    compile_time.add_growth(made, {**found, Size(48, 64): found[Size(48, 32)]})
+    (target,) = made.targets
+    assert (target.name, target.value, target.met) == ("HF replayed: CPU of the first step, 48x32 to 12x32", 2.5, False)
+
+
+@pytest.mark.slow
+@isolated(env={"XLA_FLAGS": ""})
+def test_graphs_that_are_rolled_up_train_alike() -> None:
+    size, plan = Size(2, 16, length=8, dropout=0.0), Plan(1, 2, 1)
+    losses = {name: timed_runs.run(name, size, plan, lambda: None).losses for name in rolled.RUNS}
+    for name in (rolled.SCAN, rolled.STACKED):
+        assert losses[name] == pytest.approx(losses[rolled.LAZY_UPDATE], rel=1e-5), name
+
+
+@pytest.mark.slow
+def test_memory_and_compile_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, runs = tmp_path / "o.json", ["--runs", f"{HF_TRACED},{HF_REPLAYED}", "--depths", "1x16", "--repeats", "1"]
+    assert memory.main([*_SMALL, *runs, "--length", "8", "--json", str(path)]) == 0
+    targets = {target["name"]: target["value"] for target in _document(path)["targets"]}
+    assert targets["1x16 HF replayed: peak of the run to HF traced"] == pytest.approx(1, rel=0.3)
+    assert "whole run MB" in capsys.readouterr().out
+    assert compile_time.main([*_SMALL, *runs, "--check", "--json", str(path)]) == 0
+    for timing in (values[0] for values in _document(path)["results"]["1x16"].values()):
+        assert 0 < timing["compile_seconds"] < timing["first_step_seconds"] <= timing["warmup_seconds"]
