@@ -6,15 +6,18 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed
 
 from benchmarks import children
 from tests.isolation import isolated
-from xla_adapters.checkpoint import CheckpointStore, Watchdog
+from xla_adapters.checkpoint import CheckpointStore, TorchGroup, Watchdog
 from xla_adapters.checkpoint.watchdog import STALLED_EXIT_CODE
 from xla_adapters.errors import StallError
 
@@ -107,6 +110,25 @@ def test_another_thread_is_watched_too() -> None:
     outcome = children.run_in_child(child, timeout=60)
     assert len(outcome.value) == 1
     assert outcome.value[0].startswith("a background save")
+
+
+def test_a_barrier_outside_of_saves(tmp_path: Path) -> None:
+    """The other rank never asks."""
+
+    def child(rank: int) -> None:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)
+        if rank == 1:
+            # Until the first is gone.
+            torch.distributed.recv(torch.zeros(1), 0)
+        group = TorchGroup(watchdog=Watchdog(SOON, grace=SOON))
+        CheckpointStore(tmp_path / "run", group=group).newest_valid()
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(children.run_in_child, partial(child, 1), timeout=60)
+        outcome, printed = run(partial(child, 0), tmp_path)
+        assert other.result().error is not None
+    assert outcome.error == f"the process died with exit code {STALLED_EXIT_CODE}"
+    assert "the barrier of rank 0 with 1 others did not end within 0.2 s" in printed
 
 
 def test_a_save_that_hangs_is_discarded(tmp_path: Path) -> None:

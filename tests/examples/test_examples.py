@@ -28,13 +28,6 @@ def test_digits_reach_95_percent() -> None:
     assert digits_vit.main([])["eval_accuracy"] > 0.95
 
 
-@isolated(timeout=400)
-def test_digits_run() -> None:
-    from examples import digits_vit
-
-    assert digits_vit.main(["--epochs", "2"])["eval_accuracy"] > 0.2
-
-
 @pytest.mark.slow
 @isolated(timeout=600)
 def test_lightning_digits_reach_97_percent() -> None:

@@ -49,6 +49,7 @@ def recipe(model: nn.Module, scheme: str, *shape: int) -> ShardingPlan:
     return template(scheme, model, Mesh.data_and_model(*shape))
 
 
+@pytest.mark.slow
 @isolated(timeout=300, env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})
 def test_plans_are_measured_kept_and_compared(tmp_path: Path) -> None:
     model = Net()

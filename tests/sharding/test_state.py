@@ -465,3 +465,18 @@ def test_checkpoints_of_something_else(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"another model \(lacks other\.bias, other\.weight; has"):
         load_model(nn.ModuleDict({"embed": nn.Embedding(32, 16), "other": nn.Linear(2, 2)}), tmp_path / "a")
     assert torch.equal(get_backend().to_host([model.embed.weight])[0], before)  # type: ignore[union-attr, list-item]
+
+
+@isolated(env=ON_8)
+def test_parts_of_what_is_still_being_computed() -> None:
+    xla_adapters.initialize(spmd=True)
+    backend = get_backend()
+    values = [torch.randn(64, 64).to("xla") for _ in range(200)]
+    for value in values:
+        backend.shard(value, tiles_of(Mesh(shape=(8,), axis_names=("data",)), ("data", None)))
+    # Whoever does not wait is too early in about a third of these.
+    for _ in range(30):
+        with xla_adapters.step():
+            for value in values:
+                value.copy_(torch.tanh(value @ value))
+        assert len(backend.local_parts(values[-1])) == 8
