@@ -143,7 +143,7 @@ def _report(name: str, seconds: list[tuple[float, float]], gigabytes: float) -> 
 def main(arguments: list[str] | None = None) -> int:
     parser = report.parser(__doc__ or "")
     parser.add_argument("--megabytes", type=int, default=480, help="size of the state (480)")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each is run (5)")
+    parser.add_argument("--rounds", type=int, default=7, help="how often each is run (7)")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="on the disk to be used (runs)")
     parser.add_argument("--trainers", help=f"only these ('' for none), of: {'; '.join(TRAINERS)}")
     options = parser.parse_args(arguments)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 Identity = tuple[object, ...]
+# The states of random generators are hundreds of these in a tuple.
+_ATOMS = frozenset({int, float, str, bool, type(None)})
 
 
 def identity(tensor: torch.Tensor) -> Identity:
@@ -25,10 +27,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+        yield from _tensors_among(value.values())
     elif isinstance(value, (list, tuple)):
-        for item in value:
+        yield from _tensors_among(value)
+
+
+def _tensors_among(items: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for item in items:
+        if type(item) not in _ATOMS:
             yield from tensors_in(item)
 
 
@@ -40,6 +46,8 @@ def replaced(value: Any, tensor: Callable[[torch.Tensor], Any], other: Callable[
         tensor: what stands for a tensor.
         other: what stands for any other leaf.
     """
+    if type(value) in _ATOMS:
+        return other(value)
     if isinstance(value, torch.Tensor):
         return tensor(value)
     if isinstance(value, MutableMapping):
