@@ -16,7 +16,7 @@ from hf_trainer.arguments import (
 from hf_trainer.callbacks import FirstCallback, LastCallback, XLAStatsCallback
 from hf_trainer.checkpoint_hooks import CheckpointHooks
 from hf_trainer.evaluation_hooks import EvaluationHooks
-from hf_trainer.framework_patches import trainer_patches
+from hf_trainer.framework_patches import no_search_for_gradients, trainer_patches
 from hf_trainer.refusals import check_arguments, check_optimizer, check_runtime
 from hf_trainer.safe_checkpoints import SafeCheckpointHooks
 from hf_trainer.schedule_hooks import ScheduleHooks, check_checkpoint_options, hold_jit_checkpoint
@@ -171,7 +171,8 @@ class XLATrainerMixin(
         for callback in callbacks:
             if isinstance(callback, XLAStatsCallback):
                 callback.stats = self.run_stats
-        with self._session():
+        quick = no_search_for_gradients(lambda: self._live_model, lambda: self._steps.train.left_no_gradients)
+        with self._session(), quick:
             self.run_stats.start()
             try:
                 return super().train(*args, **kwargs)

@@ -20,6 +20,7 @@ from xla_adapters.replay.facts import all_related
 from xla_adapters.replay.passes import ReplayPass
 from xla_adapters.replay.places import PassTensors
 from xla_adapters.replay.policy import StepReplay
+from xla_adapters.replay.recording import Recording
 from xla_adapters.replay.request import Request
 from xla_adapters.replay.together import StepsTogether
 from xla_adapters.rng import StepSeed
@@ -167,6 +168,7 @@ class StepProgram:
     _where: str = ""
     _open: StepExecution | None = field(default=None, repr=False)
     _replay: StepReplay | None = field(default=None, repr=False)
+    _replayed: Recording | None = field(default=None, repr=False)
 
     @property
     def is_replaying(self) -> bool:
@@ -292,10 +294,16 @@ class StepProgram:
         self.keep("outputs", outputs)
         return outputs
 
+    @property
+    def left_no_gradients(self) -> bool:
+        """Whether the last pass was replayed, and no parameter of its modules has a gradient now."""
+        return self._replayed is not None and self._replayed.without_gradients()
+
     def close(self) -> ScopeReport:
         """Ends the pass: the graph is executed, and a compile is explained in the log."""
         assert self._open is not None
         replayed = isinstance(self._open, ReplayPass)
+        self._replayed = self._open.recording if isinstance(self._open, ReplayPass) else None
         report = self._open.close()
         self._open = None
         self.passes += 1

@@ -165,9 +165,13 @@ class ModuleFacts:
                 return f"{self.name}.{key}: {value!r:.60} -> {own.get(key)!r:.60}"
         return f"{self.name} changed"
 
+    def parameters(self) -> list[torch.Tensor]:
+        """Its own, as they were noted."""
+        return [item for item, _, _ in self._traits]
+
     def tensors_held(self) -> Iterable[torch.Tensor]:
         """Its parameters, buffers and plain attributes that are tensors."""
-        yield from (item for item in self._parameters if item is not None)
+        yield from self.parameters()
         yield from (item for item in self.module._buffers.values() if item is not None)
         yield from (item for _, item in self._tensors)
 

@@ -16,7 +16,7 @@ from xla_adapters.errors import DeviceOutOfMemoryError
 from xla_adapters.interrupts import InterruptGuard, at_edge
 from xla_adapters.replay.places import PassTensors, Place
 from xla_adapters.replay.promised import PromisedTensor
-from xla_adapters.replay.recording import Recording
+from xla_adapters.replay.recording import Number, Recording
 from xla_adapters.replay.together import StepsTogether
 from xla_adapters.replay.update import Update
 from xla_adapters.rng import StepSeed
@@ -31,6 +31,7 @@ class ReplayPass:
         recording: what to call.
         tensors: of this pass.
         updates: the host's part of the optimizers' updates.
+        numbers: the graph's inputs that are new because of them.
         seed: the random stream of this pass; the device's own stream goes on if not given.
         backend: the seam.
         done: called when the executable was called.
@@ -44,6 +45,7 @@ class ReplayPass:
         *,
         tensors: PassTensors,
         updates: Sequence[Update],
+        numbers: Sequence[tuple[Number, float]],
         seed: StepSeed | None,
         backend: Backend,
         done: Callable[[], None],
@@ -53,6 +55,7 @@ class ReplayPass:
         self._recording = recording
         self._tensors = tensors
         self._updates = updates
+        self._numbers = numbers
         self._seed = seed
         self._backend = backend
         self._done = done
@@ -70,6 +73,11 @@ class ReplayPass:
     def is_open(self) -> bool:
         """Whether the pass has been opened and neither closed nor aborted."""
         return self._is_open
+
+    @property
+    def recording(self) -> Recording:
+        """What is called."""
+        return self._recording
 
     @property
     def executed(self) -> bool:
@@ -135,8 +143,7 @@ class ReplayPass:
                 backend.set_seed(backend.seed() if self._seed is None else self._seed.value())
                 if self._together is not None:
                     return self._wait(self._together)
-                numbers = [number for update in self._updates for number in update.numbers]
-                inputs = recording.inputs(tensors, numbers, backend)
+                inputs = recording.inputs(tensors, self._numbers, backend)
                 backend.compute(inputs)
                 recording.own_buffers(inputs, tensors, backend)
                 results = backend.run_graph(recording.executable, inputs)

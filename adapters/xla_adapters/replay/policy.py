@@ -103,13 +103,14 @@ class StepReplay:
                 for update, traced in zip(updates, plan.recording.updates, strict=True):
                     if update.operators != traced.operators:
                         raise CannotReplay("the optimizer takes another course than when the step was recorded")
-                plan.recording.check_numbers(updates)
+                numbers = plan.recording.new_numbers(updates)
                 waits = self.together is not None and self.together.takes(plan.recording)
                 return ReplayPass(
                     self.name,
                     plan.recording,
                     tensors=request.tensors,
                     updates=updates,
+                    numbers=numbers,
                     seed=seed,
                     backend=backend,
                     done=lambda: self._count(plan),
