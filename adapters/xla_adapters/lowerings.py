@@ -7,7 +7,7 @@ compile; `torch.linalg.vector_norm` is the same function without that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,28 @@ def _sum(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.sum(input, *args, **kwargs)
 
 
+def _adaptive_average(function: Callable[..., Any], dims: int) -> Callable[..., torch.Tensor]:
+    """As `adaptive_avg_pool1d` and its kin; torch_xla has it only for sizes that the output's divide."""
+
+    def pool(input: torch.Tensor, output_size: int | Sequence[int | None]) -> torch.Tensor:
+        asked = [output_size] * dims if isinstance(output_size, int) else list(output_size)
+        present = input.shape[-dims:]
+        sizes = [size if to is None else to for size, to in zip(present, asked, strict=True)]
+        if input.device.type != "xla" or all(not to or size % to == 0 for size, to in zip(present, sizes, strict=True)):
+            result: torch.Tensor = function(input, output_size)
+            return result
+        for dim, (size, to) in enumerate(zip(present, sizes, strict=True), input.ndim - dims):
+            if size == 1:
+                input = input.expand(*input.shape[:dim], to, *input.shape[dim + 1 :])
+            elif size != to:
+                starts, ends = ([(index * size + more) // to for index in range(to)] for more in (0, size + to - 1))
+                windows = [input.narrow(dim, start, end - start) for start, end in zip(starts, ends, strict=True)]
+                input = torch.cat([window.mean(dim, keepdim=True) for window in windows], dim)
+        return input
+
+    return pool
+
+
 LOWERINGS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
     torch.norm: _norm,
     torch.Tensor.norm: _norm,
@@ -84,6 +106,9 @@ LOWERINGS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
     torch.nn.functional.normalize: _normalize,
     torch.sum: _sum,
     torch.Tensor.sum: _sum,
+    torch.adaptive_avg_pool1d: _adaptive_average(torch.adaptive_avg_pool1d, 1),
+    torch.nn.functional.adaptive_avg_pool2d: _adaptive_average(torch.nn.functional.adaptive_avg_pool2d, 2),
+    torch.nn.functional.adaptive_avg_pool3d: _adaptive_average(torch.nn.functional.adaptive_avg_pool3d, 3),
     torch.histc: _histc,
     torch.Tensor.histc: _histc,
 }

@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from xla_adapters.backend import get_backend
+from xla_adapters.grouped_convolutions import GROUPED_CONVOLUTIONS
 from xla_adapters.lowerings import LOWERINGS, norm_with_torchs_variance
 from xla_adapters.rollback import StepJournal
 from xla_adapters.sharding.attention import ATTENTION
@@ -17,6 +18,8 @@ from xla_adapters.transfers import upload_scalar
 
 _Tensor = torch.Tensor
 _CALL = Callable[..., Any]
+
+_ON_CPU = {**LOWERINGS, **GROUPED_CONVOLUTIONS}
 
 # Calls that need the value of a tensor on the host, whatever their other arguments.
 _READS: dict[_CALL, str] = {
@@ -97,8 +100,13 @@ class StepWatch(TorchFunctionMode):
         self._on_read = on_read
         self._on_dynamic = on_dynamic
         self._writes: dict[_CALL, bool] = {}
-        self._spmd = get_backend().is_spmd()
-        self._lowerings = {**LOWERINGS, **NORMS, **ATTENTION} if self._spmd else LOWERINGS
+        backend = get_backend()
+        self._spmd = backend.is_spmd()
+        self._lowerings = LOWERINGS
+        if self._spmd:
+            self._lowerings = {**LOWERINGS, **NORMS, **ATTENTION}
+        elif backend.hardware() == "CPU":
+            self._lowerings = _ON_CPU
 
     def __torch_function__(
         self, func: _CALL, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -24,6 +24,30 @@ _CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "normalize": lambda x: (nn.functional.normalize(x, dim=1) * torch.arange(4, device=x.device)).sum(),
     "sum of a scalar, dim 0": lambda x: x.sum().sum(dim=0) + torch.sum(x.sum(), -1, keepdim=True),
     "sum, a dim": lambda x: x.sum(0).square().sum(),
+    "adaptive average 1d": lambda x: nn.functional.adaptive_avg_pool1d(x[None], 3).square().sum(),
+    "adaptive average, divided": lambda x: nn.functional.adaptive_avg_pool2d(x[None], (3, 2)).square().sum(),
+    "adaptive average, overlapping": lambda x: nn.AdaptiveAvgPool2d((2, 3))(x[None]).square().sum(),
+    "adaptive average, larger": lambda x: nn.AdaptiveAvgPool2d((7, None))(x[None]).square().sum(),
+    "adaptive average of one": lambda x: nn.AdaptiveAvgPool2d(6)(x.reshape(1, 12, 1, 1)).square().sum(),
+    "adaptive average 3d": lambda x: nn.AdaptiveAvgPool3d((2, 3, 1))(x[None, None]).square().sum(),
+}
+# Shape of the input, arguments of the module.
+_CONVOLUTIONS: dict[str, tuple[type[nn.Module], tuple[int, ...], dict[str, object]]] = {
+    "groups": (nn.Conv2d, (2, 6, 5, 4), {"out_channels": 9, "groups": 3, "kernel_size": 3, "padding": 1}),
+    "depthwise": (nn.Conv2d, (2, 4, 6, 5), {"out_channels": 4, "groups": 4, "kernel_size": 3, "stride": 2}),
+    "depthwise, more channels": (nn.Conv2d, (2, 3, 5, 5), {"out_channels": 6, "groups": 3, "kernel_size": (1, 3)}),
+    "dilated": (nn.Conv2d, (2, 4, 9, 8), {"out_channels": 4, "groups": 2, "kernel_size": 3, "dilation": (2, 1)}),
+    "same": (nn.Conv2d, (2, 4, 5, 6), {"out_channels": 2, "groups": 2, "kernel_size": (2, 3), "padding": "same"}),
+    "valid, circular": (
+        nn.Conv2d,
+        (2, 4, 5, 6),
+        {"out_channels": 4, "groups": 4, "kernel_size": 3, "padding": 1, "padding_mode": "circular", "bias": False},
+    ),
+    "one row": (nn.Conv2d, (4, 5, 6), {"out_channels": 4, "groups": 2, "kernel_size": 3}),
+    "1d": (nn.Conv1d, (2, 4, 9), {"out_channels": 8, "groups": 2, "kernel_size": 3, "padding": 2, "stride": 3}),
+    "3d": (nn.Conv3d, (1, 2, 4, 5, 3), {"out_channels": 4, "groups": 2, "kernel_size": 2}),
+    "too large a kernel": (nn.Conv1d, (2, 4, 80), {"out_channels": 4, "groups": 2, "kernel_size": 65}),
+    "no groups": (nn.Conv2d, (2, 4, 5, 4), {"out_channels": 3, "kernel_size": 3}),
 }
 _HISTOGRAMS = {
     "a range": (4, -1, 2),
@@ -55,6 +79,29 @@ def test_value_gradient_and_one_graph(name: str) -> None:
 
 
 @isolated
+@pytest.mark.parametrize("name", _CONVOLUTIONS)
+def test_convolutions(name: str) -> None:
+    make, shape, options = _CONVOLUTIONS[name]
+    torch.manual_seed(0)
+    channels = shape[0] if name == "one row" else shape[1]
+    plain = make(in_channels=channels, **options)
+    ours, values = copy.deepcopy(plain).to("xla"), torch.randn(shape)
+    inputs = [nn.Parameter(values.clone()), nn.Parameter(values.to("xla"))]
+    for _ in range(2):
+        for tensor in (*inputs, *plain.parameters(), *ours.parameters()):
+            tensor.grad = None
+        results = [plain(inputs[0])]
+        results[0].square().sum().backward()
+        with xla_adapters.eager(), xla_adapters.count() as counters, xla_adapters.step():
+            results.append(ours(inputs[1]))
+            results[1].square().sum().backward()
+    assert (counters.compiles, counters.executions) == (0, 1)
+    torch.testing.assert_close(results[1].cpu(), results[0])
+    for there, here in zip((inputs[1], *ours.parameters()), (inputs[0], *plain.parameters()), strict=True):
+        torch.testing.assert_close(there.grad.cpu(), here.grad)
+
+
+@isolated
 @pytest.mark.parametrize("name", _HISTOGRAMS)
 @pytest.mark.parametrize("single", [False, True])
 def test_histogram(name: str, single: bool) -> None:
@@ -62,7 +109,7 @@ def test_histogram(name: str, single: bool) -> None:
     bins, low, high = _HISTOGRAMS[name]
     with xla_adapters.eager():
         on_device = values.to("xla")
-        with xla_adapters.count() as counters, xla_adapters.step():
+        with xla_adapters.eager(), xla_adapters.count() as counters, xla_adapters.step():
             ours = torch.histc(on_device, bins=bins, min=low, max=high)
         assert (counters.executions, counters.transfers_to_host, counters.eager_ops) == (1, 0, 0)
     torch.testing.assert_close(ours.cpu(), torch.histc(values, bins=bins, min=low, max=high))
