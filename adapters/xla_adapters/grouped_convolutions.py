@@ -57,14 +57,14 @@ def _grouped(function: Callable[..., Any], dims: int) -> Callable[..., torch.Ten
         of_each = weight.shape[1]
         outputs = weight.shape[0] // groups
         total: torch.Tensor | None = None
-        places: list[tuple[int, ...]] = list(product(*map(range, kernel)))
-        for place in places:
+        for place in product(*map(range, kernel)):
             cut = [
                 slice(at * space, at * space + (size - 1) * step + 1, step)
                 for at, space, size, step in zip(place, spaces, sizes, steps, strict=True)
             ]
             inside: tuple[Any, ...] = (..., *cut)
-            window, factor = padded[inside], weight[(..., *place)]
+            here: tuple[Any, ...] = (..., *place)
+            window, factor = padded[inside], weight[here]
             if of_each == outputs == 1:
                 term = window * factor.reshape(-1, *[1] * dims)
             else:
