@@ -76,6 +76,12 @@ def test_replaced_names_of_accelerate_and_transformers() -> None:
     assert list(inspect.signature(reduce).parameters) == ["tensors", "name"]
 
 
+def test_the_loop_drops_gradients_by_the_models_own_method() -> None:
+    """`no_search_for_gradients` stands on both."""
+    assert "model.zero_grad()" in inspect.getsource(transformers.Trainer)
+    assert list(inspect.signature(torch.nn.Module.zero_grad).parameters) == ["self", "set_to_none"]
+
+
 def test_transformers_adafactor_names_its_parts() -> None:
     options = transformers.optimization.Adafactor._get_options
     assert list(inspect.signature(options).parameters) == ["param_group", "param_shape"]

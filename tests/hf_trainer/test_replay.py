@@ -52,6 +52,39 @@ def test_options(options: dict[str, Any]) -> None:
 
 
 @isolated
+def test_gradients_that_appear_behind_a_replayed_step_are_dropped() -> None:
+    """By the loop's `model.zero_grad()`, which is spared its search where there is nothing to drop."""
+    seen: list[tuple[int, bool]] = []
+
+    class Interferes(torch.optim.lr_scheduler.LambdaLR):
+        def step(self, *args: Any, **kwargs: Any) -> None:
+            super().step(*args, **kwargs)
+            self.steps = getattr(self, "steps", 0) + 1
+            if self.steps == 6:
+                model.transformer.wpe.weight.grad = torch.ones_like(model.transformer.wpe.weight)
+
+    class Looks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append((state.global_step, model.transformer.wpe.weight.grad is None))
+
+    model = gpt2().to("xla")
+    model.transformer.wpe.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW([item for item in model.parameters() if item.requires_grad], lr=1e-3)
+    scheduler = Interferes(optimizer, lambda step: 1.0)
+    before = torch.nn.Module.zero_grad
+    run = ours(
+        model,
+        token_samples(32),
+        args=arguments(max_steps=8),
+        optimizers=(optimizer, scheduler),
+        callbacks=[Looks()],
+    )
+    assert run.trainer._steps.train.replays == 6, run.trainer._steps.train.replay_reasons
+    assert seen == [(step, True) for step in range(1, 9)]
+    assert torch.nn.Module.zero_grad is before
+
+
+@isolated
 def test_accumulation() -> None:
     run = _pair(12, data=token_samples(36), args={"max_steps": 6, "gradient_accumulation_steps": 3})
     run.assert_one_graph(6, graphs=3, executions_per_step=3)
