@@ -47,6 +47,7 @@ _CONVOLUTIONS: dict[str, tuple[type[nn.Module], tuple[int, ...], dict[str, objec
     "1d": (nn.Conv1d, (2, 4, 9), {"out_channels": 8, "groups": 2, "kernel_size": 3, "padding": 2, "stride": 3}),
     "3d": (nn.Conv3d, (1, 2, 4, 5, 3), {"out_channels": 4, "groups": 2, "kernel_size": 2}),
     "too large a kernel": (nn.Conv1d, (2, 4, 80), {"out_channels": 4, "groups": 2, "kernel_size": 65}),
+    "too large a kernel, depthwise": (nn.Conv2d, (2, 4, 7, 8), {"out_channels": 4, "groups": 4, "kernel_size": 6}),
     "no groups": (nn.Conv2d, (2, 4, 5, 4), {"out_channels": 3, "kernel_size": 3}),
 }
 _HISTOGRAMS = {
