@@ -165,7 +165,7 @@ class _Executable:
         (plan,) = replay._plans.values()
         recording = plan.recording
         assert recording is not None
-        numbers = [number for update in recording.updates for number in update.numbers]
+        numbers = recording.new_numbers(recording.updates)
         self._inputs = recording.inputs(PassTensors(batch), numbers, get_backend())
         at = {place.key: index for index, places in enumerate(recording.targets) for place in places}
         self._carried = [
