@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from xla_adapters.backend import get_backend
-from xla_adapters.grouped_convolutions import GROUPED_CONVOLUTIONS
+from xla_adapters.convolutions import CONVOLUTIONS
 from xla_adapters.lowerings import LOWERINGS, norm_with_torchs_variance
 from xla_adapters.rollback import StepJournal
 from xla_adapters.sharding.attention import ATTENTION
@@ -19,7 +19,7 @@ from xla_adapters.transfers import upload_scalar
 _Tensor = torch.Tensor
 _CALL = Callable[..., Any]
 
-_ON_CPU = {**LOWERINGS, **GROUPED_CONVOLUTIONS}
+_ON_CPU = {**LOWERINGS, **CONVOLUTIONS}
 
 # Calls that need the value of a tensor on the host, whatever their other arguments.
 _READS: dict[_CALL, str] = {

@@ -48,6 +48,8 @@ _CONVOLUTIONS: dict[str, tuple[type[nn.Module], tuple[int, ...], dict[str, objec
     "3d": (nn.Conv3d, (1, 2, 4, 5, 3), {"out_channels": 4, "groups": 2, "kernel_size": 2}),
     "too large a kernel": (nn.Conv1d, (2, 4, 80), {"out_channels": 4, "groups": 2, "kernel_size": 65}),
     "too large a kernel, depthwise": (nn.Conv2d, (2, 4, 7, 8), {"out_channels": 4, "groups": 4, "kernel_size": 6}),
+    "small images": (nn.Conv2d, (3, 4, 2, 2), {"out_channels": 5, "kernel_size": 3, "padding": 1}),
+    "small images, halved": (nn.Conv2d, (3, 4, 1, 1), {"out_channels": 5, "kernel_size": 3, "padding": 1, "stride": 2}),
     "no groups": (nn.Conv2d, (2, 4, 5, 4), {"out_channels": 3, "kernel_size": 3}),
 }
 _HISTOGRAMS = {

@@ -1,8 +1,10 @@
-"""Grouped convolutions as sums of products, for XLA on the CPU.
+"""Convolutions as sums of products, where XLA on the CPU makes plain loops of them; the others are a library's there.
 
-There they are plain loops (dense ones are a library's), and the gradient of the weights is one over all pairs of
-channels, also of different groups: forward and backward of 128 channels in 32 groups, 3 x 3, on 8 x 16 x 16 take more
-than a second, and some 30 ms as the products of each of the nine places in the kernel.
+Of groups the gradient of the weights is a loop over all pairs of channels, also of different groups: forward and
+backward of 128 channels in 32 groups, 3 x 3, on 8 x 16 x 16 take more than a second, and some 30 ms as the products of
+each of the nine places in the kernel. Where the kernel has more places than the input, XLA swaps the two (its
+`AlgebraicSimplifier`), and the result is none that the library takes: 512 channels, 3 x 3, on 8 x 2 x 2 take 170 ms,
+and 37 as products. So the last layers of a ResNet whose images have 64 pixels or fewer to a side are most of its time.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def _each(value: Numbers, dims: int) -> list[int]:
     return given * dims if len(given) == 1 else given
 
 
-def _grouped(function: Callable[..., Any], dims: int) -> Callable[..., torch.Tensor]:
+def _as_products(function: Callable[..., Any], dims: int) -> Callable[..., torch.Tensor]:
     """As `torch.conv1d`, `conv2d` or `conv3d`, for as many dimensions."""
 
     def convolution(
@@ -39,8 +41,10 @@ def _grouped(function: Callable[..., Any], dims: int) -> Callable[..., torch.Ten
         groups: int = 1,
     ) -> torch.Tensor:
         kernel = tuple(weight.shape[2:])
+        places = math.prod(kernel)
+        is_loop = groups > 1 or places > math.prod(input.shape[-dims:])
         most = _MOST_PLACES_OF_ONE if weight.shape[1] == 1 else _MOST_PLACES
-        if groups == 1 or math.prod(kernel) > most or torch.is_autocast_enabled("xla"):
+        if not is_loop or places > most or torch.is_autocast_enabled("xla"):
             result: torch.Tensor = function(input, weight, bias, stride, padding, dilation, groups)
             return result
         steps, spaces = _each(stride, dims), _each(dilation, dims)
@@ -81,8 +85,8 @@ def _grouped(function: Callable[..., Any], dims: int) -> Callable[..., torch.Ten
     return convolution
 
 
-GROUPED_CONVOLUTIONS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
-    torch.conv1d: _grouped(torch.conv1d, 1),
-    torch.conv2d: _grouped(torch.conv2d, 2),
-    torch.conv3d: _grouped(torch.conv3d, 3),
+CONVOLUTIONS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
+    torch.conv1d: _as_products(torch.conv1d, 1),
+    torch.conv2d: _as_products(torch.conv2d, 2),
+    torch.conv3d: _as_products(torch.conv3d, 3),
 }
