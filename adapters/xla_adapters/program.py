@@ -211,6 +211,8 @@ class StepProgram:
             replay: what a replay must know of the pass; without it the pass is traced.
         """
         use_random_algorithm(self.config)
+        # It holds values of the state, which a pass that is traced has no use for.
+        self._replayed = None
         self._where = where
         described = tuple(_describe("", inputs))
         self._signature = StepSignature(phase=phase, inputs=described, facts=tuple((facts or {}).items()))

@@ -81,6 +81,21 @@ def test_value_gradient_and_one_graph(name: str) -> None:
     torch.testing.assert_close(ours.grad.cpu(), plain.grad)
 
 
+_LEFT = ("too large a kernel", "too large a kernel, depthwise", "no groups")
+
+
+@isolated
+@pytest.mark.parametrize("name", _CONVOLUTIONS)
+def test_which_convolutions_become_products(name: str) -> None:
+    make, shape, options = _CONVOLUTIONS[name]
+    module = make(in_channels=shape[0] if name == "one row" else shape[1], **options).to("xla")
+    values, backend = torch.randn(shape).to("xla"), xla_adapters.get_backend()
+    with xla_adapters.step():
+        result = module(values)
+        text = backend.graph_text([backend.inner(result.detach())])
+    assert (b"convolution" in text) is (name in _LEFT)
+
+
 @isolated
 @pytest.mark.parametrize("name", _CONVOLUTIONS)
 def test_convolutions(name: str) -> None:

@@ -100,3 +100,31 @@ def test_a_subclass_that_calls_the_step_of_its_base() -> None:
     # Its first pass, which creates the state, is another graph, and rounds otherwise.
     assert torch.allclose(plain.state()["losses"], twin.state()["losses"], atol=1e-6)
     assert [len(group["params"]) for group in twin.optimizer.param_groups] == [6]
+
+
+@isolated
+def test_parts_that_only_some_batches_reach_keep_their_own_step_counts() -> None:
+    """Three kinds of batches, all replayed: recorded while the counts are equal, one must notice what another sets."""
+
+    def trained(replay: bool | str) -> tuple[list[float], CompiledStep]:
+        torch.manual_seed(0)
+        first, second = nn.Linear(4, 4).to("xla"), nn.Linear(4, 4).to("xla")
+        optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()], lr=0.05)
+
+        def update(inputs: torch.Tensor) -> torch.Tensor:
+            values = inputs if len(inputs) == 4 else first(inputs)
+            values = values if len(inputs) == 3 else second(values)
+            loss = values.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step = CompiledStep(update, config=XLAConfig(step_replay=replay))
+        rows = [*[3] * 4, *[4] * 4, *[3] * 4, *[4] * 4, *[2] * 4, 3, *[2] * 4]
+        return [step(torch.full((size, 4), number + 1.0)).item() for number, size in enumerate(rows)], step
+
+    (expected, _), (found, step) = trained(False), trained(True)
+    assert found == expected
+    assert step.replays >= 9, step.reasons
+    assert any("step counts" in reason for reason in step.reasons), step.reasons

@@ -14,6 +14,14 @@ from tests.isolation import run_in_child
 
 # A pass leaves rows of up to 32 numbers alone: sums here are longer.
 _WIDTH, _LENGTH, _STEPS = 48, 40, 6
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": _WIDTH,
+    "intermediate_size": 2 * _WIDTH,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": _LENGTH,
+}
 
 
 def _gpt2(dropout: float) -> transformers.PreTrainedModel:
@@ -31,30 +39,12 @@ def _gpt2(dropout: float) -> transformers.PreTrainedModel:
 
 
 def _llama(dropout: float) -> transformers.PreTrainedModel:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=_WIDTH,
-        intermediate_size=2 * _WIDTH,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=_LENGTH,
-        attention_dropout=dropout,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES, attention_dropout=dropout))
 
 
 def _bert(dropout: float) -> transformers.PreTrainedModel:
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=_WIDTH,
-        intermediate_size=2 * _WIDTH,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=_LENGTH,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-    )
-    return transformers.BertForMaskedLM(config)
+    dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**_SIZES, **dropouts))
 
 
 _MODELS = {"gpt2": _gpt2, "llama": _llama, "bert": _bert}

@@ -298,6 +298,8 @@ def _set_all(values: Sequence[torch.Tensor], to: torch.Tensor) -> None:
     array = to.numpy()
     for value in values:
         value.numpy()[...] = array
+    # Recipes of other signatures, which may update only some of these, see by it that they changed.
+    torch.autograd.graph.increment_version(values)
 
 
 def _copy(value: Any) -> Any:
