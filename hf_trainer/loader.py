@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from accelerate import skip_first_batches as skip_by_sampler
 
-from xla_adapters.rng import HostRandom, ReadingStream
+from xla_adapters.host_random import HostRandom
+from xla_adapters.rng import ReadingStream
 from xla_adapters.workers import generators_of, renew_workers
 
 

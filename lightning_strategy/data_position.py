@@ -19,8 +19,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
 from xla_adapters.errors import CheckpointError
+from xla_adapters.host_random import HostRandom
 from xla_adapters.patching import replaced
-from xla_adapters.rng import HostRandom, ReadingStream
+from xla_adapters.rng import ReadingStream
 from xla_adapters.workers import generators_of, renew_workers
 
 

@@ -28,10 +28,10 @@ from lightning_strategy.torchmetrics_in_steps import metrics_without_reads
 from xla_adapters import StepProgram, XLAConfig, get_backend
 from xla_adapters.checkpoint import CheckpointConfig, Watchdog
 from xla_adapters.errors import BreakKind
+from xla_adapters.host_random import HostRandom
 from xla_adapters.modes import eager
 from xla_adapters.program import ReplayRequest
 from xla_adapters.random_algorithm import resume_random_algorithm
-from xla_adapters.rng import HostRandom
 from xla_adapters.rollback import release_retired
 from xla_adapters.step_scope import current_scope
 

@@ -23,8 +23,8 @@ from lightning_strategy.checkpoints import on_host
 from xla_adapters import XLAConfig, get_backend
 from xla_adapters.batches import example_of, sample_count
 from xla_adapters.errors import ConfigError, RuntimeOrderError
+from xla_adapters.host_random import host_random_numbers_kept
 from xla_adapters.patching import replaced
-from xla_adapters.rng import host_random_numbers_kept
 from xla_adapters.sharding import ShardingConfig
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.sharder import Sharder

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from xla_adapters.host_random import host_random_numbers_kept
 from xla_adapters.nested_values import tensors_in
-from xla_adapters.rng import host_random_numbers_kept
 
 
 def sample_count(batch: Any) -> int:

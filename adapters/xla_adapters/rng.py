@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
-import torch
+from xla_adapters.host_random import HostRandom
 
 _MASK = (1 << 64) - 1
 
@@ -52,66 +47,6 @@ class StepSeed:
         for part in (self.seed, self.stream, self.replica, self.step, self.micro_step):
             state = _splitmix64(state ^ (part & _MASK))
         return state >> 1
-
-
-@dataclass(frozen=True)
-class HostRandom:
-    """The streams of Python, numpy and torch on the host.
-
-    Attributes:
-        python, numpy, torch: their states, as they give them.
-    """
-
-    python: tuple[Any, ...]
-    numpy: tuple[Any, ...]
-    torch: torch.Tensor
-
-    @classmethod
-    def now(cls) -> HostRandom:
-        """As they are; nothing is drawn."""
-        return cls(random.getstate(), cast("tuple[Any, ...]", np.random.get_state()), torch.get_rng_state())
-
-    def restore(self) -> None:
-        """Sets all three."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.torch)
-
-    def equals(self, other: HostRandom) -> bool:
-        """Whether they would draw the same."""
-        one, two = self.numpy, other.numpy
-        return (
-            self.python == other.python
-            and torch.equal(self.torch, other.torch)
-            and (one[0], *one[2:]) == (two[0], *two[2:])
-            and bool((one[1] == two[1]).all())
-        )
-
-    def seed(self, number: int) -> int:
-        """A seed of 32 bits that depends on these streams and on a number; nothing is drawn from them."""
-        digest = hashlib.sha256(self.torch.numpy().tobytes() + number.to_bytes(8, "little")).digest()
-        return int.from_bytes(digest[:4], "little")
-
-    def branch(self, number: int) -> HostRandom:
-        """Streams of their own, which depend on these and on a number; nothing is drawn from these."""
-        seed = self.seed(number)
-        return HostRandom(
-            random.Random(seed).getstate(),
-            cast("tuple[Any, ...]", np.random.RandomState(seed).get_state()),
-            torch.Generator().manual_seed(seed).get_state(),
-        )
-
-    def to_save(self) -> dict[str, Any]:
-        """The states as `torch.load` reads them with `weights_only=True`."""
-        name, keys, *rest = self.numpy
-        numpy = (name, torch.from_numpy(keys.astype(np.int64)), *rest)
-        return {"python": self.python, "numpy": numpy, "torch": self.torch}
-
-    @classmethod
-    def of_saved(cls, saved: Mapping[str, Any]) -> HostRandom:
-        """What `to_save` gave."""
-        name, keys, *rest = saved["numpy"]
-        return cls(saved["python"], (name, keys.numpy().astype(np.uint32), *rest), saved["torch"])
 
 
 class ReadingStream:
@@ -159,13 +94,3 @@ class ReadingStream:
             self._outside = None
         elif kind is None:
             self._own = self._first = HostRandom.now().branch(self._number)
-
-
-@contextmanager
-def host_random_numbers_kept() -> Iterator[None]:
-    """The streams of Python, numpy and torch on the host are at the exit where they were."""
-    before = HostRandom.now()
-    try:
-        yield
-    finally:
-        before.restore()

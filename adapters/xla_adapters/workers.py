@@ -15,7 +15,7 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from xla_adapters.rng import HostRandom, host_random_numbers_kept
+from xla_adapters.host_random import HostRandom, host_random_numbers_kept
 
 
 def renew_workers(loader: Any, epoch: int) -> None:

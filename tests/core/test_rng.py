@@ -14,7 +14,8 @@ import torch
 import xla_adapters
 from tests.isolation import isolated, run_in_child
 from xla_adapters import StepSeed
-from xla_adapters.rng import HostRandom, ReadingStream
+from xla_adapters.host_random import HostRandom, _lies_as_expected
+from xla_adapters.rng import ReadingStream
 
 
 def test_every_coordinate_counts() -> None:
@@ -103,3 +104,36 @@ def test_streams_are_saved_as_plain_values(tmp_path: Path) -> None:
     HostRandom.of_saved(torch.load(tmp_path / "random.pt", weights_only=True)).restore()
     assert HostRandom.now().equals(before)
     assert drawn() == expected
+
+
+def _draws() -> list[float]:
+    return [*np.random.standard_normal(3), np.random.random_sample(), random.random(), torch.rand(1).item()]
+
+
+@isolated
+@pytest.mark.parametrize("generator", [None, np.random.MT19937, np.random.PCG64])
+@pytest.mark.parametrize("before", [0, 1, 2, 7])
+@pytest.mark.parametrize("after", [0, 1, 2, 700])
+def test_streams_go_on_where_they_were_put_aside(generator: Any, before: int, after: int) -> None:
+    """Normal numbers are made in pairs: after an odd number of them one is kept outside the generator."""
+    if generator is not None:
+        np.random.set_bit_generator(generator(5))
+    np.random.standard_normal(before)
+    HostRandom.now()
+    kept = HostRandom.now()
+    expected = _draws()
+    for _ in range(2):
+        np.random.standard_normal(after)
+        HostRandom.now()
+        kept.restore()
+        assert HostRandom.now().equals(kept)
+        assert _draws() == expected
+    kept.restore()
+    found = np.random.get_state(legacy=False)
+    kept.restore()
+    np.random.set_state(np.random.get_state())
+    assert str(found) == str(np.random.get_state(legacy=False))
+
+
+def test_numpys_state_lies_as_expected() -> None:
+    assert _lies_as_expected(), "states of numpy's generator are copied the slow way"

@@ -11,8 +11,8 @@ import torch
 
 from xla_adapters.backend import get_backend
 from xla_adapters.errors import CheckpointDamagedError
+from xla_adapters.host_random import HostRandom
 from xla_adapters.random_algorithm import resume_random_algorithm
-from xla_adapters.rng import HostRandom
 
 _FILE = "xla_adapters.training_state-{rank}.pt"
 

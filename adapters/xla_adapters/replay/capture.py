@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_adapters.backend import Backend
+from xla_adapters.host_random import HostRandom
 from xla_adapters.replay.bound import BoundState, HostChange
 from xla_adapters.replay.cached import CachedScope
 from xla_adapters.replay.errors import CannotReplay
@@ -21,7 +22,6 @@ from xla_adapters.replay.places import Place
 from xla_adapters.replay.recording import Kept, Number, Recording
 from xla_adapters.replay.request import Request
 from xla_adapters.replay.update import Update, UpdateRecipe
-from xla_adapters.rng import HostRandom
 from xla_adapters.rollback import StepJournal
 
 # Inputs that are Python numbers: no user's tensors, if they share a buffer with one.
