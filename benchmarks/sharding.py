@@ -13,6 +13,7 @@ Last, the time to plan by the depth of the model.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -76,6 +77,13 @@ class Row:
     def ratio(self) -> float | None:
         """What the automatic plan sends, to what the best recipe by hand that fits sends."""
         return None if self.by_hand is None or self.auto is None else self.auto.wire / self.by_hand.wire
+
+
+def _row(written: dict[str, Any]) -> Row:
+    """What `--json` wrote."""
+    values = {name: value for name, value in written.items() if name != "ratio"}
+    steps = {name: None if values[name] is None else Step(**values[name]) for name in ("by_hand", "auto")}
+    return Row(**{**values, **steps})
 
 
 def recipes_by_hand(model: Any, batch: Any, kept: KeptPlans) -> list[Step]:
@@ -255,16 +263,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", default=",".join(FAMILIES), help="comma-separated (all)")
     parser.add_argument("--widths", default=WIDTHS, help=f"of the hidden states ({WIDTHS})")
     parser.add_argument("--caps", default=CAPS, help=f"multiples of the fully sharded state ({CAPS})")
+    parser.add_argument("--join", type=Path, nargs="+", default=[], help="files of --json whose rows count too")
     parser.add_argument("--depths", default=DEPTHS, help=f"to time the planner with; empty for none ({DEPTHS})")
     options = parser.parse_args(arguments)
     made = report.Report("sharding", settings={name: str(value) for name, value in vars(options).items()})
     rows: list[Row] = []
     hand: dict[str, list[dict[str, Any]]] = {}
-    for name in options.models.split(","):
+    made.results = {"rows": [], "by hand": hand}
+    for file in options.join:
+        results = json.loads(file.read_text())["results"]
+        rows += map(_row, results["rows"])
+        hand.update(results["by hand"])
+    for name in filter(None, options.models.split(",")):
         for width in map(int, options.widths.split(",")):
             found, steps = rows_of(name, width, options.caps.split(","))
             rows += found
             hand[f"{name} {width}"] = [asdict(step) for step in steps]
+            made.results["rows"] = [{**asdict(row), "ratio": row.ratio} for row in rows]
+            made.save(options)
     print(table_of(rows))
     depths = [(depth, planning_time(depth)) for depth in map(int, filter(None, options.depths.split(",")))]
     if depths:

@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.sharding_models import build
+from hf_trainer.framework_patches import as_if_compiling
 from tests.isolation import isolated
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding import Mesh, ShardingConfig
+from xla_adapters.sharding import Mesh, ShardingConfig, automatic
+from xla_adapters.sharding.candidates import Candidate, distinct
 from xla_adapters.sharding.planner import evaluate
 from xla_adapters.sharding.planner.topology import Topology
 from xla_adapters.sharding.sharder import make_plan
@@ -61,3 +64,30 @@ def test_without_a_budget_the_devices_memory_is_one() -> None:
     assert all(plan.mesh.shards(entry.spec) > 1 for entry in plan.parameters if len(entry.shape) == 2)
     with pytest.raises(ConfigError, match="too little"):
         plan_for(100_000, 8)
+
+
+@isolated
+def test_where_a_recipe_beats_the_plans_those_that_gspmd_follows_by_itself_compete() -> None:
+    rounds: list[list[Any]] = []
+    model, batch = build("gpt2", width=32)
+
+    def compiled(plans: Any, *_: Any) -> list[Candidate]:
+        # All recipes take a second, what is planned first two, and of what is planned then the first one half.
+        rounds.append(list(plans))
+        cost = [1.0 if plan.name != "planner" else 2.0 if len(rounds) == 1 else 0.5 + n for n, plan in enumerate(plans)]
+        return [Candidate(plan=plan, seconds=item, memory_bytes=1.0) for plan, item in zip(plans, cost, strict=True)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(automatic, "measured", compiled)
+        plan = make_plan(model, ShardingConfig(), 8, example=lambda: batch, around=as_if_compiling)
+        first, second = rounds
+        assert second
+        assert all(item.name == "planner" for item in second)
+        assert (plan.mesh, plan.parameters) == (second[0].mesh, second[0].parameters)
+        assert distinct([*first, *second]) == [*first, *second]
+        rounds.clear()
+        # With a budget, plans are corrected for it instead.
+        config = ShardingConfig(memory_budget=10**9)
+        plan = make_plan(model, config, 8, example=lambda: batch, around=as_if_compiling)
+        assert len(rounds) == 1
+        assert plan.name != "planner"

@@ -26,7 +26,7 @@ from xla_adapters.sharding.templates import default_mesh, template
 
 _USABLE = 0.9
 # Rounds of plans for a budget that is corrected by what the plans before really took.
-_CORRECTIONS = 3
+_CORRECTIONS = 5
 _SLACK = 0.998
 MEASURED_PLANS = 2
 
@@ -124,6 +124,11 @@ class _Search:
         if not tried and problem is not None:
             raise problem
         found = self._compiled(tried, kept)
+        if budget is None and plans and cheapest(found, None).plan.name != plans[0].name:
+            # GSPMD did otherwise than was planned: plans for what it does by itself.
+            seen = len(tried)
+            tried = distinct([*tried, *sorted(self._followed(), key=by_time)[:top]])
+            found += self._compiled(tried[seen:], kept)
         latest: list[Candidate] = []
         for _ in range(_CORRECTIONS if budget is not None else 0):
             seen = len(tried)
@@ -149,6 +154,10 @@ class _Search:
                 plan = self._planner.followed(mesh, int(_SLACK * self._config.memory_budget - errors[0]))
                 plans += [plan] if plan is not None else []
         return sorted(plans, key=by_time)
+
+    def _followed(self) -> list[ShardingPlan]:
+        found = (self._planner.followed(mesh, None) for mesh in meshes_of(self._mesh, self._devices))
+        return [plan for plan in found if plan is not None]
 
     def _planned(self, budget: int | None) -> list[ShardingPlan]:
         return self._planner.best(meshes_of(self._mesh, self._devices), budget, given=self._mesh is not None)
