@@ -139,7 +139,8 @@ class RecordingScope(CachedScope):
                 name, results = graph.run()
                 self._executables.add(name)
                 if isinstance(found, Recording):
-                    found.executable, found.outputs = name, results
+                    found.executable = name
+                    found.take_outputs(results)
             else:
                 self._backend.finish_step()
         self._done(found, is_cached)

@@ -67,7 +67,7 @@ class ReplayPass:
         self._depth = 0
         self._is_open = False
         self._executed = False
-        self._results: list[torch.Tensor] = []
+        self._results: dict[int, torch.Tensor] = {}
 
     @property
     def is_open(self) -> bool:
@@ -156,7 +156,8 @@ class ReplayPass:
                 for update in self._updates:
                     update.advance()
                 recording.compiled = backend.executables_compiled()
-                recording.outputs = self._results = results
+                recording.take_outputs(results)
+                self._results = recording.outputs
                 self._is_open = False
                 backend.finish_replayed()
             finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -89,7 +90,7 @@ class Recording:
         rebound: the keys of `"bound"` places that get a new tensor.
         unrepeatable: what this one pass did that a replay cannot; empty if nothing.
         executable: its name.
-        outputs: of the pass itself, to make stand-ins from.
+        outputs: of the last pass, those that the step hands out or binds anew, to make stand-ins from.
         graph: its text, if several passes are to be one executable.
         form: how they are; or why they cannot be.
     """
@@ -108,7 +109,7 @@ class Recording:
     rebound: set[tuple[str, int, str | int]]
     unrepeatable: str
     executable: bytes = b""
-    outputs: list[torch.Tensor] = field(default_factory=list)
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
     graph: bytes = b""
     form: Form | str | None = None
     compiled: int = 0
@@ -272,6 +273,16 @@ class Recording:
             else:
                 found[index] = backend.seed_input()
         return found
+
+    def take_outputs(self, results: Sequence[torch.Tensor]) -> None:
+        """Remembers outputs of a pass; no others, which would be kept alive until the next pass is over."""
+        self.outputs = {index: results[index] for index in self._remembered}
+
+    @cached_property
+    def _remembered(self) -> list[int]:
+        kept = {leaf for value in self.kept.values() for leaf in value.leaves if isinstance(leaf, int)}
+        places = ((index, place) for index, places in enumerate(self.targets) for place in places)
+        return sorted(kept | {at for at, place in places if place.kind == "buffer" or place.key in self.rebound})
 
     def write_back(self, results: Sequence[torch.Tensor], tensors: PassTensors, backend: Backend) -> None:
         """Puts the outputs of the executable where the step puts them."""

@@ -332,8 +332,7 @@ class StepsTogether:
         for run, item in enumerate(passes):
             for tensor, output in item.handed_out:
                 backend.write([tensor], [results[output, run]])
-        for output, value in final.items():
-            recording.outputs[output] = value
+        recording.outputs.update({output: final[output] for output in recording.outputs if output in final})
 
 
 def _number(source: Place | str | Number) -> Number:
