@@ -15,6 +15,7 @@ from xla_adapters.sharding import Mesh, ParameterPlan, PlanCost, ShardingConfig,
 from xla_adapters.sharding.mesh import Spec, used_axes
 from xla_adapters.sharding.planner import Topology, evaluate, evaluate_all, plan_model
 from xla_adapters.sharding.planner.solve import Program
+from xla_adapters.sharding.templates import template
 
 _MESH = Mesh.data_and_model(2, 4)
 _V5E = Topology.preset("v5e")
@@ -208,6 +209,34 @@ def test_a_cpu_reduces_each_partial_gradient() -> None:
     once = evaluate(again, model, batch, topology=dataclasses.replace(_V5E, gathers_again=False)).wire_bytes
     size = sum(parameter.numel() for parameter in model.parameters()) * 4
     assert twice - once == pytest.approx(size * 7 / 8)
+
+
+class _Biased(nn.Module):
+    """Two layers add what they read of one small table by relative position: the same for the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(16, device=x.device)
+        bias = self.table((places[:, None] - places[None, :]) % 8).permute(2, 0, 1).unsqueeze(0)
+        for layer in self.layers:
+            x = layer(x) + bias
+        return x.square().mean()
+
+
+@isolated
+@pytest.mark.parametrize(("merges", "sums"), [(True, 1), (False, 2)])
+def test_gradients_of_what_is_the_same_for_the_whole_batch_are_summed_where_it_is_used(merges: bool, sums: int) -> None:
+    """Their sum, not that of the table which they are read from, goes over the network."""
+    model = _Biased()
+    topology = dataclasses.replace(_V5E, merges_sums=merges)
+    plan = template("dp", model, Mesh.data_and_model(8, 1))
+    predicted = evaluate(plan, model, (torch.empty(8, 4, 16, 16, device="meta"),), topology=topology)
+    sent = 2 * 16 * 16 * 4 + sums * 4 * 16 * 16 * 4
+    assert predicted.wire_bytes == pytest.approx(2 * sent * 7 / 8, rel=0.01)
 
 
 @torch.library.custom_op("planner_tests::mystery", mutates_args=())

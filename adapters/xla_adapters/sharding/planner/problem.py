@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from xla_adapters.sharding.mesh import MODEL, Mesh, Spec
+from xla_adapters.sharding.mesh import DATA, MODEL, Mesh, Spec
 from xla_adapters.sharding.planner import storage
-from xla_adapters.sharding.planner.costs import Charge
+from xla_adapters.sharding.planner.costs import GRADIENTS, Charge
 from xla_adapters.sharding.planner.fold import Folded
 from xla_adapters.sharding.planner.graph import Graph, Operand, Operator
 from xla_adapters.sharding.planner.reshard import reshard
@@ -90,16 +90,21 @@ class _Formulation:
     filters: Sequence[Filter]
     follow: bool
     problem: Problem = field(default_factory=Problem)
+    batched: set[int] = field(default_factory=set)
+    broadcast: set[int] = field(default_factory=set)
 
     def write(self) -> Problem:
         uses: dict[str, int] = {}
         lookups: dict[str, tuple[float, ...]] = {}
+        self._find_batch()
         for operator in self.graph.operators:
             for operand in operator.operands:
-                if operand.parameter is not None:
-                    uses[operand.parameter] = uses.get(operand.parameter, 0) + 1
-                    if operator.target == "embedding":
-                        lookups[operand.parameter] = (*lookups.get(operand.parameter, ()), operator.size)
+                if operand.parameter is None:
+                    continue
+                # Elsewhere the gradient comes from a value that is the same for the whole batch, and is summed up.
+                uses[operand.parameter] = uses.get(operand.parameter, 0) + (operator.index in self.batched)
+                if operator.target == "embedding" and operator.index in self.batched:
+                    lookups[operand.parameter] = (*lookups.get(operand.parameter, ()), operator.size)
         for name in sorted(self.parameters):
             found = replace(self.parameters[name], uses=uses.get(name, 1), lookups=lookups.get(name, ()))
             self._store(found)
@@ -145,6 +150,27 @@ class _Formulation:
             if operand.source is not None and operator.target not in ("add", "sub")
         }
 
+    def _find_batch(self) -> None:
+        """Which operators depend on the batch, and whose values do not but are used by those that do."""
+        for operator in self.graph.operators:
+            sources = {operand.source for operand in operator.operands if operand.source is not None}
+            if operator.batch is not None or sources & self.batched:
+                self.batched.add(operator.index)
+                self.broadcast |= sources - self.batched
+
+    def _sums(self, operator: Operator, strategy: Strategy) -> tuple[Charge, ...]:
+        """Of gradients of values that are the same for the whole batch (a bias by relative position)."""
+        fabric, size = self.rules.fabric, 0.0
+        if not fabric.topology.merges_sums:
+            for operand, want in zip(operator.operands, strategy.wants, strict=True):
+                if operator.index in self.batched and operand.source in self.broadcast:
+                    # Not the operand's: that may be expanded.
+                    whole = self.graph.operators[operand.source].size
+                    size += whole / (1 if want.state is None else fabric.model)
+        elif operator.index in self.broadcast:
+            size = self.rules.local(operator, strategy.output)
+        return fabric.all_reduce(DATA, size, GRADIENTS) if size else ()
+
     def _choose(self, operator: Operator, times: int, kept: bool) -> None:
         found, known = strategies_of(operator, self.rules)
         if not known:
@@ -162,7 +188,7 @@ class _Formulation:
             again = operator.index in self.folded.recomputed
             column = self.problem.program.column(
                 compute=strategy.seconds * (4 / 3 if again else 1),
-                charges=strategy.charges,
+                charges=(*strategy.charges, *self._sums(operator, strategy)),
                 memory={"activations": size / times if again else size},
                 integral=True,
                 times=times,

@@ -71,7 +71,7 @@ def data_charges(parameter: Parameter, spec: Spec, fabric: Fabric) -> tuple[Char
     """On the data axis: gradients are summed up; a split parameter is gathered, forward and backward (ZeRO, FSDP)."""
     size = parameter.size / (1 if split_dim(spec, MODEL) is None else fabric.model)
     if split_dim(spec, DATA) is None:
-        times = 1 if fabric.topology.merges_sums else parameter.uses
+        times = min(parameter.uses, 1) if fabric.topology.merges_sums else parameter.uses
         return fabric.all_reduce(DATA, size, GRADIENTS) * times if parameter.trainable else ()
     gathers = fabric.all_gather(DATA, size, "parameters") * _gathers(fabric)
     if not parameter.trainable:
