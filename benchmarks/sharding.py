@@ -270,22 +270,26 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[Row] = []
     hand: dict[str, list[dict[str, Any]]] = {}
     made.results = {"rows": [], "by hand": hand}
+
+    def count(found: list[Row]) -> None:
+        rows.extend(found)
+        made.results["rows"] += [{**asdict(row), "ratio": row.ratio} for row in found]
+
     for file in options.join:
         results = json.loads(file.read_text())["results"]
-        rows += map(_row, results["rows"])
         hand.update(results["by hand"])
+        count([_row(written) for written in results["rows"]])
     for name in filter(None, options.models.split(",")):
         for width in map(int, options.widths.split(",")):
             found, steps = rows_of(name, width, options.caps.split(","))
-            rows += found
             hand[f"{name} {width}"] = [asdict(step) for step in steps]
-            made.results["rows"] = [{**asdict(row), "ratio": row.ratio} for row in rows]
+            count(found)
             made.save(options)
     print(table_of(rows))
     depths = [(depth, planning_time(depth)) for depth in map(int, filter(None, options.depths.split(",")))]
     if depths:
         print(report.table(("layers", "seconds to plan"), depths))
-    made.results = {"rows": [{**asdict(row), "ratio": row.ratio} for row in rows], "by hand": hand, "depths": depths}
+    made.results["depths"] = depths
     targets(made, rows)
     return made.finish(options)
 

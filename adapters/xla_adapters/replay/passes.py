@@ -67,7 +67,6 @@ class ReplayPass:
         self._depth = 0
         self._is_open = False
         self._executed = False
-        self._results: dict[int, torch.Tensor] = {}
 
     @property
     def is_open(self) -> bool:
@@ -107,13 +106,6 @@ class ReplayPass:
 
     def promise(self, name: str) -> Any:
         """A value that the step hands out, before it is computed."""
-        return self._kept(name, promised=True)
-
-    def kept(self, name: str) -> Any:
-        """A value that the step handed out; once it is closed."""
-        return self._kept(name, promised=False)
-
-    def _kept(self, name: str, *, promised: bool) -> Any:
         kept = self._recording.kept[name]
         leaves: list[Any] = []
         for leaf in kept.leaves:
@@ -121,13 +113,11 @@ class ReplayPass:
                 leaves.append(leaf.get(self._tensors))
             elif isinstance(leaf, tuple):
                 leaves.append(leaf[0])
-            elif promised:
+            else:
                 tensor = torch._to_functional_tensor(self._backend.inner(self._recording.outputs[leaf]))
                 tensor.__class__ = PromisedTensor
                 self._promised.append((tensor, leaf))
                 leaves.append(tensor)
-            else:
-                leaves.append(self._results[leaf])
         return tree_unflatten(leaves, kept.spec)
 
     @at_edge
@@ -157,7 +147,6 @@ class ReplayPass:
                     update.advance()
                 recording.compiled = backend.executables_compiled()
                 recording.take_outputs(results)
-                self._results = recording.outputs
                 self._is_open = False
                 backend.finish_replayed()
             finally:

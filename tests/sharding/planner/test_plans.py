@@ -214,9 +214,9 @@ def test_a_cpu_reduces_each_partial_gradient() -> None:
 class _Biased(nn.Module):
     """Two layers add what they read of one small table by relative position: the same for the whole batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, trained: bool) -> None:
         super().__init__()
-        self.table = nn.Embedding(8, 4)
+        self.table = nn.Embedding(8, 4).requires_grad_(trained)
         self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -228,10 +228,12 @@ class _Biased(nn.Module):
 
 
 @isolated
-@pytest.mark.parametrize(("merges", "sums"), [(True, 1), (False, 2)])
-def test_gradients_of_what_is_the_same_for_the_whole_batch_are_summed_where_it_is_used(merges: bool, sums: int) -> None:
+@pytest.mark.parametrize(("merges", "trained", "sums"), [(True, True, 1), (False, True, 2), (False, False, 0)])
+def test_gradients_of_what_is_the_same_for_the_whole_batch_are_summed_where_it_is_used(
+    merges: bool, trained: bool, sums: int
+) -> None:
     """Their sum, not that of the table which they are read from, goes over the network."""
-    model = _Biased()
+    model = _Biased(trained)
     topology = dataclasses.replace(_V5E, merges_sums=merges)
     plan = template("dp", model, Mesh.data_and_model(8, 1))
     predicted = evaluate(plan, model, (torch.empty(8, 4, 16, 16, device="meta"),), topology=topology)

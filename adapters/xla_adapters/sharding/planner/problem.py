@@ -151,12 +151,19 @@ class _Formulation:
         }
 
     def _find_batch(self) -> None:
-        """Which operators depend on the batch, and whose values do not but are used by those that do."""
+        """Which operators depend on the batch, and which others' values have a gradient and are used by those."""
+        learned: set[int] = set()
         for operator in self.graph.operators:
             sources = {operand.source for operand in operator.operands if operand.source is not None}
+            names = {operand.parameter for operand in operator.operands if operand.parameter is not None}
+            if sources & learned or any(self._class_of(name).trainable for name in names):
+                learned.add(operator.index)
             if operator.batch is not None or sources & self.batched:
                 self.batched.add(operator.index)
-                self.broadcast |= sources - self.batched
+                self.broadcast |= sources & learned - self.batched
+
+    def _class_of(self, parameter: str) -> Parameter:
+        return self.parameters[self.folded.parameters.of(parameter)]
 
     def _sums(self, operator: Operator, strategy: Strategy) -> tuple[Charge, ...]:
         """Of gradients of values that are the same for the whole batch (a bias by relative position)."""
@@ -201,7 +208,7 @@ class _Formulation:
         """From how a parameter is stored to how an operator uses it, on the model axis."""
         if self.rules.fabric.model == 1 or operand.parameter is None:
             return
-        parameter = self.parameters[self.folded.parameters.of(operand.parameter)]
+        parameter = self._class_of(operand.parameter)
         left: dict[State, list[int]] = {}
         for spec, column in self.problem.stores[parameter.name]:
             left.setdefault(storage.split_dim(spec, MODEL), []).append(column)
