@@ -42,8 +42,8 @@ def distinct(plans: Sequence[ShardingPlan]) -> list[ShardingPlan]:
     """Without those that put everything where an earlier one does, if on a mesh with other names."""
     found: dict[Any, ShardingPlan] = {}
     for plan in plans:
-        stored = tuple(tiles_of(plan.mesh, entry.spec) for entry in plan.parameters)
-        held = tuple((entry.module, tiles_of(plan.mesh, entry.spec)) for entry in plan.activations)
+        stored = tuple(tiles_of(plan.mesh, spec) for item in plan.parameters for spec in (item.spec, item.spec_in_use))
+        held = tuple((entry.module, entry.of, tiles_of(plan.mesh, entry.spec)) for entry in plan.activations)
         found.setdefault((stored, tiles_of(plan.mesh, (plan.batch,)), held), plan)
     return list(found.values())
 

@@ -132,6 +132,12 @@ def used_axes(spec: Spec) -> tuple[str, ...]:
     return tuple(axis for dim in spec for axis in axes_of(dim))
 
 
+def without(spec: Spec, axis: str) -> Spec:
+    """A spec with nothing split over one axis."""
+    left = [tuple(item for item in axes_of(dim) if item != axis) for dim in spec]
+    return tuple(None if not axes else axes[0] if len(axes) == 1 else axes for axes in left)
+
+
 def replicated(rank: int) -> Spec:
     """The spec of a tensor every device holds whole."""
     return (None,) * rank

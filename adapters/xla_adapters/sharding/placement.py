@@ -139,15 +139,19 @@ class Placement:
         for entry in self.plan.activations:
             if entry.module not in modules:
                 raise ConfigError(
-                    f"the plan {self.plan.name!r} constrains what {entry.module!r} returns, and the model has no "
+                    f"the plan {self.plan.name!r} constrains the {entry.of} of {entry.module!r}, and the model has no "
                     "such module: it was made for another model"
                 )
         handles = gather_where_used(model, self.plan, self._backend)
         for entry in self.plan.activations:
-            handles.append(modules[entry.module].register_forward_hook(self._constraint(entry)))
+            module, constrain = modules[entry.module], self._constraint(entry)
+            if entry.of == "output":
+                handles.append(module.register_forward_hook(_on_output(constrain)))
+            else:
+                handles.append(module.register_forward_pre_hook(_on_input(constrain), with_kwargs=True))
         return handles
 
-    def _constraint(self, entry: ActivationPlan) -> Callable[..., Any]:
+    def _constraint(self, entry: ActivationPlan) -> Callable[[Any], Any]:
         tiles = tiles_of(self.plan.mesh, entry.spec)
 
         def constrain(value: Any) -> Any:
@@ -157,13 +161,33 @@ class Placement:
                 return value
             return self._backend.constrain(value, tiles)
 
-        def hook(module: torch.nn.Module, args: Any, output: Any) -> Any:
-            if not in_step():
-                return output
-            if isinstance(output, tuple) and not hasattr(output, "_fields"):
-                return (constrain(output[0]), *output[1:]) if output else output
-            return constrain(output)
+        return constrain
 
-        # Known to `replay`: it does nothing beside tensors.
-        hook.only_tensors = True  # type: ignore[attr-defined]
-        return hook
+
+def _on_output(constrain: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A hook that constrains what a module returns, or the first of it."""
+
+    def hook(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        if not in_step():
+            return output
+        if isinstance(output, tuple) and not hasattr(output, "_fields"):
+            return (constrain(output[0]), *output[1:]) if output else output
+        return constrain(output)
+
+    # Known to `replay`: it does nothing beside tensors.
+    hook.only_tensors = True  # type: ignore[attr-defined]
+    return hook
+
+
+def _on_input(constrain: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A hook that constrains the first thing that a module takes, by position or by name."""
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not in_step():
+            return None
+        if args:
+            return (constrain(args[0]), *args[1:]), kwargs
+        return args, {name: value if at else constrain(value) for at, (name, value) in enumerate(kwargs.items())}
+
+    hook.only_tensors = True  # type: ignore[attr-defined]
+    return hook

@@ -12,9 +12,11 @@ from typing import Any, Literal
 import torch
 
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding.mesh import Mesh, Spec, as_spec
+from xla_adapters.sharding.mesh import DATA, Mesh, Spec, as_spec, without
 
 FORMAT = 2
+# The names of constraints in a file.
+_CONSTRAINTS: Mapping[Literal["output", "input"], str] = {"output": "activations", "input": "inputs"}
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 
 
@@ -28,6 +30,7 @@ class ParameterPlan:
         spec: how it lies on the mesh.
         tied: other names of the same parameter.
         decided_by: `"planner"`, `"template"`, `"user"` (it was annotated before) or `"override"`.
+        used: how modules take it, if it is put together further than over the data axis.
     """
 
     name: str
@@ -36,19 +39,27 @@ class ParameterPlan:
     spec: Spec
     tied: tuple[str, ...] = ()
     decided_by: str = "planner"
+    used: Spec | None = None
+
+    @property
+    def spec_in_use(self) -> Spec:
+        """How modules take it: whole on the data axis, if `used` says no more."""
+        return self.used if self.used is not None else without(self.spec, DATA)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationPlan:
-    """A constraint on what a module returns.
+    """A constraint on what a module returns or takes.
 
     Attributes:
         module: its name as in `named_modules()`.
-        spec: of its (first) output; one of another rank is left alone.
+        spec: of its (first) output or argument; one of another rank is left alone.
+        of: which of them.
     """
 
     module: str
     spec: Spec
+    of: Literal["output", "input"] = "output"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,10 +188,18 @@ class ShardingPlan:
         Raises:
             ConfigError: the plan has no such parameter.
         """
+        return self.parameter(parameter).spec
+
+    def parameter(self, name: str) -> ParameterPlan:
+        """The entry of a parameter, by any of its names.
+
+        Raises:
+            ConfigError: the plan has no such parameter.
+        """
         for entry in self.parameters:
-            if parameter == entry.name or parameter in entry.tied:
-                return entry.spec
-        raise ConfigError(f"the plan {self.name!r} has no parameter {parameter!r}: it was made for another model")
+            if name == entry.name or name in entry.tied:
+                return entry
+        raise ConfigError(f"the plan {self.name!r} has no parameter {name!r}: it was made for another model")
 
     def fits(self, model: torch.nn.Module) -> bool:
         """Whether the model has the parameters that were planned, by name and shape."""
@@ -195,10 +214,12 @@ class ShardingPlan:
             ConfigError: an axis is unknown or used twice, or a dimension does not divide.
         """
         for entry in self.parameters:
-            self.mesh.check(entry.name, entry.shape, entry.spec)
+            for spec in (entry.spec, entry.used):
+                if spec is not None:
+                    self.mesh.check(entry.name, entry.shape, spec)
         self.mesh.check_axes("batch", (self.batch,))
         for constraint in self.activations:
-            self.mesh.check_axes(f"output of {constraint.module}", constraint.spec)
+            self.mesh.check_axes(f"{constraint.of} of {constraint.module}", constraint.spec)
 
     def report(self, *, width: int = 110) -> str:
         """The plan and its costs as text; see `report.report`."""
@@ -216,7 +237,8 @@ class ShardingPlan:
         """Writes the plan as JSON, to read, edit and load again."""
         values = {"format": FORMAT, **dataclasses.asdict(self)}
         values["parameters"] = {entry.pop("name"): entry for entry in values["parameters"]}
-        values["activations"] = {entry["module"]: entry["spec"] for entry in values["activations"]}
+        for kind, key in _CONSTRAINTS.items():
+            values[key] = {entry.module: entry.spec for entry in self.activations if entry.of == kind}
         Path(path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -253,12 +275,16 @@ class ShardingPlan:
                     "shape": _sizes(name, entry["shape"]),
                     "tied": _names(f"tied of {name}", entry["tied"]),
                     "spec": as_spec(entry["spec"]),
+                    "used": None if entry.get("used") is None else as_spec(entry["used"]),
                 },
             )
             for name, entry in values.pop("parameters").items()
         )
         activations = tuple(
-            ActivationPlan(module=module, spec=as_spec(spec)) for module, spec in values.pop("activations").items()
+            ActivationPlan(module=module, spec=as_spec(spec), of=kind)
+            for kind, key in _CONSTRAINTS.items()
+            # There were none of inputs once.
+            for module, spec in (values.pop(key) if kind == "output" else values.pop(key, {})).items()
         )
         predicted, measured = values.pop("predicted"), values.pop("measured")
         if predicted is not None:

@@ -97,11 +97,16 @@ def _parameters(plan: ShardingPlan, width: int) -> list[str]:
 
 
 def _activations(plan: ShardingPlan, width: int) -> list[str]:
-    by_spec: dict[str, list[str]] = {}
-    for entry in plan.activations:
-        by_spec.setdefault(render(entry.spec), []).append(entry.module)
-    rows = [[_folded_names(modules), spec] for spec, modules in by_spec.items()]
-    return ["Activations held to a spec", *table(["what the module returns", "split over"], rows, width=width)]
+    lines = ["Activations held to a spec"]
+    for kind, what in (("output", "what the module returns"), ("input", "what the module takes")):
+        by_spec: dict[str, list[str]] = {}
+        for entry in plan.activations:
+            if entry.of == kind:
+                by_spec.setdefault(render(entry.spec), []).append(entry.module)
+        rows = [[_folded_names(modules), spec] for spec, modules in by_spec.items()]
+        if rows:
+            lines += table([what, "split over"], rows, width=width)
+    return lines
 
 
 def _folded_names(modules: Iterable[str]) -> str:

@@ -86,8 +86,8 @@ def digest_of(
 
 def digest_of_step(model: torch.nn.Module, batch: Any, plan: ShardingPlan) -> str:
     """Names what a measurement depends on: structure, shapes, versions, and where the plan puts everything."""
-    stored = [tiles_of(plan.mesh, entry.spec) for entry in plan.parameters]
-    held = [(entry.module, tiles_of(plan.mesh, entry.spec)) for entry in plan.activations]
+    stored = [tiles_of(plan.mesh, spec) for entry in plan.parameters for spec in (entry.spec, entry.spec_in_use)]
+    held = [(entry.module, entry.of, tiles_of(plan.mesh, entry.spec)) for entry in plan.activations]
     # Collectives are told apart by the names of the mesh's axes.
     return _digest(_step(model, batch), stored, held, tiles_of(plan.mesh, (plan.batch,)), repr(plan.mesh))
 

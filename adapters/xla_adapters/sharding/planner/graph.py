@@ -91,6 +91,7 @@ class Graph:
         operators: in the order they run.
         kept: functions of an operator's output which are kept for the backward pass beside it: (dims, bytes, batch).
         outputs: for each module the operator and view that is its output, if there is one.
+        inputs: likewise what it takes.
         parameters: shape and item size of each that the graph uses.
         unknown: names of operators that nobody has a rule for; filled in later.
     """
@@ -98,6 +99,7 @@ class Graph:
     operators: list[Operator] = field(default_factory=list)
     kept: dict[int, list[tuple[Dims, float, int | None]]] = field(default_factory=dict)
     outputs: dict[str, Operand] = field(default_factory=dict)
+    inputs: dict[str, Operand] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
 
 
@@ -117,6 +119,7 @@ class _Builder:
             if node.op in ("placeholder", "call_function", "get_attr") and shape_of(node) is not None:
                 self.seen[node] = self._visit(node)
         self._module_outputs()
+        self._module_inputs()
         return self.graph
 
     def _operand(self, node: fx.Node, **source: Any) -> Operand:
@@ -229,6 +232,17 @@ class _Builder:
                 if module in made_in and any(module not in self.capture.modules[user] for user in node.users):
                     leaving.setdefault(module, []).append(self.seen[node])
         self.graph.outputs = {module: values[0] for module, values in leaving.items() if len(values) == 1}
+
+    def _module_inputs(self) -> None:
+        """A module's input: the one value made outside that is used inside."""
+        entering: dict[str, list[Operand]] = {}
+        for node in self.capture.nodes:
+            if node not in self.seen or self.seen[node].source is None:
+                continue
+            used_in = {module for user in node.users for module in self.capture.modules[user]}
+            for module in used_in - set(self.capture.modules[node]):
+                entering.setdefault(module, []).append(self.seen[node])
+        self.graph.inputs = {module: values[0] for module, values in entering.items() if len(values) == 1}
 
 
 _SPLITS = frozenset(("split", "chunk", "split_with_sizes", "tensor_split", "unbind", "unsafe_chunk", "unsafe_split"))

@@ -32,7 +32,7 @@ class Entry:
     fixed: Spec | None
     decided_by: str
 
-    def planned(self, spec: Spec) -> ParameterPlan:
+    def planned(self, spec: Spec, used: Spec | None = None) -> ParameterPlan:
         """Its entry in a plan."""
         return ParameterPlan(
             name=self.name,
@@ -41,6 +41,7 @@ class Entry:
             spec=spec,
             tied=self.tied,
             decided_by=self.decided_by,
+            used=used,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xla_adapters.sharding.mesh import MODEL
+from xla_adapters.sharding.mesh import MODEL, used_axes
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.planner.fold import Folded
 from xla_adapters.sharding.planner.graph import Graph, Operand, Operator
@@ -35,14 +35,19 @@ def without_cuts(operator: Operator, strategies: list[Strategy]) -> list[Strateg
 
 
 def forced(plan: ShardingPlan, graph: Graph, folded: Folded, skeleton: Skeleton, rules: Rules) -> list[Filter]:
-    """Filters that keep what a plan says about the batch and about the outputs of modules."""
+    """Filters that keep what a plan says about the batch, about the outputs of modules, and about split parameters."""
+    split = {
+        folded.parameters.of(entry.name): entry.used is None
+        for entry in plan.parameters
+        if MODEL in used_axes(entry.spec)
+    }
     made: dict[int, State] = {}
     if MODEL in plan.batch:
         for index in entries(graph):
             made[folded.operators.of(index)] = graph.operators[index].batch
     # A constraint is met behind the operator: it may make its output otherwise, its users take it so.
     taken: dict[int, State] = {}
-    specs = {item.module: item.spec for item in plan.activations}
+    specs = {item.module: item.spec for item in plan.activations if item.of == "output"}
     for module, operand in sorted(graph.outputs.items()):
         spec = next((specs[name] for name in skeleton.originals(module) if name in specs), None)
         if spec is None or operand.source is None or len(spec) != len(operand.shape):
@@ -53,6 +58,8 @@ def forced(plan: ShardingPlan, graph: Graph, folded: Folded, skeleton: Skeleton,
             taken[folded.operators.of(operand.source)] = state
 
     def takes(operand: Operand, want: Want) -> bool:
+        if operand.parameter is not None and folded.parameters.of(operand.parameter) in split:
+            return (want.state is not None) == split[folded.parameters.of(operand.parameter)]
         if operand.source is None or folded.operators.of(operand.source) not in taken:
             return True
         state = taken[folded.operators.of(operand.source)]

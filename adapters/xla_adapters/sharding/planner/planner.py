@@ -255,6 +255,7 @@ class Planner:
             Rules(fabric=self._fabric(mesh)),
             optimizer_bytes=self.optimizer_bytes,
             filters=filters,
+            held=result.held(self.captured.graph, self.captured.folded, self.captured.capture.skeleton),
             follow=follow,
         )
 
@@ -272,11 +273,14 @@ class Planner:
         if self.captured.graph.unknown:
             listed = ", ".join(sorted(self.captured.graph.unknown))
             notes = (*notes, f"no strategy is known for {listed}: what they take and give is whole on the model axis")
-        specs = solution.specs()
+        specs, used = solution.specs(), solution.used()
         return ShardingPlan(
             name="planner",
             mesh=mesh,
-            parameters=tuple(entry.planned(specs[self.classes[entry.name]]) for entry in self.entries),
+            parameters=tuple(
+                entry.planned(specs[self.classes[entry.name]], used.get(self.classes[entry.name]))
+                for entry in self.entries
+            ),
             batch=solution.batch(),
             activations=solution.activations(),
             predicted=result.cost_of(program.program, values, self._constant(mesh)),
@@ -297,7 +301,13 @@ class Planner:
         return ShardingPlan(
             name="planner",
             mesh=mesh,
-            parameters=tuple(entry.planned(specs[entry.name]) for entry in self.entries),
+            parameters=tuple(
+                entry.planned(
+                    specs[entry.name],
+                    result.whole(specs[entry.name]) if MODEL in used_axes(specs[entry.name]) else None,
+                )
+                for entry in self.entries
+            ),
             batch=tuple(axis for axis in ((DATA, MODEL) if spread else (DATA,)) if axis in mesh.axis_names),
             predicted=result.cost_of(program.program, values, self._constant(mesh)),
             notes=self.notes,

@@ -8,7 +8,7 @@ not depend on how many there are. The formulation follows Alpa (Zheng et al., OS
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -17,12 +17,15 @@ from xla_adapters.sharding.planner import storage
 from xla_adapters.sharding.planner.costs import GRADIENTS, Charge
 from xla_adapters.sharding.planner.fold import Folded
 from xla_adapters.sharding.planner.graph import Graph, Operand, Operator
-from xla_adapters.sharding.planner.reshard import reshard
+from xla_adapters.sharding.planner.reshard import reshard, seen_as
 from xla_adapters.sharding.planner.solve import Program
 from xla_adapters.sharding.planner.storage import Parameter
 from xla_adapters.sharding.planner.strategies import Rules, Strategy, strategies_of
 from xla_adapters.sharding.planner.strategies.base import State, Want
 
+# The dimension that is split over the model axis, and whether all is there on the data axis.
+_Stored = tuple[State, bool]
+_Left = TypeVar("_Left", State, _Stored)
 _Right = TypeVar("_Right", tuple[State, bool], Want)
 Filter = Callable[[Operator, list[Strategy]], list[Strategy]]
 
@@ -59,6 +62,7 @@ def formulate(
     *,
     optimizer_bytes: float,
     filters: Sequence[Filter],
+    held: Collection[int],
     follow: bool,
 ) -> Problem:
     """Writes the program.
@@ -70,13 +74,14 @@ def formulate(
         rules: prices and mesh.
         optimizer_bytes: of optimizer state for each element of a trainable parameter.
         filters: take strategies away; never all.
+        held: operators whose output is held to a layout; what another makes is used as it is split, or gathered.
         follow: only layouts that GSPMD (Xu et al., arXiv 2105.04663) propagates from the parameters by itself: no
             value is cut along the model axis unless a parameter that is used with it is. Otherwise the batch and the
             sequence may be cut too.
     """
     return _Formulation(
         graph=graph, folded=folded, parameters=parameters, rules=rules, optimizer_bytes=optimizer_bytes,
-        filters=filters, follow=follow,
+        filters=filters, held=held, follow=follow,
     ).write()  # fmt: skip
 
 
@@ -88,6 +93,7 @@ class _Formulation:
     rules: Rules
     optimizer_bytes: float
     filters: Sequence[Filter]
+    held: Collection[int]
     follow: bool
     problem: Problem = field(default_factory=Problem)
     batched: set[int] = field(default_factory=set)
@@ -209,9 +215,10 @@ class _Formulation:
         if self.rules.fabric.model == 1 or operand.parameter is None:
             return
         parameter = self._class_of(operand.parameter)
-        left: dict[State, list[int]] = {}
+        left: dict[_Stored, list[int]] = {}
         for spec, column in self.problem.stores[parameter.name]:
-            left.setdefault(storage.split_dim(spec, MODEL), []).append(column)
+            key = (storage.split_dim(spec, MODEL), storage.split_dim(spec, DATA) is None)
+            left.setdefault(key, []).append(column)
         right: dict[tuple[State, bool], list[int]] = {}
         for strategy, column in self.problem.strategies[operator.index]:
             want = strategy.wants[position]
@@ -219,24 +226,25 @@ class _Formulation:
             right.setdefault((used, want.partial), []).append(column)
         flows = {
             (stored, use): self.problem.program.column(
-                charges=storage.use_charges(parameter, stored, use[0], use[1], self.rules.fabric), times=times
+                charges=storage.use_charges(parameter, stored[0], use[0], use[1], stored[1], self.rules.fabric),
+                times=times,
             )
             for stored in left
             for use in right
             # GSPMD does not turn a split parameter: it uses it as it is stored, or puts it together.
-            if not self.follow or stored is None or use[0] in (None, stored)
+            if stored[0] is None or use[0] in (None, stored[0])
         }
         self._balance(flows, left, right)
 
     def _balance(
         self,
-        flows: Mapping[tuple[State, _Right], int],
-        left: Mapping[State, list[int]],
+        flows: Mapping[tuple[_Left, _Right], int],
+        left: Mapping[_Left, list[int]],
         right: Mapping[_Right, list[int]],
     ) -> None:
         """What flows out of each choice on the left, and into each on the right, is that choice."""
-        for state, columns in left.items():
-            terms = {column: 1.0 for (start, _), column in flows.items() if start == state}
+        for begin, columns in left.items():
+            terms = {column: 1.0 for (start, _), column in flows.items() if start == begin}
             self.problem.program.row(terms | dict.fromkeys(columns, -1.0), 0.0, 0.0)
         for want, columns in right.items():
             terms = {column: 1.0 for (_, end), column in flows.items() if end == want}
@@ -288,6 +296,8 @@ class _Formulation:
                         continue
                     if self.follow and self._stays(seam, state, right) and want.state is None:
                         continue
+                    if index not in self.held and self._turns(seam, state, want):
+                        continue
                     flows[state, want] = column = self.problem.program.column()
                     origin = None if want.state is None else seam.operand.origin(want.state)
                     view = (seam.operand.dims, want.state) if want.state is not None and origin is None else ()
@@ -303,14 +313,19 @@ class _Formulation:
             return False
         return any(want.state is not None and seam.operand.origin(want.state) == state for want in wants)
 
+    def _turns(self, seam: _Seam, state: State, want: Want) -> bool:
+        """Whether a value is to change from one split to another where nothing makes a compiler do so."""
+        view = seen_as(self.rules, seam.operand, state)
+        parameters = any(item.parameter is not None for item in self.graph.operators[seam.consumer].operands)
+        return not parameters and view is not None and want.state not in (None, view)
+
     def _price(self, source: Operator, state: State, members: Sequence[tuple[int, _Seam, Want]], times: int) -> None:
         changes = [reshard(self.rules, source, seam.operand, state, want) for _, seam, want in members]
         flows = [flow for flow, _, _ in members]
         forward = max(changes, key=lambda item: _seconds(item.forward))
         kept = forward.kept / times if members[0][1].consumer in self.folded.recomputed else forward.kept
         self._charge(flows, forward.forward, kept, times)
-        partial = any(want.partial for _, _, want in members)
-        if partial and not self.rules.fabric.topology.merges_sums:
+        if any(change.sums for change in changes) and not self.rules.fabric.topology.merges_sums:
             for flow, change in zip(flows, changes, strict=True):
                 self._charge([flow], change.backward, 0.0, times)
         else:

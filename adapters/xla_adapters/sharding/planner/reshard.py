@@ -19,11 +19,13 @@ class Reshard:
     Attributes:
         forward, backward: collectives.
         kept: bytes on each device of a copy that is kept for the backward pass.
+        sums: each device has a part of the sum which is the gradient.
     """
 
     forward: tuple[Charge, ...] = ()
     backward: tuple[Charge, ...] = ()
     kept: float = 0.0
+    sums: bool = False
 
 
 def seen_as(rules: Rules, operand: Operand, state: State) -> State:
@@ -47,18 +49,22 @@ def reshard(rules: Rules, source: Operator, operand: Operand, state: State, want
             back = fabric.all_gather(MODEL, rules.local(operand), _CAUSE)
         else:
             back = ()
-        return Reshard(forward=gather, backward=back, kept=size)
+        return Reshard(forward=gather, backward=back, kept=size, sums=want.partial)
     if view == want.state and not want.partial:
         return Reshard()
+    # A copy for each index of the split dimension: a device's gradient is a part of the sum over them.
+    copied = want.state is not None and operand.origin(want.state) is None and operand.size > source.size
     if view is None:
-        # A copy for each index of the split dimension: a device's gradient is a part of the sum over them.
-        copied = want.state is not None and operand.origin(want.state) is None and operand.size > source.size
         if want.partial or copied:
-            return Reshard(backward=fabric.all_reduce(MODEL, size, _CAUSE))
+            return Reshard(backward=fabric.all_reduce(MODEL, size, _CAUSE), sums=True)
         # A slice; the gradient is gathered.
         return Reshard(backward=fabric.all_gather(MODEL, size, _CAUSE))
     if want.state is None:
         back = fabric.reduce_scatter(MODEL, size, _CAUSE) if want.partial else ()
-        return Reshard(forward=fabric.all_gather(MODEL, size, _CAUSE), backward=back, kept=size)
+        return Reshard(forward=fabric.all_gather(MODEL, size, _CAUSE), backward=back, kept=size, sums=want.partial)
+    if copied:
+        # Each device needs the whole for its copies.
+        back = fabric.reduce_scatter(MODEL, size, _CAUSE)
+        return Reshard(forward=fabric.all_gather(MODEL, size, _CAUSE), backward=back, kept=size, sums=True)
     moves = fabric.all_to_all(MODEL, size, _CAUSE)
     return Reshard(forward=moves, backward=moves, kept=size / fabric.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from xla_adapters.sharding.mesh import DATA, MODEL, DimSpec, Mesh, Spec, used_axes
+from xla_adapters.sharding.mesh import DATA, MODEL, DimSpec, Mesh, Spec, used_axes, without
 from xla_adapters.sharding.plan import ActivationPlan, PlanCost
 from xla_adapters.sharding.planner.costs import total
 from xla_adapters.sharding.planner.fold import Folded
@@ -64,6 +64,19 @@ class Solution:
             for name, stores in self.problem.stores.items()
         }
 
+    def used(self) -> dict[str, Spec]:
+        """Of classes of parameters that are stored split over the model axis, and taken whole by all who use them."""
+        wants: dict[str, set[State]] = {}
+        for operator in self.graph.operators:
+            for operand, want in zip(operator.operands, self.strategy(operator.index).wants, strict=True):
+                if operand.parameter is not None:
+                    wants.setdefault(self.folded.parameters.of(operand.parameter), set()).add(want.state)
+        return {
+            name: whole(spec)
+            for name, spec in self.specs().items()
+            if MODEL in used_axes(spec) and wants.get(name) == {None}
+        }
+
     def strategy(self, index: int) -> Strategy:
         """How an operator runs."""
         columns = self.problem.strategies[self.folded.operators.of(index)]
@@ -72,10 +85,10 @@ class Solution:
     def batch(self) -> tuple[str, ...]:
         """The axes that the batch is split over: those of the first values made of it."""
         votes = {True: 0.0, False: 0.0}
-        for operator in entries(self.graph):
-            votes[self.strategy(operator).output == self.graph.operators[operator].batch] += self.graph.operators[
-                operator
-            ].size
+        for index in entries(self.graph):
+            operator, strategy = self.graph.operators[index], self.strategy(index)
+            # What is summed up first takes the whole batch.
+            votes[strategy.output == operator.batch and not strategy.scatters] += operator.size
         axes = (DATA, MODEL) if votes[True] > votes[False] else (DATA,)
         return tuple(axis for axis in axes if axis in self._mesh.axis_names)
 
@@ -85,13 +98,14 @@ class Solution:
         On every layer; and, where the model axis is used, on every module with parameters: left alone, GSPMD spreads
         the layout of an embedding or a bias over the values behind it, and gathers them once for each use.
         """
-        modules = {layer.name for layer in self.skeleton.layers}
-        if any(MODEL in used_axes(spec) for spec in self.specs().values()) or MODEL in self.batch():
-            modules |= {
-                name
-                for name, module in self.skeleton.module.named_modules()
-                if any(True for _ in module.parameters(recurse=False))
-            }
+        # Also where users of one value want it otherwise than it is: what such a module takes.
+        columns = [item for items in self.problem.strategies.values() for item in items]
+        split = any(
+            self.values[column] > 0.5
+            for strategy, column in columns
+            if strategy.output is not None or any(want.state is not None for want in strategy.wants)
+        )
+        modules = _modules(self.skeleton) if split else {layer.name for layer in self.skeleton.layers}
         taken = self._taken()
         found: dict[str, Spec] = {}
         for module, operand in sorted(self.graph.outputs.items()):
@@ -99,7 +113,37 @@ class Solution:
                 spec = self._spec(operand, taken)
                 if any(spec):
                     found.update(dict.fromkeys(self.skeleton.originals(module), spec))
-        return tuple(ActivationPlan(module=module, spec=spec) for module, spec in sorted(found.items()))
+        entering: dict[str, Spec] = {}
+        for module, operand in sorted(self.graph.inputs.items()) if split else ():
+            if module in modules:
+                wanted = self._wanted(module, operand, taken)
+                if wanted is not None:
+                    entering.update(dict.fromkeys(self.skeleton.originals(module), wanted))
+        return (
+            *(ActivationPlan(module=module, spec=spec) for module, spec in sorted(found.items())),
+            *(ActivationPlan(module=module, spec=spec, of="input") for module, spec in sorted(entering.items())),
+        )
+
+    def _wanted(self, module: str, operand: Operand, taken: Mapping[int, State]) -> Spec | None:
+        """How a module takes a value that is split otherwise; None if it takes it as it is, or in several ways."""
+        assert operand.source is not None
+        made = self.strategy(operand.source).output
+        present = taken.get(operand.source, made) if self._is_held(operand.source) else made
+        wants = {
+            None if want.state is None else item.origin(want.state)
+            for operator in self.graph.operators
+            if module in operator.modules
+            for item, want in zip(operator.operands, self.strategy(operator.index).wants, strict=True)
+            if item.source == operand.source
+        }
+        if len(wants) != 1 or present is None or wants == {present}:
+            return None
+        state = wants.pop()
+        seen = seen_as(self.rules, operand, state)
+        return None if seen is None and state is not None else self._lying(operand, seen)
+
+    def _is_held(self, source: int) -> bool:
+        return self.folded.operators.of(source) in held(self.graph, self.folded, self.skeleton)
 
     def _taken(self) -> dict[int, State]:
         """For each value the layout its users take it in, if that is one; it is the best moment to change it."""
@@ -109,8 +153,9 @@ class Solution:
             for operand, want in zip(operator.operands, wants, strict=True):
                 if operand.source is not None:
                     state = None if want.state is None else operand.origin(want.state)
-                    # A split that the value itself cannot have is made later.
+                    # A split that the value itself cannot have is made later; so is one of a part of it.
                     later = want.state is not None and state is None
+                    later = later or operand.size < self.graph.operators[operand.source].size
                     own = self.strategy(operand.source).output
                     users.setdefault(operand.source, set()).add(own if later else state)
         return {source: states.pop() for source, states in users.items() if len(states) == 1}
@@ -120,12 +165,33 @@ class Solution:
         if operand.source is not None:
             made = self.strategy(operand.source).output
             state = seen_as(self.rules, operand, taken.get(operand.source, made))
+        return self._lying(operand, state)
+
+    def _lying(self, operand: Operand, state: State) -> Spec:
         spec: list[DimSpec] = [None] * len(operand.shape)
         if operand.batch is not None and DATA in self._mesh.axis_names:
             spec[operand.batch] = DATA
         if state is not None:
             spec[state] = MODEL if spec[state] is None else (DATA, MODEL)
         return tuple(spec)
+
+
+def whole(spec: Spec) -> Spec:
+    """Nothing of it is split over the axes that plans use."""
+    return without(without(spec, MODEL), DATA)
+
+
+def held(graph: Graph, folded: Folded, skeleton: Skeleton) -> set[int]:
+    """Operators whose output is held to a layout, where the model axis is used."""
+    modules = _modules(skeleton)
+    outputs = [operand.source for module, operand in graph.outputs.items() if module in modules]
+    return {folded.operators.of(source) for source in outputs if source is not None}
+
+
+def _modules(skeleton: Skeleton) -> set[str]:
+    """Layers that have equals, and all modules with parameters of their own."""
+    layers = {layer.name for layer in skeleton.layers}
+    return layers | {name for name, module in skeleton.module.named_modules() if module._parameters}
 
 
 def entries(graph: Graph) -> list[int]:

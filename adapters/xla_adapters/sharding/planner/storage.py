@@ -88,7 +88,7 @@ def data_charges(parameter: Parameter, spec: Spec, fabric: Fabric) -> tuple[Char
 
 
 def use_charges(
-    parameter: Parameter, stored: int | None, used: int | None, partial: bool, fabric: Fabric
+    parameter: Parameter, stored: int | None, used: int | None, partial: bool, whole: bool, fabric: Fabric
 ) -> tuple[Charge, ...]:
     """On the model axis: from how a parameter is stored to how an operator uses it, and back for its gradient.
 
@@ -96,6 +96,7 @@ def use_charges(
         parameter: which.
         stored, used: the dimension split over the model axis, or None.
         partial: each device has a part of the sum which is the gradient.
+        whole: it is whole on the data axis.
         fabric: prices.
     """
     size = parameter.size
@@ -109,8 +110,13 @@ def use_charges(
         return fabric.all_gather(MODEL, size, GRADIENTS) if trainable else ()
     if used is None:
         gathers = fabric.all_gather(MODEL, size, "parameters") * _gathers(fabric)
-        scatter = fabric.reduce_scatter(MODEL, size, GRADIENTS) if partial and trainable else ()
-        return (*gathers, *scatter)
+        if not trainable:
+            return gathers
+        if partial:
+            return (*gathers, *fabric.reduce_scatter(MODEL, size, GRADIENTS))
+        # Each device has the whole gradient, and that is summed up over the batch: what is more than its part of it.
+        more = size - size / fabric.model
+        return (*gathers, *(fabric.all_reduce if whole else fabric.reduce_scatter)(DATA, more, GRADIENTS))
     moves = fabric.all_to_all(MODEL, size, "parameters") * _gathers(fabric)
     back = fabric.all_to_all(MODEL, size, GRADIENTS) if trainable else ()
     return (*moves, *back)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from xla_adapters.sharding.mesh import MODEL
+from xla_adapters.sharding.mesh import DATA, MODEL
 from xla_adapters.sharding.planner import storage
 from xla_adapters.sharding.planner.costs import Fabric
 from xla_adapters.sharding.planner.problem import Problem
@@ -35,10 +35,10 @@ def formulate(
         work = 6.0 * rows * parameter.size / parameter.itemsize / parts / fabric.topology.flops
         columns = []
         for spec in storage.choices(parameter, fabric.mesh):
-            stored = storage.split_dim(spec, MODEL)
+            stored, whole = storage.split_dim(spec, MODEL), storage.split_dim(spec, DATA) is None
             charges = (
                 *storage.data_charges(parameter, spec, fabric),
-                *storage.use_charges(parameter, stored, None, spread, fabric),
+                *storage.use_charges(parameter, stored, None, spread, whole, fabric),
             )
             column = problem.program.column(compute=work, charges=charges, integral=True, times=parameter.count)
             problem.program.memory[column] = storage.memory(parameter, spec, fabric, optimizer_bytes)
