@@ -25,9 +25,14 @@ Edit = Callable[[dict[str, Any]], None]
             mesh=Mesh(shape=(2, 2, 2), axis_names=("data", "model", "experts")),
             parameters=(
                 ParameterPlan(name="w", shape=(16, 16), dtype="bfloat16", spec=(("data", "model"), "experts")),
+                ParameterPlan(name="v", shape=(8, 8), dtype="float32", spec=("data", "model"), used=(None, None)),
                 ParameterPlan(name="scale", shape=(), dtype="float32", spec=(), decided_by="override"),
             ),
             batch=("data", "experts"),
+            activations=(
+                ActivationPlan(module="layer", spec=("data", None)),
+                ActivationPlan(module="layer", spec=(None, "model"), of="input"),
+            ),
         ),
     ],
     ids=["whole", "bare", "empty", "three axes"],
@@ -55,6 +60,15 @@ def test_an_edited_spec_is_taken(tmp_path: Path) -> None:
     assert plan.spec_of("model.layers.0.up.weight") == (("data", "model"), None)
     assert plan.spec_of("model.layers.1.up.weight") == ("model", None)
     assert plan.activations[0] == ActivationPlan(module="model.layers.0", spec=(None, None, "model"))
+
+
+def test_a_file_from_before_inputs_were_held_is_read(tmp_path: Path) -> None:
+    def edit(values: dict[str, Any]) -> None:
+        del values["inputs"]
+        for entry in values["parameters"].values():
+            del entry["used"]
+
+    assert ShardingPlan.load(edited(tmp_path, edit)) == make_plan()
 
 
 def set_parameter(**entries: Any) -> Edit:

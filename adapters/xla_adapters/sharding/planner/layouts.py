@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from xla_adapters.sharding.mesh import MODEL, used_axes
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.planner.fold import Folded
@@ -46,23 +48,23 @@ def forced(plan: ShardingPlan, graph: Graph, folded: Folded, skeleton: Skeleton,
         for index in entries(graph):
             made[folded.operators.of(index)] = graph.operators[index].batch
     # A constraint is met behind the operator: it may make its output otherwise, its users take it so.
-    taken: dict[int, State] = {}
-    specs = {item.module: item.spec for item in plan.activations if item.of == "output"}
-    for module, operand in sorted(graph.outputs.items()):
-        spec = next((specs[name] for name in skeleton.originals(module) if name in specs), None)
-        if spec is None or operand.source is None or len(spec) != len(operand.shape):
-            continue
-        dim = split_dim(spec, MODEL)
-        state = None if dim is None else operand.origin(dim)
-        if dim is None or (state is not None and rules.splits(operand.shape, dim, operand.batch)):
-            taken[folded.operators.of(operand.source)] = state
+    outputs, inputs = (
+        _held(plan, kind, values, folded, skeleton, rules)
+        for kind, values in (("output", graph.outputs), ("input", graph.inputs))
+    )
+    taken = dict(outputs.values())
 
-    def takes(operand: Operand, want: Want) -> bool:
+    def takes(operator: Operator, operand: Operand, want: Want) -> bool:
         if operand.parameter is not None and folded.parameters.of(operand.parameter) in split:
             return (want.state is not None) == split[folded.parameters.of(operand.parameter)]
-        if operand.source is None or folded.operators.of(operand.source) not in taken:
+        if operand.source is None:
             return True
-        state = taken[folded.operators.of(operand.source)]
+        source = folded.operators.of(operand.source)
+        # What a module takes may be brought to another layout than it was held to before.
+        within = dict(inputs[module] for module in operator.modules if module in inputs)
+        if source not in taken and source not in within:
+            return True
+        state = within.get(source, taken.get(source))
         if state is not None and seen_as(rules, operand, state) is None:
             return True
         return want.state == (None if state is None else operand.dims[state])
@@ -71,10 +73,34 @@ def forced(plan: ShardingPlan, graph: Graph, folded: Folded, skeleton: Skeleton,
         found = [
             strategy
             for strategy in strategies
-            if all(takes(operand, want) for operand, want in zip(operator.operands, strategy.wants, strict=True))
+            if all(
+                takes(operator, operand, want) for operand, want in zip(operator.operands, strategy.wants, strict=True)
+            )
         ]
         if operator.index not in made:
             return found
         return [strategy for strategy in found or strategies if strategy.output == made[operator.index]]
 
     return [keep]
+
+
+def _held(
+    plan: ShardingPlan,
+    kind: str,
+    values: Mapping[str, Operand],
+    folded: Folded,
+    skeleton: Skeleton,
+    rules: Rules,
+) -> dict[str, tuple[int, State]]:
+    """For each module whose output, or input, a plan constrains: the class of the value, and its state then."""
+    specs = {item.module: item.spec for item in plan.activations if item.of == kind}
+    found: dict[str, tuple[int, State]] = {}
+    for module, operand in sorted(values.items()):
+        spec = next((specs[name] for name in skeleton.originals(module) if name in specs), None)
+        if spec is None or operand.source is None or len(spec) != len(operand.shape):
+            continue
+        dim = split_dim(spec, MODEL)
+        state = None if dim is None else operand.origin(dim)
+        if dim is None or (state is not None and rules.splits(operand.shape, dim, operand.batch)):
+            found[module] = (folded.operators.of(operand.source), state)
+    return found
