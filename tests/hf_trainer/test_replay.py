@@ -10,6 +10,7 @@ from transformers import BatchEncoding, DynamicCache, TrainerCallback
 
 import hf_trainer
 import xla_adapters
+from tests.core.support import differences
 from tests.hf_trainer.scenarios import Classifier, Run, arguments, gpt2, ours, token_samples, vector_samples
 from tests.isolation import isolated
 
@@ -34,7 +35,17 @@ def _pair(
         assert traced.logged(name) == replayed.logged(name)
     before, after = traced.parameters(), replayed.parameters()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    assert differences(_optimizer_state(traced), _optimizer_state(replayed)) == []
     return replayed
+
+
+def _optimizer_state(run: Run) -> dict[str, Any]:
+    groups = run.trainer.optimizer.state_dict()["state"]
+    return {
+        f"{index} {name}": torch.as_tensor(value).cpu()
+        for index, state in groups.items()
+        for name, value in state.items()
+    }
 
 
 @isolated
@@ -49,6 +60,21 @@ def test_one_graph_and_the_same_numbers() -> None:
 @isolated
 def test_options(options: dict[str, Any]) -> None:
     _pair(6, args={"max_steps": 8, **options})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "replays"),
+    [
+        ({"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 20}, 396),
+        ({"bf16": True, "weight_decay": 0.03, "lr_scheduler_type": "linear"}, 198),
+    ],
+    ids=["accumulation", "bf16"],
+)
+@isolated(timeout=400)
+def test_two_hundred_steps(options: dict[str, Any], replays: int) -> None:
+    args = {"max_steps": 200, "max_grad_norm": 0.5, **options}
+    _pair(replays, make=lambda: gpt2(dropout=0.2), args=args)
 
 
 @isolated
@@ -200,18 +226,19 @@ def test_a_callback_in_the_middle_of_the_step_is_not_left_out() -> None:
     assert run.trainer._steps.train.replays == 0
 
 
+@pytest.mark.parametrize("steps", [8, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sharding", ["dp", "fsdp"])
-@isolated(env={"CPU_NUM_DEVICES": "8"})
-def test_under_spmd(sharding: str) -> None:
+@isolated(env={"CPU_NUM_DEVICES": "8"}, timeout=400)
+def test_under_spmd(sharding: str, steps: int) -> None:
     xla_adapters.initialize(spmd=True)
     run = _pair(
-        6,
+        steps - 2,
         make=lambda: gpt2(dropout=0.1),
         data=token_samples(64),
-        args={"max_steps": 8, "per_device_train_batch_size": 8},
+        args={"max_steps": steps, "per_device_train_batch_size": 8},
         sharding=sharding,
     )
-    run.assert_one_graph(8)
+    run.assert_one_graph(steps)
 
 
 class _Weighted(hf_trainer.Trainer):

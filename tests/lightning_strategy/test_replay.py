@@ -118,6 +118,16 @@ def test_options(options: dict[str, Any]) -> None:
     pair(lambda: Logging(dropout=0.1), {"train": 8}, max_epochs=2, **options)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@isolated(timeout=400)
+def test_two_hundred_steps(precision: str) -> None:
+    """Of two batches each, 12 in an epoch of 6 batches; with a schedule, dropout and clipping."""
+    options = {"max_epochs": 67, "accumulate_grad_batches": 2, "gradient_clip_val": 0.3, "precision": precision}
+    run = pair(lambda: Logging(dropout=0.3), {"train": 395}, **options)
+    assert run.trainer.global_step == 201
+
+
 @isolated
 def test_accumulation() -> None:
     run = pair(Logging, {"train": 11}, max_epochs=3, accumulate_grad_batches=2)
