@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -131,9 +132,9 @@ class _Search:
             found += self._compiled(tried[seen:], kept)
         latest: list[Candidate] = []
         for _ in range(_CORRECTIONS if budget is not None else 0):
-            seen = len(tried)
-            tried = distinct([*tried, *self._corrected(latest, found)[:1]])
-            latest = [item for item in self._compiled(tried[seen:], kept) if item.plan.measured is not None]
+            new = self._corrected(latest, found, tried)
+            tried += new
+            latest = [item for item in self._compiled(new, kept) if item.plan.measured is not None]
             found += latest
             if not latest or latest[0].memory_bytes <= (budget or 0):
                 break
@@ -142,22 +143,22 @@ class _Search:
     def _compiled(self, plans: Sequence[ShardingPlan], kept: KeptPlans | None) -> list[Candidate]:
         return measured(plans, self._model, self._batch, self._topology, self._around, kept) if plans else []
 
-    def _corrected(self, latest: Sequence[Candidate], found: Sequence[Candidate]) -> list[ShardingPlan]:
-        """Plans for what the budget is in predictions, which err by what those that were compiled show.
-
-        Of each mesh the one that relies on nothing but what GSPMD does by itself: it errs least.
-        """
+    def _corrected(
+        self, latest: Sequence[Candidate], found: Sequence[Candidate], tried: Sequence[ShardingPlan]
+    ) -> list[ShardingPlan]:
+        """The best new plan for what the budget is in predictions, which err by what those that were compiled show."""
         plans: list[ShardingPlan] = []
+        budget = self._config.memory_budget
         for mesh in meshes_of(self._mesh, self._devices):
             errors = _errors(latest, mesh) or sorted(_errors(found, mesh), key=abs) or _errors(found, None)
-            if errors and self._config.memory_budget is not None:
-                plan = self._planner.followed(mesh, int(_SLACK * self._config.memory_budget - errors[0]))
-                plans += [plan] if plan is not None else []
-        return sorted(plans, key=by_time)
+            if errors and budget is not None:
+                plans += self._planner.usable(mesh, int(_SLACK * budget - errors[0]))
+        new = (plan for plan in sorted(plans, key=by_time) if len(distinct([*tried, plan])) > len(tried))
+        return list(itertools.islice(new, 1))
 
     def _followed(self) -> list[ShardingPlan]:
-        found = (self._planner.followed(mesh, None) for mesh in meshes_of(self._mesh, self._devices))
-        return [plan for plan in found if plan is not None]
+        meshes = meshes_of(self._mesh, self._devices)
+        return [plan for mesh in meshes for plan in self._planner.usable(mesh, None, follow=True)]
 
     def _planned(self, budget: int | None) -> list[ShardingPlan]:
         return self._planner.best(meshes_of(self._mesh, self._devices), budget, given=self._mesh is not None)

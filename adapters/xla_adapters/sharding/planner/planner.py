@@ -185,26 +185,25 @@ class Planner:
             )
         inventory.check(self.entries, mesh)
 
-    def plans(self, mesh: Mesh, budget: int | None) -> list[ShardingPlan]:
-        """The best plan that GSPMD follows by itself, and the best of all where that is another."""
+    def plans(self, mesh: Mesh, budget: int | None, *, follow: bool = False) -> list[ShardingPlan]:
+        """The best plan that GSPMD follows by itself, and the best of all where that is another and is asked for."""
         if self.captured is None:
             plan = self._structural(mesh, budget)
             return [plan] if plan is not None else []
         found: list[ShardingPlan] = []
-        for follow in (True, False) if self._fabric(mesh).model > 1 else (True,):
-            plan = self._solved(mesh, budget, follow=follow)
+        for follows in (True,) if follow or self._fabric(mesh).model == 1 else (True, False):
+            plan = self._solved(mesh, budget, follow=follows)
             if plan is not None and not any(_same(plan, other) for other in found):
                 found.append(plan)
         return found
 
-    def followed(self, mesh: Mesh, budget: int | None) -> ShardingPlan | None:
-        """The best plan that GSPMD follows by itself; None if none fits, or the mesh is no use for this model."""
+    def usable(self, mesh: Mesh, budget: int | None, *, follow: bool = False) -> list[ShardingPlan]:
+        """`plans`; none if the mesh is no use for this model."""
         try:
             self.check(mesh)
         except ConfigError:
-            return None
-        plan = self._structural(mesh, budget) if self.captured is None else self._solved(mesh, budget, follow=True)
-        return None if plan is None or _idle(plan) else plan
+            return []
+        return [plan for plan in self.plans(mesh, budget, follow=follow) if not _idle(plan)]
 
     def _solved(self, mesh: Mesh, budget: int | None, *, follow: bool) -> ShardingPlan | None:
         program = self._formulate(mesh, [without_cuts] if follow else [], follow=follow)
