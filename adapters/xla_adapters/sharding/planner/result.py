@@ -96,9 +96,9 @@ class Solution:
         """Constraints on what modules return, so that the compiler lays values out as planned.
 
         On every layer; and, where the model axis is used, on every module with parameters: left alone, GSPMD spreads
-        the layout of an embedding or a bias over the values behind it, and gathers them once for each use.
+        the layout of an embedding or a bias over the values behind it, and gathers them once for each use. And on what
+        such a module takes, where that is to be split otherwise than it is.
         """
-        # Also where users of one value want it otherwise than it is: what such a module takes.
         columns = [item for items in self.problem.strategies.values() for item in items]
         split = any(
             self.values[column] > 0.5
@@ -113,10 +113,12 @@ class Solution:
                 spec = self._spec(operand, taken)
                 if any(spec):
                     found.update(dict.fromkeys(self.skeleton.originals(module), spec))
+        fixed = held(self.graph, self.folded, self.skeleton)
+        present = {source: state for source, state in taken.items() if self.folded.operators.of(source) in fixed}
         entering: dict[str, Spec] = {}
         for module, operand in sorted(self.graph.inputs.items()) if split else ():
             if module in modules:
-                wanted = self._wanted(module, operand, taken)
+                wanted = self._wanted(module, operand, present)
                 if wanted is not None:
                     entering.update(dict.fromkeys(self.skeleton.originals(module), wanted))
         return (
@@ -124,11 +126,10 @@ class Solution:
             *(ActivationPlan(module=module, spec=spec, of="input") for module, spec in sorted(entering.items())),
         )
 
-    def _wanted(self, module: str, operand: Operand, taken: Mapping[int, State]) -> Spec | None:
+    def _wanted(self, module: str, operand: Operand, held: Mapping[int, State]) -> Spec | None:
         """How a module takes a value that is split otherwise; None if it takes it as it is, or in several ways."""
         assert operand.source is not None
-        made = self.strategy(operand.source).output
-        present = taken.get(operand.source, made) if self._is_held(operand.source) else made
+        present = held.get(operand.source, self.strategy(operand.source).output)
         wants = {
             None if want.state is None else item.origin(want.state)
             for operator in self.graph.operators
@@ -141,9 +142,6 @@ class Solution:
         state = wants.pop()
         seen = seen_as(self.rules, operand, state)
         return None if seen is None and state is not None else self._lying(operand, seen)
-
-    def _is_held(self, source: int) -> bool:
-        return self.folded.operators.of(source) in held(self.graph, self.folded, self.skeleton)
 
     def _taken(self) -> dict[int, State]:
         """For each value the layout its users take it in, if that is one; it is the best moment to change it."""
