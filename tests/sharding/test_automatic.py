@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from benchmarks.sharding_models import build
 from hf_trainer.framework_patches import as_if_compiling
 from tests.isolation import isolated
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding import Mesh, ShardingConfig, automatic
+from xla_adapters.sharding import Measurement, Mesh, ShardingConfig, automatic
 from xla_adapters.sharding.candidates import Candidate, distinct
 from xla_adapters.sharding.planner import evaluate
 from xla_adapters.sharding.planner.topology import Topology
@@ -86,8 +87,42 @@ def test_where_a_recipe_beats_the_plans_those_that_gspmd_follows_by_itself_compe
         assert (plan.mesh, plan.parameters) == (second[0].mesh, second[0].parameters)
         assert distinct([*first, *second]) == [*first, *second]
         rounds.clear()
-        # With a budget, plans are corrected for it instead.
+        # With a budget, plans are corrected for it instead; what was not measured corrects nothing.
         config = ShardingConfig(memory_budget=10**9)
         plan = make_plan(model, config, 8, example=lambda: batch, around=as_if_compiling)
-        assert len(rounds) == 1
+        assert len(rounds) == 2
+        assert all(item.name == "planner" for item in rounds[1])
         assert plan.name != "planner"
+
+
+@isolated
+def test_with_a_budget_plans_are_tried_until_none_promises_to_be_faster() -> None:
+    """Each takes more memory than was said: what fits in the end was planned for less."""
+    rounds: list[list[Any]] = []
+    model, batch = build("gpt2", width=128)
+
+    def compiled(plans: Any, *_: Any) -> list[Candidate]:
+        rounds.append(list(plans))
+        found = []
+        for plan in plans:
+            said = plan.predicted
+            more = said.memory_bytes + (4e6 if plan.name == "planner" else 0.0)
+            done = dataclasses.replace(plan, measured=Measurement(wire_bytes=said.wire_bytes, memory_bytes=int(more)))
+            # A recipe is slower than any plan.
+            seconds = said.step_seconds + (plan.name != "planner")
+            found.append(Candidate(plan=done, seconds=seconds, memory_bytes=more))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(automatic, "measured", compiled)
+        config = ShardingConfig(memory_budget=30 * 10**6)
+        plan = make_plan(model, config, 8, example=lambda: batch, around=as_if_compiling)
+    tried = [item for plans in rounds for item in plans]
+    assert distinct(tried) == tried
+    assert 2 <= len(rounds) <= 5
+    assert all(len(plans) <= 4 for plans in rounds[1:])
+    assert plan.name == "planner"
+    assert plan.predicted is not None
+    assert plan.predicted.memory_bytes + 4e6 <= 30e6
+    (fits,) = [item for item in tried if (item.mesh, item.parameters) == (plan.mesh, plan.parameters)][:1]
+    assert fits not in rounds[0]
