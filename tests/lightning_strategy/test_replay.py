@@ -122,7 +122,7 @@ def test_options(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @isolated(timeout=400)
 def test_two_hundred_steps(precision: str) -> None:
-    """Of two batches each, 12 in an epoch of 6 batches; with a schedule, dropout and clipping."""
+    """Of two batches each, 3 in an epoch of 6 batches; with a schedule, dropout and clipping."""
     options = {"max_epochs": 67, "accumulate_grad_batches": 2, "gradient_clip_val": 0.3, "precision": precision}
     run = pair(lambda: Logging(dropout=0.3), {"train": 395}, **options)
     assert run.trainer.global_step == 201
@@ -407,15 +407,16 @@ def test_options_that_cannot_take_effect() -> None:
         XLAEagerStrategy(step_replay="never")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("epochs", "replays"), [(2, 8), pytest.param(34, 199, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sharding", ["dp", "fsdp"])
-@isolated(env={"CPU_NUM_DEVICES": "8"})
-def test_under_spmd(sharding: str) -> None:
+@isolated(env={"CPU_NUM_DEVICES": "8"}, timeout=400)
+def test_under_spmd(sharding: str, epochs: int, replays: int) -> None:
     xla_adapters.initialize(spmd=True)
     found = []
     for choice in (False, "auto"):
         strategy = XLAEagerStrategy(step_replay=choice, sharding=sharding)  # type: ignore[arg-type]
-        run = fit(lambda: Classifier(dropout=0.1), strategy, callbacks=lambda: [Programs()], max_epochs=2)
-        assert run.module.programs["train"].replays == (0 if choice is False else 8)
+        run = fit(lambda: Classifier(dropout=0.1), strategy, callbacks=lambda: [Programs()], max_epochs=epochs)
+        assert run.module.programs["train"].replays == (0 if choice is False else replays)
         found.append((run.module.losses, run.module.state_dict()))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 
 from tests.sharding.samples import make_plan
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding import Measurement, Mesh, ParameterPlan, PlanCost, ShardingPlan
+from xla_adapters.sharding import ActivationPlan, Measurement, Mesh, ParameterPlan, PlanCost, ShardingPlan
 from xla_adapters.sharding.folding import fold, ranges
 from xla_adapters.sharding.report import bytes_per_device, report
 from xla_adapters.sharding.tables import table
@@ -113,6 +114,26 @@ def test_a_measurement_alone_and_nothing_at_all() -> None:
     assert "Memory" not in alone
     assert "Cost: neither predicted nor measured" in report(make_plan(predicted=None, measured=None))
     assert "Cost: neither" not in alone
+
+
+def test_what_modules_take_and_what_is_put_together_for_them_is_listed() -> None:
+    plan = make_plan()
+    text = dataclasses.replace(
+        plan,
+        parameters=tuple(
+            dataclasses.replace(entry, used=(None, None)) if entry.name.endswith("down.weight") else entry
+            for entry in plan.parameters
+        ),
+        activations=(
+            *plan.activations,
+            ActivationPlan(module="model.layers.0.up", spec=("data", None, "model"), of="input"),
+        ),
+    ).report()
+    assert "put together where they are used: model.layers.{0-3}.down.weight" in text
+    assert row(text, "model.layers.{0-3} ") == ["model.layers.{0-3}", "(data, -, -)"]
+    assert row(text, "model.layers.0.up ") == ["model.layers.0.up", "(data, -, model)"]
+    assert "what the module takes" in text
+    assert "what the module takes" not in plan.report()
 
 
 @pytest.mark.parametrize("width", [60, 80, 110, 200])

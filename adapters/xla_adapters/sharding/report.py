@@ -90,10 +90,14 @@ def _parameters(plan: ShardingPlan, width: int) -> list[str]:
     tensors = f"{len(plan.parameters)} tensors"
     summary = f"Parameters: {tensors}, {human_bytes(whole)} in all" + (f", {dtypes[0]}" if len(dtypes) == 1 else "")
     header = ["parameter", "whole shape", "split over", "per device", "decided by"]
-    return [
+    lines = [
         *textwrap.wrap(summary + "; a row of {...} is the sum of its layers", width),
         *table(header, rows, width=width, right=[3]),
     ]
+    gathered = [entry.name for entry in plan.parameters if entry.used is not None]
+    if gathered:
+        lines += textwrap.wrap(f"put together where they are used: {_folded_names(gathered)}", width)
+    return lines
 
 
 def _activations(plan: ShardingPlan, width: int) -> list[str]:

@@ -126,10 +126,10 @@ class Solution:
             *(ActivationPlan(module=module, spec=spec, of="input") for module, spec in sorted(entering.items())),
         )
 
-    def _wanted(self, module: str, operand: Operand, held: Mapping[int, State]) -> Spec | None:
+    def _wanted(self, module: str, operand: Operand, lying: Mapping[int, State]) -> Spec | None:
         """How a module takes a value that is split otherwise; None if it takes it as it is, or in several ways."""
         assert operand.source is not None
-        present = held.get(operand.source, self.strategy(operand.source).output)
+        present = lying.get(operand.source, self.strategy(operand.source).output)
         wants = {
             None if want.state is None else item.origin(want.state)
             for operator in self.graph.operators

@@ -92,6 +92,8 @@ def use_charges(
 ) -> tuple[Charge, ...]:
     """On the model axis: from how a parameter is stored to how an operator uses it, and back for its gradient.
 
+    One that is split along a dimension is used so, or whole.
+
     Args:
         parameter: which.
         stored, used: the dimension split over the model axis, or None.
@@ -108,18 +110,15 @@ def use_charges(
         return fabric.all_reduce(MODEL, size / fabric.data, GRADIENTS) if partial and trainable else ()
     if stored is None:
         return fabric.all_gather(MODEL, size, GRADIENTS) if trainable else ()
-    if used is None:
-        gathers = fabric.all_gather(MODEL, size, "parameters") * _gathers(fabric)
-        if not trainable:
-            return gathers
-        if partial:
-            return (*gathers, *fabric.reduce_scatter(MODEL, size, GRADIENTS))
-        # Each device has the whole gradient, and that is summed up over the batch: what is more than its part of it.
-        more = size - size / fabric.model
-        return (*gathers, *(fabric.all_reduce if whole else fabric.reduce_scatter)(DATA, more, GRADIENTS))
-    moves = fabric.all_to_all(MODEL, size, "parameters") * _gathers(fabric)
-    back = fabric.all_to_all(MODEL, size, GRADIENTS) if trainable else ()
-    return (*moves, *back)
+    assert used is None
+    gathers = fabric.all_gather(MODEL, size, "parameters") * _gathers(fabric)
+    if not trainable:
+        return gathers
+    if partial:
+        return (*gathers, *fabric.reduce_scatter(MODEL, size, GRADIENTS))
+    # Each device has the whole gradient, and that is summed up over the batch: what is more than its part of it.
+    more = size - size / fabric.model
+    return (*gathers, *(fabric.all_reduce if whole else fabric.reduce_scatter)(DATA, more, GRADIENTS))
 
 
 def _gathers(fabric: Fabric) -> int:
