@@ -22,7 +22,9 @@ OPENXLA_LAZY, OPENXLA_COMPILE, OPENXLA_DYNAMO = "openxla+lazy", "openxla+compile
 OPENXLA = (OPENXLA_LAZY, OPENXLA_COMPILE, OPENXLA_DYNAMO)
 STEP, TOGETHER, EXECUTABLE = "CompiledStep", "CompiledStep x5", "executable"
 CPU, INDUCTOR = "plain CPU", "inductor"
-XLA_RUNS = (LAZY, COMPILE, *OPENXLA, STEP, TOGETHER, EXECUTABLE)
+# The others have the allocator as it comes.
+OURS = (STEP, TOGETHER, EXECUTABLE)
+XLA_RUNS = (LAZY, COMPILE, *OPENXLA, *OURS)
 RUNS = (*XLA_RUNS, CPU, INDUCTOR)
 
 Step = Callable[[zoo.Batch], torch.Tensor]
@@ -52,7 +54,7 @@ def run(name: str, make: Callable[[], nn.Module], batches: Sequence[zoo.Batch], 
     if name in (CPU, INDUCTOR):
         clock = Clock(plan, pass_on, lambda: None, xla=False)
         return clock.timing(_drive(_host_step(name, model), "cpu", batches, clock))
-    initialize()
+    initialize(keep_memory=None if name in OURS else False)
     backend = get_backend()
     if name in (STEP, EXECUTABLE):
         # It tries out graphs of its own, which are none of the training's.

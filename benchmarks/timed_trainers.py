@@ -40,9 +40,10 @@ def run(name: str, make: MakeModel, batches: Sequence[zoo.Batch], plan: Plan, pa
         batches: as many as the plan has steps.
         plan, pass_on: see `Clock`.
     """
-    initialize()
+    is_stock = name in (HF_STOCK, LIGHTNING_STOCK)
+    initialize(keep_memory=False if is_stock else None)
     backend = get_backend()
-    if name not in (HF_STOCK, LIGHTNING_STOCK):
+    if not is_stock:
         # It tries out graphs of its own, which are none of the training's.
         assert backend.replay_works
     model = make()

@@ -20,6 +20,7 @@ import torch_xla.utils.checkpoint as xla_checkpoint
 
 from xla_adapters.backend.cached_graphs import CachedGraphs
 from xla_adapters.backend.compiler_flags import leave_out_slow_passes, leaves_out_slow_passes
+from xla_adapters.backend.host_memory import HostMemory
 from xla_adapters.backend.interface import Metrics, SeamEvent
 from xla_adapters.backend.pending_values import PendingValues
 from xla_adapters.backend.repeated_graphs import RepeatedGraphs
@@ -47,19 +48,21 @@ class PJRTBackend(PendingValues, CachedGraphs, RepeatedGraphs, ShardedTensors):
         self._initialized = self._has_sync_points = False
         self._device: torch.device | None = None
         self._random_algorithm: str | None = None
+        self._host_memory = HostMemory.of_process()
         self._stock_get_cpu_tensors: Callable[..., Any] = _C._xla_get_cpu_tensors
 
     # ---- runtime -------------------------------------------------------------------------------
 
-    def initialize(self, *, spmd: bool = False, fast_compile: bool = False) -> None:
+    def initialize(self, *, spmd: bool = False, fast_compile: bool = False, keep_memory: bool | None = None) -> None:
         """Starts the runtime, SPMD first if asked for.
 
         Raises:
             RuntimeOrderError: SPMD or fast compiles are wanted, but a device was already used without.
-            ConfigError: the environment switches functionalization off, or fast compiles are not for this device.
+            ConfigError: the environment switches functionalization off, or what is asked for is not for this device.
         """
         if fast_compile:
             self._compile_fast()
+        self._keep_memory(keep_memory)
         if self._initialized and (not spmd or xr.is_spmd()):
             return
         if os.environ.get("XLA_DISABLE_FUNCTIONALIZATION", "0").lower() in ("1", "true"):
@@ -80,6 +83,17 @@ class PJRTBackend(PendingValues, CachedGraphs, RepeatedGraphs, ShardedTensors):
         xr.global_runtime_device_count()
         self._device = torch_xla.device()
         self._initialized = True
+
+    def _keep_memory(self, keep: bool | None) -> None:
+        if keep is None and self._initialized:
+            return
+        if xr.device_type() == "CPU":
+            self._host_memory.keep_freed(keep)
+        elif keep:
+            raise ConfigError(
+                f"initialize(keep_memory=True) is for CPU devices, and this one is {xr.device_type()}, which has a "
+                "memory of its own; leave it out here"
+            )
 
     def _compile_fast(self) -> None:
         if xr.device_type() != "CPU":

@@ -1,0 +1,77 @@
+"""What becomes of memory that a step has freed, on devices whose memory is the host's.
+
+glibc takes pieces of more than 32 MiB from the kernel by `mmap` and gives each back when it is freed
+(https://man7.org/linux/man-pages/man3/mallopt.3.html), so that an executable whose temporary values are larger has
+every page of them mapped and cleared anew in each step. Pieces of more than 64 MiB that the runtime's own threads take
+are mapped in any case: what a thread keeps ends there, unless all share one (`MALLOC_ARENA_MAX=1`), and wait for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable, Mapping
+
+from xla_adapters.errors import ConfigError
+
+_log = logging.getLogger("xla_adapters")
+
+# Parameters of mallopt (malloc.h).
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
+_KEEP = {_TRIM_THRESHOLD: -1, _MMAP_MAX: 0}
+# What glibc comes to by itself in a process that has large pieces; once told a threshold, it moves none any more.
+_GIVE_BACK = {_TRIM_THRESHOLD: 64 << 20, _MMAP_THRESHOLD: 32 << 20, _MMAP_MAX: 65536}
+_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
+_TUNABLES = ("trim_threshold", "mmap_threshold", "mmap_max", "top_pad")
+
+
+class HostMemory:
+    """The process's allocator.
+
+    Args:
+        mallopt: of glibc; None where there is none.
+        environment: where the user may have told the allocator otherwise.
+    """
+
+    def __init__(self, mallopt: Callable[[int, int], int] | None, environment: Mapping[str, str] = os.environ) -> None:
+        self._mallopt = mallopt
+        self._environment = environment
+        self._keeps: bool | None = None
+
+    @classmethod
+    def of_process(cls) -> HostMemory:
+        """That of this process."""
+        is_glibc = "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", {})
+        return cls(ctypes.CDLL(None).mallopt if is_glibc else None)
+
+    def keep_freed(self, keep: bool | None) -> None:
+        """Has the process keep what it frees, or give it back to the system.
+
+        Args:
+            keep: None keeps it if it can, unless something else was said before, here or in the environment.
+
+        Raises:
+            ConfigError: it is to be kept, and there is no glibc.
+        """
+        if keep is None and (self._mallopt is None or self._keeps is not None or self._is_told()):
+            return
+        if self._mallopt is None and keep:
+            raise ConfigError(
+                "initialize(keep_memory=True) speaks to glibc's allocator, and this process has another; leave it out"
+            )
+        kept, self._keeps = self._keeps, keep is not False
+        if self._mallopt is not None and self._keeps is not bool(kept):
+            for parameter, value in (_KEEP if self._keeps else _GIVE_BACK).items():
+                self._mallopt(parameter, value)
+        if self._keeps and not kept:
+            _log.info(
+                "memory that is freed stays with the process, so that no step has it mapped anew (mallopt: "
+                "M_MMAP_MAX=0, M_TRIM_THRESHOLD=-1); xla_adapters.initialize(keep_memory=False) gives it back"
+            )
+
+    def _is_told(self) -> bool:
+        tunables = self._environment.get("GLIBC_TUNABLES", "")
+        return any(name in self._environment for name in _VARIABLES) or any(
+            f"glibc.malloc.{name}=" in tunables for name in _TUNABLES
+        )
