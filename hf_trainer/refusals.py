@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 
 from xla_adapters import XLAConfig, get_backend
 from xla_adapters.errors import RuntimeOrderError, UnsupportedOptionError
+from xla_adapters.optimizer_packages import check_supported
 
 
 def check_arguments(args: TrainingArguments, config: XLAConfig) -> None:
@@ -49,13 +50,20 @@ def check_arguments(args: TrainingArguments, config: XLAConfig) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer | None, cls_and_kwargs: tuple[Any, dict[str, Any]] | None) -> None:
-    """Raises if an optimizer handed in asks for a fused CUDA kernel.
+    """Raises if an optimizer handed in asks for a fused CUDA kernel, or is none for XLA.
 
     Raises:
         UnsupportedOptionError: with the alternative.
     """
+    if cls_and_kwargs is not None:
+        # Those that update layer by layer hide the optimizers they do it with.
+        layers = cls_and_kwargs[1].get("optimizer_dict", {}).values()
+        for cls in (cls_and_kwargs[0], *map(type, layers)):
+            check_supported(cls)
     if cls_and_kwargs is not None and cls_and_kwargs[1].get("fused"):
         _refuse_fused(f"optimizer_cls_and_kwargs has fused=True for {cls_and_kwargs[0].__name__}")
+    if optimizer is not None:
+        check_supported(type(optimizer))
     if optimizer is not None and any(group.get("fused") for group in optimizer.param_groups):
         _refuse_fused(f"the optimizer {type(optimizer).__name__} was made with fused=True")
 

@@ -75,11 +75,20 @@ class TrainingHooks(TrainerHooks):
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:
-        """As `Trainer.get_optimizer_cls_and_kwargs`; the default, fused AdamW, becomes plain AdamW."""
+        """As `Trainer.get_optimizer_cls_and_kwargs`; the default, fused AdamW, becomes plain AdamW.
+
+        Raises:
+            UnsupportedOptionError: the optimizer's package is not for XLA.
+        """
         if args.optim == OptimizerNames.ADAMW_TORCH_FUSED:
             args = copy.copy(args)
             args.optim = OptimizerNames.ADAMW_TORCH
-        return transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+        cls, kwargs = transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+        check_optimizer(None, (cls, kwargs))
+        if args.optim == OptimizerNames.STABLE_ADAMW:
+            # By itself it asks triton for a GPU, on whatever device the parameters are.
+            kwargs = {**kwargs, "triton": False}
+        return cls, kwargs
 
     # ---- the step --------------------------------------------------------------------------------
 

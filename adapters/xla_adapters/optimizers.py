@@ -12,6 +12,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adam, AdamW, Muon, Optimizer, Spa
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_adapters.backend import Backend, get_backend
+from xla_adapters.optimizer_packages import eager_reason_of
 
 StateInit = Callable[[Optimizer, dict[str, Any], torch.Tensor], dict[str, Any] | None]
 
@@ -66,7 +67,7 @@ def eager_reason(optimizer: Optimizer) -> str | None:
         if cls in _EAGER:
             reason, applies = _EAGER[cls]
             return reason if applies(optimizer) else None
-    return None
+    return eager_reason_of(type(optimizer))
 
 
 def stand_in_for(optimizer: Optimizer, **attributes: Any) -> Optimizer:

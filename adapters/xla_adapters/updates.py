@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from xla_adapters.backend import Backend
+from xla_adapters.optimizer_packages import check_supported
 from xla_adapters.optimizers import eager_reason, is_stand_in, needs_no_watch, prepare_for_tracing, warn_eager
 from xla_adapters.rollback import StepJournal
 
@@ -47,6 +48,7 @@ class UpdateGuard:
             # `super().step()` in a class of its own.
             self._nested += 1
             return None
+        check_supported(type(optimizer))
         self._updating, self._nested = optimizer, 0
         reason = eager_reason(optimizer)
         with torch._C.DisableTorchFunction():

@@ -86,6 +86,7 @@ class RecordingScope(CachedScope):
                 raise CannotReplay(f"{type(optimizer).__name__} steps twice in one step")
             recipe = UpdateRecipe(optimizer)
             self._updates.append(recipe.play())
+            recipe.find_idle_groups()
             self._recipes.append(recipe)
         except CannotReplay as error:
             self._obstacle = error

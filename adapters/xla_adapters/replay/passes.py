@@ -92,11 +92,13 @@ class ReplayPass:
             self._restores.callback(register_optimizer_step_post_hook(self._refill).remove)
 
     def _empty(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if any(recipe.optimizer is optimizer for recipe in self._recording.recipes):
+        recipe = next((recipe for recipe in self._recording.recipes if recipe.optimizer is optimizer), None)
+        if recipe is not None:
             # `super().step()` in a class of its own comes here once more.
             self._depth += 1
             if self._depth == 1:
-                self._groups, optimizer.param_groups = optimizer.param_groups, []
+                idle = recipe.idle_groups()
+                self._groups, optimizer.param_groups = optimizer.param_groups, idle
 
     def _refill(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(recipe.optimizer is optimizer for recipe in self._recording.recipes):

@@ -144,6 +144,7 @@ class UpdateRecipe:
         self._counts = [value for kind in self._kinds for values in kind.host.values() for value in values]
         self._version = self._versions()
         self._skipped: set[Callable[..., Any]] = set()
+        self._idles_with_groups = False
 
     def _add(self, found: dict[Any, _Kind], index: int, parameter: torch.Tensor) -> None:
         state = self.optimizer.state.get(parameter, {})
@@ -237,12 +238,10 @@ class UpdateRecipe:
                     for name, value in kind.members[0].items()
                 }
         stand_in = stand_in_for(optimizer, param_groups=groups, state=state)
-        step: Any = type(optimizer).step
-        step = step.__wrapped__ if getattr(step, "hooked", False) else step
         listener = _Listener(self._skipped)
         try:
             with as_if_compiling(self._compiling), listener:
-                step(stand_in)
+                _step_of(optimizer)(stand_in)
         except (*MODEL_FAILURES, XLAAdapterError) as error:
             raise CannotReplay(
                 f"{type(optimizer).__name__} cannot compute its numbers without tensors ({_first_line(error)})"
@@ -270,6 +269,28 @@ class UpdateRecipe:
             advance=lambda: self._advance(state, changed),
         )
 
+    def find_idle_groups(self) -> None:
+        """Finds out with which groups the optimizer steps and updates nothing.
+
+        Raises:
+            CannotReplay: it steps with none such.
+        """
+        for self._idles_with_groups in (False, True):
+            stand_in = stand_in_for(self.optimizer, param_groups=self.idle_groups(), state=defaultdict(dict))
+            try:
+                with as_if_compiling(self._compiling):
+                    _step_of(self.optimizer)(stand_in)
+                return
+            except MODEL_FAILURES as error:
+                failure = error
+        raise CannotReplay(
+            f"{type(self.optimizer).__name__} cannot step without parameters ({_first_line(failure)})"
+        ) from failure
+
+    def idle_groups(self) -> list[dict[str, Any]]:
+        """None, or those of the optimizer without parameters, for one that looks at its first group, say."""
+        return [{**group, "params": []} for group in self.optimizer.param_groups] if self._idles_with_groups else []
+
     def _advance(self, state: dict[Any, Any], groups: Sequence[dict[str, Any]]) -> None:
         for kind in self._kinds:
             after = state.get(kind.stand_in, {})
@@ -288,6 +309,12 @@ class UpdateRecipe:
 
     def _versions(self) -> int:
         return sum(value._version for value in self._counts)
+
+
+def _step_of(optimizer: Optimizer) -> Callable[[Optimizer], object]:
+    """As its class defines it, without the hooks that torch puts around it."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
 def _set_all(values: Sequence[torch.Tensor], to: torch.Tensor) -> None:
