@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_unflatten
 from xla_adapters.backend import Backend
 from xla_adapters.errors import DeviceOutOfMemoryError
 from xla_adapters.interrupts import InterruptGuard, at_edge
+from xla_adapters.replay.garbage import without_collecting
 from xla_adapters.replay.places import PassTensors, Place
 from xla_adapters.replay.promised import PromisedTensor
 from xla_adapters.replay.recording import Number, Recording
@@ -127,9 +128,13 @@ class ReplayPass:
         """Calls the executable and puts its results where the step puts them."""
         if not self._is_open:
             return ScopeReport(compiles=0, compile_seconds=0.0)
-        recording, backend, tensors = self._recording, self._backend, self._tensors
         self._interrupts.install()
         self._restores.close()
+        with without_collecting():
+            return self._execute()
+
+    def _execute(self) -> ScopeReport:
+        recording, backend, tensors = self._recording, self._backend, self._tensors
         with torch.no_grad(), torch._C.DisableTorchFunction():
             try:
                 backend.set_seed(backend.seed() if self._seed is None else self._seed.value())
