@@ -29,20 +29,28 @@ class DiscardedTensor(torch.Tensor):
         return "<tensor of a discarded step>"
 
 
-def mark_discarded(backend: Backend, kept: Iterable[torch.Tensor]) -> None:
+def mark_discarded(backend: Backend, kept: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Makes every use of a tensor without a value an error; called before the pending graph is discarded.
 
     Args:
         backend: the seam.
         kept: tensors that will get a value again; what shares memory with them will, too.
+
+    Returns:
+        All that share memory with them: to be brought up to date once they have their value.
     """
     tensors = [tensor for tensor in backend.live_tensors() if not isinstance(tensor, DiscardedTensor)]
     with torch._C.DisableTorchFunction():
         storages = {_storage(tensor) for tensor in kept}
+        sharing = [tensor for tensor in tensors if torch._is_functional_tensor(tensor) and _storage(tensor) in storages]
+        # What is behind those is met too if it was ever looked at, and goes when they are brought up to date.
+        behind = list(map(backend.inner, sharing))
+        left = set(map(id, behind))
         for tensor in tensors:
-            if backend.is_pending(tensor) and _storage(tensor) not in storages:
+            if id(tensor) not in left and backend.is_pending(tensor) and _storage(tensor) not in storages:
                 backend.give_any_value(tensor)
                 tensor.__class__ = DiscardedTensor
+    return sharing
 
 
 def _storage(tensor: torch.Tensor) -> int:

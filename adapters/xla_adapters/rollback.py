@@ -281,8 +281,9 @@ class StepJournal:
         changed = [
             item for item in self._tensors.values() if not (item.on_device and backend.holds(item.tensor, item.value))
         ]
+        sharing: list[torch.Tensor] = []
         if discard and backend.pending_count():
-            mark_discarded(backend, [entry.tensor for entry in self._tensors.values() if entry.on_device])
+            sharing = mark_discarded(backend, [entry.tensor for entry in self._tensors.values() if entry.on_device])
         if discard:
             backend.discard_pending()
         for entry in self._optimizers.values():
@@ -300,6 +301,8 @@ class StepJournal:
                     restored.append(item.tensor)
                 else:
                     item.tensor.copy_(item.value)
+            for tensor in sharing:
+                backend.snapshot(tensor)
         # A value restored through a view (gradients of biases are such) is a pending update of the view's
         # base. All of them are brought up to date here: later, in eager mode, each would be an execution.
         if sum(backend.is_pending(tensor) for tensor in restored) and discard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -206,8 +207,11 @@ def failing_finish(*, executed: bool, error: type[BaseException]) -> Iterator[No
         backend.finish_step = real  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("collects", [True, False])
 @isolated
-def test_a_graph_that_does_not_compile() -> None:
+def test_a_graph_that_does_not_compile(collects: bool) -> None:
+    """Whatever Python has collected of the step by then."""
+    (gc.enable if collects else gc.disable)()
     with xla_adapters.eager():
         loop = Loop()
         goes_on(loop, compiles=1)
