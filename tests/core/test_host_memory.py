@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import resource
 import statistics
+import threading
 
 import pytest
 import torch
@@ -41,12 +43,12 @@ def test_it_is_told_once_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
         memory.keep_freed(None)
         memory.keep_freed(None)
         memory.keep_freed(True)
-    assert allocator.told == [(-1, -1), (-4, 0)]
+    assert allocator.told == [(-1, -1), (-2, 192 << 20), (-4, 0)]
     (record,) = caplog.records
     assert "initialize(keep_memory=False)" in record.getMessage()
     memory.keep_freed(False)
     memory.keep_freed(None)
-    assert allocator.told[2:] == [(-1, 64 << 20), (-3, 32 << 20), (-4, 65536)]
+    assert allocator.told[3:] == [(-1, 64 << 20), (-2, 128 << 10), (-3, 32 << 20), (-4, 65536)]
 
 
 def test_what_it_does_by_itself_is_left_to_it() -> None:
@@ -122,3 +124,39 @@ def test_no_step_has_its_memory_mapped_anew() -> None:
 def test_as_the_allocator_does_it() -> None:
     xla_adapters.initialize(keep_memory=False)
     assert _pages_mapped() > 8_000
+
+
+def _pages_of_a_thread() -> list[int]:
+    """Mapped when it takes 57 MB, writes there and frees them, three times, beside 20 MB that it has in its heap."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    mapped = []
+
+    def work() -> None:
+        other = libc.malloc(20 << 20)
+        for _ in range(3):
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+            piece = libc.malloc(57 << 20)
+            ctypes.memset(piece, 1, 57 << 20)
+            libc.free(piece)
+            mapped.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+        libc.free(other)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return mapped
+
+
+@_NEEDS_GLIBC
+@isolated
+def test_a_heap_of_a_thread_that_is_empty_stays() -> None:
+    _, *others = _pages_of_a_thread()
+    assert min(others) > 14_000
+    xla_adapters.initialize()
+    _, *others = _pages_of_a_thread()
+    assert max(others) < 200

@@ -2,8 +2,10 @@
 
 glibc takes pieces of more than 32 MiB from the kernel by `mmap` and gives each back when it is freed
 (https://man7.org/linux/man-pages/man3/mallopt.3.html), so that an executable whose temporary values are larger has
-every page of them mapped and cleared anew in each step. Pieces of more than 64 MiB that the runtime's own threads take
-are mapped in any case: what a thread keeps ends there, unless all share one (`MALLOC_ARENA_MAX=1`), and wait for it.
+every page of them mapped and cleared anew in each step. What a thread of the runtime's has beside the process's heap
+comes in heaps of 64 MiB, and an empty one goes back too, unless the padding on top is larger than two of them (glibc
+2.36, malloc/arena.c, heap_trim). Pieces of more than 64 MiB that such a thread takes are mapped in any case, unless all
+threads share one heap (`MALLOC_ARENA_MAX=1`), and wait for it.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from xla_adapters.errors import ConfigError
 _log = logging.getLogger("xla_adapters")
 
 # Parameters of mallopt (malloc.h).
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
-_KEEP = {_TRIM_THRESHOLD: -1, _MMAP_MAX: 0}
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
+# The padding is room, not memory, as long as nobody writes there.
+_KEEP = {_TRIM_THRESHOLD: -1, _TOP_PAD: 192 << 20, _MMAP_MAX: 0}
 # What glibc comes to by itself in a process that has large pieces; once told a threshold, it moves none any more.
-_GIVE_BACK = {_TRIM_THRESHOLD: 64 << 20, _MMAP_THRESHOLD: 32 << 20, _MMAP_MAX: 65536}
+_GIVE_BACK = {_TRIM_THRESHOLD: 64 << 20, _TOP_PAD: 128 << 10, _MMAP_THRESHOLD: 32 << 20, _MMAP_MAX: 65536}
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 _TUNABLES = ("trim_threshold", "mmap_threshold", "mmap_max", "top_pad")
 
@@ -67,7 +70,8 @@ class HostMemory:
         if self._keeps and not kept:
             _log.info(
                 "memory that is freed stays with the process, so that no step has it mapped anew (mallopt: "
-                "M_MMAP_MAX=0, M_TRIM_THRESHOLD=-1); xla_adapters.initialize(keep_memory=False) gives it back"
+                "M_MMAP_MAX=0, M_TRIM_THRESHOLD=-1, M_TOP_PAD=192 MiB); xla_adapters.initialize(keep_memory=False) "
+                "gives it back"
             )
 
     def _is_told(self) -> bool:
