@@ -119,6 +119,61 @@ def test_intervention(change: _Change, again: int, reason: str) -> None:
     assert_twins(run, replays=3 + again, reason=reason)
 
 
+class _Activation(nn.Module):
+    """Of which a builtin is a part, and a list."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
+        self.powers = [1, 1]
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.function(values) ** self.powers[0] * self.scale
+
+
+def _own_forward(module: _Activation) -> None:
+    module.forward = lambda values: torch.tanh(values) * 0.5  # type: ignore[method-assign]
+
+
+def _builtin(module: _Activation) -> None:
+    module.function = torch.sigmoid
+
+
+def _in_a_list(module: _Activation) -> None:
+    module.powers[0] = 2
+
+
+def _hidden_default(module: _Activation) -> None:
+    module.scale = 0.5
+
+
+def _an_equal_value(module: _Activation) -> None:
+    module.powers = list(module.powers)
+
+
+@pytest.mark.parametrize(
+    ("change", "again", "reason"),
+    [
+        (_own_forward, 3, "2 has got an attribute 'forward'"),
+        (_builtin, 3, "sigmoid"),
+        (_in_a_list, 3, "[1, 1] -> [2, 1]"),
+        (_hidden_default, 3, "2 has got an attribute 'scale'"),
+        (_an_equal_value, 5, ""),
+    ],
+)
+@isolated
+def test_something_else_in_a_module(change: Callable[[_Activation], None], again: int, reason: str) -> None:
+    def run(twin: Twin) -> None:
+        twin.model[2] = module = _Activation()
+        twin.run(5)
+        change(module)
+        twin.run(5)
+
+    assert_twins(run, replays=3 + again, reason=reason)
+
+
 @isolated
 def test_another_shape_is_another_call() -> None:
     def run(twin: Twin) -> None:

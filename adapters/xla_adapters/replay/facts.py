@@ -61,6 +61,10 @@ def _copy(value: Any) -> Any:
     return {key: _copy(item) for key, item in value.items()} if type(value) is dict else value
 
 
+def _is_noted(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or callable(value) or is_simple(value)
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectFacts:
     """The plain attributes of an object, e.g. a configuration."""
@@ -104,15 +108,16 @@ class ModuleFacts:
         self._children = list(module._modules.values())
         self._hooks = [(own[kind], list(own[kind])) for kind in _HOOKS if kind in own]
         self._configs = _configs(name, own, noted)
-        functions = (types.FunctionType, types.MethodType)
         # Tensors compare element by element: they are held as their identity.
         free = {key: value for key, value in own.items() if (id(module), key) not in rebound}
         self._tensors = [(key, value) for key, value in free.items() if isinstance(value, torch.Tensor)]
         self._values = {
             key: _copy(value)
             for key, value in free.items()
-            if key not in _HOOKS and (is_simple(value) or isinstance(value, functions))
+            if key not in _HOOKS and _is_noted(value) and not isinstance(value, torch.Tensor)
         }
+        self._known = set(own) | {key for owner, key in rebound if owner == id(module)}
+        self._size = len(own)
         self._fetch = itemgetter("training", *self._values)
         self._fetched = self._fetch({"training": module.training, **self._values})
 
@@ -125,6 +130,12 @@ class ModuleFacts:
             plain = False
         if not plain:
             return self._changed_value(own)
+        if len(own) != self._size:
+            # A `forward` of its own, say, or what hides a default of its class.
+            for key, value in own.items():
+                if key not in self._known and _is_noted(value):
+                    return f"{self.name} has got an attribute {key!r}"
+            self._size = len(own)
         if self._parameters:
             # Identity is tried before equality, which would compare elements; the lengths come first.
             parameters = own["_parameters"].values()
