@@ -20,10 +20,10 @@ from xla_adapters.compiling import as_if_compiling
 from xla_adapters.errors import MODEL_FAILURES, XLAAdapterError
 from xla_adapters.optimizers import stand_in_for
 from xla_adapters.replay.errors import CannotReplay
+from xla_adapters.replay.host_counts import HostCounts
 
 # Their numbers do not depend on the shapes of the parameters: one stand-in serves all shapes.
 _ANY_SHAPE = (ASGD, NAdam, RAdam, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, RMSprop, Rprop)
-_OF_NUMPY = (torch.float32, torch.float64, torch.int64, torch.int32)
 _SIMPLE = (bool, int, float, str, type(None))
 
 
@@ -103,6 +103,7 @@ class _Kind:
     stand_in: torch.Tensor
     members: list[dict[str, Any]] = field(default_factory=list)
     host: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    counts: dict[str, HostCounts] = field(default_factory=dict)
     numbers: tuple[str, ...] = ()
     rebound: tuple[str, ...] = ()
     state: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -132,16 +133,13 @@ class UpdateRecipe:
                 if parameter.grad is not None:
                     self._add(found, index, parameter)
         self._kinds.extend(found.values())
-        self._entries = [(state, len(state)) for kind in self._kinds for state in kind.members]
-        self._state_of = [
-            (parameter, optimizer.state[parameter])
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter in optimizer.state
-        ]
-        self._states = len(optimizer.state)
+        self._members = [state for kind in self._kinds for state in kind.members]
+        self._lengths = list(map(len, self._members))
         self._state = optimizer.state
-        self._counts = [value for kind in self._kinds for values in kind.host.values() for value in values]
+        self._states = list(optimizer.state.items())
+        for kind in self._kinds:
+            kind.counts = {name: HostCounts(values) for name, values in kind.host.items()}
+        self._counts = [counts for kind in self._kinds for counts in kind.counts.values()]
         self._version = self._versions()
         self._skipped: set[Callable[..., Any]] = set()
         self._idles_with_groups = False
@@ -199,20 +197,17 @@ class UpdateRecipe:
         state = optimizer.state
         if (
             state is not self._state
-            or len(state) != self._states
-            or any(state.get(parameter) is not values for parameter, values in self._state_of)
+            or len(state) != len(self._states)
+            # By their places: a tensor's hash is Python.
+            or any(mine is not key for key, (mine, _) in zip(state, self._states, strict=True))
+            or any(mine is not values for values, (_, mine) in zip(state.values(), self._states, strict=True))
             or any(values.get(key) is not tensor for values, key, tensor in self._tensors)
-            or any(len(values) != length for values, length in self._entries)
+            or list(map(len, self._members)) != self._lengths
         ):
             return f"the state of {name} was replaced"
         if self._versions() != self._version:
             # By passes of other signatures, say: all parameters of a kind must be alike still.
-            if any(
-                value.tolist() != values[0].tolist()
-                for kind in self._kinds
-                for values in kind.host.values()
-                for value in values
-            ):
+            if not all(counts.are_alike() for counts in self._counts):
                 return f"step counts of {name} were changed"
             self.accept()
         for kind in self._kinds:
@@ -294,8 +289,8 @@ class UpdateRecipe:
     def _advance(self, state: dict[Any, Any], groups: Sequence[dict[str, Any]]) -> None:
         for kind in self._kinds:
             after = state.get(kind.stand_in, {})
-            for name, values in kind.host.items():
-                _set_all(values, after[name])
+            for name, counts in kind.counts.items():
+                counts.set(after[name])
             for name in kind.numbers:
                 for member in kind.members:
                     member[name] = after[name]
@@ -308,25 +303,13 @@ class UpdateRecipe:
         self._version = self._versions()
 
     def _versions(self) -> int:
-        return sum(value._version for value in self._counts)
+        return sum(counts.version for counts in self._counts)
 
 
 def _step_of(optimizer: Optimizer) -> Callable[[Optimizer], object]:
     """As its class defines it, without the hooks that torch puts around it."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
-
-
-def _set_all(values: Sequence[torch.Tensor], to: torch.Tensor) -> None:
-    if to.dtype not in _OF_NUMPY:
-        torch._foreach_copy_(list(values), [to] * len(values))
-        return
-    # A fifth of what torch's own copies cost, for numbers that are one per parameter.
-    array = to.numpy()
-    for value in values:
-        value.numpy()[...] = array
-    # Recipes of other signatures, which may update only some of these, see by it that they changed.
-    torch.autograd.graph.increment_version(values)
 
 
 def _copy(value: Any) -> Any:
