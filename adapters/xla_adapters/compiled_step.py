@@ -14,7 +14,8 @@ from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ConfigError
 from xla_adapters.nested_values import as_dicts, replaced, tensors_in
 from xla_adapters.program import ReplayRequest, StepProgram, discarding
-from xla_adapters.replay.facts import FunctionFacts, is_simple
+from xla_adapters.replay.code_facts import CodeFacts
+from xla_adapters.replay.facts import is_simple
 from xla_adapters.rng import StepSeed
 from xla_adapters.transfers import uploading
 
@@ -63,7 +64,7 @@ class CompiledStep(Generic[_Result]):
         self._function = function
         self._seed = seed
         self._modules = tuple(modules)
-        self._facts: FunctionFacts | None = None
+        self._facts: CodeFacts | None = None
         self._generation = 0
         self.program = StepProgram(getattr(function, "__name__", "step"), config)
 
@@ -122,7 +123,7 @@ class CompiledStep(Generic[_Result]):
                 program.keep("result", result)
             program.close()
         if self._facts is None:
-            self._facts = FunctionFacts(self._function)
+            self._facts = CodeFacts(functions=[self._function], deep=self.program.config.step_replay == "auto")
         return result  # type: ignore[no-any-return]
 
     def _on_device(self, arguments: Any) -> Any:

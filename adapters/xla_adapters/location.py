@@ -54,6 +54,11 @@ class Location:
         return text
 
 
+def is_of_user(filename: str) -> bool:
+    """Whether code of this file is the user's own: of no library, and not this package's."""
+    return not _is_library(filename) and not filename.startswith(tuple(_framework_prefixes))
+
+
 def _is_library(filename: str) -> bool:
     return filename.startswith("<") or filename.startswith(_SITE) or filename.startswith(_STDLIB)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-import types
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -375,11 +375,11 @@ def test_replays_are_verified_by_traces() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("xla_adapters").addHandler(handler)
-    model, hidden, traced = nn.Linear(4, 2).to("xla"), types.SimpleNamespace(value=[1.0]), [0]
+    model, hidden, traced = nn.Linear(4, 2).to("xla"), array("d", [1.0]), array("i", [0])
 
     def scaled() -> float:
         traced[0] += 1
-        return float(hidden.value[0])
+        return hidden[0]
 
     def function(inputs: torch.Tensor) -> torch.Tensor:
         loss = (model(inputs).square() ** scaled()).mean()
@@ -391,11 +391,11 @@ def test_replays_are_verified_by_traces() -> None:
     for _ in range(2 + 5 + 1 + 5):
         step(torch.ones(2, 4))
     assert step.replays == 10
-    assert traced == [3]
+    assert traced.tolist() == [3]
     assert [event.passes for event in step.program.events] == [1]
     assert not messages or all("compiled" in message for message in messages)
     step(torch.ones(2, 4))
-    hidden.value[0] = 2.0
+    hidden[0] = 2.0
     for _ in range(3):
         step(torch.ones(2, 4))
     before = step.replays
@@ -410,3 +410,77 @@ def test_replays_are_verified_by_traces() -> None:
     assert step.replays > before
     with pytest.raises(ConfigError, match="replay_verify_every=0 is not a valid value"):
         XLAConfig(replay_verify_every=0)
+
+
+_scale = 1.0
+
+
+class _Scaled(nn.Module):
+    """It reads a global, in a method of its own."""
+
+    def factor(self) -> float:
+        return _scale
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values * self.factor()
+
+
+def _global(module: _Scaled) -> None:
+    global _scale
+    _scale = 0.5
+
+
+def _method_of_class(module: _Scaled) -> None:
+    _Scaled.factor = lambda self: 0.5  # type: ignore[method-assign]
+
+
+def _forward_of_class(module: _Scaled) -> None:
+    _Scaled.forward = lambda self, values: values * 0.5  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_global, "the global '_scale' changed"),
+        (_method_of_class, "_Scaled.factor was replaced"),
+        (_forward_of_class, "_Scaled.forward was replaced"),
+    ],
+)
+@isolated
+def test_what_the_code_of_a_module_reads(change: Callable[[_Scaled], None], reason: str) -> None:
+    def run(twin: Twin) -> None:
+        global _scale
+        _scale = 1.0
+        _Scaled.factor = factor  # type: ignore[method-assign]
+        _Scaled.forward = forward  # type: ignore[method-assign]
+        twin.model[2] = module = _Scaled()
+        twin.run(5)
+        change(module)
+        twin.run(5)
+
+    factor, forward = _Scaled.factor, _Scaled.forward
+    assert_twins(run, replays=6, reason=reason)
+
+
+@pytest.mark.parametrize(("replay", "replays"), [("auto", 0), (True, 6)])
+@isolated
+def test_a_helper_that_counts(replay: bool | str, replays: int) -> None:
+    """What the step leaves behind and reads again is left out where that was asked for."""
+    model, counted = nn.Linear(4, 2).to("xla"), [0]
+
+    def count() -> None:
+        counted[0] += 1
+
+    def function(inputs: torch.Tensor) -> torch.Tensor:
+        count()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    step = CompiledStep(function, config=XLAConfig(step_replay=replay))  # type: ignore[arg-type]
+    for _ in range(8):
+        step(torch.ones(2, 4))
+    assert step.replays == replays
+    assert counted == [8 - replays]
+    assert sum(event.graphs for event in step.program.events) == 1

@@ -15,6 +15,7 @@ from xla_adapters.backend import Backend
 from xla_adapters.host_random import HostRandom
 from xla_adapters.replay.bound import BoundState, HostChange
 from xla_adapters.replay.cached import CachedScope
+from xla_adapters.replay.code_facts import CodeFacts
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.facts import facts_of, is_simple
 from xla_adapters.replay.pending import PendingGraph, written_places
@@ -185,6 +186,7 @@ class RecordingScope(CachedScope):
             recipes=self._recipes,
             updates=self._updates,
             facts=facts,
+            code=CodeFacts(modules=[fact.module for fact in facts], deep=self._request.strict),
             host_changes=capture.host_changes,
             rebound=capture.rebound,
             unrepeatable=capture.unrepeatable,

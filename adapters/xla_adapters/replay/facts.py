@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as nn_module
 
+from xla_adapters.location import is_of_user
 from xla_adapters.waiting_steps import function_modes
 
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
@@ -224,7 +226,7 @@ class ReadFact:
         """How the code would read it differently now, or None."""
         if not self.name:
             present = list(self.owner.values() if hasattr(self.owner, "values") else self.owner)
-            same = len(present) == len(self.value) and not any(map(_differs, present, self.value))
+            same = len(present) == len(self.value) and not any(map(differs, present, self.value))
             return None if same else f"{self.said} holds something else"
         owner = self.owner
         if isinstance(owner, dict):
@@ -233,7 +235,7 @@ class ReadFact:
             found = _content(owner)
         else:
             found = vars(owner).get(self.name, _ABSENT)
-        return f"{self.said} changed" if _differs(found, self.value) else None
+        return f"{self.said} changed" if differs(found, self.value) else None
 
 
 class FunctionFacts:
@@ -245,14 +247,14 @@ class FunctionFacts:
         self._function = function
         code: types.CodeType | None = getattr(function, "__code__", None)
         self._globals = getattr(function, "__globals__", {})
-        names = code.co_names if code is not None else ()
+        names = sorted(names_in(code)) if code is not None else ()
         self._named = {name: _copy(self._globals[name]) for name in names if name in self._globals}
         self._cells = [(cell, _copy(_content(cell))) for cell in getattr(function, "__closure__", None) or ()]
         objects = [owner, *self._named.values(), *(value for _, value in self._cells)]
         self._attributes = [
             (item.__dict__, name, _copy(item.__dict__[name]))
             for item in objects
-            if hasattr(item, "__dict__") and not isinstance(item, (type, types.ModuleType, torch.nn.Module))
+            if hasattr(item, "__dict__") and not isinstance(item, torch.nn.Module) and not _is_of_library(item)
             for name in names
             if name in item.__dict__
         ]
@@ -260,16 +262,34 @@ class FunctionFacts:
     def changed(self) -> str | None:
         """What the function would read differently now, or None."""
         for name, value in self._named.items():
-            if _differs(self._globals.get(name, _ABSENT), value):
+            if differs(self._globals.get(name, _ABSENT), value):
                 return f"the global {name!r} changed"
         names = self._function.__code__.co_freevars if self._cells else ()
         for name, (cell, value) in zip(names, self._cells, strict=True):
-            if _differs(_content(cell), value):
+            if differs(_content(cell), value):
                 return f"the variable {name!r} changed"
         for owner, name, value in self._attributes:
-            if _differs(owner.get(name, _ABSENT), value):
+            if differs(owner.get(name, _ABSENT), value):
                 return f"the attribute {name!r} changed"
         return None
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """The globals and attributes that code names, in functions that it defines too."""
+    inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _is_of_library(item: Any) -> bool:
+    """Whether it is a module or class of one."""
+    if isinstance(item, type):
+        item = sys.modules.get(item.__module__)
+    elif not isinstance(item, types.ModuleType):
+        return False
+    # A session that is typed in has no file.
+    return getattr(item, "__name__", "") != "__main__" and not is_of_user(
+        getattr(item, "__file__", None) or "<built in>"
+    )
 
 
 def _content(cell: types.CellType) -> Any:
@@ -279,7 +299,8 @@ def _content(cell: types.CellType) -> Any:
         return _ABSENT
 
 
-def _differs(present: Any, noted: Any) -> bool:
+def differs(present: Any, noted: Any) -> bool:
+    """Whether a value is another than was noted: simple ones are compared, others are to be the same object."""
     if present is noted:
         return False
     return not is_simple(noted) or not is_simple(present) or bool(present != noted)

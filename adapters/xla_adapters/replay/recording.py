@@ -13,6 +13,7 @@ from torch.utils._pytree import TreeSpec
 
 from xla_adapters.backend import Backend
 from xla_adapters.replay.bound import HostChange
+from xla_adapters.replay.code_facts import CodeFacts
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.facts import ModuleFacts
 from xla_adapters.replay.held import HeldValues
@@ -86,6 +87,7 @@ class Recording:
         recipes: of the optimizers, in the order of their updates.
         updates: what they computed in this pass.
         facts: of the modules.
+        code: of the modules, as far as it is the user's.
         host_changes: plain attributes that the step changes.
         rebound: the keys of `"bound"` places that get a new tensor.
         unrepeatable: what this one pass did that a replay cannot; empty if nothing.
@@ -105,6 +107,7 @@ class Recording:
     recipes: list[UpdateRecipe]
     updates: list[Update]
     facts: list[ModuleFacts]
+    code: CodeFacts
     host_changes: list[HostChange]
     rebound: set[tuple[str, int, str | int]]
     unrepeatable: str
@@ -153,7 +156,7 @@ class Recording:
                 return f"{type(mine.owner).__name__}.{mine.name} was changed otherwise than in the pass before"
         if len(self.facts) != len(other.facts):
             return "other modules took part than in the pass before"
-        return next((change for fact in other.facts if (change := fact.changed())), None)
+        return next((change for fact in other.facts if (change := fact.changed())), other.code.changed())
 
     def numbers(self) -> list[Number]:
         """The inputs that began as Python numbers."""
@@ -209,6 +212,8 @@ class Recording:
         if change is not None and set_modes is not None:
             set_modes()
             change = _first_change(self.facts)
+        if change is None:
+            change = self.code.changed()
         if change is not None:
             return change
         for recipe in self.recipes:
