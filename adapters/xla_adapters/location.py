@@ -13,6 +13,8 @@ from types import CodeType, FrameType, TracebackType
 _OWN_FOLDER = str(Path(__file__).resolve().parent)
 _STDLIB = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 _SITE = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+# What code of a session that is typed in has instead of a file.
+_TYPED_IN = ("<stdin>", "<ipython-input-")
 # The layers a read passes through on its way down: never the place that decided to read.
 _PLUMBING = ("torch", "torch_xla", "numpy", "_pytest", "pluggy", "accelerate", "safetensors")
 _plumbing_prefixes: list[str] = [f"{site}/{package}/" for site in _SITE for package in _PLUMBING]
@@ -54,19 +56,23 @@ class Location:
         return text
 
 
+def _is_made_up(filename: str) -> bool:
+    return filename.startswith("<") and not filename.startswith(_TYPED_IN)
+
+
 def is_of_user(filename: str) -> bool:
     """Whether code of this file is the user's own: of no library, and not this package's."""
     return not _is_library(filename) and not filename.startswith(tuple(_framework_prefixes))
 
 
 def _is_library(filename: str) -> bool:
-    return filename.startswith("<") or filename.startswith(_SITE) or filename.startswith(_STDLIB)
+    return _is_made_up(filename) or filename.startswith(_SITE) or filename.startswith(_STDLIB)
 
 
 def _is_plumbing(filename: str) -> bool:
     if filename.startswith(tuple(_framework_prefixes)) or filename.startswith(tuple(_plumbing_prefixes)):
         return True
-    return filename.startswith("<") or (filename.startswith(_STDLIB) and not filename.startswith(_SITE))
+    return _is_made_up(filename) or (filename.startswith(_STDLIB) and not filename.startswith(_SITE))
 
 
 def _locate(frames: Iterable[tuple[CodeType, int]]) -> Location | None:

@@ -8,6 +8,7 @@ import os
 import resource
 import statistics
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +20,12 @@ from xla_adapters.backend.host_memory import HostMemory
 
 _GLIBC = "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", {})
 _TOLD = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+# Where the kernel maps 2 MB at once by itself, pages tell nothing.
+_COUNTS = not _HUGE_PAGES.exists() or "[always]" not in _HUGE_PAGES.read_text()
 _NEEDS_GLIBC = pytest.mark.skipif(
-    not _GLIBC or any(name in os.environ for name in _TOLD), reason="for glibc's allocator as it comes"
+    not _GLIBC or not _COUNTS or any(name in os.environ for name in _TOLD),
+    reason="for glibc's allocator as it comes, and pages of the usual size",
 )
 
 

@@ -462,6 +462,34 @@ def test_what_the_code_of_a_module_reads(change: Callable[[_Scaled], None], reas
     assert_twins(run, replays=6, reason=reason)
 
 
+class _Loop:
+    """Of which a step is one method, and what it multiplies by another, typed in."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(4, 2).to("xla")
+
+    def factor(self) -> float:
+        raise NotImplementedError
+
+    def step(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (self.model(inputs).square().mean() * self.factor()).detach()
+
+
+@isolated
+def test_a_method_that_was_typed_in() -> None:
+    typed = compile("def factor(self):\n    return given", "<ipython-input-7-3f2a>", "exec")
+    names: dict[str, Any] = {"given": 1.0}
+    exec(typed, names)
+    _Loop.factor = names["factor"]  # type: ignore[method-assign]
+    loop = _Loop()
+    step = CompiledStep(loop.step)
+    first = [step(torch.ones(2, 4)).item() for _ in range(5)]
+    assert step.replays == 3
+    names["given"] = 2.0
+    assert [step(torch.ones(2, 4)).item() for _ in range(5)] == [2 * loss for loss in first]
+    assert list(step.reasons) == ["the global 'given' changed"]
+
+
 @pytest.mark.parametrize(("replay", "replays"), [("auto", 0), (True, 6)])
 @isolated
 def test_a_helper_that_counts(replay: bool | str, replays: int) -> None:

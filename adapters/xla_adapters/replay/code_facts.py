@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from xla_adapters.location import is_of_user
-from xla_adapters.replay.facts import FunctionFacts, differs, names_in
+from xla_adapters.replay.facts import FunctionFacts, content_of, differs, names_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,12 @@ class CodeFacts:
         self._facts: list[FunctionFacts | _Member] = []
         self._seen: set[object] = set()
         for function in functions:
-            # Wherever it comes from, it is the step.
+            # Wherever it comes from, it is the step; attributes of the object that it is bound to count, too.
             self._facts.append(FunctionFacts(function))
-            self._look_into(function, type(getattr(function, "__self__", None)))
+            inner, owner = _function_of(function), type(getattr(function, "__self__", None))
+            if deep and inner is not None:
+                self._seen.add((id(inner), owner))
+                self._follow(inner, owner)
         for module in modules:
             self._note(type(module), "forward")
             if "forward" in vars(module):
@@ -85,21 +88,25 @@ class CodeFacts:
         if not self._deep or function is None or (id(function), owner) in self._seen:
             return
         self._seen.add((id(function), owner))
+        if is_of_user(function.__code__.co_filename):
+            self._facts.append(FunctionFacts(function))
+        self._follow(function, owner)
+
+    def _follow(self, function: types.FunctionType, owner: type) -> None:
+        """Looks into what a function calls."""
         self._look_into(getattr(function, "__wrapped__", None), owner)
         if not is_of_user(function.__code__.co_filename):
             return
-        self._facts.append(FunctionFacts(function))
         names = names_in(function.__code__)
         for name in names:
-            if issubclass(owner, torch.nn.Module):
-                self._note(owner, name)
+            self._note(owner, name)
             found = function.__globals__.get(name)
             self._look_into(found, type(None))
-            if isinstance(found, types.ModuleType) and is_of_user(getattr(found, "__file__", None) or ""):
+            if isinstance(found, types.ModuleType) and is_of_user(getattr(found, "__file__", None) or "<built in>"):
                 for attribute in names & vars(found).keys():
                     self._look_into(vars(found)[attribute], type(None))
         for cell in function.__closure__ or ():
-            self._look_into(_content(cell), type(None))
+            self._look_into(content_of(cell), type(None))
 
 
 def _definitions(owner: type, name: str) -> list[Any]:
@@ -111,10 +118,3 @@ def _function_of(item: Any) -> types.FunctionType | None:
         item = item.fget
     item = getattr(item, "__func__", item)
     return item if isinstance(item, types.FunctionType) else None
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None

@@ -232,7 +232,7 @@ class ReadFact:
         if isinstance(owner, dict):
             found = owner.get(self.name, _ABSENT)
         elif isinstance(owner, types.CellType):
-            found = _content(owner)
+            found = content_of(owner)
         else:
             found = vars(owner).get(self.name, _ABSENT)
         return f"{self.said} changed" if differs(found, self.value) else None
@@ -249,7 +249,7 @@ class FunctionFacts:
         self._globals = getattr(function, "__globals__", {})
         names = sorted(names_in(code)) if code is not None else ()
         self._named = {name: _copy(self._globals[name]) for name in names if name in self._globals}
-        self._cells = [(cell, _copy(_content(cell))) for cell in getattr(function, "__closure__", None) or ()]
+        self._cells = [(cell, _copy(content_of(cell))) for cell in getattr(function, "__closure__", None) or ()]
         objects = [owner, *self._named.values(), *(value for _, value in self._cells)]
         self._attributes = [
             (item.__dict__, name, _copy(item.__dict__[name]))
@@ -266,7 +266,7 @@ class FunctionFacts:
                 return f"the global {name!r} changed"
         names = self._function.__code__.co_freevars if self._cells else ()
         for name, (cell, value) in zip(names, self._cells, strict=True):
-            if differs(_content(cell), value):
+            if differs(content_of(cell), value):
                 return f"the variable {name!r} changed"
         for owner, name, value in self._attributes:
             if differs(owner.get(name, _ABSENT), value):
@@ -292,7 +292,8 @@ def _is_of_library(item: Any) -> bool:
     )
 
 
-def _content(cell: types.CellType) -> Any:
+def content_of(cell: types.CellType) -> Any:
+    """What a variable of an enclosing function holds, or something that is nothing else if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
