@@ -13,6 +13,7 @@ import torch
 from xla_adapters.backend import get_backend
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import UnsupportedOptionError
+from xla_adapters.mapped_memory import MappedMemory
 from xla_adapters.random_algorithm import use_random_algorithm
 from xla_adapters.replay.bound import Owner
 from xla_adapters.replay.cached import SeparatingScope
@@ -166,6 +167,7 @@ class StepProgram:
     _seen: list[StepSignature] = field(default_factory=list)
     _signature: StepSignature | None = None
     _where: str = ""
+    _mapped: MappedMemory = field(default_factory=MappedMemory, repr=False)
     _open: StepExecution | None = field(default=None, repr=False)
     _replay: StepReplay | None = field(default=None, repr=False)
     _replayed: Recording | None = field(default=None, repr=False)
@@ -309,6 +311,7 @@ class StepProgram:
         report = self._open.close()
         self._open = None
         self.passes += 1
+        self._mapped.step_ended(self.name)
         if report.compiles:
             self._record(report, of_several=replayed)
         if self._signature is not None and self._signature not in self._seen:

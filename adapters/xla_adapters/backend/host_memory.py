@@ -5,7 +5,8 @@ glibc takes pieces of more than 32 MiB from the kernel by `mmap` and gives each 
 every page of them mapped and cleared anew in each step. What a thread of the runtime's has beside the process's heap
 comes in heaps of 64 MiB, and an empty one goes back too, unless the padding on top is larger than two of them (glibc
 2.36, malloc/arena.c, heap_trim). Pieces of more than 64 MiB that such a thread takes are mapped in any case, unless all
-threads share one heap (`MALLOC_ARENA_MAX=1`), and wait for it.
+threads share one heap (`MALLOC_ARENA_MAX=1`), and wait for it. Pages of 2 MB make that cheap; glibc asks for them if
+`GLIBC_TUNABLES` says so when the process starts (glibc.malloc.hugetlb, since 2.35).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from xla_adapters.errors import ConfigError
 
@@ -27,6 +29,7 @@ _KEEP = {_TRIM_THRESHOLD: -1, _TOP_PAD: 192 << 20, _MMAP_MAX: 0}
 _GIVE_BACK = {_TRIM_THRESHOLD: 64 << 20, _TOP_PAD: 128 << 10, _MMAP_THRESHOLD: 32 << 20, _MMAP_MAX: 65536}
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 _TUNABLES = ("trim_threshold", "mmap_threshold", "mmap_max", "top_pad")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class HostMemory:
@@ -35,11 +38,18 @@ class HostMemory:
     Args:
         mallopt: of glibc; None where there is none.
         environment: where the user may have told the allocator otherwise.
+        huge_pages: the kernel's file of who may have pages of 2 MB.
     """
 
-    def __init__(self, mallopt: Callable[[int, int], int] | None, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        mallopt: Callable[[int, int], int] | None,
+        environment: Mapping[str, str] = os.environ,
+        huge_pages: Path = _HUGE_PAGES,
+    ) -> None:
         self._mallopt = mallopt
         self._environment = environment
+        self._huge_pages = huge_pages
         self._keeps: bool | None = None
 
     @classmethod
@@ -74,8 +84,23 @@ class HostMemory:
                 "gives it back"
             )
 
+    def could_have_huge_pages(self) -> bool:
+        """Whether a process that keeps its memory would have pages of 2 MB, had glibc been told to ask for them."""
+        return bool(
+            self._keeps
+            and "glibc.malloc.hugetlb=" not in self._environment.get("GLIBC_TUNABLES", "")
+            and self._huge_pages.exists()
+            and "[madvise]" in self._huge_pages.read_text(encoding="ascii")
+            and _glibc_version() >= (2, 35)
+        )
+
     def _is_told(self) -> bool:
         tunables = self._environment.get("GLIBC_TUNABLES", "")
         return any(name in self._environment for name in _VARIABLES) or any(
             f"glibc.malloc.{name}=" in tunables for name in _TUNABLES
         )
+
+
+def _glibc_version() -> tuple[int, ...]:
+    told = os.confstr("CS_GNU_LIBC_VERSION") or "glibc 0"
+    return tuple(int(part) for part in told.split()[-1].split("."))

@@ -95,6 +95,10 @@ class PJRTBackend(PendingValues, CachedGraphs, RepeatedGraphs, ShardedTensors):
                 "memory of its own; leave it out here"
             )
 
+    def could_have_huge_pages(self) -> bool:
+        """Whether the device's memory is the host's, and has pages of the usual size only for want of asking."""
+        return bool(xr.device_type() == "CPU" and self._host_memory.could_have_huge_pages())
+
     def _compile_fast(self) -> None:
         if xr.device_type() != "CPU":
             raise ConfigError(
