@@ -30,7 +30,7 @@ def initialize(*, spmd: bool = False, fast_compile: bool = False, keep_memory: b
     Args:
         spmd: drive all devices of the process as one (needed for sharding).
         fast_compile: on CPU devices, leave out the pass of XLA's compiler that slows the others down most: 48 layers
-            of a GPT-2 took 0.56 of the CPU time. Sums are added up one by one instead of as a tree, which rounds more.
+            of a GPT-2 took 0.6 of the CPU time. Sums are added up one by one instead of as a tree, which rounds more.
             It is asked for through `XLA_FLAGS`.
         keep_memory: on CPU devices, whether the process keeps the memory that a step frees (glibc's `mallopt`), rather
             than have the system map it anew in each: 24 layers of a GPT-2 took 0.65 of the CPU time. None keeps it,
