@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import resource
 import statistics
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 
 import xla_adapters
+from tests.core.glibc import NEEDS_GLIBC
 from tests.isolation import isolated
 from xla_adapters import ConfigError
 from xla_adapters.backend.host_memory import HostMemory
-
-_GLIBC = "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", {})
-_TOLD = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# Where the kernel maps 2 MB at once by itself, pages tell nothing.
-_COUNTS = not _HUGE_PAGES.exists() or "[always]" not in _HUGE_PAGES.read_text()
-_NEEDS_GLIBC = pytest.mark.skipif(
-    not _GLIBC or not _COUNTS or any(name in os.environ for name in _TOLD),
-    reason="for glibc's allocator as it comes, and pages of the usual size",
-)
-
 
 # ---- what the allocator is told ------------------------------------------------------------------------
 
@@ -114,7 +102,7 @@ def _pages_mapped() -> float:
     return statistics.median(mapped[3:])
 
 
-@_NEEDS_GLIBC
+@NEEDS_GLIBC
 @isolated
 def test_no_step_has_its_memory_mapped_anew() -> None:
     assert _pages_mapped() < 200
@@ -124,7 +112,7 @@ def test_no_step_has_its_memory_mapped_anew() -> None:
     assert _pages_mapped() < 200
 
 
-@_NEEDS_GLIBC
+@NEEDS_GLIBC
 @isolated
 def test_as_the_allocator_does_it() -> None:
     xla_adapters.initialize(keep_memory=False)
@@ -157,7 +145,7 @@ def _pages_of_a_thread() -> list[int]:
     return mapped
 
 
-@_NEEDS_GLIBC
+@NEEDS_GLIBC
 @isolated
 def test_a_heap_of_a_thread_that_is_empty_stays() -> None:
     _, *others = _pages_of_a_thread()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import xla_adapters
-from tests.core.test_host_memory import _HUGE_PAGES, _NEEDS_GLIBC
+from tests.core.glibc import GLIBC, HUGE_PAGES, NEEDS_GLIBC
 from tests.isolation import isolated
 from xla_adapters.backend.host_memory import HostMemory
 from xla_adapters.mapped_memory import MappedMemory
@@ -21,14 +21,10 @@ from xla_adapters.mapped_memory import MappedMemory
 _MB = 1 << 20
 
 
-def _watch(mapped: list[int], *, is_spared: bool = True) -> MappedMemory:
-    return MappedMemory(mapped=lambda: mapped[0], is_spared=lambda: is_spared)
-
-
 def _warnings(caplog: pytest.LogCaptureFixture, each: Iterable[int], *, is_spared: bool = True) -> list[str]:
     """Of steps that have so much mapped."""
     mapped = [0]
-    watch = _watch(mapped, is_spared=is_spared)
+    watch = MappedMemory(mapped=lambda: mapped[0], is_spared=lambda: is_spared)
     with caplog.at_level(logging.WARNING, "xla_adapters"):
         for more in each:
             mapped[0] += more
@@ -44,6 +40,11 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_first_steps_compile(caplog: pytest.LogCaptureFixture) -> None:
     assert _warnings(caplog, [3000 * _MB] * 4 + [_MB] * 300) == []
+
+
+def test_something_else_compiles(caplog: pytest.LogCaptureFixture) -> None:
+    assert _warnings(caplog, [_MB] * 70 + [9000 * _MB] + [_MB] * 300) == []
+    assert _warnings(caplog, [_MB] * 120 + [9000 * _MB] + [_MB] * 300) == []
 
 
 def test_where_the_host_is_ahead(caplog: pytest.LogCaptureFixture) -> None:
@@ -67,7 +68,7 @@ def test_where_nothing_spares_it(caplog: pytest.LogCaptureFixture) -> None:
         ("always [madvise] never", "", False, False),
     ],
 )
-@pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in getattr(os, "confstr_names", {}), reason="for glibc")
+@pytest.mark.skipif(not GLIBC, reason="for glibc")
 def test_when_huge_pages_could_be_had(
     tmp_path: Path, setting: str | None, tunables: str, keep: bool, could: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,22 +97,22 @@ def _train(steps: int) -> None:
     xla_adapters.get_backend().wait()
 
 
-@_NEEDS_GLIBC
+@NEEDS_GLIBC
 @isolated
 def test_a_step_that_has_memory_mapped(caplog: pytest.LogCaptureFixture) -> None:
     xla_adapters.initialize(keep_memory=True)
     could = xla_adapters.get_backend().could_have_huge_pages()
     with caplog.at_level(logging.WARNING, "xla_adapters"):
-        _train(100)
+        _train(160)
     told = [record.getMessage() for record in caplog.records if "the system maps" in record.getMessage()]
     # Where the system has no such pages to give, there is nothing to say.
     assert len(told) == could
     assert all(message.startswith("step: the system maps ") for message in told)
 
 
-@_NEEDS_GLIBC
+@NEEDS_GLIBC
 @pytest.mark.skipif(
-    not _HUGE_PAGES.exists() or "[madvise]" not in _HUGE_PAGES.read_text(), reason="the system has none to give"
+    not HUGE_PAGES.exists() or "[madvise]" not in HUGE_PAGES.read_text(), reason="the system has none to give"
 )
 @pytest.mark.slow
 def test_what_is_advised_spares_it() -> None:

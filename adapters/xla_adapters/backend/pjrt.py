@@ -97,7 +97,7 @@ class PJRTBackend(PendingValues, CachedGraphs, RepeatedGraphs, ShardedTensors):
 
     def could_have_huge_pages(self) -> bool:
         """Whether the device's memory is the host's, and has pages of the usual size only for want of asking."""
-        return bool(xr.device_type() == "CPU" and self._host_memory.could_have_huge_pages())
+        return self._host_memory.could_have_huge_pages()
 
     def _compile_fast(self) -> None:
         if xr.device_type() != "CPU":

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from xla_adapters.location import is_of_user
-from xla_adapters.replay.facts import FunctionFacts, content_of, differs, names_in
+from xla_adapters.replay.facts import FunctionFacts, content_of, differs, is_of_library, names_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class CodeFacts:
             self._note(owner, name)
             found = function.__globals__.get(name)
             self._look_into(found, type(None))
-            if isinstance(found, types.ModuleType) and is_of_user(getattr(found, "__file__", None) or "<built in>"):
+            if isinstance(found, types.ModuleType) and not is_of_library(found):
                 for attribute in names & vars(found).keys():
                     self._look_into(vars(found)[attribute], type(None))
         for cell in function.__closure__ or ():

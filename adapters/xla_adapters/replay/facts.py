@@ -254,7 +254,7 @@ class FunctionFacts:
         self._attributes = [
             (item.__dict__, name, _copy(item.__dict__[name]))
             for item in objects
-            if hasattr(item, "__dict__") and not isinstance(item, torch.nn.Module) and not _is_of_library(item)
+            if hasattr(item, "__dict__") and not isinstance(item, torch.nn.Module) and not is_of_library(item)
             for name in names
             if name in item.__dict__
         ]
@@ -280,7 +280,7 @@ def names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _is_of_library(item: Any) -> bool:
+def is_of_library(item: Any) -> bool:
     """Whether it is a module or class of one."""
     if isinstance(item, type):
         item = sys.modules.get(item.__module__)
