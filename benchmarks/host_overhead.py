@@ -76,7 +76,7 @@ def table_of(found: dict[Size, Found], names: Sequence[str]) -> str:
 def main(command: list[str] | None = None) -> int:
     """The program."""
     parser = report.parser(str(__doc__).splitlines()[0])
-    add_options(parser, RUNS, Plan(), timeout=600)
+    add_options(parser, RUNS, Plan(), timeout=1800)
     parser.add_argument("--depths", default=DEPTHS, help="comma-separated LAYERSxWIDTH")
     for name in ("length", "batch", "vocabulary"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Size(1, 1), name))
