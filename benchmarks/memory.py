@@ -54,7 +54,7 @@ def main(command: list[str] | None = None) -> int:
     """The program."""
     parser = report.parser(str(__doc__).splitlines()[0])
     add_options(parser, RUNS, Plan(warmup=6, steps=10, rounds=1), timeout=600)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--depths", default="4x256,12x128", help="comma-separated LAYERSxWIDTH")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
