@@ -14,11 +14,13 @@ from tests.isolation import run_in_child
 
 # A pass leaves rows of up to 32 numbers alone: sums here are longer.
 _WIDTH, _LENGTH, _STEPS = 48, 40, 6
+# So many are compiled as one block that is called.
+_LAYERS = 6
 _SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": _WIDTH,
     "intermediate_size": 2 * _WIDTH,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": _LAYERS,
     "num_attention_heads": 2,
     "max_position_embeddings": _LENGTH,
 }
@@ -29,7 +31,7 @@ def _gpt2(dropout: float) -> transformers.PreTrainedModel:
         vocab_size=VOCABULARY,
         n_positions=_LENGTH,
         n_embd=_WIDTH,
-        n_layer=1,
+        n_layer=_LAYERS,
         n_head=2,
         resid_pdrop=dropout,
         embd_pdrop=dropout,
@@ -59,6 +61,8 @@ def _train(
     args = arguments(max_steps=_STEPS, logging_steps=1, optim=optim, gradient_accumulation_steps=accumulation)
     run = ours(_MODELS[name](dropout), token_samples(32, length=_LENGTH), args=args)
     run.assert_one_graph(_STEPS, graphs=accumulation, executions_per_step=accumulation)
+    # Accumulation has a second graph, without the update.
+    assert len(xla_adapters.get_backend()._calls) == (accumulation if fast else 0)  # type: ignore[attr-defined]
     return run.losses, run.parameters(), run.trainer._steps.train.replays, run.counts.compiles
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -111,14 +112,8 @@ class CachedGraphs(_Rest):
 
     def executable_name(self, outputs: Sequence[torch.Tensor], donated: Sequence[torch.Tensor]) -> bytes:
         """The name that `compile_graph` would return; compiles nothing."""
-        for tensor in donated:
-            _C._set_buffer_donation(tensor, True)
-        try:
-            with alias_with_buffer_donor_config(True):
-                return bytes(_C._get_graph_hash(list(outputs)))
-        finally:
-            for tensor in donated:
-                _C._set_buffer_donation(tensor, False)
+        with _donating(donated, for_good=False):
+            return bytes(_C._get_graph_hash(list(outputs)))
 
     def compile_graph(self, outputs: Sequence[torch.Tensor], donated: Sequence[torch.Tensor]) -> bytes:
         """Compiles the pending graph, if it is new, without executing it; returns the executable's name.
@@ -127,16 +122,9 @@ class CachedGraphs(_Rest):
             outputs: all that is pending, in a fixed order.
             donated: inputs whose buffers the executable may reuse.
         """
-        for tensor in donated:
-            _C._set_buffer_donation(tensor, True)
-        try:
-            with alias_with_buffer_donor_config(True):
-                name = bytes(_C._get_graph_hash(list(outputs)))
-                _C._xla_warm_up_cache(list(outputs), [])
-        except BaseException:
-            for tensor in donated:
-                _C._set_buffer_donation(tensor, False)
-            raise
+        with _donating(donated, for_good=True):
+            name = bytes(_C._get_graph_hash(list(outputs)))
+            _C._xla_warm_up_cache(list(outputs), [])
         return name
 
     def run_graph(self, name: bytes, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -273,6 +261,22 @@ class CachedGraphs(_Rest):
                 stacklevel=2,
             )
         return works
+
+
+@contextmanager
+def _donating(tensors: Sequence[torch.Tensor], *, for_good: bool) -> Iterator[None]:
+    """What is compiled inside may reuse the buffers of these tensors; the marks stay, unless it fails."""
+    for tensor in tensors:
+        _C._set_buffer_donation(tensor, True)
+    stay = False
+    try:
+        with alias_with_buffer_donor_config(True):
+            yield
+        stay = for_good
+    finally:
+        if not stay:
+            for tensor in tensors:
+                _C._set_buffer_donation(tensor, False)
 
 
 def _try_out(graphs: Any) -> bool:

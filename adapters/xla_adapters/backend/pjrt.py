@@ -18,7 +18,7 @@ import torch_xla.debug.profiler as xla_profiler
 import torch_xla.runtime as xr
 import torch_xla.utils.checkpoint as xla_checkpoint
 
-from xla_adapters.backend.cached_graphs import CachedGraphs
+from xla_adapters.backend.block_graphs import BlockGraphs
 from xla_adapters.backend.compiler_flags import leave_out_slow_passes, leaves_out_slow_passes
 from xla_adapters.backend.host_memory import HostMemory
 from xla_adapters.backend.interface import Metrics, SeamEvent
@@ -36,7 +36,7 @@ _RANDOM_ALGORITHMS = {"philox": "constant(2654435769)", "three_fry": "constant(4
 _SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
 
 
-class PJRTBackend(PendingValues, CachedGraphs, RepeatedGraphs, ShardedTensors):
+class PJRTBackend(PendingValues, RepeatedGraphs, BlockGraphs, ShardedTensors):
     """The seam on torch_xla's lazy tensors."""
 
     name = "torch_xla"
@@ -113,6 +113,7 @@ class PJRTBackend(PendingValues, CachedGraphs, RepeatedGraphs, ShardedTensors):
                 "runtime."
             )
         leave_out_slow_passes()
+        self._finds_blocks = True
 
     def runtime_started(self) -> bool:
         """Whether the runtime runs: from then on SPMD cannot be switched on any more."""

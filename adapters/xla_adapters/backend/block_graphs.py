@@ -1,0 +1,100 @@
+"""The part of the seam that compiles graphs in blocks: what is repeated in them once.
+
+Written against torch_xla 2.9's user computations.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch_xla
+
+from xla_adapters.backend.cached_graphs import CachedGraphs
+from xla_adapters.blocks import NotUnderstood, outline
+
+_C = torch_xla._XLAC
+
+logger = logging.getLogger("xla_adapters")
+
+
+class BlockGraphs(CachedGraphs):
+    """Cached graphs that are compiled in blocks, where that was asked for; a part of `PJRTBackend`.
+
+    Whoever calls an executable does so under the name of the graph that was traced.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._finds_blocks = False
+        # By the name of a graph: the same one with calls, or None if it has nothing that is repeated.
+        self._in_blocks: dict[bytes, Any] = {}
+        # And the executable of that one, and which of the graph's inputs it reads, in its order.
+        self._calls: dict[bytes, tuple[bytes, list[int]]] = {}
+
+    def compile_graph(self, outputs: Sequence[torch.Tensor], donated: Sequence[torch.Tensor]) -> bytes:
+        """As in `CachedGraphs`, in blocks if the graph has some."""
+        if not self._finds_blocks or self.is_spmd():
+            return super().compile_graph(outputs, donated)
+        name = self.executable_name(outputs, donated)
+        if name not in self._in_blocks:
+            self._in_blocks[name] = _in_blocks(bytes(_C._get_xla_tensors_hlo_proto(list(outputs))))
+        if self._in_blocks[name] is not None:
+            try:
+                # Also if it was compiled before: torch_xla may have forgotten it.
+                self._calls[name] = self._compile_in_blocks(self._in_blocks[name], outputs, donated)
+                return name
+            except (RuntimeError, ValueError) as error:
+                self._in_blocks[name] = None
+                warnings.warn(
+                    f"a graph that was taken apart into blocks could not be compiled ({error}); it is compiled as a "
+                    "whole, which takes longer",
+                    UserWarning,
+                    stacklevel=2,
+                )
+        return super().compile_graph(outputs, donated)
+
+    def run_graph(self, name: bytes, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As in `CachedGraphs`."""
+        if name in self._calls:
+            name, order = self._calls[name]
+            inputs = [inputs[index] for index in order]
+        return super().run_graph(name, inputs)
+
+    def computation(self, graph: bytes) -> Any:
+        """A graph as a part of another one."""
+        found = _in_blocks(graph) if self._finds_blocks and not self.is_spmd() else None
+        return found or _C._xla_op_computation_from_module_proto("step", graph)
+
+    def _compile_in_blocks(
+        self, computation: Any, outputs: Sequence[torch.Tensor], donated: Sequence[torch.Tensor]
+    ) -> tuple[bytes, list[int]]:
+        # What an execution under way computes has another handle once it has ended.
+        self.wait()
+        feed = [item.value for item in self.graph_inputs(outputs)]
+        eager = self.eager()
+        # Or each output would be executed by itself.
+        self.set_eager(False)
+        try:
+            called = list(_C._xla_user_computation("xla_adapters::blocks", feed, computation))
+            where = {handle: index for index, handle in enumerate(self.handles(feed))}
+            order = [where[item.handle] for item in self.graph_inputs(called)]
+            return super().compile_graph(called, donated), order
+        finally:
+            self.set_eager(eager)
+
+
+def _in_blocks(graph: bytes) -> Any:
+    """As a computation; None if there is nothing to gain."""
+    try:
+        outlined = outline(graph)
+    except NotUnderstood as reason:
+        logger.info("a graph is compiled as a whole: %s", reason)
+        return None
+    if outlined is None:
+        return None
+    logger.info("a graph is compiled in blocks: %s", outlined)
+    return _C._xla_op_computation_from_module_proto("step", outlined.module)

@@ -1,0 +1,270 @@
+"""`Graph`: the entry computation of an HLO module, as nodes that can be compared.
+
+Source: `xla/service/hlo.proto` and `xla/xla_data.proto` (numbers of fields).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xla_adapters.blocks import wire
+
+# Of HloModuleProto.
+MODULE_NAME, MODULE_ENTRY_NAME, MODULE_COMPUTATIONS, MODULE_PROGRAM_SHAPE, MODULE_ID, MODULE_ENTRY = 1, 2, 3, 4, 5, 6
+# Of HloComputationProto.
+COMPUTATION_NAME, INSTRUCTIONS, PROGRAM_SHAPE, COMPUTATION_ID, ROOT = 1, 2, 4, 5, 6
+# Of HloInstructionProto.
+NAME, OPCODE, SHAPE, METADATA, LITERAL, PARAMETER_NUMBER, TUPLE_INDEX = 1, 2, 3, 7, 8, 9, 13
+ID, OPERANDS, CONTROL_PREDECESSORS, CALLED, FRONTEND_ATTRIBUTES = 35, 36, 37, 38, 68
+# Of ShapeProto.
+_ELEMENT_TYPE, _DIMENSIONS, _TUPLE_SHAPES, _IS_DYNAMIC, _TUPLE = 2, 3, 4, 6, 13
+# By element type (PrimitiveType).
+_BYTE_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 15: 8, 16: 2, 18: 16}
+# What is not the same twice, even of the same operands.
+_STATEFUL = frozenset(("parameter", "rng", "rng-get-and-update-state", "custom-call", "after-all"))
+# What moves values between devices, or between device and host; and marks for that.
+_NOT_OF_ONE_DEVICE = frozenset(
+    {
+        "all-gather",
+        "all-reduce",
+        "all-to-all",
+        "collective-broadcast",
+        "collective-permute",
+        "domain",
+        "infeed",
+        "outfeed",
+        "partition-id",
+        "recv",
+        "reduce-scatter",
+        "replica-id",
+        "send",
+    }
+)
+# A constant is made anew in each block, with all that it is made of.
+_DEEPEST_CONSTANT = 32
+
+
+class NotUnderstood(Exception):
+    """A module holds what is not known here."""
+
+
+@dataclass(slots=True)
+class Node:
+    """An instruction.
+
+    Attributes:
+        opcode: as in HLO.
+        shape: of its result, as a message.
+        rest: its other fields as they are written, without names and numbers.
+        operands: the positions of other nodes.
+        called: positions of computations among the module's.
+    """
+
+    opcode: str
+    shape: bytes
+    rest: bytes
+    operands: tuple[int, ...]
+    called: tuple[int, ...] = ()
+
+
+@dataclass
+class Computation:
+    """Instructions.
+
+    Attributes:
+        nodes: each behind its operands.
+        root: the position of the result.
+        program_shape: as a message.
+    """
+
+    nodes: list[Node]
+    root: int
+    program_shape: bytes
+
+
+class Graph(Computation):
+    """The entry of a module; equal nodes are one, but for parameters.
+
+    Attributes:
+        called: what nodes call; equal ones are one, and those that others call come first.
+        operands: of each node.
+        users: of each node, the nodes that read it.
+        kinds: equal for nodes that differ at most in which values they read, of the same shapes.
+        constant: whether a node is made of few others and depends on no parameter.
+    """
+
+    def __init__(self, entry: Computation, called: list[Computation]) -> None:
+        super().__init__(*_without_repeats(entry.nodes, entry.root), entry.program_shape)
+        self.called = called
+        self.operands = [node.operands for node in self.nodes]
+        self.users: list[list[int]] = [[] for _ in self.nodes]
+        self.kinds: list[int] = []
+        self.constant: list[bool] = []
+        kinds: dict[object, int] = {}
+        depth: list[int] = []
+        for place, node in enumerate(self.nodes):
+            for operand in dict.fromkeys(node.operands):
+                self.users[operand].append(place)
+            # Parameters are alike, whatever their number.
+            rest = b"" if node.opcode == "parameter" else node.rest
+            reads = tuple(self.nodes[operand].shape for operand in node.operands)
+            kind = (node.opcode, node.shape, rest, node.called, reads)
+            self.kinds.append(kinds.setdefault(kind, len(kinds)))
+            depth.append(1 + max((depth[operand] for operand in node.operands), default=0))
+            self.constant.append(
+                node.opcode not in _STATEFUL
+                and depth[-1] <= _DEEPEST_CONSTANT
+                and all(self.constant[operand] for operand in node.operands)
+            )
+
+
+def read(module: bytes) -> Graph:
+    """The graph of a module (HloModuleProto).
+
+    Raises:
+        NotUnderstood: it holds something that is not known here.
+    """
+    texts: list[bytes] = []
+    entry = 0
+    for number, value, _ in wire.fields(module):
+        if number == MODULE_COMPUTATIONS:
+            texts.append(_bytes(value))
+        elif number == MODULE_ENTRY:
+            entry = _int(value)
+        elif number not in (MODULE_NAME, MODULE_ENTRY_NAME, MODULE_PROGRAM_SHAPE, MODULE_ID) and value:
+            raise NotUnderstood(f"the module has a field {number}")
+    known: dict[tuple[object, ...], int] = {}
+    called: list[Computation] = []
+    places: dict[int, int] = {}
+    for text in texts:
+        identity, computation = _computation(text, places)
+        if identity == entry:
+            return Graph(computation, called)
+        nodes = tuple((node.opcode, node.shape, node.rest, node.operands, node.called) for node in computation.nodes)
+        content = (nodes, computation.root)
+        if content not in known:
+            known[content] = len(called)
+            called.append(computation)
+        places[identity] = known[content]
+    raise NotUnderstood("the module has no entry")
+
+
+def _computation(text: bytes, places: dict[int, int]) -> tuple[int, Computation]:
+    """Its number, and what it does."""
+    identity = root = 0
+    shape = b""
+    nodes: list[Node] = []
+    positions: dict[int, int] = {}
+    for number, value, _ in wire.fields(text):
+        if number == INSTRUCTIONS:
+            own, node = _node(_bytes(value), positions, places)
+            positions[own] = len(nodes)
+            nodes.append(node)
+        elif number == COMPUTATION_ID:
+            identity = _int(value)
+        elif number == ROOT:
+            root = _int(value)
+        elif number == PROGRAM_SHAPE:
+            shape = _bytes(value)
+    return identity, Computation(nodes, positions[root], shape)
+
+
+def _node(text: bytes, positions: dict[int, int], places: dict[int, int]) -> tuple[int, Node]:
+    identity = 0
+    opcode, shape, rest = "", b"", []
+    operands: list[int] = []
+    called: list[int] = []
+    for number, value, written in wire.fields(text):
+        if number == ID:
+            identity = _int(value)
+        elif number == OPCODE:
+            opcode = _bytes(value).decode()
+        elif number == SHAPE:
+            shape = _bytes(value)
+        elif number == OPERANDS:
+            operands += wire.integers(value)
+        elif number == CALLED:
+            called += wire.integers(value)
+        elif number == CONTROL_PREDECESSORS and value:
+            raise NotUnderstood("an instruction waits for another one")
+        elif number not in (NAME, METADATA):
+            rest.append(written)
+    if opcode in _NOT_OF_ONE_DEVICE or _is_dynamic(shape):
+        raise NotUnderstood(f"the module has a {opcode} of several devices, of the host, or of unknown size")
+    node = Node(
+        opcode,
+        shape,
+        b"".join(rest),
+        tuple(positions[operand] for operand in operands),
+        tuple(places[item] for item in called),
+    )
+    return identity, node
+
+
+def _without_repeats(nodes: Sequence[Node], root: int) -> tuple[list[Node], int]:
+    """Equal nodes of equal operands become one; nodes that nobody uses are dropped."""
+    used = {root}
+    for position in range(len(nodes) - 1, -1, -1):
+        if position in used:
+            used.update(nodes[position].operands)
+    kept: list[Node] = []
+    now: dict[int, int] = {}
+    known: dict[tuple[object, ...], int] = {}
+    for position, node in enumerate(nodes):
+        if position not in used and node.opcode != "parameter":
+            continue
+        operands = tuple(now[operand] for operand in node.operands)
+        key = (node.opcode, node.shape, node.rest, operands, node.called)
+        if node.opcode in _STATEFUL or key not in known:
+            known[key] = len(kept)
+            kept.append(Node(node.opcode, node.shape, node.rest, operands, node.called))
+        now[position] = known[key]
+    return kept, now[root]
+
+
+def tuple_shape(shapes: Sequence[bytes]) -> bytes:
+    """The shape of a tuple of these."""
+    return wire.number(_ELEMENT_TYPE, _TUPLE) + b"".join(wire.message(_TUPLE_SHAPES, shape) for shape in shapes)
+
+
+@functools.cache
+def byte_size(shape: bytes) -> int:
+    """Bytes of an array of this shape; of a tuple, none."""
+    kind, count = 0, 1
+    for number, value, _ in wire.fields(shape):
+        if number == _ELEMENT_TYPE:
+            kind = _int(value)
+        elif number == _DIMENSIONS:
+            count *= math.prod(wire.integers(value))
+    return count * _BYTE_SIZES.get(kind, 0)
+
+
+@functools.cache
+def _is_dynamic(shape: bytes) -> bool:
+    return any(
+        any(wire.integers(value)) if number == _IS_DYNAMIC else number == _TUPLE_SHAPES and _is_dynamic(_bytes(value))
+        for number, value, _ in wire.fields(shape)
+    )
+
+
+@functools.cache
+def is_scalar(shape: bytes) -> bool:
+    """Whether it is that of a single number."""
+    return byte_size(shape) > 0 and not any(
+        wire.integers(value) for number, value, _ in wire.fields(shape) if number == _DIMENSIONS
+    )
+
+
+def _bytes(value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        raise NotUnderstood("a number where a message was expected")
+    return value
+
+
+def _int(value: int | bytes) -> int:
+    if isinstance(value, bytes):
+        raise NotUnderstood("a message where a number was expected")
+    return value

@@ -1,0 +1,256 @@
+"""`find_regions`: parts of a graph that occur several times.
+
+A part grows from one node that is alike in several places, in all of them at once, along operands and users, as long as
+it stays the same everywhere and no path leaves it and comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xla_adapters.blocks.graph import Graph
+
+# Parts grow from these first: there is one of each in what people call a layer.
+_ANCHORS = ("dot", "convolution", "reduce", "batch-norm-training", "batch-norm-grad")
+# A part that occurs less often, or is smaller, gains nothing.
+_TIMES, _SIZE = 3, 6
+# How far around two nodes everything is alike where parts begin to grow: farther, the first and last layers differ.
+_ROUNDS = 2
+# What a part keeps inside, even if only others use it.
+_COSTLY = frozenset(
+    {
+        "batch-norm-grad",
+        "batch-norm-training",
+        "call",
+        "cholesky",
+        "conditional",
+        "convolution",
+        "custom-call",
+        "dot",
+        "fft",
+        "gather",
+        "get-tuple-element",
+        "reduce",
+        "reduce-window",
+        "rng",
+        "rng-bit-generator",
+        "scatter",
+        "select-and-scatter",
+        "sort",
+        "triangular-solve",
+        "while",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part that occurs several times.
+
+    Attributes:
+        occurrences: the nodes of each, those that correspond at the same place, each behind its operands.
+    """
+
+    occurrences: list[list[int]]
+
+
+def find_regions(graph: Graph) -> list[Region]:
+    """Parts that occur several times, none of which overlap."""
+    colours = _colours(graph)
+    owned: set[int] = set()
+    found: list[Region] = []
+    for places in _alike(graph, colours):
+        free = [place for place in places if place not in owned]
+        if len(free) < _TIMES:
+            continue
+        grown = _Growth(graph, colours, owned, free)
+        grown.grow()
+        grown.trim()
+        if len(grown.members[0]) < _SIZE:
+            continue
+        found.append(Region(grown.ordered()))
+        owned.update(place for occurrence in grown.members for place in occurrence)
+    return found
+
+
+def _colours(graph: Graph) -> list[int]:
+    """Equal for nodes whose surroundings are alike."""
+    colours = list(graph.kinds)
+    for _ in range(_ROUNDS):
+        names: dict[object, int] = {}
+        colours = [
+            names.setdefault(
+                (
+                    colours[place],
+                    tuple(colours[operand] for operand in node.operands),
+                    tuple(sorted(colours[user] for user in graph.users[place][:8])),
+                ),
+                len(names),
+            )
+            for place, node in enumerate(graph.nodes)
+        ]
+    return colours
+
+
+def _alike(graph: Graph, colours: Sequence[int]) -> list[list[int]]:
+    """Nodes that are alike, where parts are to grow from first."""
+    classes: dict[int, list[int]] = {}
+    for place, node in enumerate(graph.nodes):
+        if not graph.constant[place] and node.opcode != "parameter":
+            classes.setdefault(colours[place], []).append(place)
+    many = [places for places in classes.values() if len(places) >= _TIMES]
+    rank = {opcode: number for number, opcode in enumerate(_ANCHORS)}
+    return sorted(many, key=lambda places: (rank.get(graph.nodes[places[0]].opcode, len(rank)), -len(places), places))
+
+
+class _Growth:
+    """Grows a part from nodes that are alike.
+
+    Attributes:
+        members: the nodes of each occurrence.
+    """
+
+    def __init__(self, graph: Graph, colours: Sequence[int], taken: set[int], seeds: Sequence[int]) -> None:
+        self._graph = graph
+        self._colours = colours
+        self._taken = taken
+        self.members: list[list[int]] = [[] for _ in seeds]
+        # The occurrence of a node, and its place in it.
+        self._where: dict[int, tuple[int, int]] = {}
+        self._pattern = len(seeds) // 2
+        # What is computed from the pattern's nodes, and what they are computed from.
+        self._below = bytearray(len(graph.nodes))
+        self._above = bytearray(len(graph.nodes))
+        self._queue: list[int] = []
+        self._add(seeds)
+
+    def grow(self) -> None:
+        """To the end."""
+        at = 0
+        while at < len(self._queue):
+            local = self._queue[at]
+            at += 1
+            self._try_operands(local)
+            self._try_users(local)
+
+    def trim(self) -> None:
+        """Leaves out what need not be inside.
+
+        What is computed for nobody inside need not come out, if what it is computed from does. And of several values in
+        one, elements are handed over, not the whole.
+        """
+        graph, pattern = self._graph, self.members[self._pattern]
+        inside = set(range(len(pattern)))
+        for local in sorted(inside, key=pattern.__getitem__, reverse=True):
+            node = graph.nodes[pattern[local]]
+            if node.opcode == "get-tuple-element":
+                leaves = node.operands[0] not in self._where
+            elif node.opcode in _COSTLY:
+                leaves = False
+            else:
+                used = [user for occurrence in self.members for user in graph.users[occurrence[local]]]
+                leaves = not any(user in self._where or user == graph.root for user in used)
+            if leaves:
+                inside.remove(local)
+                for occurrence in self.members:
+                    del self._where[occurrence[local]]
+        self.members = [[places[local] for local in sorted(inside)] for places in self.members]
+
+    def ordered(self) -> list[list[int]]:
+        """The members, each behind its operands."""
+        pattern = self.members[self._pattern]
+        order = sorted(range(len(pattern)), key=pattern.__getitem__)
+        return [[occurrence[local] for local in order] for occurrence in self.members]
+
+    def _try_operands(self, local: int) -> None:
+        nodes = self._graph.nodes
+        for slot in range(len(nodes[self.members[self._pattern][local]].operands)):
+            candidate = [nodes[occurrence[local]].operands[slot] for occurrence in self.members]
+            if self._fits(candidate):
+                self._add(candidate)
+
+    def _try_users(self, local: int) -> None:
+        users = self._graph.users
+        pattern = self.members[self._pattern][local]
+        for user in users[pattern]:
+            if user in self._where or user in self._taken:
+                continue
+            candidate = []
+            for occurrence in self.members:
+                match = self._match(user, pattern, occurrence[local])
+                if match is None:
+                    break
+                candidate.append(match)
+            else:
+                if self._fits(candidate):
+                    self._add(candidate)
+
+    def _match(self, user: int, of: int, other: int) -> int | None:
+        """The user of another node that corresponds to a user of the pattern's."""
+        if of == other:
+            return user
+        graph = self._graph
+        kind, slots = graph.kinds[user], _slots(graph, user, of)
+        found = [
+            item for item in graph.users[other] if graph.kinds[item] == kind and _slots(graph, item, other) == slots
+        ]
+        if len(found) > 1:
+            found = [item for item in found if self._colours[item] == self._colours[user]]
+        return found[0] if len(found) == 1 else None
+
+    def _fits(self, candidate: Sequence[int]) -> bool:
+        graph, where = self._graph, self._where
+        pattern = candidate[self._pattern]
+        kind = graph.kinds[pattern]
+        if graph.constant[pattern] or graph.nodes[pattern].opcode == "parameter":
+            return False
+        if len(set(candidate)) < len(candidate):
+            return False
+        for place in candidate:
+            if place in where or place in self._taken or graph.kinds[place] != kind:
+                return False
+        edges = self._edges(self._pattern, pattern)
+        if any(self._edges(number, place) != edges for number, place in enumerate(candidate)):
+            return False
+        if any(self._below[operand] and operand not in where for operand in graph.nodes[pattern].operands):
+            return False
+        return not any(self._above[user] and user not in where for user in graph.users[pattern])
+
+    def _edges(self, number: int, place: int) -> tuple[object, ...]:
+        """How a node hangs together with an occurrence; all that it does with another one does not count."""
+        graph, where = self._graph, self._where
+        operands = []
+        for operand in graph.nodes[place].operands:
+            owner = where.get(operand)
+            operands.append(owner[1] if owner is not None and owner[0] == number else None)
+        users = set()
+        for user in graph.users[place]:
+            owner = where.get(user)
+            if owner is not None and owner[0] == number:
+                users.add((owner[1], _slots(graph, user, place)))
+        return tuple(operands), frozenset(users)
+
+    def _add(self, candidate: Sequence[int]) -> None:
+        local = len(self.members[0])
+        for number, (occurrence, place) in enumerate(zip(self.members, candidate, strict=True)):
+            occurrence.append(place)
+            self._where[place] = (number, local)
+        self._queue.append(local)
+        pattern = candidate[self._pattern]
+        _mark(pattern, self._graph.users, self._below)
+        _mark(pattern, self._graph.operands, self._above)
+
+
+def _slots(graph: Graph, user: int, of: int) -> tuple[int, ...]:
+    return tuple(slot for slot, operand in enumerate(graph.nodes[user].operands) if operand == of)
+
+
+def _mark(start: int, following: Sequence[Sequence[int]], marks: bytearray) -> None:
+    """Marks all that can be reached."""
+    waiting = [start]
+    while waiting:
+        for place in following[waiting.pop()]:
+            if not marks[place]:
+                marks[place] = 1
+                waiting.append(place)

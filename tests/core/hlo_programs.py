@@ -1,0 +1,119 @@
+"""HLO modules that are written and run by hand, one value after the other: what a compiler makes of them is theirs."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from xla_adapters.blocks import wire
+from xla_adapters.blocks.graph import LITERAL, PARAMETER_NUMBER, TUPLE_INDEX, Computation, Node, read, tuple_shape
+from xla_adapters.blocks.writing import Body, Numbers, written_module
+
+Value = "np.ndarray | tuple[Value, ...]"
+_OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add,
+    "multiply": np.multiply,
+    "subtract": np.subtract,
+    "tanh": np.tanh,
+    "cosine": np.cos,
+    "negate": np.negative,
+    "dot": lambda one, other: np.outer(one, other).sum(0) / 8,
+}
+
+
+def shape(*sizes: int) -> bytes:
+    """Of an array of doubles."""
+    return wire.number(2, 12) + wire.numbers(3, sizes)
+
+
+@dataclass
+class Program:
+    """An entry computation, while it is written; nodes are known by their place."""
+
+    nodes: list[Node] = field(default_factory=list)
+
+    def parameter(self, *sizes: int) -> int:
+        number = sum(node.opcode == "parameter" for node in self.nodes)
+        return self._add("parameter", shape(*sizes), (), wire.number(PARAMETER_NUMBER, number))
+
+    def constant(self, value: float) -> int:
+        return self._add("constant", shape(), (), wire.message(LITERAL, struct.pack("<d", value)))
+
+    def apply(self, opcode: str, *operands: int, like: int | None = None) -> int:
+        return self._add(opcode, self.nodes[operands[0] if like is None else like].shape, operands)
+
+    def broadcast(self, value: int, *sizes: int) -> int:
+        return self._add("broadcast", shape(*sizes), (value,))
+
+    def reshape(self, value: int, *sizes: int) -> int:
+        return self._add("reshape", shape(*sizes), (value,))
+
+    def _add(self, opcode: str, made: bytes, operands: Sequence[int], rest: bytes = b"") -> int:
+        self.nodes.append(Node(opcode, made, rest, tuple(operands)))
+        return len(self.nodes) - 1
+
+    def module(self, outputs: Sequence[int]) -> bytes:
+        """With these as its results."""
+        result = tuple_shape([self.nodes[place].shape for place in outputs])
+        root = self._add("tuple", result, outputs)
+        body = Body(self.nodes, Numbers(), ())
+        for place in range(len(self.nodes)):
+            body.copy(place)
+        return written_module([body.computation("entry.0", 7, body.at[root], b"")], "entry.0", 7, b"")
+
+
+def run(module: bytes) -> list[np.ndarray]:
+    """The results of a module, given numbers that depend on the parameter's."""
+    graph = read(module)
+    parameters = [node for node in graph.nodes if node.opcode == "parameter"]
+    random = np.random.default_rng(0)
+    given = {}
+    for node in sorted(parameters, key=_parameter_number):
+        given[_parameter_number(node)] = random.standard_normal(_sizes(node.shape))
+    results = _evaluate(graph, graph.called, [given[number] for number in sorted(given)])
+    assert isinstance(results, tuple)
+    return list(results)
+
+
+def _evaluate(computation: Computation, called: Sequence[Computation], arguments: Sequence[Value]) -> Value:
+    values: list[Value] = []
+    for node in computation.nodes:
+        operands = [values[operand] for operand in node.operands]
+        found: Value
+        if node.opcode == "parameter":
+            found = arguments[_parameter_number(node)]
+            assert isinstance(found, tuple) or found.shape == _sizes(node.shape), "a parameter of another shape"
+        elif node.opcode == "constant":
+            found = np.array(struct.unpack("<d", _field(node, LITERAL))[0])
+        elif node.opcode == "tuple":
+            found = tuple(operands)
+        elif node.opcode == "get-tuple-element":
+            found = operands[0][_field(node, TUPLE_INDEX)]
+        elif node.opcode == "call":
+            found = _evaluate(called[node.called[0]], called, operands)
+        elif node.opcode == "broadcast":
+            found = np.broadcast_to(operands[0], _sizes(node.shape))
+        elif node.opcode == "reshape":
+            found = np.reshape(operands[0], _sizes(node.shape))
+        else:
+            found = _OPERATIONS[node.opcode](*operands)
+        values.append(found)
+    return values[computation.root]
+
+
+def _field(node: Node, number: int) -> int | bytes:
+    # A zero may be left out.
+    return next((value for found, value, _ in wire.fields(node.rest) if found == number), 0)
+
+
+def _parameter_number(node: Node) -> int:
+    number = _field(node, PARAMETER_NUMBER)
+    assert isinstance(number, int)
+    return number
+
+
+def _sizes(made: bytes) -> tuple[int, ...]:
+    return tuple(size for number, value, _ in wire.fields(made) if number == 3 for size in wire.integers(value))

@@ -1,0 +1,402 @@
+"""Graphs that are taken apart into the blocks they repeat: which ones they are, and that they compute the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.core.hlo_programs import Program, run, shape
+from tests.isolation import isolated
+from xla_adapters import get_backend, initialize
+from xla_adapters.blocks import NotUnderstood, Outlined, outline, wire
+from xla_adapters.blocks.graph import read
+
+WIDTH = 8
+Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def on_device(*sizes: int) -> torch.Tensor:
+    return (torch.randn(sizes) / 3).to("xla").requires_grad_()
+
+
+def started() -> None:
+    """A device whose graphs are compiled in blocks."""
+    initialize(fast_compile=True)
+    get_backend().set_eager(False)
+    torch.manual_seed(0)
+
+
+def layers(layer: Layer, times: int, *, gradients: bool = True) -> list[torch.Tensor]:
+    """What layers compute, each with parameters of its own, and the gradients of those."""
+    parameters = [(on_device(WIDTH, WIDTH), on_device(WIDTH)) for _ in range(times)]
+    hidden = on_device(4, WIDTH)
+    for weight, bias in parameters:
+        hidden = layer(hidden, weight, bias)
+    loss = hidden.square().mean()
+    if not gradients:
+        return [loss]
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = [loss, *(leaf.grad for pair in parameters for leaf in pair if leaf.grad is not None)]
+    return found
+
+
+def outlined(tensors: Sequence[torch.Tensor]) -> Outlined | None:
+    return outline(graph_text(tensors))
+
+
+def graph_text(tensors: Sequence[torch.Tensor]) -> bytes:
+    backend = get_backend()
+    return backend.graph_text([backend.inner(tensor.detach()) for tensor in tensors])
+
+
+def values_both_ways(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What the graph of these tensors computes as a whole, and in blocks; fails if it has none."""
+    backend = get_backend()
+    outputs = [backend.inner(tensor.detach()) for tensor in tensors]
+    feed = [item.value for item in backend.graph_inputs(outputs)]
+    found = []
+    backend._calls.clear()  # type: ignore[attr-defined]
+    for in_blocks in (False, True):
+        backend._finds_blocks = in_blocks  # type: ignore[attr-defined]
+        name = backend.compile_graph(outputs, [])
+        assert (name in backend._calls) is in_blocks  # type: ignore[attr-defined]
+        found.append([result.cpu() for result in backend.run_graph(name, feed)])
+    return found[0], found[1]
+
+
+def assert_the_same(tensors: Sequence[torch.Tensor], *, rtol: float = 1e-5) -> None:
+    whole, blocks = values_both_ways(tensors)
+    for one, other in zip(whole, blocks, strict=True):
+        torch.testing.assert_close(other, one, rtol=rtol, atol=rtol / 10)
+
+
+def mixed(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    inner = nn.functional.layer_norm(hidden, (WIDTH,)) @ weight + bias
+    return hidden + torch.tanh(inner) * inner.softmax(-1)
+
+
+# ---- which blocks ----------------------------------------------------------------------------------------
+
+
+@isolated
+def test_layers_and_their_gradients_are_blocks() -> None:
+    started()
+    found = outlined(layers(mixed, 8))
+    assert found is not None
+    forward, backward, *_ = sorted(found.blocks, key=lambda block: -block[1])
+    # The last layer is no part of the other's surroundings, and the first one's input is not computed.
+    assert 7 <= forward[0] <= 8
+    assert 7 <= backward[0] <= 8
+    left = [node.opcode for node in read(found.module).nodes]
+    assert left.count("dot") <= 3
+    assert left.count("batch-norm-training") <= 1
+    assert left.count("call") == sum(times for times, _ in found.blocks)
+    assert found.instructions > 1.5 * len(left)
+
+
+@isolated
+def test_what_is_not_repeated_stays_as_it_is() -> None:
+    started()
+    assert outlined(layers(mixed, 1)) is None
+    assert outlined(layers(mixed, 2)) is None
+    sizes = [on_device(4, 3 + size) for size in range(6)]
+    assert outlined([sum((size.tanh().exp().sum() for size in sizes), torch.zeros((), device="xla"))]) is None
+
+
+@isolated
+def test_layers_that_convolve_stay_as_they_are() -> None:
+    started()
+    image = on_device(2, 4, 6, 6)
+    for _ in range(6):
+        image = torch.relu(nn.functional.conv2d(image, on_device(4, 4, 3, 3), on_device(4), padding=1)) + image.tanh()
+    text = graph_text([image])
+    assert b"convolution" in text
+    assert outline(text) is None
+
+
+@isolated
+def test_what_is_not_known_is_named() -> None:
+    started()
+    text = graph_text(layers(mixed, 8, gradients=False))
+    assert outline(text) is not None
+    for opcode in (b"send", b"recv"):
+        with pytest.raises(NotUnderstood, match=opcode.decode()):
+            outline(text.replace(wire.message(2, b"tanh"), wire.message(2, opcode)))
+    with pytest.raises(NotUnderstood, match="a field 14"):
+        outline(text + wire.message(14, b"x"))
+    with pytest.raises(NotUnderstood, match="no entry"):
+        outline(b"")
+
+
+# ---- what they compute -----------------------------------------------------------------------------------
+
+
+def dropped(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return hidden + nn.functional.dropout(torch.relu(hidden @ weight + bias), 0.3)
+
+
+def attended(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(4, 4, dtype=torch.bool, device="xla").tril()
+    scores = ((hidden @ weight) @ hidden.T).masked_fill(~mask, float("-inf"))
+    return nn.functional.gelu(scores.softmax(-1) @ hidden + bias)
+
+
+def sorted_rows(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    order = (hidden @ weight).argsort(-1)
+    return torch.gather(hidden, -1, order) * 0.9 + bias.cumsum(0)
+
+
+def halved(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return hidden + (hidden.bfloat16() @ weight.bfloat16()).float() * bias.abs().max()
+
+
+@isolated
+@pytest.mark.parametrize("layer", [mixed, dropped, attended, sorted_rows, halved])
+def test_they_compute_the_same(layer: Layer) -> None:
+    started()
+    # XLA rounds to bfloat16 where it writes a value, not where it fuses.
+    assert_the_same(layers(layer, 8), rtol=3e-2 if layer is halved else 1e-5)
+
+
+# ---- any graph -------------------------------------------------------------------------------------------
+
+_UNARY = (torch.tanh, torch.sigmoid, torch.exp, torch.neg, torch.relu)
+
+
+class _Program:
+    """A random layer: a list of operations on the values there are, and how often it is repeated."""
+
+    def __init__(self, operations: list[tuple[int, int, int]], times: int, skips: list[int]) -> None:
+        self._operations = operations
+        self._times = times
+        self._skips = skips
+
+    def __call__(self) -> list[torch.Tensor]:
+        hidden = on_device(4, WIDTH)
+        shared = on_device(4, WIDTH)
+        former: list[torch.Tensor] = [shared]
+        leaves = []
+        for number in range(self._times):
+            weight, bias = on_device(WIDTH, WIDTH), on_device(WIDTH)
+            leaves += [weight, bias]
+            values = [hidden, shared, bias.expand(4, WIDTH)]
+            if number in self._skips:
+                # One that the others do not have.
+                values[1] = former[-1].cos()
+            for kind, first, second in self._operations:
+                one, other = values[first % len(values)], values[second % len(values)]
+                values.append(self._apply(kind, one, other, weight))
+            former.append(hidden)
+            hidden = hidden * 0.5 + torch.tanh(values[-1])
+        loss = hidden.mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return [loss, hidden, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    @staticmethod
+    def _apply(kind: int, one: torch.Tensor, other: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if kind < len(_UNARY):
+            return torch.clamp(_UNARY[kind](one), -3, 3)
+        kind -= len(_UNARY)
+        if kind == 0:
+            return one @ weight
+        if kind == 1:
+            return one * other
+        if kind == 2:
+            return one - other.mean(-1, keepdim=True)
+        if kind == 3:
+            return torch.where(one > other, one, 0.3 * other)
+        if kind == 4:
+            return (one.T @ other).T[:4] / 4
+        return one + other
+
+
+@isolated(timeout=600)
+def test_any_graph_computes_the_same() -> None:
+    started()
+    operations = st.tuples(st.integers(0, len(_UNARY) + 5), st.integers(0, 20), st.integers(0, 20))
+    in_blocks = []
+
+    @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(st.lists(operations, min_size=6, max_size=20), st.integers(5, 9), st.lists(st.integers(0, 8), max_size=2))
+    def check(layer: list[tuple[int, int, int]], times: int, skips: list[int]) -> None:
+        tensors = _Program(layer, times, skips)()
+        found = outlined(tensors)
+        in_blocks.append(found is not None)
+        if found is not None:
+            assert_the_same(tensors)
+
+    check()
+    assert sum(in_blocks) > 20
+
+
+# ---- graphs that are written by hand ------------------------------------------------------------------------
+
+
+def blocks_of(program: Program, outputs: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The blocks it is taken apart into; computes the same to the last bit."""
+    module = program.module(outputs)
+    found = outline(module)
+    if found is None:
+        return ()
+    for one, other in zip(run(module), run(found.module), strict=True):
+        assert np.array_equal(one, other)
+    return found.blocks
+
+
+def repeated(program: Program, layer: Callable[[int, int], int], times: int = 8) -> list[int]:
+    """The output of each layer, given the one of that before and its number."""
+    values = [program.parameter(4)]
+    for number in range(times):
+        values.append(layer(values[-1], number))
+    return values[1:]
+
+
+def chain(program: Program, value: int, length: int = 6) -> int:
+    for step in range(length):
+        value = program.apply("cosine" if step % 2 else "tanh", value)
+    return value
+
+
+def test_a_layer_that_hangs_together_otherwise() -> None:
+    program = Program()
+
+    def layer(value: int, number: int) -> int:
+        first = program.apply("dot", value, program.parameter(4))
+        pair = chain(program, first), chain(program, program.apply("negate", first))
+        return program.apply("subtract", *(reversed(pair) if number == 3 else pair))
+
+    assert blocks_of(program, repeated(program, layer)[-1:])
+
+
+def test_values_of_other_shapes_are_not_alike() -> None:
+    program = Program()
+
+    def layer(value: int, number: int) -> int:
+        first = chain(program, program.apply("dot", value, program.parameter(4)))
+        beside = program.parameter(2, 2) if number == 2 else program.parameter(1, 4)
+        return chain(program, program.apply("add", first, program.reshape(beside, 4)))
+
+    assert blocks_of(program, repeated(program, layer)[-1:])
+
+
+def test_other_constants_are_handed_over() -> None:
+    program = Program()
+
+    def layer(value: int, number: int) -> int:
+        scaled = program.apply("multiply", program.broadcast(program.constant(number), 4), value)
+        return program.apply("dot", chain(program, scaled), program.broadcast(program.constant(0.5), 4))
+
+    assert blocks_of(program, repeated(program, layer)[-1:])
+
+
+def test_what_layers_share_is_made_in_each() -> None:
+    """At full size it would be written out to be handed over."""
+    program = Program()
+    rate = program.parameter()
+
+    def layer(value: int, number: int) -> int:
+        wide = program.apply("negate", program.broadcast(rate, 4))
+        return program.apply("multiply", chain(program, program.apply("dot", value, value)), wide)
+
+    module = program.module(repeated(program, layer)[-1:])
+    found = outline(module)
+    assert found is not None
+    graph = read(found.module)
+    handed = [graph.nodes[operand].shape for node in graph.nodes if node.opcode == "call" for operand in node.operands]
+    assert handed.count(shape()) == handed.count(shape(4)) >= 6
+
+
+def test_results_that_leave_some_layers_only() -> None:
+    program = Program()
+
+    def layer(value: int, number: int) -> int:
+        first = chain(program, program.apply("dot", value, program.parameter(4)))
+        if number in (2, 5):
+            outputs.append(program.apply("negate", first))
+        return chain(program, first)
+
+    outputs: list[int] = []
+    last = repeated(program, layer)[-1]
+    assert blocks_of(program, [*outputs, last])
+
+
+_LAYER = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "multiply", "subtract", "tanh", "cosine", "dot", "constant"]), *[st.integers(0, 9)] * 2
+    ),
+    min_size=5,
+    max_size=14,
+)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    _LAYER,
+    st.integers(3, 8),
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 13), st.integers(0, 40)), max_size=4),
+    st.lists(st.integers(0, 120), max_size=3),
+)
+def test_any_graph_by_hand_computes_the_same(
+    layer: list[tuple[str, int, int]], times: int, others: list[tuple[int, int, int]], left: list[int]
+) -> None:
+    """Layers, in which a few operations read something else than those of the other layers, from anywhere before."""
+    program = Program()
+    shared, hidden = program.parameter(4), program.parameter(4)
+    elsewhere = {(number, step): place for number, step, place in others}
+    for number in range(times):
+        values = [hidden, shared, program.parameter(4)]
+        for step, (opcode, first, second) in enumerate(layer):
+            one, other = values[-1 - first % len(values)], values[-1 - second % len(values)]
+            vectors = [place for place, node in enumerate(program.nodes) if node.shape == shape(4)]
+            if (number, step) in elsewhere:
+                one = vectors[elsewhere[number, step] % len(vectors)]
+            if opcode == "constant":
+                made = program.broadcast(program.constant(second if first else number), 4)
+            elif opcode in ("tanh", "cosine"):
+                made = program.apply(opcode, one)
+            else:
+                made = program.apply(opcode, one, other)
+            values.append(made)
+        hidden = program.apply("tanh", values[-1])
+    vectors = [place for place, node in enumerate(program.nodes) if node.shape == shape(4)]
+    blocks_of(program, [hidden, *(vectors[place % len(vectors)] for place in left)])
+
+
+# ---- messages ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 500), st.one_of(st.integers(0, 2**64 - 1), st.binary(max_size=300)))))
+def test_messages_are_read_as_they_are_written(content: list[tuple[int, int | bytes]]) -> None:
+    text = b"".join(
+        wire.number(field, value) if isinstance(value, int) else wire.message(field, value) for field, value in content
+    )
+    found = list(wire.fields(text))
+    assert [(field, value) for field, value, _ in found] == content
+    assert b"".join(written for _, _, written in found) == text
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1))
+def test_repeated_numbers_are_read_as_they_are_written(values: list[int]) -> None:
+    ((_, value, _),) = wire.fields(wire.numbers(36, values))
+    assert wire.integers(value) == values
+
+
+def test_what_is_no_message_is_refused() -> None:
+    with pytest.raises(ValueError, match="wire type 7"):
+        list(wire.fields(b"\x0f"))
+
+
+@isolated
+def test_what_is_compiled_in_blocks_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    started()
+    with caplog.at_level(logging.INFO, "xla_adapters"):
+        assert_the_same(layers(mixed, 8))
+    assert "a graph is compiled in blocks: of" in caplog.text
