@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +81,19 @@ def test_the_same_training_in_one_graph() -> None:
         assert fast[name] == usual[name]
     assert (fast["compiles"], fast["executions"], fast["replays"]) == (1, STEPS, STEPS - 2)
     _assert_alike(usual, fast)
+
+
+def test_what_is_compiled_holds_the_calls(tmp_path: Path) -> None:
+    """XLA puts calls in line unless it is told not to, by an attribute that it documents nowhere."""
+    env = {"XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"}
+    run_in_child(functools.partial(_trained, True), env=env)
+    texts = [file.read_text() for file in tmp_path.glob("*after_optimizations.txt")]
+    (compiled,) = (text for text in texts if "to_apply=%block" in text)
+    entry = compiled[compiled.index("ENTRY") :]
+    assert len(re.findall(r" call\(.*to_apply=%block\.", entry)) >= 2 * (LAYERS - 1)
+    assert entry.count(" fusion(") < compiled.count(" fusion(") / 2
+    # Results take the place of the state.
+    assert "input_output_alias=" in compiled.partition("\n")[0]
 
 
 def test_several_steps_in_one_execution() -> None:

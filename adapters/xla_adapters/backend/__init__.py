@@ -29,9 +29,11 @@ def initialize(*, spmd: bool = False, fast_compile: bool = False, keep_memory: b
 
     Args:
         spmd: drive all devices of the process as one (needed for sharding).
-        fast_compile: on CPU devices, leave out the pass of XLA's compiler that slows the others down most: 48 layers
-            of a GPT-2 took 0.6 of the CPU time. Sums are added up one by one instead of as a tree, which rounds more.
-            It is asked for through `XLA_FLAGS`.
+        fast_compile: on CPU devices, compile what a step repeats once (layers, updates of alike parameters; not where
+            layers convolve), and leave out the pass of XLA's compiler that slows the others down most: 48 layers of a
+            GPT-2 took a third of the CPU time. Sums are added up one by one instead of as a tree, which rounds more.
+            Blocks are those of steps on one device that are replayed or to be; the pass is asked for through
+            `XLA_FLAGS`.
         keep_memory: on CPU devices, whether the process keeps the memory that a step frees (glibc's `mallopt`), rather
             than have the system map it anew in each: 24 layers of a GPT-2 took 0.65 of the CPU time. None keeps it,
             unless the environment tells the allocator otherwise (`MALLOC_TRIM_THRESHOLD_` and the like,
