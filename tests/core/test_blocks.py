@@ -16,7 +16,8 @@ from tests.core.hlo_programs import Program, run, shape
 from tests.isolation import isolated
 from xla_adapters import get_backend, initialize
 from xla_adapters.blocks import NotUnderstood, Outlined, outline, wire
-from xla_adapters.blocks.graph import read
+from xla_adapters.blocks.graph import Node, read
+from xla_adapters.blocks.writing import Body, Numbers, written_module
 
 WIDTH = 8
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -262,6 +263,63 @@ def chain(program: Program, value: int, length: int = 6) -> int:
     for step in range(length):
         value = program.apply("cosine" if step % 2 else "tanh", value)
     return value
+
+
+def test_a_layer_that_would_wait_for_itself_is_none_of_them() -> None:
+    """A path leaves it and comes back, far from where the search begins; the others are a block all the same."""
+    program = Program()
+
+    def layer(value: int, number: int) -> int:
+        first = program.apply("add", value, program.parameter(4))
+        beside = program.parameter(4)
+        if number == odd:
+            beside = program.apply("subtract", beside, first)
+        beside = chain(program, program.apply("negate", beside))
+        return chain(program, program.apply("dot", chain(program, first), beside))
+
+    for number in range(9):
+        odd = number
+        program.nodes.clear()
+        blocks = blocks_of(program, repeated(program, layer, 9)[-1:])
+        assert blocks
+        assert 6 <= blocks[0][0] <= 9
+
+
+def drawn_twice() -> bytes:
+    """Two calls of a computation that draws a number."""
+    numbers = Numbers()
+    draw = Body([Node("rng", shape(4), b"", ())], numbers, ())
+    draw.copy(0)
+    call = Node("call", shape(4), b"", (), (0,))
+    entry = Body([call, call, Node("subtract", shape(4), b"", (0, 1))], numbers, (50,))
+    for place in range(3):
+        entry.copy(place)
+    computations = [draw.computation("draw.0", 50, draw.at[0], b""), entry.computation("entry.0", 60, entry.at[2], b"")]
+    return written_module(computations, "entry.0", 60, b"")
+
+
+def test_what_draws_numbers_is_not_the_same_twice() -> None:
+    graph = read(drawn_twice())
+    assert [node.opcode for node in graph.nodes] == ["call", "call", "subtract"]
+    assert not any(graph.constant)
+
+
+def test_effects_that_nobody_reads_are_not_dropped() -> None:
+    entry = Body([Node("custom-call", shape(4), b"", ()), Node("constant", shape(4), b"", ())], Numbers(), ())
+    entry.copy(0)
+    entry.copy(1)
+    module = written_module([entry.computation("entry.0", 7, entry.at[1], b"")], "entry.0", 7, b"")
+    with pytest.raises(NotUnderstood, match="custom-call has no result that is used"):
+        read(module)
+
+
+def test_what_is_cut_off_is_not_understood() -> None:
+    program = Program()
+    module = program.module([chain(program, program.parameter(4))])
+    inside = module.index(b"tanh")
+    for end in range(1, inside, 7):
+        with pytest.raises(NotUnderstood):
+            read(module[:end])
 
 
 def test_a_layer_that_hangs_together_otherwise() -> None:

@@ -146,6 +146,26 @@ def test_what_cannot_be_compiled_in_blocks_is_compiled_as_a_whole(monkeypatch: p
         found = _trained(True)
     assert found["in blocks"] == 0
     assert found["replays"] == STEPS - 2
+    assert _trained(True, {"steps_per_execution": 4})["in blocks"] == 0
+
+
+@isolated(env={"XLA_COMPILATION_CACHE_SIZE": "8"})
+def test_what_cannot_be_compiled_in_blocks_any_more_is_compiled_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _trained(True)
+    assert found["in blocks"] == 1
+    backend = get_backend()
+    backend.set_eager(True)
+    for size in range(3, 20):
+        torch.ones(size, device="xla").tanh().cpu()
+
+    def refuses(*args: object) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(backend, "_compile_in_blocks", refuses)
+    with pytest.warns(UserWarning, match="no room"):
+        again = _trained(True)
+    assert again["in blocks"] == 0
+    _assert_alike(found, again)
 
 
 @isolated(env={"CPU_NUM_DEVICES": "2"})

@@ -20,6 +20,9 @@ _C = torch_xla._XLAC
 
 logger = logging.getLogger("xla_adapters")
 
+# Graphs in blocks that are kept, for the case that their executable was forgotten; others are taken apart again.
+_KEPT = 64
+
 
 class BlockGraphs(CachedGraphs):
     """Cached graphs that are compiled in blocks, where that was asked for; a part of `PJRTBackend`.
@@ -40,13 +43,14 @@ class BlockGraphs(CachedGraphs):
         if not self._finds_blocks or self.is_spmd():
             return super().compile_graph(outputs, donated)
         name = self.executable_name(outputs, donated)
+        self._calls.pop(name, None)
         if name not in self._in_blocks:
+            _make_room(self._in_blocks, _KEPT)
             self._in_blocks[name] = _in_blocks(bytes(_C._get_xla_tensors_hlo_proto(list(outputs))))
         if self._in_blocks[name] is not None:
             try:
                 # Also if it was compiled before: torch_xla may have forgotten it.
-                self._calls[name] = self._compile_in_blocks(self._in_blocks[name], outputs, donated)
-                return name
+                call = self._compile_in_blocks(self._in_blocks[name], outputs, donated)
             except (RuntimeError, ValueError) as error:
                 self._in_blocks[name] = None
                 warnings.warn(
@@ -55,6 +59,10 @@ class BlockGraphs(CachedGraphs):
                     UserWarning,
                     stacklevel=2,
                 )
+            else:
+                _make_room(self._calls, self.executables_kept())
+                self._calls[name] = call
+                return name
         return super().compile_graph(outputs, donated)
 
     def run_graph(self, name: bytes, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -63,11 +71,6 @@ class BlockGraphs(CachedGraphs):
             name, order = self._calls[name]
             inputs = [inputs[index] for index in order]
         return super().run_graph(name, inputs)
-
-    def computation(self, graph: bytes) -> Any:
-        """A graph as a part of another one."""
-        found = _in_blocks(graph) if self._finds_blocks and not self.is_spmd() else None
-        return found or _C._xla_op_computation_from_module_proto("step", graph)
 
     def _compile_in_blocks(
         self, computation: Any, outputs: Sequence[torch.Tensor], donated: Sequence[torch.Tensor]
@@ -81,10 +84,18 @@ class BlockGraphs(CachedGraphs):
         try:
             called = list(_C._xla_user_computation("xla_adapters::blocks", feed, computation))
             where = {handle: index for index, handle in enumerate(self.handles(feed))}
-            order = [where[item.handle] for item in self.graph_inputs(called)]
-            return super().compile_graph(called, donated), order
+            read = [item.handle for item in self.graph_inputs(called)]
+            if not where.keys() >= set(read):
+                raise RuntimeError("it reads something that the graph does not")
+            return super().compile_graph(called, donated), [where[handle] for handle in read]
         finally:
             self.set_eager(eager)
+
+
+def _make_room(kept: dict[bytes, Any], most: int) -> None:
+    """Drops the oldest."""
+    while len(kept) >= most:
+        del kept[next(iter(kept))]
 
 
 def _in_blocks(graph: bytes) -> Any:

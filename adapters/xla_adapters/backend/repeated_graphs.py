@@ -14,7 +14,7 @@ import torch_xla
 import torch_xla.core.xla_builder as xb
 
 if TYPE_CHECKING:
-    from xla_adapters.backend.block_graphs import BlockGraphs as _Rest
+    from xla_adapters.backend.interface import Backend as _Rest
 else:
     _Rest = object
 
@@ -75,7 +75,7 @@ class RepeatedGraphs(_Rest):
         given: list[_Key] = [(index, None) for index in shared]
         given += [(index, run) for index in varying for run in range(runs)]
         feed = [inputs[index] if run is None else self._stand_in(inputs[index]) for index, run in given]
-        body = self.computation(graph)
+        body = _C._xla_op_computation_from_module_proto("step", graph)
         builder = xb.create_builder("steps")
         params = {
             key: xb.mkparam(builder, number, xb.tensor_shape(tensor))

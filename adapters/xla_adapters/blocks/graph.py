@@ -43,7 +43,29 @@ _NOT_OF_ONE_DEVICE = frozenset(
         "send",
     }
 )
-# A constant is made anew in each block, with all that it is made of.
+# A constant is made anew in each block, with all that it is made of: few of these.
+_MADE_ANEW = frozenset(
+    {
+        "add",
+        "and",
+        "bitcast-convert",
+        "broadcast",
+        "compare",
+        "constant",
+        "convert",
+        "divide",
+        "iota",
+        "multiply",
+        "negate",
+        "not",
+        "or",
+        "reshape",
+        "select",
+        "slice",
+        "subtract",
+        "transpose",
+    }
+)
 _DEEPEST_CONSTANT = 32
 
 
@@ -78,11 +100,13 @@ class Computation:
         nodes: each behind its operands.
         root: the position of the result.
         program_shape: as a message.
+        stateful: whether it is not the same twice, even of the same arguments.
     """
 
     nodes: list[Node]
     root: int
     program_shape: bytes
+    stateful: bool = False
 
 
 class Graph(Computation):
@@ -97,7 +121,7 @@ class Graph(Computation):
     """
 
     def __init__(self, entry: Computation, called: list[Computation]) -> None:
-        super().__init__(*_without_repeats(entry.nodes, entry.root), entry.program_shape)
+        super().__init__(*_without_repeats(entry, called), entry.program_shape)
         self.called = called
         self.operands = [node.operands for node in self.nodes]
         self.users: list[list[int]] = [[] for _ in self.nodes]
@@ -115,7 +139,7 @@ class Graph(Computation):
             self.kinds.append(kinds.setdefault(kind, len(kinds)))
             depth.append(1 + max((depth[operand] for operand in node.operands), default=0))
             self.constant.append(
-                node.opcode not in _STATEFUL
+                node.opcode in _MADE_ANEW
                 and depth[-1] <= _DEEPEST_CONSTANT
                 and all(self.constant[operand] for operand in node.operands)
             )
@@ -127,6 +151,13 @@ def read(module: bytes) -> Graph:
     Raises:
         NotUnderstood: it holds something that is not known here.
     """
+    try:
+        return _read(module)
+    except (IndexError, KeyError, ValueError) as error:
+        raise NotUnderstood(f"the module is not written as expected ({error!r})") from error
+
+
+def _read(module: bytes) -> Graph:
     texts: list[bytes] = []
     entry = 0
     for number, value, _ in wire.fields(module):
@@ -143,6 +174,9 @@ def read(module: bytes) -> Graph:
         identity, computation = _computation(text, places)
         if identity == entry:
             return Graph(computation, called)
+        computation.stateful = any(
+            node.opcode != "parameter" and _is_stateful(node, called) for node in computation.nodes
+        )
         nodes = tuple((node.opcode, node.shape, node.rest, node.operands, node.called) for node in computation.nodes)
         content = (nodes, computation.root)
         if content not in known:
@@ -204,25 +238,32 @@ def _node(text: bytes, positions: dict[int, int], places: dict[int, int]) -> tup
     return identity, node
 
 
-def _without_repeats(nodes: Sequence[Node], root: int) -> tuple[list[Node], int]:
+def _without_repeats(entry: Computation, called: Sequence[Computation]) -> tuple[list[Node], int]:
     """Equal nodes of equal operands become one; nodes that nobody uses are dropped."""
-    used = {root}
-    for position in range(len(nodes) - 1, -1, -1):
+    used = {entry.root}
+    for position in range(len(entry.nodes) - 1, -1, -1):
         if position in used:
-            used.update(nodes[position].operands)
+            used.update(entry.nodes[position].operands)
     kept: list[Node] = []
     now: dict[int, int] = {}
     known: dict[tuple[object, ...], int] = {}
-    for position, node in enumerate(nodes):
+    for position, node in enumerate(entry.nodes):
+        stateful = _is_stateful(node, called)
         if position not in used and node.opcode != "parameter":
+            if stateful:
+                raise NotUnderstood(f"a {node.opcode} has no result that is used, and may have an effect")
             continue
         operands = tuple(now[operand] for operand in node.operands)
         key = (node.opcode, node.shape, node.rest, operands, node.called)
-        if node.opcode in _STATEFUL or key not in known:
+        if stateful or key not in known:
             known[key] = len(kept)
             kept.append(Node(node.opcode, node.shape, node.rest, operands, node.called))
         now[position] = known[key]
-    return kept, now[root]
+    return kept, now[entry.root]
+
+
+def _is_stateful(node: Node, called: Sequence[Computation]) -> bool:
+    return node.opcode in _STATEFUL or any(called[place].stateful for place in node.called)
 
 
 def tuple_shape(shapes: Sequence[bytes]) -> bytes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from xla_adapters.blocks import wire
 from xla_adapters.blocks.graph import Graph, byte_size, is_scalar, read, tuple_shape
-from xla_adapters.blocks.regions import Region, find_regions
+from xla_adapters.blocks.regions import TIMES, Region, find_regions
 from xla_adapters.blocks.writing import Body, Numbers, written_module
 
 # Calls keep XLA from fusing across their edges; that is for what is mostly repeated.
@@ -79,11 +79,11 @@ def outline(module: bytes) -> Outlined | None:
     """
     graph = read(module)
     regions = find_regions(graph)
-    order = _order(graph, regions)
-    while order is None:
+    order, stuck = _order(graph, regions)
+    if stuck:
         # Parts keep clear of paths that leave them and come back in one occurrence; in another there may be one.
-        regions.remove(min(regions, key=lambda region: len(region.occurrences) * len(region.occurrences[0])))
-        order = _order(graph, regions)
+        regions = _without(regions, stuck)
+        order, _ = _order(graph, regions)
     if any(graph.nodes[place].opcode == "convolution" for region in regions for place in region.occurrences[0]):
         # What it reads and writes is laid out in its own way, and would be copied at each edge.
         return None
@@ -101,33 +101,51 @@ def outline(module: bytes) -> Outlined | None:
 _Item = tuple[int, int]
 
 
-def _order(graph: Graph, regions: Sequence[Region]) -> list[_Item] | None:
-    """Nodes (-1, place) and occurrences (region, number), each behind what it reads; None if there is no such order."""
+def _order(graph: Graph, regions: Sequence[Region]) -> tuple[list[_Item], set[_Item]]:
+    """Nodes (-1, place) and occurrences (region, number), each behind what it reads.
+
+    Returns:
+        Them, and those that wait for themselves, or lie between such.
+    """
     item_of: list[_Item] = [(-1, place) for place in range(len(graph.nodes))]
     for number, region in enumerate(regions):
         for occurrence, places in enumerate(region.occurrences):
             for place in places:
                 item_of[place] = (number, occurrence)
     needs: dict[_Item, set[_Item]] = {item: set() for item in item_of}
-    for place, node in enumerate(graph.nodes):
-        needs[item_of[place]].update(item_of[operand] for operand in node.operands)
-    users: dict[_Item, list[_Item]] = {item: [] for item in needs}
-    missing: dict[_Item, int] = {}
-    for item, needed in needs.items():
-        needed.discard(item)
-        missing[item] = len(needed)
-        for other in needed:
-            users[other].append(item)
-    ready = [item for item, count in missing.items() if not count]
-    order: list[_Item] = []
-    while ready:
-        item = ready.pop()
-        order.append(item)
+    users: dict[_Item, set[_Item]] = {item: set() for item in item_of}
+    for place, operands in enumerate(graph.operands):
+        item = item_of[place]
+        for operand in operands:
+            other = item_of[operand]
+            if other != item:
+                needs[item].add(other)
+                users[other].add(item)
+    order = _peeled(needs, users, set(needs))
+    stuck = set(needs).difference(order)
+    return order, stuck.difference(_peeled(users, needs, stuck))
+
+
+def _peeled(needs: dict[_Item, set[_Item]], users: dict[_Item, set[_Item]], among: set[_Item]) -> list[_Item]:
+    """Items that need nothing but those before them."""
+    missing = {item: len(needs[item] & among) for item in among}
+    order = [item for item, count in missing.items() if not count]
+    for item in order:
         for user in users[item]:
-            missing[user] -= 1
-            if not missing[user]:
-                ready.append(user)
-    return order if len(order) == len(needs) else None
+            if user in missing:
+                missing[user] -= 1
+                if not missing[user]:
+                    order.append(user)
+    return order
+
+
+def _without(regions: Sequence[Region], left_out: set[_Item]) -> list[Region]:
+    """Without these occurrences, and without what is repeated too seldom then."""
+    kept = [
+        [places for occurrence, places in enumerate(region.occurrences) if (number, occurrence) not in left_out]
+        for number, region in enumerate(regions)
+    ]
+    return [Region(occurrences) for occurrences in kept if len(occurrences) >= TIMES]
 
 
 class _Block:

@@ -14,7 +14,11 @@ from xla_adapters.blocks.graph import Graph
 # Parts grow from these first: there is one of each in what people call a layer.
 _ANCHORS = ("dot", "convolution", "reduce", "batch-norm-training", "batch-norm-grad")
 # A part that occurs less often, or is smaller, gains nothing.
-_TIMES, _SIZE = 3, 6
+TIMES, _SIZE = 3, 6
+# What may be walked over in the search, in all, for each node of the graph; what was found till then is kept.
+_EFFORT = 200
+# Nodes that are read more often are no way to something that corresponds.
+_MANY = 64
 # How far around two nodes everything is alike where parts begin to grow: farther, the first and last layers differ.
 _ROUNDS = 2
 # What a part keeps inside, even if only others use it.
@@ -60,12 +64,16 @@ def find_regions(graph: Graph) -> list[Region]:
     colours = _colours(graph)
     owned: set[int] = set()
     found: list[Region] = []
+    effort = _EFFORT * len(graph.nodes)
     for places in _alike(graph, colours):
         free = [place for place in places if place not in owned]
-        if len(free) < _TIMES:
+        if len(free) < TIMES:
             continue
         grown = _Growth(graph, colours, owned, free)
-        grown.grow()
+        grown.grow(effort)
+        effort -= grown.walked
+        if effort < 0:
+            break
         grown.trim()
         if len(grown.members[0]) < _SIZE:
             continue
@@ -99,7 +107,7 @@ def _alike(graph: Graph, colours: Sequence[int]) -> list[list[int]]:
     for place, node in enumerate(graph.nodes):
         if not graph.constant[place] and node.opcode != "parameter":
             classes.setdefault(colours[place], []).append(place)
-    many = [places for places in classes.values() if len(places) >= _TIMES]
+    many = [places for places in classes.values() if len(places) >= TIMES]
     rank = {opcode: number for number, opcode in enumerate(_ANCHORS)}
     return sorted(many, key=lambda places: (rank.get(graph.nodes[places[0]].opcode, len(rank)), -len(places), places))
 
@@ -109,6 +117,7 @@ class _Growth:
 
     Attributes:
         members: the nodes of each occurrence.
+        walked: over how many nodes, to see what depends on what.
     """
 
     def __init__(self, graph: Graph, colours: Sequence[int], taken: set[int], seeds: Sequence[int]) -> None:
@@ -116,6 +125,8 @@ class _Growth:
         self._colours = colours
         self._taken = taken
         self.members: list[list[int]] = [[] for _ in seeds]
+        # The room for the marks, too.
+        self.walked = len(graph.nodes) // 8
         # The occurrence of a node, and its place in it.
         self._where: dict[int, tuple[int, int]] = {}
         self._pattern = len(seeds) // 2
@@ -125,10 +136,10 @@ class _Growth:
         self._queue: list[int] = []
         self._add(seeds)
 
-    def grow(self) -> None:
-        """To the end."""
+    def grow(self, effort: int) -> None:
+        """To the end, or until it has walked over more than this."""
         at = 0
-        while at < len(self._queue):
+        while at < len(self._queue) and self.walked <= effort:
             local = self._queue[at]
             at += 1
             self._try_operands(local)
@@ -173,8 +184,10 @@ class _Growth:
     def _try_users(self, local: int) -> None:
         users = self._graph.users
         pattern = self.members[self._pattern][local]
+        if len(users[pattern]) > _MANY:
+            return
         for user in users[pattern]:
-            if user in self._where or user in self._taken:
+            if user in self._where or user in self._taken or user == self._graph.root:
                 continue
             candidate = []
             for occurrence in self.members:
@@ -191,6 +204,9 @@ class _Growth:
         if of == other:
             return user
         graph = self._graph
+        if len(graph.users[other]) > _MANY:
+            return None
+        self.walked += len(graph.users[other])
         kind, slots = graph.kinds[user], _slots(graph, user, of)
         found = [
             item for item in graph.users[other] if graph.kinds[item] == kind and _slots(graph, item, other) == slots
@@ -210,12 +226,19 @@ class _Growth:
         for place in candidate:
             if place in where or place in self._taken or graph.kinds[place] != kind:
                 return False
+            if len(graph.users[place]) > _MANY:
+                return False
+            self.walked += len(graph.users[place])
         edges = self._edges(self._pattern, pattern)
         if any(self._edges(number, place) != edges for number, place in enumerate(candidate)):
             return False
-        if any(self._below[operand] and operand not in where for operand in graph.nodes[pattern].operands):
+        if any(self._below[operand] and not self._is_inside(operand) for operand in graph.operands[pattern]):
             return False
-        return not any(self._above[user] and user not in where for user in graph.users[pattern])
+        return not any(self._above[user] and not self._is_inside(user) for user in graph.users[pattern])
+
+    def _is_inside(self, place: int) -> bool:
+        """Whether a node is the pattern's own; what lies in another occurrence is outside."""
+        return place in self._where and self._where[place][0] == self._pattern
 
     def _edges(self, number: int, place: int) -> tuple[object, ...]:
         """How a node hangs together with an occurrence; all that it does with another one does not count."""
@@ -238,19 +261,23 @@ class _Growth:
             self._where[place] = (number, local)
         self._queue.append(local)
         pattern = candidate[self._pattern]
-        _mark(pattern, self._graph.users, self._below)
-        _mark(pattern, self._graph.operands, self._above)
+        self.walked += len(candidate)
+        self.walked += _mark(pattern, self._graph.users, self._below)
+        self.walked += _mark(pattern, self._graph.operands, self._above)
 
 
 def _slots(graph: Graph, user: int, of: int) -> tuple[int, ...]:
     return tuple(slot for slot, operand in enumerate(graph.nodes[user].operands) if operand == of)
 
 
-def _mark(start: int, following: Sequence[Sequence[int]], marks: bytearray) -> None:
-    """Marks all that can be reached."""
+def _mark(start: int, following: Sequence[Sequence[int]], marks: bytearray) -> int:
+    """Marks all that can be reached; returns how many were not marked before."""
     waiting = [start]
+    count = 0
     while waiting:
         for place in following[waiting.pop()]:
             if not marks[place]:
                 marks[place] = 1
+                count += 1
                 waiting.append(place)
+    return count

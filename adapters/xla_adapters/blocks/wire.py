@@ -34,6 +34,8 @@ def fields(message: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
             at += _FIXED[kind]
         else:
             raise ValueError(f"a field of wire type {kind} at byte {start} of {end}")
+        if at > end:
+            raise ValueError(f"a field at byte {start} goes on behind the end, {end}")
         yield tag >> 3, value, message[start:at]
 
 
