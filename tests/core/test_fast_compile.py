@@ -35,8 +35,8 @@ class _Deep(nn.Module):
         return hidden
 
 
-def _trained(fast: bool, options: dict[str, Any] | None = None, steps: int = STEPS) -> dict[str, Any]:
-    xla_adapters.initialize(fast_compile=fast)
+def _trained(fast: bool | str, options: dict[str, Any] | None = None, steps: int = STEPS) -> dict[str, Any]:
+    xla_adapters.initialize(fast_compile=fast)  # type: ignore[arg-type]
     torch.manual_seed(0)
     get_backend().set_seed(0)
     model = _Deep().to("xla")
@@ -74,8 +74,9 @@ def _assert_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
         torch.testing.assert_close(moment, value, rtol=1e-2, atol=1e-6)
 
 
-def test_the_same_training_in_one_graph() -> None:
-    usual, fast = (run_in_child(functools.partial(_trained, fast)) for fast in (False, True))
+@pytest.mark.parametrize("how", [True, "blocks"])
+def test_the_same_training_in_one_graph(how: bool | str) -> None:
+    usual, fast = (run_in_child(functools.partial(_trained, fast)) for fast in (False, how))
     assert (usual["in blocks"], fast["in blocks"]) == (0, 1)
     for name in ("compiles", "executions", "replays"):
         assert fast[name] == usual[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 
 import pytest
@@ -92,8 +93,23 @@ def test_fast_compiles_after_the_device_was_used_are_refused() -> None:
 
 @isolated(env={"PJRT_DEVICE": "TPU"})
 def test_fast_compiles_are_for_cpu_devices() -> None:
-    with pytest.raises(ConfigError, match="this one is TPU"):
-        xla_adapters.initialize(fast_compile=True)
+    for how in (True, "blocks"):
+        with pytest.raises(ConfigError, match="this one is TPU"):
+            xla_adapters.initialize(fast_compile=how)  # type: ignore[arg-type]
+
+
+@isolated
+def test_other_fast_compiles_are_named() -> None:
+    with pytest.raises(ConfigError, match="there are False, True and 'blocks'"):
+        xla_adapters.initialize(fast_compile="layers")  # type: ignore[arg-type]
+
+
+@isolated
+def test_blocks_can_be_asked_for_at_any_time() -> None:
+    torch.ones(2).to("xla")
+    flags = os.environ.get("XLA_FLAGS")
+    xla_adapters.initialize(fast_compile="blocks")
+    assert os.environ.get("XLA_FLAGS") == flags
 
 
 def test_fast_compiles_keep_the_flags_that_are_set() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from xla_adapters.backend.interface import Backend, Metrics, SeamEvent
+from xla_adapters.backend.interface import Backend, FastCompile, Metrics, SeamEvent
 from xla_adapters.backend.parts import Part
 from xla_adapters.backend.tiles import Tiles
 
@@ -24,16 +24,16 @@ def get_backend() -> Backend:
     return _backend
 
 
-def initialize(*, spmd: bool = False, fast_compile: bool = False, keep_memory: bool | None = None) -> None:
+def initialize(*, spmd: bool = False, fast_compile: FastCompile = False, keep_memory: bool | None = None) -> None:
     """Starts the device runtime now. Trainers and steps do it themselves.
 
     Args:
         spmd: drive all devices of the process as one (needed for sharding).
-        fast_compile: on CPU devices, compile what a step repeats once (layers, updates of alike parameters; not where
-            layers convolve), and leave out the pass of XLA's compiler that slows the others down most: 48 layers of a
-            GPT-2 took a third of the CPU time. Sums are added up one by one instead of as a tree, which rounds more.
-            Blocks are those of steps on one device that are replayed or to be; the pass is asked for through
-            `XLA_FLAGS`.
+        fast_compile: on CPU devices, `"blocks"` compiles once what a step repeats (layers, updates of alike parameters;
+            not where layers convolve): 48 layers of a GPT-2 took two thirds of the CPU time. It is for steps on one
+            device that are replayed or to be. True leaves out the pass of XLA's compiler that slows the others down
+            most, too: a third. Sums are added up one by one then instead of as a tree, which rounds more, and wide
+            models take longer in each step (docs/performance.md); it is asked for through `XLA_FLAGS`.
         keep_memory: on CPU devices, whether the process keeps the memory that a step frees (glibc's `mallopt`), rather
             than have the system map it anew in each: 24 layers of a GPT-2 took 0.65 of the CPU time. None keeps it,
             unless the environment tells the allocator otherwise (`MALLOC_TRIM_THRESHOLD_` and the like,
@@ -41,7 +41,8 @@ def initialize(*, spmd: bool = False, fast_compile: bool = False, keep_memory: b
 
     Raises:
         RuntimeOrderError: a device was already used without what is asked for.
-        ConfigError: `fast_compile` or `keep_memory` on a device that is no CPU, or `keep_memory` without glibc.
+        ConfigError: `fast_compile` or `keep_memory` on a device that is no CPU, another `fast_compile`, or
+            `keep_memory` without glibc.
     """
     get_backend().initialize(spmd=spmd, fast_compile=fast_compile, keep_memory=keep_memory)
 

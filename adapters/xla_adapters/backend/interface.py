@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -16,6 +16,9 @@ from xla_adapters.backend.tiles import Tiles
 if TYPE_CHECKING:
     from xla_adapters.backend.cached_graphs import GraphInput
     from xla_adapters.backend.repeated_graphs import RepeatedGraph
+
+
+FastCompile = bool | Literal["blocks"]
 
 
 class SeamEvent(str, Enum):
@@ -49,7 +52,7 @@ class Backend(Protocol):
 
     # runtime
     def initialize(
-        self, *, spmd: bool = False, fast_compile: bool = False, keep_memory: bool | None = None
+        self, *, spmd: bool = False, fast_compile: FastCompile = False, keep_memory: bool | None = None
     ) -> None: ...
     def runtime_started(self) -> bool: ...
     def device(self) -> torch.device: ...

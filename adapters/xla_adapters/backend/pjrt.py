@@ -21,7 +21,7 @@ import torch_xla.utils.checkpoint as xla_checkpoint
 from xla_adapters.backend.block_graphs import BlockGraphs
 from xla_adapters.backend.compiler_flags import leave_out_slow_passes, leaves_out_slow_passes
 from xla_adapters.backend.host_memory import HostMemory
-from xla_adapters.backend.interface import Metrics, SeamEvent
+from xla_adapters.backend.interface import FastCompile, Metrics, SeamEvent
 from xla_adapters.backend.pending_values import PendingValues
 from xla_adapters.backend.repeated_graphs import RepeatedGraphs
 from xla_adapters.backend.sharded_tensors import ShardedTensors
@@ -53,15 +53,17 @@ class PJRTBackend(PendingValues, RepeatedGraphs, BlockGraphs, ShardedTensors):
 
     # ---- runtime -------------------------------------------------------------------------------
 
-    def initialize(self, *, spmd: bool = False, fast_compile: bool = False, keep_memory: bool | None = None) -> None:
+    def initialize(
+        self, *, spmd: bool = False, fast_compile: FastCompile = False, keep_memory: bool | None = None
+    ) -> None:
         """Starts the runtime, SPMD first if asked for.
 
         Raises:
             RuntimeOrderError: SPMD or fast compiles are wanted, but a device was already used without.
             ConfigError: the environment switches functionalization off, or what is asked for is not for this device.
         """
-        if fast_compile:
-            self._compile_fast()
+        if fast_compile is not False:
+            self._compile_fast(fast_compile)
         self._keep_memory(keep_memory)
         if self._initialized and (not spmd or xr.is_spmd()):
             return
@@ -99,12 +101,17 @@ class PJRTBackend(PendingValues, RepeatedGraphs, BlockGraphs, ShardedTensors):
         """Whether the device's memory is the host's, and has pages of the usual size only for want of asking."""
         return self._host_memory.could_have_huge_pages()
 
-    def _compile_fast(self) -> None:
+    def _compile_fast(self, how: FastCompile) -> None:
+        if how not in (True, "blocks"):
+            raise ConfigError(f"initialize(fast_compile={how!r}): there are False, True and 'blocks'")
         if xr.device_type() != "CPU":
             raise ConfigError(
-                f"initialize(fast_compile=True) is for CPU devices, and this one is {xr.device_type()}: what it leaves "
-                "out is known to slow down XLA's compiler for the CPU alone; leave it out here"
+                f"initialize(fast_compile={how!r}) is for CPU devices, and this one is {xr.device_type()}: it "
+                "is known to shorten the work of XLA's compiler for the CPU alone; leave it out here"
             )
+        if how == "blocks":
+            self._finds_blocks = True
+            return
         if self.runtime_started() and not leaves_out_slow_passes():
             raise RuntimeOrderError(
                 "fast compiles were asked for after the XLA runtime had started, which reads its flags once. Call "
