@@ -74,6 +74,13 @@ def _assert_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
         torch.testing.assert_close(moment, value, rtol=1e-2, atol=1e-6)
 
 
+def _make_torch_xla_forget() -> None:
+    """Compiles more than it keeps (`XLA_COMPILATION_CACHE_SIZE`)."""
+    get_backend().set_eager(True)
+    for size in range(3, 20):
+        torch.ones(size, device="xla").tanh().cpu()
+
+
 @pytest.mark.parametrize("how", [True, "blocks"])
 def test_the_same_training_in_one_graph(how: bool | str) -> None:
     usual, fast = (run_in_child(functools.partial(_trained, fast)) for fast in (False, how))
@@ -118,10 +125,7 @@ def test_what_is_traced_each_time_runs_the_same_executable() -> None:
 def test_an_executable_that_was_forgotten_is_compiled_again() -> None:
     found = _trained(True)
     assert found["in blocks"] == 1
-    backend = get_backend()
-    backend.set_eager(True)
-    for size in range(3, 20):
-        torch.ones(size, device="xla").tanh().cpu()
+    _make_torch_xla_forget()
     again = _trained(True)
     assert again["losses"] == found["losses"]
     assert again["compiles"] >= 1
@@ -154,15 +158,12 @@ def test_what_cannot_be_compiled_in_blocks_is_compiled_as_a_whole(monkeypatch: p
 def test_what_cannot_be_compiled_in_blocks_any_more_is_compiled_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     found = _trained(True)
     assert found["in blocks"] == 1
-    backend = get_backend()
-    backend.set_eager(True)
-    for size in range(3, 20):
-        torch.ones(size, device="xla").tanh().cpu()
+    _make_torch_xla_forget()
 
     def refuses(*args: object) -> None:
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(backend, "_compile_in_blocks", refuses)
+    monkeypatch.setattr(get_backend(), "_compile_in_blocks", refuses)
     with pytest.warns(UserWarning, match="no room"):
         again = _trained(True)
     assert again["in blocks"] == 0

@@ -1,4 +1,4 @@
-"""The part of the seam that compiles graphs in blocks: what is repeated in them once.
+"""The part of the seam that compiles graphs in blocks: what they repeat becomes computations that are called.
 
 Written against torch_xla 2.9's user computations.
 """
@@ -46,7 +46,7 @@ class BlockGraphs(CachedGraphs):
         self._calls.pop(name, None)
         if name not in self._in_blocks:
             _make_room(self._in_blocks, _KEPT)
-            self._in_blocks[name] = _in_blocks(bytes(_C._get_xla_tensors_hlo_proto(list(outputs))))
+            self._in_blocks[name] = _in_blocks(self.graph_text(outputs))
         if self._in_blocks[name] is not None:
             try:
                 # Also if it was compiled before: torch_xla may have forgotten it.

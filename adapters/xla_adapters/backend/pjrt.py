@@ -36,7 +36,7 @@ _RANDOM_ALGORITHMS = {"philox": "constant(2654435769)", "three_fry": "constant(4
 _SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
 
 
-class PJRTBackend(PendingValues, RepeatedGraphs, BlockGraphs, ShardedTensors):
+class PJRTBackend(PendingValues, BlockGraphs, RepeatedGraphs, ShardedTensors):
     """The seam on torch_xla's lazy tensors."""
 
     name = "torch_xla"

@@ -62,7 +62,7 @@ class Outlined:
 
     def __str__(self) -> str:
         calls = ", ".join(f"{times} times {size}" for times, size in self.blocks)
-        return f"of {self.instructions} instructions these are compiled once: {calls}"
+        return f"of {self.instructions} instructions these are blocks that are called: {calls}"
 
 
 def outline(module: bytes) -> Outlined | None:
