@@ -153,7 +153,8 @@ class _Executable:
                 self._inputs[position] = backend.seed_input()
             elif isinstance(source, Place) and source.kind == "batch":
                 self._inputs[position] = values[int(source.name)]
-        results = backend.run_graph(self._recording.executable, self._inputs)
+        taken = [self._inputs[position] for position, _ in self._carried]
+        results = backend.run_graph(self._recording.executable, self._inputs, taken=taken)
         for position, result in self._carried:
             self._inputs[position] = results[result]
         backend.finish_replayed()

@@ -220,7 +220,7 @@ def test_steps_that_fail_leave_the_state_of_before(monkeypatch: pytest.MonkeyPat
     before = twin.model[0].weight.tolist()
     twin.run(TOGETHER - 1)
 
-    def fails(*args: Any) -> Any:
+    def fails(*args: Any, **options: Any) -> Any:
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
 
     with monkeypatch.context() as patched:

@@ -297,10 +297,10 @@ def test_auto_find_batch_size(runs_out_at: int, step_replay: bool, monkeypatch: 
     execute = getattr(backend, execution)
     trainer: Any = None
 
-    def run_if_it_fits(*args: Any) -> Any:
+    def run_if_it_fits(*args: Any, **options: Any) -> Any:
         if trainer._train_batch_size > 4 and trainer.state.global_step == runs_out_at:
             raise RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.")
-        return execute(*args)
+        return execute(*args, **options)
 
     assert backend.replay_works
     monkeypatch.setattr(backend, execution, run_if_it_fits)

@@ -65,12 +65,14 @@ class BlockGraphs(CachedGraphs):
                 return name
         return super().compile_graph(outputs, donated)
 
-    def run_graph(self, name: bytes, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run_graph(
+        self, name: bytes, inputs: Sequence[torch.Tensor], *, taken: Sequence[torch.Tensor] = ()
+    ) -> list[torch.Tensor]:
         """As in `CachedGraphs`."""
         if name in self._calls:
             name, order = self._calls[name]
             inputs = [inputs[index] for index in order]
-        return super().run_graph(name, inputs)
+        return super().run_graph(name, inputs, taken=taken)
 
     def _compile_in_blocks(
         self, computation: Any, outputs: Sequence[torch.Tensor], donated: Sequence[torch.Tensor]

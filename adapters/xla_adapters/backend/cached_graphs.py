@@ -19,6 +19,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as xla_metrics
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
+from xla_adapters.backend.in_flight import TakenValues
 from xla_adapters.waiting_steps import settle
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class CachedGraphs(_Rest):
 
     def __init__(self) -> None:
         self._riders: list[tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], None]]] = []
+        self._taken = TakenValues()
 
     @cached_property
     def _name(self) -> str:
@@ -127,8 +129,18 @@ class CachedGraphs(_Rest):
             _C._xla_warm_up_cache(list(outputs), [])
         return name
 
-    def run_graph(self, name: bytes, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Executes; returns the outputs."""
+    def run_graph(
+        self, name: bytes, inputs: Sequence[torch.Tensor], *, taken: Sequence[torch.Tensor] = ()
+    ) -> list[torch.Tensor]:
+        """Executes; returns the outputs, which the device may still be computing.
+
+        Args:
+            name: of the executable.
+            inputs: in the order of its parameters.
+            taken: the inputs (as `inner`) whose buffers it may reuse: see `TakenValues`.
+        """
+        if taken:
+            self._taken.add(list(taken))
         return list(_C._run_cached_graph(name, list(inputs)))
 
     def fill(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -143,7 +143,7 @@ class ReplayPass:
                 inputs = recording.inputs(tensors, self._numbers, backend)
                 backend.compute(inputs)
                 recording.own_buffers(inputs, tensors, backend)
-                results = backend.run_graph(recording.executable, inputs)
+                results = recording.run(inputs, backend)
                 self._executed = True
                 self._done()
                 recording.write_back(results, tensors, backend)

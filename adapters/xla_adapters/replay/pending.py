@@ -120,7 +120,7 @@ class PendingGraph:
     def run(self) -> tuple[bytes, list[torch.Tensor]]:
         """Executes the graph, and compiles it if it is new; returns the executable's name and the outputs."""
         name = self._backend.compile_graph(self.outputs, list(self.donors.values()))
-        results = self._backend.run_graph(name, self.feed)
+        results = self._backend.run_graph(name, self.feed, taken=list(self.donors.values()))
         self._backend.fill(self.outputs, results)
         self._backend.finish_replayed()
         return name, results

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 # Numbers that operators bring along by themselves (the alpha of an addition): one that is equal to a number of the
 # optimizer may be either.
 _OPERATORS_OWN = (0.0, 1.0, -1.0, 2.0, 0.5)
-# The view machinery keeps what each write replaced until then.
-WRITES_KEPT = 16
+# The view machinery keeps what each write replaced until then. Letting go of it waits for all but the last executions
+# (see `TakenValues`), so the host is never further ahead of the device than that. Each wait costs it warm caches.
+WRITES_KEPT = 8
 
 
 @dataclass
@@ -274,10 +275,20 @@ class Recording:
             if isinstance(source, Number):
                 found[index] = source.value
             elif isinstance(source, Place):
-                found[index] = source.get(tensors)
+                found[index] = self._value(source, tensors, backend)
             else:
                 found[index] = backend.seed_input()
         return found
+
+    @staticmethod
+    def _value(place: Place, tensors: PassTensors, backend: Backend) -> torch.Tensor:
+        tensor = place.get(tensors)
+        # What is updated goes in as its value, which can outlive the update (see `Backend.run_graph`).
+        return tensor if place.kind == "batch" else backend.snapshot(tensor)
+
+    def run(self, inputs: Sequence[torch.Tensor], backend: Backend) -> list[torch.Tensor]:
+        """Calls the executable; returns its outputs."""
+        return backend.run_graph(self.executable, inputs, taken=[inputs[index] for index in self.donated])
 
     def take_outputs(self, results: Sequence[torch.Tensor]) -> None:
         """Remembers outputs of a pass; no others, which would be kept alive until the next pass is over."""
@@ -322,8 +333,11 @@ class Recording:
         shared = backend.shared([inputs[index] for index in self.donated])
         if not shared:
             return
-        places = [self.sources[self.donated[position]] for position in shared]
-        give_own_buffers([place.get(tensors) for place in places if isinstance(place, Place)], backend)
+        places = {index: self.sources[index] for index in map(self.donated.__getitem__, shared)}
+        own = {index: place for index, place in places.items() if isinstance(place, Place)}
+        give_own_buffers([place.get(tensors) for place in own.values()], backend)
+        for index, place in own.items():
+            inputs[index] = self._value(place, tensors, backend)
         assert self._held is not None
         values = self._held.present()
         for index, position in self._read:

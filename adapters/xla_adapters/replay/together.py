@@ -299,7 +299,8 @@ class StepsTogether:
             )
         several = form.several
         inputs = [self._start[index] if run is None else passes[run].inputs[index] for index, run in several.order]
-        results = backend.run_graph(several.name, inputs)
+        taken = [backend.snapshot(self._start[index]) for index in donated]
+        results = backend.run_graph(several.name, inputs, taken=taken)
         form.compiled = backend.executables_compiled()
         return dict(zip(several.results, results, strict=True))
 
