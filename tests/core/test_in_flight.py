@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 from weakref import ref
 
+import pytest
 import torch
 
 import xla_adapters
 from tests.core.replay_twins import Twin
 from tests.isolation import isolated
 from xla_adapters.backend.in_flight import EXECUTIONS_KEPT, TakenValues
+from xla_adapters.replay.run_ahead import SECONDS_AHEAD, WRITES_KEPT, RunAhead
 
 
 def test_values_live_until_others_have_followed() -> None:
@@ -22,6 +24,26 @@ def test_values_live_until_others_have_followed() -> None:
         added.append(ref(value))
         del value
     assert [value() is None for value in added] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("seconds", "waits"), [(0.001, 5), (0.1, 7), (0.25, 17), (2.0, 33)])
+def test_the_host_is_no_more_steps_ahead_than_the_device_does_in_half_a_second(seconds: float, waits: int) -> None:
+    # The host takes no time at all: what the device has to do then waits at each wait.
+    now, behind, done = 0.0, 0.0, 0
+    ahead = RunAhead(clock=lambda: now)
+
+    def forget() -> None:
+        nonlocal now, behind, done
+        now, behind, done = now + behind, 0.0, done + 1
+
+    worst = 0.0
+    for step in range(40):
+        behind += seconds
+        if step >= WRITES_KEPT:
+            worst = max(worst, behind)
+        ahead.written(forget)
+    assert worst <= max(SECONDS_AHEAD, seconds)
+    assert done == waits
 
 
 @isolated

@@ -18,6 +18,7 @@ from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.facts import ModuleFacts
 from xla_adapters.replay.held import HeldValues
 from xla_adapters.replay.places import PassTensors, Place
+from xla_adapters.replay.run_ahead import RunAhead
 from xla_adapters.replay.update import Update, UpdateRecipe
 
 if TYPE_CHECKING:
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 # Numbers that operators bring along by themselves (the alpha of an addition): one that is equal to a number of the
 # optimizer may be either.
 _OPERATORS_OWN = (0.0, 1.0, -1.0, 2.0, 0.5)
-# The view machinery keeps what each write replaced until then. Letting go of it waits for all but the last executions
-# (see `TakenValues`), so the host is never further ahead of the device than that. Each wait costs it warm caches.
-WRITES_KEPT = 8
 
 
 @dataclass
@@ -126,7 +124,7 @@ class Recording:
     _outputs: list[int] = field(default_factory=list)
     _placed: list[tuple[int, Place]] = field(default_factory=list)
     _layouts: list[str] = field(default_factory=list)
-    _writes: int = 0
+    _ahead: RunAhead = field(default_factory=RunAhead)
 
     # ---- proof -------------------------------------------------------------------------------------
 
@@ -319,14 +317,16 @@ class Recording:
                 others.append(place.get(tensors))
                 values.append(results[index])
         backend.write(others, values)
-        self._writes += 1
-        if self._writes % WRITES_KEPT == 0:
-            self._held.forget_writes()
-            backend.forget_writes(others)
+        self._ahead.written(lambda: self._forget_writes(others, backend))
         for leaf in self.dropped_grads:
             leaf.grad = None
         for change in self.host_changes:
             change.apply()
+
+    def _forget_writes(self, others: Sequence[torch.Tensor], backend: Backend) -> None:
+        assert self._held is not None
+        self._held.forget_writes()
+        backend.forget_writes(others)
 
     def own_buffers(self, inputs: list[torch.Tensor], tensors: PassTensors, backend: Backend) -> None:
         """Gives those inputs a buffer of their own that share one: the executable takes it."""
