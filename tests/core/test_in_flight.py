@@ -12,7 +12,7 @@ import xla_adapters
 from tests.core.replay_twins import Twin
 from tests.isolation import isolated
 from xla_adapters.backend.in_flight import EXECUTIONS_KEPT, TakenValues
-from xla_adapters.replay.run_ahead import SECONDS_AHEAD, WRITES_KEPT, RunAhead
+from xla_adapters.replay.run_ahead import WRITES_KEPT, RunAhead
 
 
 def test_values_live_until_others_have_followed() -> None:
@@ -26,24 +26,54 @@ def test_values_live_until_others_have_followed() -> None:
     assert [value() is None for value in added] == [True, True, False, False]
 
 
-@pytest.mark.parametrize(("seconds", "waits"), [(0.001, 5), (0.1, 7), (0.25, 17), (2.0, 33)])
-def test_the_host_is_no_more_steps_ahead_than_the_device_does_in_half_a_second(seconds: float, waits: int) -> None:
-    # The host takes no time at all: what the device has to do then waits at each wait.
-    now, behind, done = 0.0, 0.0, 0
-    ahead = RunAhead(clock=lambda: now)
+class _Device:
+    """Executions one after another, and a host that waits where it lets go of what one of them has taken."""
 
-    def forget() -> None:
-        nonlocal now, behind, done
-        now, behind, done = now + behind, 0.0, done + 1
+    def __init__(self, seconds: float, host_seconds: float) -> None:
+        self.now = 0.0
+        self.forgets = 0
+        self._seconds = seconds
+        self._host_seconds = host_seconds
+        self._ends = [0.0]
+        self._forgotten = 0
 
-    worst = 0.0
-    for step in range(40):
-        behind += seconds
-        if step >= WRITES_KEPT:
-            worst = max(worst, behind)
-        ahead.written(forget)
-    assert worst <= max(SECONDS_AHEAD, seconds)
-    assert done == waits
+    def step(self, ahead: RunAhead) -> None:
+        self.now += self._host_seconds
+        self._ends.append(max(self.now, self._ends[-1]) + self._seconds)
+        self._let_go()
+        ahead.written(self._forget)
+
+    def _forget(self) -> None:
+        self.forgets += 1
+        self._forgotten = len(self._ends) - 1
+        self._let_go()
+
+    def _let_go(self) -> None:
+        # Both the view machinery and `TakenValues` hold what was taken.
+        last = min(self._forgotten, len(self._ends) - 1 - EXECUTIONS_KEPT)
+        self.now = max(self.now, self._ends[max(last, 0)])
+
+    @property
+    def behind(self) -> int:
+        return sum(end > self.now for end in self._ends)
+
+
+@pytest.mark.parametrize("host_seconds", [0.0, 0.01])
+@pytest.mark.parametrize(
+    ("seconds", "most", "forgets"),
+    [(0.02, WRITES_KEPT + EXECUTIONS_KEPT, 20), (0.1, 6, 30), (0.2, 3, 55), (2.0, 3, 100)],
+)
+def test_the_host_is_only_so_far_ahead(seconds: float, host_seconds: float, most: int, forgets: int) -> None:
+    device = _Device(seconds, host_seconds)
+    ahead = RunAhead(clock=lambda: device.now)
+    behind = []
+    for _ in range(100):
+        device.step(ahead)
+        behind.append(device.behind)
+    assert max(behind) <= most
+    assert device.forgets <= forgets
+    # And far enough for the device never to wait for it.
+    assert min(behind[10:]) >= 1
 
 
 @isolated

@@ -139,9 +139,10 @@ class CachedGraphs(_Rest):
             inputs: in the order of its parameters.
             taken: the inputs (as `inner`) whose buffers it may reuse: see `TakenValues`.
         """
+        results = list(_C._run_cached_graph(name, list(inputs)))
         if taken:
             self._taken.add(list(taken))
-        return list(_C._run_cached_graph(name, list(inputs)))
+        return results
 
     def fill(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Gives pending tensors (as `inner`) the values that an executable computed; nothing is pending then."""

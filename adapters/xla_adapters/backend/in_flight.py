@@ -25,5 +25,5 @@ class TakenValues:
         self._taken: deque[list[torch.Tensor]] = deque(maxlen=executions)
 
     def add(self, values: list[torch.Tensor]) -> None:
-        """The values that the next execution takes."""
+        """The values that the latest execution has taken. Waits for the one of which others have followed."""
         self._taken.append(values)

@@ -312,7 +312,9 @@ class StepsTogether:
         found: dict[tuple[int, int | None], torch.Tensor] = {}
         for run, item in enumerate(passes):
             given = {**state, **item.inputs}
-            outputs = backend.run_graph(recording.executable, [given[index] for index in range(len(recording.sources))])
+            inputs = [given[index] for index in range(len(recording.sources))]
+            taken = [backend.snapshot(inputs[index]) for index in recording.donated]
+            outputs = backend.run_graph(recording.executable, inputs, taken=taken)
             for index, output in form.carried.items():
                 state[index] = found[output, None] = outputs[output]
             found.update({(output, run): outputs[output] for output in form.each})
