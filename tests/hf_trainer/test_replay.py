@@ -54,6 +54,18 @@ def test_one_graph_and_the_same_numbers() -> None:
     run.assert_one_graph(10)
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+@isolated
+def test_what_a_replay_takes_outlives_the_execution(accumulated: int) -> None:
+    """The sum of losses and the gradients too: a tensor lets go of its former value, which waits for the device."""
+    run = ours(gpt2(), token_samples(32), args=arguments(max_steps=8, gradient_accumulation_steps=accumulated))
+    assert run.trainer._steps.train.replays
+    backend: Any = xla_adapters.get_backend()
+    values = [value for taken in backend._taken._taken for value in taken]
+    assert values
+    assert not any(torch._is_functional_tensor(value) for value in values)
+
+
 @pytest.mark.parametrize(
     "options", [{"bf16": True}, {"optim": "sgd", "max_grad_norm": 0.0}, {"label_smoothing_factor": 0.1}], ids=str
 )

@@ -19,7 +19,6 @@ from xla_adapters.interrupts import InterruptGuard, at_edge
 from xla_adapters.replay.places import PassTensors, Place
 from xla_adapters.replay.promised import PromisedTensor
 from xla_adapters.replay.recording import Number, Recording, give_own_buffers
-from xla_adapters.replay.run_ahead import RunAhead
 from xla_adapters.replay.update import Update
 from xla_adapters.step_scope import ScopeReport
 from xla_adapters.waiting_steps import StateWatch, storage_of
@@ -131,7 +130,6 @@ class StepsTogether:
         self._lies: dict[tuple[str, int, str | int], torch.Tensor] = {}
         self._told: set[str] = set()
         self._watch = StateWatch(self)
-        self._ahead = RunAhead()
         self._note = note
 
     def takes(self, recording: Recording) -> bool:
@@ -330,7 +328,7 @@ class StepsTogether:
         }
         tensors = [tensor for tensor, _ in self._written]
         backend.write(tensors, [final[output] for _, output in self._written])
-        self._ahead.written(lambda: backend.forget_writes(tensors))
+        backend.forget_writes(tensors)
         for run, item in enumerate(passes):
             for tensor, output in item.handed_out:
                 backend.write([tensor], [results[output, run]])
