@@ -256,6 +256,18 @@ class CachedGraphs(_Rest):
             if inputs[handle] != self.tensor_number(tensors[position])
         ]
 
+    def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same values in buffers of their own. Executes what is pending."""
+        eager = self.eager()
+        # Executed by itself, a clone is the same buffer again; a graph's results never are its inputs.
+        self.set_eager(False)
+        try:
+            copies = [tensor.detach().clone() for tensor in tensors]
+            self.flush()
+        finally:
+            self.set_eager(eager)
+        return copies
+
     def layouts(self, tensors: Sequence[torch.Tensor]) -> list[str]:
         """How tensors lie on the devices, as text to compare."""
         return list(_C._get_xla_sharding_specs(list(tensors)))

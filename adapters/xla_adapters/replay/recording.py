@@ -346,8 +346,7 @@ class Recording:
 
 def give_own_buffers(tensors: Sequence[torch.Tensor], backend: Backend) -> None:
     """Copies what tensors hold, whose buffers others share."""
-    backend.write(tensors, [tensor.clone() for tensor in tensors])
-    backend.flush()
+    backend.write(tensors, backend.copies(tensors))
 
 
 def _is_fixed(source: Place | str | Number) -> TypeGuard[Place]:
