@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from hf_trainer.framework_patches import as_if_compiling
-from hf_trainer.replay import own_code, request_of
+from hf_trainer.own_code import StepCode
+from hf_trainer.replay import obstacle_within, request_of
 from hf_trainer.trainer_hooks import TrainerHooks
 from xla_adapters.program import ReplayRequest, discarding
 from xla_adapters.transfers import to_host_in_one_transfer
@@ -32,17 +33,23 @@ class EvaluationHooks(TrainerHooks):
             self._keep_inputs_on_host = False
             self.preprocess_logits_for_metrics = preprocess
 
-    def _evaluation_replay(self, model: torch.nn.Module, inputs: Any, known: tuple[Any, ...]) -> ReplayRequest | None:
-        preprocess = self._preprocess_in_step
+    def _may_replay_evaluation(self) -> bool:
+        if not self._steps.may_replay:
+            return False
+        obstacle = None
         if getattr(self.args, "past_index", -1) >= 0:
-            self._steps.evaluation.refuse_replay("past_index is given: each step hands something on to the next")
-            return None
-        known_code = self._own_evaluation
-        if known_code is None or known_code[0] is not self.model or known_code[1] is not preprocess:
-            known_code = self._own_evaluation = (self.model, preprocess, own_code(self, evaluates=True))
-        code = known_code[2]
-        known = (*known, id(preprocess), tuple(self.label_names), self.can_return_loss)
-        return request_of(self, model, inputs, code, known=known, trains=False)
+            obstacle = "past_index is given: each step hands something on to the next"
+        elif self.xla_config.step_replay is not True:
+            obstacle = obstacle_within(self, trains=False)
+        if obstacle is not None:
+            self._steps.evaluation.refuse_replay(obstacle)
+        return obstacle is None
+
+    def _evaluation_replay(self, model: torch.nn.Module, inputs: Any, known: tuple[Any, ...]) -> ReplayRequest:
+        if self._own_evaluation is None:
+            self._own_evaluation = StepCode(self, evaluates=True)
+        known = (*known, tuple(self.label_names), self.can_return_loss)
+        return request_of(self, model, inputs, self._own_evaluation.present(), known=known, trains=False)
 
     def prediction_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -62,8 +69,8 @@ class EvaluationHooks(TrainerHooks):
             if compiled:
                 phase = "evaluation, loss only" if prediction_loss_only else "evaluation"
                 replay = None
-                if self._steps.may_replay:
-                    inputs = self._prepare_inputs(inputs)
+                if self._may_replay_evaluation():
+                    inputs = self._found_by_step(inputs)
                     replay = self._evaluation_replay(model, inputs, (prediction_loss_only, repr((args, kwargs))))
                 self._steps.begin_evaluation_step(inputs, phase, replay)
             with discarding(self._steps), as_if_compiling():

@@ -6,30 +6,34 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_flatten
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
+from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_trainer.callbacks import FirstCallback
+from hf_trainer.own_code import key_of, overridden
 from xla_adapters.nested_values import as_dicts
 from xla_adapters.program import ReplayRequest
-from xla_adapters.replay.effects import Proof
-from xla_adapters.replay.facts import is_simple
-from xla_adapters.replay.outside import Knowledge, Unproven, Value
 from xla_adapters.replay.own_code import OwnCode
+from xla_adapters.replay.values import is_simple
 
 # Methods whose code is the step's. Whoever overrides the first ones surrounds the step with code of his own.
 _AROUND = ("training_step", "_clip_grad_norm", "_get_grad_norm", "floating_point_ops")
-_WITHIN = ("compute_loss_context_manager", "autocast_smart_context_manager", "_prepare_inputs")
+_WITHIN = (
+    "compute_loss_context_manager",
+    "autocast_smart_context_manager",
+    "_prepare_inputs",
+    "_prepare_input",
+    "_prepare_context_parallel_inputs",
+)
+# In evaluation this is done in the step.
+_WITHIN_EVALUATION = (*_WITHIN, "_get_num_items_in_batch")
+# What the step calls of accelerate.
+_OF_ACCELERATOR = ("backward", "clip_grad_norm_", "unwrap_model")
 # Steps until the proof costs a transfer of its own, if nothing is logged before.
 _PATIENCE = 4
-_OWN_PACKAGES = ("transformers.", "hf_trainer.")
-# Their modules compute in forward, and do nothing else that a step would miss.
-_KNOWN_MODULES = ("transformers.", "torch.", "peft.", "xla_adapters.", "hf_trainer.")
-_KNOWLEDGE = Knowledge(
-    packages=_KNOWN_MODULES,
-    calls=dict.fromkeys((Trainer.compute_loss, torch.nn.Module.parameters, torch.nn.Module.buffers), lambda owner: ()),
-    properties=dict.fromkeys(("device", "dtype"), lambda owner: ()),
-)
 # Arguments that the step's Python looks at.
 _ARGUMENTS = (
     "max_grad_norm",
@@ -75,21 +79,53 @@ def _missing(name: str) -> AttributeError:
 
 def obstacle_around(trainer: Any) -> str | None:
     """Why steps of this trainer are never replayed; None if they may be."""
-    overridden = _overridden(trainer, _AROUND)
-    if overridden is not None:
-        return f"{overridden} is overridden, and surrounds the step with code of its own"
+    surrounding = overridden(trainer, _AROUND)
+    if surrounding is not None:
+        return f"{surrounding} is overridden, and surrounds the step with code of its own"
     for callback in trainer.callback_handler.callbacks:
         hook = getattr(callback.on_pre_optimizer_step, "__func__", None)
         if hook is not TrainerCallback.on_pre_optimizer_step and not isinstance(callback, FirstCallback):
             return f"{type(callback).__name__}.on_pre_optimizer_step runs in the middle of the step"
+    accelerator = trainer.accelerator
+    for name in _OF_ACCELERATOR:
+        if getattr(getattr(accelerator, name), "__func__", None) is not getattr(Accelerator, name):
+            return f"the method {name} of the accelerator was replaced"
+    return _obstacle_in_update(trainer.optimizer)
+
+
+def _obstacle_in_update(optimizer: Any) -> str | None:
+    """Python beside that of the optimizer's own class."""
+    for hook in (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()):
+        # A step that is open already has hooks of the adapters.
+        if not getattr(hook, "__module__", "").startswith("xla_adapters."):
+            return "all optimizers have a hook, whose Python a replay would leave out"
+    # accelerate wraps the optimizer.
+    while optimizer is not None:
+        kind, step = type(optimizer), vars(optimizer).get("step")
+        if getattr(step, "_wrapped_by_lr_sched", False):
+            step = step.__wrapped__ if step.__wrapped__ is not kind.step else None
+        if step is not None:
+            return f"the method step of {kind.__name__} was replaced"
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            if getattr(optimizer, hooks, None):
+                return f"{kind.__name__} has a hook, whose Python a replay would leave out"
+        optimizer = getattr(optimizer, "optimizer", None)
     return None
 
 
-def obstacle_within(trainer: Any) -> str | None:
-    """Why a replay might leave something out, which `step_replay=True` accepts; None if it cannot."""
-    overridden = _overridden(trainer, _WITHIN)
-    if overridden is not None:
-        return f"{overridden} is overridden, and a replay would leave out what it does beside tensors"
+def obstacle_within(trainer: Any, *, trains: bool = True) -> str | None:
+    """Why a replay might leave something out, which `step_replay=True` accepts; None if it cannot.
+
+    Args:
+        trainer: the trainer.
+        trains: whether it is asked for a training step.
+    """
+    within = overridden(trainer, _WITHIN if trains else _WITHIN_EVALUATION)
+    if within is not None:
+        return f"{within} is overridden, and a replay would leave out what it does beside tensors"
+    smoother = trainer.label_smoother
+    if smoother is not None and type(smoother) is not LabelSmoother:
+        return f"{type(smoother).__name__} is a label smoother of your own, which a replay would leave out"
     return None
 
 
@@ -112,10 +148,9 @@ def request_of(
         known: what else the step depends on.
         trains: whether it is a training step.
     """
-    code.follow()
     leaves, spec = tree_flatten(as_dicts(inputs))
     opaque = next((leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and not is_simple(leaf)), None)
-    obstacle = obstacle_within(trainer) or code.obstacle
+    obstacle = obstacle_within(trainer, trains=trains) or code.obstacle
     if obstacle is None and opaque is not None:
         obstacle = f"the batch holds a {type(opaque).__name__}, which cannot be compared with that of another step"
     arguments: tuple[Hashable, ...] = tuple(str(getattr(trainer.args, name, None)) for name in _ARGUMENTS)
@@ -123,61 +158,18 @@ def request_of(
     smoother = trainer.label_smoother
     known = (
         *known,
-        code.generation,
+        *key_of(code),
         trainer.model_accepts_loss_kwargs,
-        None if smoother is None else smoother.epsilon,
+        *(str(getattr(smoother, name, None)) for name in ("epsilon", "ignore_index")),
         id(model),
     )
     return ReplayRequest(
         key=(str(spec), shapes, arguments, known),
         batch=[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)],
         extras=[trainer._tr_loss] if trains else [],
-        modules=[model],
+        modules=[model, *code.modules],
         set_modes=model.train if trains else None,
         patience=_PATIENCE,
         obstacle=obstacle,
+        change=code.change,
     )
-
-
-def own_code(trainer: Any, *, evaluates: bool = False) -> OwnCode:
-    """The user's own code in the steps of a trainer: forward passes, and the loss.
-
-    Args:
-        trainer: the trainer.
-        evaluates: whether the steps are those of evaluation.
-    """
-    preprocess = trainer._preprocess_in_step if evaluates else None
-
-    def examine(proof: Proof) -> None:
-        part = "forward"
-        try:
-            proof.examine_module(trainer.model)
-            part = "compute_loss"
-            if _overridden(trainer, (part,)) is not None:
-                # The batch is the trainer's own copy.
-                proof.examine(trainer.compute_loss, [Value((trainer.model,))])
-            part = "preprocess_logits_for_metrics"
-            if preprocess is not None:
-                proof.examine(preprocess)
-            part = "compute_loss_func"
-            if trainer.compute_loss_func is not None:
-                proof.examine(trainer.compute_loss_func)
-        except Unproven as error:
-            name = _overridden(trainer, (part,)) or f"the {part} of your own"
-            raise Unproven(
-                f"a replay would leave out what {name} may do beside tensors: {error}; step_replay=True accepts that"
-            ) from None
-
-    return OwnCode(_KNOWLEDGE, examine, trusted=None if trainer.xla_config.step_replay != True else [])  # noqa: E712
-
-
-def _overridden(trainer: Any, names: tuple[str, ...]) -> str | None:
-    for cls in type(trainer).__mro__:
-        if cls is Trainer:
-            break
-        if not cls.__module__.startswith(_OWN_PACKAGES):
-            for name in names:
-                if name in vars(cls):
-                    return f"{cls.__name__}.{name}"
-    own = vars(trainer)
-    return next((f"the trainer's own {name}" for name in names if name in own), None)

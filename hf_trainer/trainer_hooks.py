@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
+from hf_trainer.own_code import StepCode
 from hf_trainer.step_driver import StepDriver
 from xla_adapters import XLAConfig
 from xla_adapters.backend import Backend
-from xla_adapters.replay.own_code import OwnCode
 from xla_adapters.run_stats import RunStats
 from xla_adapters.sharding import ShardingConfig
 from xla_adapters.sharding.sharder import Sharder
@@ -39,9 +39,9 @@ class TrainerHooks(_Base):
     # Evaluation works on host tensors; only its steps bring inputs to the device.
     _keep_inputs_on_host: bool = False
     _preprocess_in_step: Any = None
-    # What was found out about the user's own code in the steps of a model, and of a preprocessing.
-    _own_code: tuple[Any, OwnCode] | None = None
-    _own_evaluation: tuple[Any, Any, OwnCode] | None = None
+    # What was found out about the user's own code in the steps.
+    _own_code: StepCode | None = None
+    _own_evaluation: StepCode | None = None
     # Parameters that were DTensors when the model came.
     _placed: Sequence[str] = ()
 
@@ -55,3 +55,4 @@ class TrainerHooks(_Base):
     if TYPE_CHECKING:
 
         def _session(self) -> AbstractContextManager[None]: ...
+        def _found_by_step(self, inputs: Any) -> Any: ...

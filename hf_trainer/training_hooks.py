@@ -16,13 +16,15 @@ from transformers.training_args import OptimizerNames
 
 from hf_trainer.callbacks import FirstCallback
 from hf_trainer.framework_patches import as_if_compiling
+from hf_trainer.own_code import StepCode, overridden
 from hf_trainer.placement import own_scalars
 from hf_trainer.refusals import check_optimizer
-from hf_trainer.replay import ReplayedLoss, obstacle_around, own_code, request_of
+from hf_trainer.replay import ReplayedLoss, obstacle_around, obstacle_within, request_of
 from hf_trainer.tokens import count_input_tokens
 from hf_trainer.trainer_hooks import TrainerHooks
 from xla_adapters.batches import token_count
 from xla_adapters.errors import UnsupportedOptionError
+from xla_adapters.nested_values import replaced
 from xla_adapters.transfers import uploading
 
 
@@ -117,16 +119,18 @@ class TrainingHooks(TrainerHooks):
         replay = None
         if self._may_replay():
             # Before the step begins: a replay leaves out the base class's method.
-            inputs, num_items_in_batch = self._prepare_inputs(inputs), self._on_device(num_items_in_batch)
-            if self._own_code is None or self._own_code[0] is not self.model:
-                self._own_code = (self.model, own_code(self))
+            inputs, num_items_in_batch = self._found_by_step(inputs), self._on_device(num_items_in_batch)
             known = (
                 steps.is_first_micro_step,
                 self.current_gradient_accumulation_steps,
                 self.loss_is_scaled_for_ga,
                 id(self.optimizer),
+                # Whether gradients outlive the step.
+                self._frees_grads(),
             )
-            replay = request_of(self, model, (inputs, num_items_in_batch), self._own_code[1], known=known)
+            if self._own_code is None:
+                self._own_code = StepCode(self)
+            replay = request_of(self, model, (inputs, num_items_in_batch), self._own_code.present(), known=known)
         steps.begin_micro_step(
             inputs,
             step=self.state.global_step,
@@ -153,6 +157,8 @@ class TrainingHooks(TrainerHooks):
         if not self._steps.may_replay:
             return False
         obstacle = obstacle_around(self)
+        if obstacle is None and self.xla_config.step_replay is not True:
+            obstacle = obstacle_within(self)
         if obstacle is not None:
             self._steps.train.refuse_replay(obstacle)
         return obstacle is None
@@ -171,6 +177,13 @@ class TrainingHooks(TrainerHooks):
         if self._sharder is not None and isinstance(prepared, torch.Tensor):
             self._sharder.place_batch(prepared)
         return prepared
+
+    def _found_by_step(self, inputs: Any) -> Any:
+        """The batch on the device, before the step begins, which then prepares it."""
+        if overridden(self, ("_prepare_inputs", "_prepare_input")) is None:
+            return self._prepare_inputs(inputs)
+        # What somebody's own method does with it is part of the step, and done only there.
+        return replaced(inputs, lambda tensor: TrainingHooks._prepare_input(self, tensor))
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         self._steps.begin_optimizer(self.state.global_step)

@@ -35,8 +35,9 @@ def averaging_in_one_graph(config: XLAConfig) -> Iterator[None]:
     """Makes each update of a `torch.optim.swa_utils.AveragedModel` on the device a step, until the exit."""
     stock: Callable[[Any, Any], None] = AveragedModel.update_parameters
 
-    # It has no gradients to free, and its graph is none of the training's.
-    config = replace(config, free_grads=False, max_graphs=None)
+    # It has no gradients to free, its graph is none of the training's, and its Python runs at each update. Steps that
+    # wait to be executed together are executed when it begins.
+    config = replace(config, free_grads=False, max_graphs=None, step_replay=False, steps_per_execution=1)
 
     @functools.wraps(stock)
     def update_parameters(self: Any, model: torch.nn.Module) -> None:

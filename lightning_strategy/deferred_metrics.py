@@ -215,8 +215,13 @@ def _computed(kind: type[Metric], state: dict[str, Any]) -> Any:
 def _known_behind_steps(stock: Callable[[Any, bool], Any]) -> Callable[[Any, bool], Any]:
     @functools.wraps(stock)
     def cache(result_metric: Any, on_step: bool) -> Any:
-        if on_step and result_metric.meta.on_step and isinstance(result_metric._forward_cache, BatchValue):
-            result_metric._forward_cache = result_metric._forward_cache.value()
+        if on_step and result_metric.meta.on_step:
+            if isinstance(result_metric._forward_cache, BatchValue):
+                result_metric._forward_cache = result_metric._forward_cache.value()
+            value = result_metric._forward_cache
+            # To detach once more what has no gradient would have steps executed that wait to be executed together.
+            if isinstance(value, torch.Tensor) and not value.requires_grad:
+                return value
         return stock(result_metric, on_step)
 
     return cache

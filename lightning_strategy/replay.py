@@ -14,15 +14,14 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch.utils._pytree import tree_flatten
 from torchmetrics import Metric
 
-from lightning_strategy.own_code import own_code
+from lightning_strategy.own_code import StepCode
 from lightning_strategy.step_driver import StepDriver
 from xla_adapters import get_backend
 from xla_adapters.nested_values import as_dicts
 from xla_adapters.patching import replaced
 from xla_adapters.program import ReplayRequest
 from xla_adapters.replay.bound import Owner
-from xla_adapters.replay.facts import is_simple
-from xla_adapters.replay.own_code import OwnCode
+from xla_adapters.replay.values import is_simple
 
 _OWN_PACKAGES = ("lightning.", "lightning_strategy.")
 # Hooks of callbacks that run in the middle of a training step.
@@ -50,7 +49,7 @@ class ReplayRules:
         self._module = module
         self._waiting = waiting
         self._proves = proves
-        self._code: dict[str, OwnCode] = {}
+        self._code: dict[str, StepCode] = {}
         self._metrics = [Owner(part, sets=_SET) for part in module.modules() if isinstance(part, Metric)]
         # What metrics begin with: `forward` goes back to it for a value of the batch alone.
         self._constants = [
@@ -102,7 +101,7 @@ class ReplayRules:
         resets = connector._first_loop_iter, connector._current_fx
         bound = self._bound()
         if name not in self._code:
-            self._code[name] = own_code(self._module, name, proves=self._proves)
+            self._code[name] = StepCode(self._module, name, proves=self._proves)
         else:
             self._code[name].follow()
         key = (
@@ -123,6 +122,7 @@ class ReplayRules:
             bound=self._bound,
             watched=self._watched,
             unrelated=self._unrelated,
+            change=self._code[name].change,
         )
 
     def _unrelated(self, module: torch.nn.Module) -> Collection[str]:

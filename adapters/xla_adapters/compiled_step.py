@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,7 +15,9 @@ from xla_adapters.errors import ConfigError
 from xla_adapters.nested_values import as_dicts, replaced, tensors_in
 from xla_adapters.program import ReplayRequest, StepProgram, discarding
 from xla_adapters.replay.code_facts import CodeFacts
-from xla_adapters.replay.facts import is_simple
+from xla_adapters.replay.loop_code import own_code
+from xla_adapters.replay.own_code import OwnCode
+from xla_adapters.replay.values import is_simple
 from xla_adapters.rng import StepSeed
 from xla_adapters.transfers import uploading
 
@@ -64,6 +66,7 @@ class CompiledStep(Generic[_Result]):
         self._function = function
         self._seed = seed
         self._modules = tuple(modules)
+        self._code: OwnCode | None = None
         self._facts: CodeFacts | None = None
         self._generation = 0
         self.program = StepProgram(getattr(function, "__name__", "step"), config)
@@ -91,15 +94,13 @@ class CompiledStep(Generic[_Result]):
         args, kwargs = self._on_device((args, kwargs))
         leaves, spec = tree_flatten(as_dicts((args, kwargs)))
         program = self.program
-        # The function's own variables are facts of the trace as it leaves them.
-        change = self._facts.changed() if self._facts is not None else None
-        if change is not None:
-            self._generation += 1
-            self._facts = None
-            program.note_retrace(change)
-        obstacle = next(
+        change = self._follow(len(args), kwargs)
+        opaque = next(
             (type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor) and not is_simple(leaf)), None
         )
+        obstacle = self._code.obstacle if self._code is not None else None
+        if opaque is not None:
+            obstacle = f"an argument is a {opaque}"
         batch = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         key = tuple(
             (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
@@ -111,8 +112,9 @@ class CompiledStep(Generic[_Result]):
             replay=ReplayRequest(
                 key=(str(spec), key, self._generation),
                 batch=batch,
-                modules=self._modules,
-                obstacle=None if obstacle is None else f"an argument is a {obstacle}",
+                modules=self._modules if self._code is None else [*self._modules, *self._code.modules],
+                obstacle=obstacle,
+                change=change,
             ),
         )
         with discarding(program):
@@ -122,9 +124,25 @@ class CompiledStep(Generic[_Result]):
                 result = self._function(*args, **kwargs)
                 program.keep("result", result)
             program.close()
-        if self._facts is None:
-            self._facts = CodeFacts(functions=[self._function], deep=self.program.config.step_replay == "auto")
+        if self._facts is None and self._code is None:
+            # As the function leaves them: those that it changes itself do not count.
+            self._facts = CodeFacts(functions=[self._function], deep=False)
         return result  # type: ignore[no-any-return]
+
+    def _follow(self, positional: int, options: Iterable[str]) -> str | None:
+        """Notes what the function reads; returns what has changed of it, or None."""
+        if self._code is not None:
+            change = self._code.follow()
+        elif self._facts is not None:
+            change = self._facts.changed()
+            self._facts = None if change is not None else self._facts
+        else:
+            change = None
+            if self.program.config.step_replay == "auto":
+                self._code = own_code(self._function, positional, tuple(options))
+        if change is not None:
+            self._generation += 1
+        return change
 
     def _on_device(self, arguments: Any) -> Any:
         backend = get_backend()

@@ -129,6 +129,7 @@ class ReplayRequest:
         watched: what the step's Python must leave as it is, by name: compared before and behind the step.
         unrelated: of a module, the attributes that no graph depends on, or that are noted elsewhere.
         constants: tensors that the step may read and nobody writes.
+        change: what the step's own code reads that has changed since the pass before, if something has.
     """
 
     key: tuple[Hashable, ...] = ()
@@ -142,6 +143,7 @@ class ReplayRequest:
     watched: Callable[[], Mapping[str, object]] = dict
     unrelated: Callable[[torch.nn.Module], Collection[str]] = all_related
     constants: Sequence[torch.Tensor] = ()
+    change: str | None = None
 
 
 @dataclass
@@ -242,6 +244,8 @@ class StepProgram:
     def _may_replay(self, replay: ReplayRequest) -> bool:
         if self.config.step_replay is False or in_step():
             return False
+        if replay.change is not None:
+            self._make_replay().note(replay.change)
         if replay.obstacle is not None and self.config.step_replay == "auto":
             self.refuse_replay(replay.obstacle)
             return False
@@ -274,11 +278,6 @@ class StepProgram:
         """Has the next pass traced, and held against those that were replayed; does nothing if none were."""
         if self._replay is not None:
             self._replay.verify()
-
-    def note_retrace(self, reason: str) -> None:
-        """Notes why a pass is traced that might have been replayed."""
-        if self._replay is not None:
-            self._replay.note(reason)
 
     def keep(self, name: str, value: Any) -> None:
         """Notes what the step hands out under a name, so that replays can; does nothing in other passes."""

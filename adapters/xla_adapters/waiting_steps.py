@@ -41,6 +41,7 @@ _METADATA = {
         for name in ("shape", "dtype", "device", "ndim", "layout", "names", "is_meta", "is_sparse")
     ),
     *(_TENSOR[name].__get__ for name in ("requires_grad", "is_leaf", "grad_fn", "grad", "_grad", "_version")),
+    *(_TENSOR[name].__get__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks")),
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.ndimension,

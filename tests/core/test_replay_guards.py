@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import logging
 import random
 from array import array
@@ -104,7 +105,7 @@ def _through_a_view(twin: Twin) -> None:
         (_dropout, 3, "0.3 -> 0.6"),
         (_load_optimizer, 3, "state of AdamW was replaced"),
         (_replace_parameter, 3, "a parameter of 0 was replaced"),
-        (_swap_optimizer, 3, "the attribute 'optimizer' changed"),
+        (_swap_optimizer, 3, "self.optimizer changed"),
         (_hook, 0, "hook"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -156,10 +157,10 @@ def _an_equal_value(module: _Activation) -> None:
 @pytest.mark.parametrize(
     ("change", "again", "reason"),
     [
-        (_own_forward, 3, "2 has got an attribute 'forward'"),
-        (_builtin, 3, "sigmoid"),
-        (_in_a_list, 3, "[1, 1] -> [2, 1]"),
-        (_hidden_default, 3, "2 has got an attribute 'scale'"),
+        (_own_forward, 3, "forward changed"),
+        (_builtin, 3, "self.function changed"),
+        (_in_a_list, 3, "self.powers changed"),
+        (_hidden_default, 3, "scale changed"),
         (_an_equal_value, 5, ""),
     ],
 )
@@ -245,7 +246,7 @@ def test_random_numbers_of_the_host_are_not_replayed(draw: Callable[[int], objec
     for _ in range(6):
         step(torch.ones(3, 4))
     assert step.replays == 0
-    assert "the step draws random numbers on the host" in step.reasons
+    assert any("random" in reason or "draw(1)" in reason for reason in step.reasons), step.reasons
 
 
 @isolated
@@ -261,7 +262,7 @@ def test_a_number_that_changes_is_not_replayed() -> None:
     unit = float(model(torch.ones(3, 4).to("xla")).sum())
     assert values == pytest.approx([unit * number for number in range(3, 11)], rel=1e-5)
     assert step.replays == 0
-    assert any("changes from pass to pass" in reason for reason in step.reasons)
+    assert any("to next" in reason for reason in step.reasons), step.reasons
 
 
 @isolated
@@ -387,7 +388,7 @@ def test_replays_are_verified_by_traces() -> None:
         model.zero_grad()
         return loss.detach()
 
-    step = CompiledStep(function, config=XLAConfig(replay_verify_every=5))
+    step = CompiledStep(function, config=XLAConfig(step_replay=True, replay_verify_every=5))
     for _ in range(2 + 5 + 1 + 5):
         step(torch.ones(2, 4))
     assert step.replays == 10
@@ -441,9 +442,9 @@ def _forward_of_class(module: _Scaled) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_global, "the global '_scale' changed"),
-        (_method_of_class, "_Scaled.factor was replaced"),
-        (_forward_of_class, "_Scaled.forward was replaced"),
+        (_global, "_scale changed"),
+        (_method_of_class, "self.factor changed"),
+        (_forward_of_class, "forward changed"),
     ],
 )
 @isolated
@@ -477,7 +478,10 @@ class _Loop:
 
 @isolated
 def test_a_method_that_was_typed_in() -> None:
-    typed = compile("def factor(self):\n    return given", "<ipython-input-7-3f2a>", "exec")
+    text, name = "def factor(self):\n    return given\n", "<ipython-input-7-3f2a>"
+    # As IPython does.
+    linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+    typed = compile(text, name, "exec")
     names: dict[str, Any] = {"given": 1.0}
     exec(typed, names)
     _Loop.factor = names["factor"]  # type: ignore[method-assign]
@@ -487,7 +491,7 @@ def test_a_method_that_was_typed_in() -> None:
     assert step.replays == 3
     names["given"] = 2.0
     assert [step(torch.ones(2, 4)).item() for _ in range(5)] == [2 * loss for loss in first]
-    assert list(step.reasons) == ["the global 'given' changed"]
+    assert list(step.reasons) == ["given changed"]
 
 
 @pytest.mark.parametrize(("replay", "replays"), [("auto", 0), (True, 6)])

@@ -19,6 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingA
 
 import hf_trainer
 import xla_adapters
+from tests.core.support import differences
 from xla_adapters import StepCounters, get_backend
 
 VOCABULARY = 64
@@ -254,6 +255,51 @@ def assert_parity(
     actual = ours(make_model(), data, args=arguments(**(args or {})), **{**options, **(xla or {})})
     assert_close(actual.losses, expected.losses, tolerance)
     return actual
+
+
+def traced_and_replayed(
+    replays: int,
+    *,
+    make: Any = gpt2,
+    data: Any = None,
+    args: dict[str, Any],
+    replay: bool | str = "auto",
+    **options: Any,
+) -> Run:
+    """The same training traced and replayed, which must agree in all.
+
+    Args:
+        replays: how many steps must be replayed.
+        make: makes the model, the same at each call.
+        data: the training data.
+        args: options of `TrainingArguments`.
+        replay: the `step_replay` of the second training.
+        **options: options of the trainer.
+
+    Returns:
+        The second training.
+    """
+    data = data if data is not None else token_samples(32)
+    traced = ours(make(), data, args=arguments(**args), step_replay=False, **options)
+    replayed = ours(make(), data, args=arguments(**args), **{"step_replay": replay, **options})
+    program = replayed.trainer._steps.train
+    assert traced.trainer._steps.train.replays == 0
+    assert program.replays == replays, program.replay_reasons
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert traced.logged(name) == replayed.logged(name)
+    before, after = traced.parameters(), replayed.parameters()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert differences(_optimizer_state(traced), _optimizer_state(replayed)) == []
+    return replayed
+
+
+def _optimizer_state(run: Run) -> dict[str, Any]:
+    groups = run.trainer.optimizer.state_dict()["state"]
+    return {
+        f"{index} {name}": torch.as_tensor(value).cpu()
+        for index, state in groups.items()
+        for name, value in state.items()
+    }
 
 
 class Scores(hf_trainer.Trainer):

@@ -10,47 +10,21 @@ from transformers import BatchEncoding, DynamicCache, TrainerCallback
 
 import hf_trainer
 import xla_adapters
-from tests.core.support import differences
-from tests.hf_trainer.scenarios import Classifier, Run, arguments, gpt2, ours, token_samples, vector_samples
+from tests.hf_trainer.scenarios import (
+    Classifier,
+    arguments,
+    gpt2,
+    ours,
+    token_samples,
+    traced_and_replayed,
+    vector_samples,
+)
 from tests.isolation import isolated
-
-
-def _pair(
-    replays: int,
-    *,
-    make: Any = gpt2,
-    data: Any = None,
-    args: dict[str, Any],
-    replay: bool | str = "auto",
-    **options: Any,
-) -> Run:
-    """The same training traced and replayed; the latter is returned."""
-    data = data if data is not None else token_samples(32)
-    traced = ours(make(), data, args=arguments(**args), step_replay=False, **options)
-    replayed = ours(make(), data, args=arguments(**args), **{"step_replay": replay, **options})
-    program = replayed.trainer._steps.train
-    assert traced.trainer._steps.train.replays == 0
-    assert program.replays == replays, program.replay_reasons
-    for name in ("loss", "grad_norm", "learning_rate"):
-        assert traced.logged(name) == replayed.logged(name)
-    before, after = traced.parameters(), replayed.parameters()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert differences(_optimizer_state(traced), _optimizer_state(replayed)) == []
-    return replayed
-
-
-def _optimizer_state(run: Run) -> dict[str, Any]:
-    groups = run.trainer.optimizer.state_dict()["state"]
-    return {
-        f"{index} {name}": torch.as_tensor(value).cpu()
-        for index, state in groups.items()
-        for name, value in state.items()
-    }
 
 
 @isolated
 def test_one_graph_and_the_same_numbers() -> None:
-    run = _pair(8, make=lambda: gpt2(dropout=0.2), args={"max_steps": 10, "warmup_steps": 3})
+    run = traced_and_replayed(8, make=lambda: gpt2(dropout=0.2), args={"max_steps": 10, "warmup_steps": 3})
     run.assert_one_graph(10)
 
 
@@ -71,7 +45,7 @@ def test_what_a_replay_takes_outlives_the_execution(accumulated: int) -> None:
 )
 @isolated
 def test_options(options: dict[str, Any]) -> None:
-    _pair(6, args={"max_steps": 8, **options})
+    traced_and_replayed(6, args={"max_steps": 8, **options})
 
 
 @pytest.mark.slow
@@ -86,7 +60,7 @@ def test_options(options: dict[str, Any]) -> None:
 @isolated(timeout=400)
 def test_two_hundred_steps(options: dict[str, Any], replays: int) -> None:
     args = {"max_steps": 200, "max_grad_norm": 0.5, **options}
-    _pair(replays, make=lambda: gpt2(dropout=0.2), args=args)
+    traced_and_replayed(replays, make=lambda: gpt2(dropout=0.2), args=args)
 
 
 @isolated
@@ -124,7 +98,7 @@ def test_gradients_that_appear_behind_a_replayed_step_are_dropped() -> None:
 
 @isolated
 def test_accumulation() -> None:
-    run = _pair(12, data=token_samples(36), args={"max_steps": 6, "gradient_accumulation_steps": 3})
+    run = traced_and_replayed(12, data=token_samples(36), args={"max_steps": 6, "gradient_accumulation_steps": 3})
     run.assert_one_graph(6, graphs=3, executions_per_step=3)
 
 
@@ -135,7 +109,7 @@ def _encoded(samples: list[dict[str, Any]]) -> BatchEncoding:
 
 @isolated
 def test_a_batch_that_is_no_dict_is_replayed() -> None:
-    _pair(6, args={"max_steps": 8}, data_collator=_encoded)
+    traced_and_replayed(6, args={"max_steps": 8}, data_collator=_encoded)
 
 
 def _with_a_stranger(samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -144,14 +118,14 @@ def _with_a_stranger(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 @isolated
 def test_a_batch_with_a_value_nobody_can_compare_is_traced() -> None:
-    run = _pair(0, args={"max_steps": 4}, data_collator=_with_a_stranger)
+    run = traced_and_replayed(0, args={"max_steps": 4}, data_collator=_with_a_stranger)
     assert any("DynamicCache" in reason for reason in run.trainer._steps.train.replay_reasons)
 
 
 @isolated
 def test_evaluation_in_between_does_not_end_it() -> None:
     data = vector_samples(16)
-    run = _pair(
+    run = traced_and_replayed(
         10,
         make=lambda: Classifier(dropout=0.5),
         data=data,
@@ -171,7 +145,7 @@ def test_a_callback_that_changes_the_rate_takes_effect_at_once() -> None:
                     group["weight_decay"] *= 3
                     group["betas"] = (0.7, 0.9)
 
-    _pair(8, args={"max_steps": 10, "weight_decay": 0.2}, callbacks=[Halving()])
+    traced_and_replayed(8, args={"max_steps": 10, "weight_decay": 0.2}, callbacks=[Halving()])
 
 
 @isolated
@@ -182,7 +156,9 @@ def test_freezing_a_layer_is_traced_again() -> None:
                 for parameter in kwargs["model"].layers[0].parameters():
                     parameter.requires_grad_(False)
 
-    run = _pair(8, make=Classifier, data=vector_samples(32), args={"max_steps": 12}, callbacks=[Freezing()])
+    run = traced_and_replayed(
+        8, make=Classifier, data=vector_samples(32), args={"max_steps": 12}, callbacks=[Freezing()]
+    )
     assert any("requires_grad" in reason for reason in run.trainer._steps.train.replay_reasons)
 
 
@@ -243,7 +219,7 @@ def test_a_callback_in_the_middle_of_the_step_is_not_left_out() -> None:
 @isolated(env={"CPU_NUM_DEVICES": "8"}, timeout=400)
 def test_under_spmd(sharding: str, steps: int) -> None:
     xla_adapters.initialize(spmd=True)
-    run = _pair(
+    run = traced_and_replayed(
         steps - 2,
         make=lambda: gpt2(dropout=0.1),
         data=token_samples(64),
@@ -273,7 +249,7 @@ def test_a_loss_of_ones_own_that_does_nothing_else_is_replayed() -> None:
             if state.global_step == 6:
                 _Weighted.weight = 0.25
 
-    run = _pair(
+    run = traced_and_replayed(
         8,
         make=Classifier,
         data=vector_samples(32),

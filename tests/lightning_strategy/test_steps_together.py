@@ -8,6 +8,8 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
+from lightning.pytorch.loggers import CSVLogger
 
 import xla_adapters
 from lightning_strategy import XLAEagerStrategy
@@ -99,6 +101,34 @@ class _Resets(_Silent):
 def test_a_metric_that_is_reset_between_steps() -> None:
     one, together = _pair(3, make=_Resets)
     assert one.module.sums == together.module.sums
+
+
+class _LogsSteps(_Silent):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        self.log("both", loss * 2, on_step=True, on_epoch=True)
+        return loss
+
+
+@isolated
+def test_what_is_logged_and_not_wanted_yet_lets_steps_wait(tmp_path: Any) -> None:
+    one, together = _pair(3, make=_LogsSteps, logger=CSVLogger(tmp_path), log_every_n_steps=50)
+    # Each epoch: those that are traced, a group of 3, and one by one what is left when the means are wanted.
+    assert (one.counters.executions, together.counters.executions) == (18, 4 + 4 + 4)
+
+
+@isolated
+def test_averages_of_weights_see_each_step() -> None:
+    every: list[list[L.Callback]] = [[EMAWeightAveraging(decay=0.5)] for _ in range(2)]
+    rarely: list[list[L.Callback]] = [
+        [EMAWeightAveraging(decay=0.5, update_every_n_steps=3, update_starting_at_step=8)] for _ in range(2)
+    ]
+    means: list[list[L.Callback]] = [[WeightAveraging()] for _ in range(2)]
+    for callbacks in (every, rarely, means):
+        _pair(3, *callbacks)
+    strategy = XLAEagerStrategy(step_replay=True)
+    assert fit(_Silent, strategy, callbacks=lambda: [WeightAveraging()]).trainer.global_step == 12
 
 
 @isolated

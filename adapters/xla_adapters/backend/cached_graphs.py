@@ -256,6 +256,11 @@ class CachedGraphs(_Rest):
             if inputs[handle] != self.tensor_number(tensors[position])
         ]
 
+    def aliases(self, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[int]:
+        """Which of these tensors (their positions) are the device tensor of another one (by `detach()`, say)."""
+        names = set(map(_C._unique_id_for_ir_and_data, others)) if tensors else set()
+        return [position for position, tensor in enumerate(tensors) if _C._unique_id_for_ir_and_data(tensor) in names]
+
     def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The same values in buffers of their own. Executes what is pending."""
         eager = self.eager()

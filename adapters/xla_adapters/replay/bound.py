@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from xla_adapters.replay.errors import CannotReplay
-from xla_adapters.replay.facts import is_simple
+from xla_adapters.replay.values import is_simple
 
 _ABSENT = object()
 

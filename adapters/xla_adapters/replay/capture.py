@@ -17,13 +17,16 @@ from xla_adapters.replay.bound import BoundState, HostChange
 from xla_adapters.replay.cached import CachedScope
 from xla_adapters.replay.code_facts import CodeFacts
 from xla_adapters.replay.errors import CannotReplay
-from xla_adapters.replay.facts import facts_of, is_simple
+from xla_adapters.replay.facts import ModuleFacts, facts_of
 from xla_adapters.replay.pending import PendingGraph, written_places
 from xla_adapters.replay.places import Place
 from xla_adapters.replay.recording import Kept, Number, Recording
 from xla_adapters.replay.request import Request
+from xla_adapters.replay.tensor_facts import TensorFacts, hooks_of
 from xla_adapters.replay.update import Update, UpdateRecipe
+from xla_adapters.replay.values import is_simple
 from xla_adapters.rollback import StepJournal
+from xla_adapters.waiting_steps import storage_of
 
 # Inputs that are Python numbers: no user's tensors, if they share a buffer with one.
 _numbers = WeakTensorKeyDictionary()
@@ -82,15 +85,20 @@ class RecordingScope(CachedScope):
     def update_begins(self, optimizer: Optimizer) -> None:
         """Computes what the optimizer will do on the host."""
         self.pause_watch()
+        random = HostRandom.now()
         try:
             if any(recipe.optimizer is optimizer for recipe in self._recipes):
                 raise CannotReplay(f"{type(optimizer).__name__} steps twice in one step")
             recipe = UpdateRecipe(optimizer)
             self._updates.append(recipe.play())
             recipe.find_idle_groups()
+            if not random.equals(HostRandom.now()):
+                raise CannotReplay(f"{type(optimizer).__name__} draws random numbers on the host")
             self._recipes.append(recipe)
         except CannotReplay as error:
             self._obstacle = error
+            # The step itself draws what was drawn for its numbers alone.
+            random.restore()
         finally:
             with torch._C.DisableTorchFunction():
                 self._before_update = self._buffers_read()
@@ -173,6 +181,9 @@ class RecordingScope(CachedScope):
         capture.note(Place("tensor", owner=tensor) for tensor in self._request.constants)
         for fact in facts:
             capture.note(Place("tensor", owner=item) for item in fact.tensors_held())
+        loose = [TensorFacts.of(tensor) for tensor in self._loose(facts)]
+        if self._request.strict and any(hooks_of(traits.tensor) for traits in loose):
+            raise CannotReplay("a parameter that is in no module has a hook, whose Python a replay would leave out")
         kept = {name: capture.kept(value) for name, value in self._kept.items()}
         (seed,) = self._backend.handles([self._seed_input])
         return Recording(
@@ -186,11 +197,23 @@ class RecordingScope(CachedScope):
             recipes=self._recipes,
             updates=self._updates,
             facts=facts,
+            loose=loose,
             code=CodeFacts(modules=[fact.module for fact in facts], deep=self._request.strict),
             host_changes=capture.host_changes,
             rebound=capture.rebound,
             unrepeatable=capture.unrepeatable,
         )
+
+    def _loose(self, facts: list[ModuleFacts]) -> list[torch.Tensor]:
+        """Parameters that are in no module."""
+        seen = {id(parameter) for fact in facts for parameter in fact.parameters()}
+        seen |= set(map(id, self._request.tensors.batch))
+        groups = [group["params"] for recipe in self._recipes for group in recipe.optimizer.param_groups]
+        loose: dict[int, torch.Tensor] = {}
+        for tensor in (*(leaf for leaf, _ in self._journal.leaves()), *(item for group in groups for item in group)):
+            if id(tensor) not in seen:
+                loose[id(tensor)] = tensor
+        return list(loose.values())
 
 
 class _Capture:
@@ -265,9 +288,16 @@ class _Capture:
 
     def _written(self, journal: StepJournal, bound: BoundState) -> None:
         self._ours = {id(value) for entry in journal.entries() for value in (entry.value, entry.twin)}
+        batch = {storage_of(tensor) for tensor in self._request.tensors.batch}
+        batch -= {storage_of(tensor) for tensor in self._request.tensors.extras}
         for place, entry in written_places(journal, self._request.tensors, bound):
+            if self._backend.is_pending(entry.former):
+                raise CannotReplay("a tensor was written through an alias (data or detach()), and its value is lost")
             self._source(place, entry.former)
             if self._backend.is_pending(entry.tensor):
+                if storage_of(entry.tensor) in batch:
+                    # The next pass has another batch, or none on the device that anybody sees.
+                    raise CannotReplay("the step writes into a tensor of its batch")
                 if place.holds(entry.tensor):
                     self._result(place, entry.tensor)
             elif not self._backend.holds(entry.tensor, entry.value):

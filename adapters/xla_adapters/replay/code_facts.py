@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from xla_adapters.location import is_of_user
-from xla_adapters.replay.facts import FunctionFacts, content_of, differs, is_of_library, names_in
+from xla_adapters.replay.read_facts import FunctionFacts, content_of, is_of_library, names_in
+from xla_adapters.replay.values import differs
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,37 +12,33 @@ import ast
 import dataclasses
 import functools
 import inspect
-import textwrap
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from xla_adapters.replay.lookups import PLAIN, Frame, Lookups, is_constant
+from xla_adapters.replay.calls import Calls, constant_of
+from xla_adapters.replay.lookups import PLAIN, SPECIAL, Frame, is_constant
 from xla_adapters.replay.outside import (
-    CHANGING_METHODS,
     FRESH,
-    Batch,
-    ContainerMethod,
     Held,
     Knowledge,
     Local,
-    Method,
-    Super,
     Unproven,
     Value,
-    is_plain_record,
     name_of,
 )
-from xla_adapters.replay.pure_calls import READING_METHODS, is_pure
+from xla_adapters.replay.pure_calls import CONTEXTS
+from xla_adapters.replay.read_facts import ReadFact, inside
+from xla_adapters.replay.sources import source_of
 
 _DEPTH = 24
 # Their decorators do nothing beside tensors (`torch.no_grad`).
 _DECORATORS = ("torch.",)
 
 
-class Proof(Lookups):
+class Proof(Calls):
     """Examines functions; what they read is in `facts` then.
 
     Args:
@@ -59,35 +55,39 @@ class Proof(Lookups):
 
     # ---- functions ---------------------------------------------------------------------------------
 
-    def examine(self, function: Callable[..., Any], arguments: Sequence[Value] = ()) -> Value:
+    def examine(
+        self, function: Callable[..., Any], arguments: Sequence[Value] = (), options: dict[str, Value] | None = None
+    ) -> Value:
         """Follows a function or bound method.
 
         Args:
             function: written in Python.
             arguments: given by position, without `self`; the others are the step's own.
+            options: given by name.
 
         Raises:
             Unproven: it cannot be shown to be without effects.
         """
-        owner = getattr(function, "__self__", None)
-        function = getattr(function, "__func__", function)
+        if isinstance(function, torch.nn.Module):
+            return self.examine_module(function, arguments, options)
+        given, named = list(arguments), dict(options or {})
+        called: Any = function
+        while isinstance(called, functools.partial):
+            given = [*map(_given, called.args), *given]
+            named = {**{name: _given(item) for name, item in called.keywords.items()}, **named}
+            self.facts.append(ReadFact.of_contents(called.keywords, inside(called.keywords), "the arguments"))
+            called = called.func
+        if not isinstance(called, (types.FunctionType, types.MethodType)):
+            if not isinstance(called.__call__, types.MethodType):
+                raise Unproven(f"{name_of(called)} is no plain function")
+            return self._function(called.__call__.__func__, called, [Value((called,)), *given], named)
+        owner = getattr(called, "__self__", None)
         own = () if owner is None else (Value((owner,)),)
-        return self._function(function, owner, [*own, *arguments], {})
-
-    def examine_module(self, module: torch.nn.Module, arguments: Sequence[Value] = (), options: Any = None) -> Value:
-        """Follows the forward passes of a module and of those below it that are not known."""
-        result = FRESH
-        if not type(module).__module__.startswith(self._knowledge.packages):
-            forward = vars(module).get("forward", type(module).forward)
-            bound = isinstance(forward, types.MethodType)
-            function = forward.__func__ if bound else forward
-            return self._function(function, module, [Value((module,)), *arguments], options or {})
-        for part in module.modules():
-            if part is not module and not type(part).__module__.startswith(self._knowledge.packages):
-                self.examine_module(part)
-        return result
+        return self._function(getattr(called, "__func__", called), owner, [*own, *given], named)
 
     def _function(self, function: Any, owner: Any, arguments: Sequence[Value], options: dict[str, Value]) -> Value:
+        if not isinstance(function, types.FunctionType):
+            raise Unproven(f"{name_of(function)} is no plain function")
         while hasattr(function, "__wrapped__") and function.__globals__["__name__"].startswith(_DECORATORS):
             function = function.__wrapped__
         key = (function, id(owner), *arguments, *options.items())
@@ -98,15 +98,9 @@ class Proof(Lookups):
             return functools.reduce(Value.join, [*arguments, *options.values()], FRESH)
         if len(self._stack) > _DEPTH:
             raise Unproven(f"{function.__qualname__} calls too deeply to be examined")
-        try:
-            lines, first = inspect.getsourcelines(function.__code__)
-            tree = ast.parse(textwrap.dedent("".join(lines)))
-        except (OSError, TypeError, SyntaxError):
-            raise Unproven(f"the source of {getattr(function, '__qualname__', function)} cannot be read") from None
-        node = tree.body[0]
-        if not isinstance(node, ast.FunctionDef):
-            raise Unproven(f"{function.__qualname__} is no plain function")
-        frame = Frame(function, owner, inspect.getsourcefile(function) or "?", first, {})
+        node, file, first = source_of(function)
+        self._note_defaults(function)
+        frame = Frame(function, owner, file, first, {})
         defaults = {
             name: Value((parameter.default,))
             for name, parameter in inspect.signature(function).parameters.items()
@@ -115,7 +109,10 @@ class Proof(Lookups):
         self._bind_arguments(node.args, frame, arguments, options, defaults)
         self._stack.append(key)
         try:
-            self._block(node.body, frame)
+            if isinstance(node, ast.Lambda):
+                frame.result = self._value(node.body, frame)
+            else:
+                self._block(node.body, frame)
         finally:
             self._stack.pop()
         self._done[key] = frame.result
@@ -181,7 +178,7 @@ class Proof(Lookups):
             self._branches(frame, node.body, node.body, node.orelse)
         elif isinstance(node, ast.With):
             for item in node.items:
-                entered = self._value(item.context_expr, frame)
+                entered = self._entered(self._value(item.context_expr, frame), item, frame)
                 if item.optional_vars is not None:
                     self._assign(item.optional_vars, entered, frame)
             self._block(node.body, frame)
@@ -201,6 +198,23 @@ class Proof(Lookups):
             pass
         elif not isinstance(node, (ast.Pass, ast.Break, ast.Continue)):
             raise self._fail(node, frame, f"a statement that is not followed: {type(node).__name__.lower()}")
+
+    def _entered(self, value: Value, node: ast.withitem, frame: Frame) -> Value:
+        """What `with` binds; an object's own code around the block is followed."""
+        found = Value((), value.varying)
+        for item in value.outside:
+            if isinstance(item, CONTEXTS):
+                # Switched on or off by their attributes.
+                for name, held in vars(item).items():
+                    self._read(item, name, held, name, node.context_expr, frame)
+                continue
+            for name in ("__enter__", "__exit__"):
+                method = getattr(type(item), name, None)
+                if not isinstance(method, types.FunctionType) or self._knowledge.covers(method):
+                    raise self._fail(node.context_expr, frame, f"it enters {name_of(item)}")
+                entered = self._function(method, item, [Value((item,))], {})
+                found = found.join(entered) if name == "__enter__" else found
+        return found
 
     def _assign(self, target: ast.expr, value: Value, frame: Frame) -> None:
         if isinstance(target, ast.Name):
@@ -228,16 +242,11 @@ class Proof(Lookups):
         if value.outside:
             raise self._fail(node, frame, f"it changes {name_of(value.outside[0])}")
 
-    def _refuse_keeping(self, value: Value, node: ast.AST, frame: Frame) -> None:
-        """What is put into something that the step made could be changed through it."""
-        for item in value.outside:
-            if not isinstance(item, (torch.nn.Module, type)):
-                raise self._fail(node, frame, f"it puts {name_of(item)} into a container")
-
     def _test(self, node: ast.expr, frame: Frame) -> None:
         value = self._value(node, frame)
         if value.varying:
             raise self._fail(node, frame, f"it looks at {value.varying}")
+        self._truth(value, node, frame)
 
     # ---- expressions ---------------------------------------------------------------------------------
 
@@ -263,9 +272,12 @@ class Proof(Lookups):
             index = self._value(node.slice, frame)
             if index.varying:
                 raise self._fail(node, frame, f"it looks at {index.varying}")
-            return self._element(self._value(node.value, frame), node, frame)
+            return self._element(self._value(node.value, frame), node, frame, constant_of(node.slice))
         if isinstance(node, ast.BoolOp):
-            return functools.reduce(Value.join, [self._value(item, frame) for item in node.values], FRESH)
+            values = [self._value(item, frame) for item in node.values]
+            for value in values:
+                self._truth(value, node, frame)
+            return functools.reduce(Value.join, values, FRESH)
         if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
             return _held([self._value(item, frame) for item in node.elts])
         if isinstance(node, ast.Dict):
@@ -284,92 +296,40 @@ class Proof(Lookups):
         raise self._fail(node, frame, f"an expression that is not followed: {ast.unparse(node)}")
 
     def _computed(self, parts: Sequence[Value], node: ast.AST, frame: Frame) -> Value:
+        only_identity = isinstance(node, ast.Compare) and all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops)
         for part in parts:
             if part.varying:
                 raise self._fail(node, frame, f"it looks at {part.varying}")
-            for item in part.outside:
+            for item in () if only_identity else part.outside:
+                self._special(item, SPECIAL)
                 if not isinstance(item, PLAIN):
                     raise self._fail(node, frame, f"it computes with {name_of(item)}")
         return FRESH
 
     def _comprehension(self, node: Any, frame: Frame) -> Value:
+        before = dict(frame.names)
+        targets = {
+            part.id
+            for generator in node.generators
+            for part in ast.walk(generator.target)
+            if isinstance(part, ast.Name)
+        }
+        try:
+            return self._inside_comprehension(node, frame)
+        finally:
+            # Its variables are its own.
+            for name in targets:
+                frame.names.pop(name, None)
+                if name in before:
+                    frame.names[name] = before[name]
+
+    def _inside_comprehension(self, node: Any, frame: Frame) -> Value:
         for generator in node.generators:
             self._assign(generator.target, self._element(self._value(generator.iter, frame), node, frame), frame)
             for test in generator.ifs:
                 self._test(test, frame)
         parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
         return _held([self._value(part, frame) for part in parts])
-
-    # ---- calls ---------------------------------------------------------------------------------------
-
-    def _call(self, node: ast.Call, frame: Frame) -> Value:
-        if isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args and "super" not in frame.names:
-            return Value((Super(frame.owner, self._defining(node, frame)),))
-        called = self._value(node.func, frame)
-        arguments = [self._value(argument, frame) for argument in node.args]
-        options = {item.arg or f"**{index}": self._value(item.value, frame) for index, item in enumerate(node.keywords)}
-        given = functools.reduce(Value.join, [*arguments, *options.values()], FRESH)
-        if any(isinstance(argument, ast.Starred) for argument in node.args) or any(
-            not item.arg for item in node.keywords
-        ):
-            options["*"] = given
-        if not called.outside:
-            self._hand_over(given, called.varying, node, frame)
-            # A method of something that the step made: only those of containers hand out what they are given.
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-            if name in CHANGING_METHODS:
-                self._refuse_keeping(given, node, frame)
-            return given if name in CHANGING_METHODS | READING_METHODS else FRESH
-        return functools.reduce(
-            Value.join, [self._call_of(item, arguments, options, given, node, frame) for item in called.outside]
-        )
-
-    def _call_of(
-        self, item: Any, arguments: list[Value], options: dict[str, Value], given: Value, node: ast.Call, frame: Frame
-    ) -> Value:
-        if isinstance(item, Local):
-            return self._local(item, arguments, options)
-        if isinstance(item, Batch):
-            self._hand_over(given, "", node, frame)
-            return given
-        function = item.function if isinstance(item, Method) else item
-        owner = item.owner if isinstance(item, Method) else getattr(item, "__self__", None)
-        function = getattr(function, "__func__", function)
-        known = self._knowledge.calls.get(function) if _hashable(function) else None
-        if isinstance(item, torch.nn.Module):
-            return self.examine_module(item, arguments, options)
-        own_code = isinstance(function, types.FunctionType) and not is_pure(function)
-        if known is None and own_code and not function.__module__.startswith(self._knowledge.packages):
-            own = [Value((owner,))] if owner is not None else []
-            return self._function(function, owner, [*own, *arguments], options)
-        self._hand_over(given, "", node, frame, known=known is not None)
-        if known is not None:
-            return Value(tuple(known(owner)))
-        if isinstance(item, ContainerMethod):
-            if isinstance(item.container, Held) and item.name in CHANGING_METHODS:
-                self._refuse_keeping(given, node, frame)
-                return item.container.value
-            if item.name in READING_METHODS:
-                return self._element(Value((item.container,)), node, frame)
-            raise self._fail(node, frame, f"it changes {name_of(item.container)} by {item.name}")
-        if is_pure(function):
-            # A sorted list of modules is one of modules.
-            return given if isinstance(function, type) or getattr(function, "__module__", "") == "builtins" else FRESH
-        if isinstance(item, type) and (is_plain_record(item) or self._is_known_module(item)):
-            return given
-        raise self._fail(node, frame, f"it calls {ast.unparse(node.func)}")
-
-    def _hand_over(self, given: Value, varying: str, node: ast.Call, frame: Frame, *, known: bool = False) -> None:
-        """Something that is not followed gets these values; what can be called may be called."""
-        if given.varying or varying:
-            raise self._fail(node, frame, f"it looks at {given.varying or varying}")
-        for part in given.outside:
-            if isinstance(part, (Local, Method, types.FunctionType)):
-                self._call_of(part, [], {}, FRESH, node, frame)
-            elif isinstance(part, Held):
-                self._hand_over(part.value, "", node, frame, known=known)
-            elif not known and not isinstance(part, PLAIN):
-                raise self._fail(node, frame, f"it hands {name_of(part)} to {ast.unparse(node.func)}")
 
     def _local(self, local: Local, arguments: Sequence[Value], options: dict[str, Value]) -> Value:
         if local in self._stack:
@@ -390,12 +350,9 @@ class Proof(Lookups):
             self._stack.pop()
         return inner.result
 
-    def _defining(self, node: ast.AST, frame: Frame) -> type:
-        for cls in type(frame.owner).__mro__:
-            member = vars(cls).get(frame.function.__name__)
-            if getattr(member, "__func__", member) is frame.function:
-                return cls
-        raise self._fail(node, frame, "super() of a function that is no method")
+
+def _given(value: Any) -> Value:
+    return FRESH if is_constant(value) or isinstance(value, torch.Tensor) else Value((value,))
 
 
 def _held(parts: Sequence[Value]) -> Value:
@@ -405,7 +362,3 @@ def _held(parts: Sequence[Value]) -> Value:
 
 def _unpacked(node: ast.Dict) -> list[ast.expr]:
     return [item for key, item in zip(node.keys, node.values, strict=True) if key is None]
-
-
-def _hashable(value: Any) -> bool:
-    return type(value).__hash__ is not None

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from xla_adapters.replay.facts import ReadFact, is_simple
+from xla_adapters.location import is_of_user
 from xla_adapters.replay.outside import (
     CHANGING_METHODS,
     FRESH,
@@ -19,6 +20,7 @@ from xla_adapters.replay.outside import (
     ContainerMethod,
     Held,
     Knowledge,
+    KnownMethod,
     Local,
     Method,
     Super,
@@ -27,12 +29,20 @@ from xla_adapters.replay.outside import (
     name_of,
 )
 from xla_adapters.replay.pure_calls import READING_METHODS
+from xla_adapters.replay.read_facts import DefaultsFact, Fact, PresenceFact, ReadFact, has_attribute, inside
+from xla_adapters.replay.values import is_simple
 
 # What functions may be given that do not change it.
 PLAIN = (Batch, Held, list, dict, set, tuple, type, torch.nn.Module)
 
 
-_CONTAINERS = (list, tuple, set, dict, torch.nn.ModuleList, torch.nn.Sequential)
+_BUILT_IN = (list, tuple, set, frozenset, dict)
+_OF_MODULES = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+# Held against their present contents before each replay.
+_MOST_CONTENTS = 4096
+# What code does with an object without calling a method by its name.
+SPECIAL = ("__bool__", "__len__", "__iter__", "__getitem__", "__contains__", "__eq__", "__hash__", "__missing__")
+_TESTED = ("__bool__", "__len__")
 
 
 @dataclass
@@ -56,10 +66,12 @@ class Lookups:
 
     Attributes:
         facts: what was read from outside, as it is now.
+        modules: that were read there.
     """
 
     def __init__(self, knowledge: Knowledge) -> None:
-        self.facts: list[ReadFact] = []
+        self.facts: list[Fact] = []
+        self.modules: list[torch.nn.Module] = []
         self._knowledge = knowledge
         self._noted: set[tuple[int, str]] = set()
 
@@ -91,42 +103,87 @@ class Lookups:
             if value.device.type != "xla":
                 raise self._fail(node, frame, f"it reads {said}, a tensor that is not on the device")
             return FRESH
+        if isinstance(value, torch.nn.Module):
+            self.modules.append(value)
         if (id(owner), name) not in self._noted:
             self._noted.add((id(owner), name))
             self.facts.append(ReadFact.of(owner, name, value, said))
             self._note_contents(value)
         return FRESH if is_constant(value) else Value((value,))
 
+    def _note_absence(self, owner: Any, name: str) -> None:
+        if hasattr(owner, "__dict__") and (id(owner), name) not in self._noted:
+            self._noted.add((id(owner), name))
+            self.facts.append(ReadFact.of_absence(owner, name))
+
+    def _note_presence(self, value: Value, name: str) -> bool:
+        """Notes which objects have an attribute; returns whether any has."""
+        owners = [item for item in value.outside if not isinstance(item, (Batch, Held))]
+        self.facts.extend(PresenceFact.of(owner, name) for owner in owners)
+        return any(has_attribute(owner, name) for owner in owners)
+
+    def _note_defaults(self, function: types.FunctionType) -> None:
+        if (function.__defaults__ or function.__kwdefaults__) and (id(function), "") not in self._noted:
+            self._noted.add((id(function), ""))
+            self.facts.append(DefaultsFact.of(function))
+
     def _note_contents(self, value: Any) -> None:
         """Notes what a container holds: code may count it, compare it, or ask whether it is empty."""
-        if type(value) not in (list, tuple, set, dict) or is_simple(value) or (id(value), "") in self._noted:
+        if not isinstance(value, _BUILT_IN) or is_simple(value) or (id(value), "") in self._noted:
             return
+        if len(value) > _MOST_CONTENTS:
+            raise Unproven(f"it reads {name_of(value)}, which holds too much to be compared before each step")
         self._noted.add((id(value), ""))
-        inside = list(value.values() if type(value) is dict else value)
-        self.facts.append(ReadFact.of_contents(value, inside, name_of(value)))
-        for part in inside:
+        held = inside(value)
+        self.facts.append(ReadFact.of_contents(value, held, name_of(value)))
+        for part in held:
             self._note_contents(part)
 
-    def _element(self, value: Value, node: ast.AST, frame: Frame) -> Value:
+    def _element(self, value: Value, node: ast.AST, frame: Frame, key: Any = None) -> Value:
+        """What a container holds.
+
+        Args:
+            value: the container.
+            node, frame: where.
+            key: of what is asked for, if it is known.
+        """
         found = Value((), value.varying)
         for item in value.outside:
             if isinstance(item, Held):
                 found = found.join(item.value)
-            elif isinstance(
-                item, (list, tuple, set, dict, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
-            ):
-                # Strings, the keys of dictionaries, need not be noted.
-                inside = item.values() if isinstance(item, (dict, torch.nn.ModuleDict)) else item
-                held = tuple(part for part in inside if not is_constant(part))
-                self.facts.append(ReadFact.of_contents(item, list(inside), name_of(item)))
+            elif isinstance(item, (*_BUILT_IN, *_OF_MODULES)):
+                found = found.join(self._special(item, SPECIAL))
+                if (id(item), "[]") not in self._noted:
+                    self._noted.add((id(item), "[]"))
+                    self.facts.append(ReadFact.of_contents(item, inside(item), name_of(item)))
+                held = tuple(part for part in _chosen(item, key) if not is_constant(part))
                 if any(isinstance(part, torch.Tensor) and part.device.type != "xla" for part in held):
                     raise self._fail(node, frame, f"it reads tensors of {name_of(item)} that are not on the device")
                 found = found.join(Value(tuple(part for part in held if not isinstance(part, torch.Tensor))))
             elif isinstance(item, (Batch, torch.nn.Module, Local)) or callable(item):
-                found = found.join(Value((item,)))
+                found = found.join(self._special(item, SPECIAL)).join(Value((item,)))
             else:
                 raise self._fail(node, frame, f"it looks into {name_of(item)}")
         return found
+
+    def _special(self, item: Any, names: Sequence[str]) -> Value:
+        """Follows the user's own special methods of an object, which code may call in passing."""
+        found = FRESH
+        for name in names if not isinstance(item, type) else ():
+            method = getattr(type(item), name, None)
+            if isinstance(method, types.FunctionType) and is_of_user(method.__code__.co_filename):
+                found = found.join(self._function(method, item, [Value((item,))], {}))
+        return found
+
+    def _truth(self, value: Value, node: ast.AST, frame: Frame) -> None:
+        """It is asked whether something is true, or empty."""
+        for item in value.outside:
+            self._special(item, _TESTED)
+            own = [getattr(type(item), name) for name in _TESTED if hasattr(type(item), name)]
+            if isinstance(item, PLAIN):
+                self._note_contents(item)
+            elif not isinstance(item, type) and not all(isinstance(method, types.FunctionType) for method in own):
+                raise self._fail(node, frame, f"it asks whether {name_of(item)} is empty")
 
     def _attribute(self, value: Value, name: str, node: ast.AST, frame: Frame) -> Value:
         if value.varying:
@@ -141,19 +198,23 @@ class Lookups:
         if isinstance(item, Batch) and name not in CHANGING_METHODS | READING_METHODS:
             # A field, or something of a tensor.
             return Value((item,))
-        if isinstance(item, (Batch, Held)) or type(item) in (list, dict, set, tuple):
+        if isinstance(item, (Batch, Held)) or type(item) in _BUILT_IN:
             return Value((ContainerMethod(item, name),))
         if isinstance(item, Super):
             mro = type(item.owner).__mro__
             for cls in mro[mro.index(item.behind) + 1 :]:
                 if name in vars(cls):
                     return self._of_class(item.owner, cls, name, vars(cls)[name], said, node, frame)
-        if isinstance(item, (Local, Method, ContainerMethod, Super)):
+        if isinstance(item, (Local, Method, ContainerMethod, KnownMethod, Super)):
             raise self._fail(node, frame, f"it reads {said}")
-        if isinstance(item, (types.ModuleType, type)):
+        if isinstance(item, types.ModuleType):
             if not hasattr(item, name):
                 raise self._fail(node, frame, f"it reads {said}, which is not there")
-            return self._read(item, name, getattr(item, name), said, node, frame)
+            # One that is made when it is asked for is not there yet.
+            present = getattr(item, name)
+            return self._read(item, name, present, said, node, frame) if name in vars(item) else Value((present,))
+        if isinstance(item, type):
+            return self._of_type(item, name, said, node, frame)
         if isinstance(item, dict) and name in item and not hasattr(type(item), name):
             # A dictionary whose entries are attributes.
             return self._read(item, name, item[name], said, node, frame)
@@ -163,21 +224,51 @@ class Lookups:
                 if name in own[group]:
                     return FRESH
             if name in self._knowledge.methods and self._is_known_module(type(item)):
-                return FRESH
+                return Value((KnownMethod(item, name),))
             if name in own["_modules"]:
                 return Value((own["_modules"][name],))
-        for cls in type(item).__mro__:
+        if isinstance(item, Optimizer) and name in ("step", "zero_grad"):
+            if name in own:
+                # Wrapped by a scheduler, say.
+                self._read(item, name, own[name], said, node, frame)
+            return Value((Method(getattr(type(item), name), item),))
+        classes = type(item).__mro__
+        for place, cls in enumerate(classes):
             if name in vars(cls) and (name not in own or isinstance(vars(cls)[name], property)):
+                # Whatever is set nearer by hides it from then on (a property is not hidden by the object itself).
+                for nearer in (*([] if name in own else [item]), *classes[:place]):
+                    self._note_absence(nearer, name)
                 return self._of_class(item, cls, name, vars(cls)[name], said, node, frame)
         if name in own:
             return self._read(item, name, own[name], said, node, frame)
         raise self._fail(node, frame, f"it reads {said}, whose origin is not followed")
 
+    def _of_type(self, item: type, name: str, said: str, node: ast.AST, frame: Frame) -> Value:
+        for place, cls in enumerate(item.__mro__):
+            if name in vars(cls):
+                member = vars(cls)[name]
+                for nearer in item.__mro__[:place]:
+                    self._note_absence(nearer, name)
+                read = self._read(cls, name, member, said, node, frame)
+                if isinstance(member, staticmethod):
+                    return Value((member.__func__,))
+                if isinstance(member, classmethod):
+                    return Value((Method(member.__func__, item),))
+                # What is found in a class of built-in code is called through it.
+                return read if isinstance(member, types.FunctionType) else self._as_read(getattr(item, name))
+        if not hasattr(item, name):
+            raise self._fail(node, frame, f"it reads {said}, which is not there")
+        raise self._fail(node, frame, f"it reads {said}, whose origin is not followed")
+
+    @staticmethod
+    def _as_read(value: Any) -> Value:
+        return FRESH if is_constant(value) or isinstance(value, torch.Tensor) else Value((value,))
+
     def _of_class(self, owner: Any, cls: type, name: str, member: Any, said: str, node: ast.AST, frame: Frame) -> Value:
         if isinstance(member, property):
-            if name in self._knowledge.properties and cls.__module__.startswith(self._knowledge.packages):
+            if name in self._knowledge.properties and self._knowledge.covers(cls):
                 return Value(tuple(self._knowledge.properties[name](owner)))
-            if cls.__module__.startswith(self._knowledge.packages) or member.fget is None:
+            if self._knowledge.covers(cls) or member.fget is None:
                 raise self._fail(node, frame, f"it reads {said}")
             return self._function(member.fget, owner, [Value((owner,))], {})
         self._read(cls, name, member, said, node, frame)
@@ -192,9 +283,20 @@ class Lookups:
         return self._read(cls, name, member, said, node, frame)
 
     def _is_known_module(self, cls: type) -> bool:
-        return issubclass(cls, torch.nn.Module) and cls.__module__.startswith(self._knowledge.packages)
+        return issubclass(cls, torch.nn.Module) and self._knowledge.covers(cls)
 
 
 def is_constant(value: Any) -> bool:
     """Whether a value can neither change nor be changed."""
     return is_simple(value) and not isinstance(value, (list, dict, set))
+
+
+def _chosen(container: Any, key: Any) -> list[Any]:
+    """What lies under a key; all, and the keys that are objects, if it is not known."""
+    if isinstance(key, (int, str)) and type(container) in (list, tuple, dict, *_OF_MODULES):
+        try:
+            return [container[key]]
+        except (LookupError, TypeError, AttributeError):
+            # The code will fail there, if it comes there.
+            return []
+    return inside(container)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from xla_adapters.location import is_of_user
+from xla_adapters.replay.read_facts import is_of_library
 
 if TYPE_CHECKING:
     from xla_adapters.replay.lookups import Frame
@@ -67,6 +71,14 @@ class ContainerMethod:
 
 
 @dataclass(frozen=True, eq=False)
+class KnownMethod:
+    """A method of a known module that does nothing but compute."""
+
+    owner: Any
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
 class Held:
     """A container that the step makes, with objects from before it inside."""
 
@@ -98,22 +110,34 @@ class Knowledge:
     """What is known of a framework.
 
     Attributes:
-        packages: prefixes of the names of modules whose `torch.nn.Module`s do nothing but compute.
+        packages: prefixes of the names of modules whose `torch.nn.Module`s do nothing but compute; None for those of
+            all libraries.
         calls: functions whose effects are taken care of, with what they return, given their owner.
         methods: names of methods of known modules that do nothing but compute.
         properties: of the framework's objects, by name, with what reading them gives.
     """
 
-    packages: tuple[str, ...]
+    packages: tuple[str, ...] | None
     calls: Mapping[Any, Callable[[Any], Iterable[Any]]] = field(default_factory=dict)
     methods: frozenset[str] = frozenset()
     properties: Mapping[str, Callable[[Any], Iterable[Any]]] = field(default_factory=dict)
+
+    def covers(self, item: type | Callable[..., Any]) -> bool:
+        """Whether a class or function is of a package that is known."""
+        if self.packages is None:
+            return is_of_library(sys.modules.get(item.__module__ or ""))
+        return (item.__module__ or "").startswith(self.packages)
 
 
 def is_plain_record(cls: type) -> bool:
     """Whether a class is a named tuple or dataclass without code of its own."""
     code = (types.FunctionType, property, classmethod, staticmethod)
     if any(isinstance(member, code) and not name.startswith("_") for name, member in vars(cls).items()):
+        return False
+    if any(
+        isinstance(member, types.FunctionType) and is_of_user(member.__code__.co_filename)
+        for member in vars(cls).values()
+    ):
         return False
     named_tuple = issubclass(cls, tuple) and hasattr(cls, "_fields")
     return named_tuple or (dataclasses.is_dataclass(cls) and not hasattr(cls, "__post_init__"))

@@ -141,6 +141,8 @@ class ReplayPass:
                 if self._together is not None:
                     return self._wait(self._together)
                 inputs = recording.inputs(tensors, self._numbers, backend)
+                # The next trace is held against the numbers that the graph's inputs have now.
+                recording.updates = list(self._updates)
                 backend.compute(inputs)
                 recording.own_buffers(inputs, tensors, backend)
                 results = recording.run(inputs, backend)

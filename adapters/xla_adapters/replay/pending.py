@@ -87,7 +87,12 @@ class PendingGraph:
         self.inputs = backend.graph_inputs(self.outputs)
         given_up = {}
         for place, entry in written:
-            if place.holds(entry.tensor) and backend.is_pending(entry.tensor):
+            if (
+                place.holds(entry.tensor)
+                and backend.is_pending(entry.tensor)
+                # Written through an alias (`data`, say) it may be that the former value itself was written.
+                and not backend.is_pending(entry.former)
+            ):
                 (handle,) = backend.handles([entry.former])
                 given_up[handle, backend.tensor_number(entry.former)] = entry.former
         self.donors = {

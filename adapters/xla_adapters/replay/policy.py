@@ -14,6 +14,7 @@ from xla_adapters.replay.cached import CachedScope, SeparatingScope
 from xla_adapters.replay.capture import RecordingScope
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.facts import environment
+from xla_adapters.replay.own_code import recording_dropped
 from xla_adapters.replay.passes import ReplayPass
 from xla_adapters.replay.recording import Recording
 from xla_adapters.replay.request import Request
@@ -119,6 +120,7 @@ class StepReplay:
             except CannotReplay as error:
                 self.note(str(error))
                 plan.recording, plan.proven = None, False
+                recording_dropped()
         plan.is_due = False
         settle("a step is traced")
 
@@ -163,6 +165,8 @@ class StepReplay:
             return
         reason = outcome.difference(before)
         if reason is not None:
+            # Numbers that came to be equal make another graph: replays went on with inputs of their own.
+            plan.verifying = plan.verifying and not before.shares_otherwise(outcome.updates)
             self._fail(plan, reason)
             return
         plan.waited += 1

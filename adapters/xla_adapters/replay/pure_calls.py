@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 _BUILTINS = (
     "abs all any bool dict divmod enumerate filter float frozenset int isinstance issubclass len list map "
@@ -21,7 +22,8 @@ _CREATION = (
     "randint randn randperm scalar_tensor tensor zeros Size device is_floating_point is_complex "
     "multinomial normal "
 )
-_CONTEXTS = (
+# Objects of these only switch modes.
+CONTEXTS = (
     torch.no_grad,
     torch.enable_grad,
     torch.set_grad_enabled,
@@ -50,13 +52,14 @@ def _functions() -> frozenset[int]:
     found += [getattr(builtins, name) for name in _BUILTINS.split()]
     found += [getattr(torch, name) for name in _CREATION.split()]
     found += [value for module in (math, operator) for value in vars(module).values() if callable(value)]
-    found += [*_CONTEXTS, torch.autograd.grad, torch.cuda.amp.autocast]
+    found += [*CONTEXTS, torch.autograd.grad, torch.cuda.amp.autocast]
     return frozenset(map(id, found))
 
 
 def is_pure(function: Callable[..., Any]) -> bool:
     """Whether a function or class is known to have no effect beside tensors."""
-    if id(function) in _functions():
+    # The device's package may have put others in the places of these.
+    if id(function) in _functions() or function in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
         return True
     if isinstance(function, type) and issubclass(function, BaseException):
         return True

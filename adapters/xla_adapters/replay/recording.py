@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -19,6 +19,7 @@ from xla_adapters.replay.facts import ModuleFacts
 from xla_adapters.replay.held import HeldValues
 from xla_adapters.replay.places import PassTensors, Place
 from xla_adapters.replay.run_ahead import RunAhead
+from xla_adapters.replay.tensor_facts import TensorFacts
 from xla_adapters.replay.update import Update, UpdateRecipe
 
 if TYPE_CHECKING:
@@ -84,8 +85,9 @@ class Recording:
         donated: positions in `sources` whose buffers the executable takes.
         kept: values the step hands out, by name.
         recipes: of the optimizers, in the order of their updates.
-        updates: what they computed in this pass.
+        updates: what they computed in this pass, or in the last replay of it.
         facts: of the modules.
+        loose: of parameters that are in no module.
         code: of the modules, as far as it is the user's.
         host_changes: plain attributes that the step changes.
         rebound: the keys of `"bound"` places that get a new tensor.
@@ -106,6 +108,7 @@ class Recording:
     recipes: list[UpdateRecipe]
     updates: list[Update]
     facts: list[ModuleFacts]
+    loose: list[TensorFacts]
     code: CodeFacts
     host_changes: list[HostChange]
     rebound: set[tuple[str, int, str | int]]
@@ -183,6 +186,15 @@ class Recording:
             number.constant = not number.roles or (now == before and now in _OPERATORS_OWN)
         return None
 
+    def shares_otherwise(self, updates: Sequence[Update]) -> bool:
+        """Whether a trace with these numbers may have other inputs than this one: equal numbers share one."""
+        numbers = _numbers(updates)
+        try:
+            values = [(number.next(numbers), number.value.dtype) for number in self.numbers()]
+        except CannotReplay:
+            return True
+        return len(set(values)) < len(values)
+
     def ready(self, backend: Backend) -> None:
         """Makes the recording fit to be run."""
         self.compiled = backend.executables_compiled()
@@ -215,6 +227,10 @@ class Recording:
             change = self.code.changed()
         if change is not None:
             return change
+        for traits in self.loose:
+            change = traits.changed()
+            if change is not None:
+                return f"{change} of a parameter that is in no module changed"
         for recipe in self.recipes:
             change = recipe.obstacle()
             if change is not None:
@@ -331,8 +347,17 @@ class Recording:
     def own_buffers(self, inputs: list[torch.Tensor], tensors: PassTensors, backend: Backend) -> None:
         """Gives those inputs a buffer of their own that share one: the executable takes it."""
         shared = backend.shared([inputs[index] for index in self.donated])
-        if not shared:
-            return
+        if shared:
+            self._own_state(shared, inputs, tensors, backend)
+        # Whoever is given as the batch may be the state by another name.
+        others = [index for index, source in self._changing if isinstance(source, Place) and source.kind == "batch"]
+        taken = [inputs[index] for index in self.donated]
+        for index, copy in copies_of_taken(taken, {index: inputs[index] for index in others}, backend).items():
+            inputs[index] = copy
+
+    def _own_state(
+        self, shared: Sequence[int], inputs: list[torch.Tensor], tensors: PassTensors, backend: Backend
+    ) -> None:
         places = {index: self.sources[index] for index in map(self.donated.__getitem__, shared)}
         own = {index: place for index, place in places.items() if isinstance(place, Place)}
         give_own_buffers([place.get(tensors) for place in own.values()], backend)
@@ -347,6 +372,18 @@ class Recording:
 def give_own_buffers(tensors: Sequence[torch.Tensor], backend: Backend) -> None:
     """Copies what tensors hold, whose buffers others share."""
     backend.write(tensors, backend.copies(tensors))
+
+
+def copies_of_taken(
+    taken: Sequence[torch.Tensor], inputs: Mapping[int, torch.Tensor], backend: Backend
+) -> dict[int, torch.Tensor]:
+    """Copies of those inputs that are the same value as one whose buffer the executable takes."""
+    found = backend.aliases(list(inputs.values()), taken)
+    if not found:
+        return {}
+    keys = list(inputs)
+    copies = backend.copies([inputs[keys[position]] for position in found])
+    return {keys[position]: copy for position, copy in zip(found, copies, strict=True)}
 
 
 def _is_fixed(source: Place | str | Number) -> TypeGuard[Place]:

@@ -18,7 +18,7 @@ from xla_adapters.errors import DeviceOutOfMemoryError
 from xla_adapters.interrupts import InterruptGuard, at_edge
 from xla_adapters.replay.places import PassTensors, Place
 from xla_adapters.replay.promised import PromisedTensor
-from xla_adapters.replay.recording import Number, Recording, give_own_buffers
+from xla_adapters.replay.recording import Number, Recording, copies_of_taken, give_own_buffers
 from xla_adapters.replay.update import Update
 from xla_adapters.step_scope import ScopeReport
 from xla_adapters.waiting_steps import StateWatch, storage_of
@@ -127,6 +127,7 @@ class StepsTogether:
         self._backend = backend
         self._interrupts = InterruptGuard()
         self._passes: list[_Pass] = []
+        self._state: set[int] = set()
         self._lies: dict[tuple[str, int, str | int], torch.Tensor] = {}
         self._told: set[str] = set()
         self._watch = StateWatch(self)
@@ -164,6 +165,8 @@ class StepsTogether:
         backend = self._backend
         if self._passes and any(place.get(tensors) is not self._lies[place.key] for place in form.replaceable):
             self.settle("a tensor that the step works on was replaced by another one")
+        if self._passes and not self._state.isdisjoint(map(storage_of, tensors.batch)):
+            self.settle("the batch is part of what they change")
         if not self._passes:
             self._recording, self._form = recording, form
             self._start = self._beginning(recording, form, tensors)
@@ -173,7 +176,8 @@ class StepsTogether:
                 (place.get(tensors), output) for output, places in form.written.items() for place in places
             ]
             self._watch.begin()
-            self._watch.storages = {storage_of(tensor) for tensor, _ in self._written}
+            self._state = {storage_of(tensor) for tensor, _ in self._written}
+            self._watch.storages = set(self._state)
         numbers = [number for update in updates for number in update.numbers]
         own: dict[int, torch.Tensor] = {}
         values: dict[int, float] = {}
@@ -205,6 +209,8 @@ class StepsTogether:
             change.apply()
         for update in updates:
             update.advance()
+        # Executed, and the inputs set to these numbers, before another pass is traced.
+        recording.updates = list(updates)
         self._passes.append(waiting)
         if len(self._passes) < self._limit:
             return ScopeReport(compiles=0, compile_seconds=0.0)
@@ -273,17 +279,20 @@ class StepsTogether:
             number = _number(sources[index])
             number.value, number.present = upload, value
 
-    def _own_buffers(self) -> None:
+    def _own_buffers(self, passes: list[_Pass]) -> None:
         taken = [self._start[index] for index in self._recording.donated]
         shared = self._backend.shared(taken)
         if shared:
             give_own_buffers([taken[position] for position in shared], self._backend)
+        # Whoever is given as the batch may be the state by another name.
+        for item in passes:
+            item.inputs.update(copies_of_taken(taken, item.inputs, self._backend))
 
     def _in_one(self, passes: list[_Pass]) -> dict[tuple[int, int | None], torch.Tensor]:
         backend, recording, form = self._backend, self._recording, self._form
         lost = backend.executables_compiled() - form.compiled > backend.executables_kept() // 2
         donated = recording.donated
-        self._own_buffers()
+        self._own_buffers(passes)
         if form.several is None or lost:
             first = {**self._start, **passes[0].inputs}
             form.several = backend.compile_repeated(
@@ -306,7 +315,7 @@ class StepsTogether:
     def _one_by_one(self, passes: list[_Pass]) -> dict[tuple[int, int | None], torch.Tensor]:
         backend, recording, form = self._backend, self._recording, self._form
         state = dict(self._start)
-        self._own_buffers()
+        self._own_buffers(passes)
         found: dict[tuple[int, int | None], torch.Tensor] = {}
         for run, item in enumerate(passes):
             given = {**state, **item.inputs}

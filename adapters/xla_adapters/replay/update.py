@@ -21,10 +21,13 @@ from xla_adapters.errors import MODEL_FAILURES, XLAAdapterError
 from xla_adapters.optimizers import stand_in_for
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.host_counts import HostCounts
+from xla_adapters.replay.host_state import OwnStep, addition_to_step, copied, is_container, same, step_of
 
 # Their numbers do not depend on the shapes of the parameters: one stand-in serves all shapes.
 _ANY_SHAPE = (ASGD, NAdam, RAdam, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, RMSprop, Rprop)
 _SIMPLE = (bool, int, float, str, type(None))
+# The attributes that a stand-in has of its own.
+_APART = ("param_groups", "state")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +124,15 @@ class UpdateRecipe:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+        self._class_step = type(optimizer).step
+        # All of this comes before the step is run on a stand-in: it may not be run at all.
+        self._own = OwnStep(type(optimizer))
+        hidden = self._hidden()
+        if hidden is not None:
+            raise CannotReplay(hidden)
         self._compiling = torch.compiler._is_compiling_flag
+        if not all(isinstance(key, torch.Tensor) for key in optimizer.state):
+            raise CannotReplay(self._keeps_more("state that is of no parameter"))
         self._kinds: list[_Kind] = []
         self._tensors: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
@@ -143,6 +154,17 @@ class UpdateRecipe:
         self._version = self._versions()
         self._skipped: set[Callable[..., Any]] = set()
         self._idles_with_groups = False
+
+    def _hidden(self) -> str | None:
+        """What the optimizer does or keeps that its numbers do not tell, in words; None if nothing."""
+        addition = addition_to_step(self.optimizer)
+        if addition is not None:
+            return addition
+        hidden = self._own.obstacle or self._own.hidden(self.optimizer)
+        return None if hidden is None else self._keeps_more(hidden)
+
+    def _keeps_more(self, what: str) -> str:
+        return f"{type(self.optimizer).__name__} keeps more on the host than it tells: {what}"
 
     def _add(self, found: dict[Any, _Kind], index: int, parameter: torch.Tensor) -> None:
         state = self.optimizer.state.get(parameter, {})
@@ -189,6 +211,11 @@ class UpdateRecipe:
         """What changed since, if the recipe is not the optimizer's any more."""
         optimizer = self.optimizer
         name = type(optimizer).__name__
+        if type(optimizer).step is not self._class_step:
+            return f"{name}.step was replaced"
+        hidden = self._hidden()
+        if hidden is not None:
+            return hidden
         groups = optimizer.param_groups
         if len(groups) != len(self._groups) or any(
             list(map(id, group["params"])) != ids for group, ids in zip(groups, self._groups, strict=True)
@@ -223,7 +250,7 @@ class UpdateRecipe:
             CannotReplay: the optimizer reads values of tensors, or keeps more on the host than it tells.
         """
         optimizer = self.optimizer
-        groups: list[dict[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
+        groups = _without_parameters(optimizer)
         state: defaultdict[Any, Any] = defaultdict(dict)
         for kind in self._kinds:
             groups[kind.group]["params"].append(kind.stand_in)
@@ -232,11 +259,11 @@ class UpdateRecipe:
                     name: kind.state[name] if name in kind.state else _copy(value)
                     for name, value in kind.members[0].items()
                 }
-        stand_in = stand_in_for(optimizer, param_groups=groups, state=state)
+        stand_in = self._stand_in(groups, state)
         listener = _Listener(self._skipped)
         try:
             with as_if_compiling(self._compiling), listener:
-                _step_of(optimizer)(stand_in)
+                step_of(optimizer)(stand_in)
         except (*MODEL_FAILURES, XLAAdapterError) as error:
             raise CannotReplay(
                 f"{type(optimizer).__name__} cannot compute its numbers without tensors ({_first_line(error)})"
@@ -244,7 +271,10 @@ class UpdateRecipe:
         if type(optimizer) in _ANY_SHAPE:
             # Their course does not depend on what operators on tensors return.
             self._skipped |= listener.computing
-        _check_attributes(optimizer, vars(optimizer), vars(stand_in))
+        self._check_attributes(stand_in)
+        stand_ins = {id(kind.stand_in) for kind in self._kinds}
+        if any(id(key) not in stand_ins for key in state):
+            raise CannotReplay(self._keeps_more("state that is of no parameter"))
         changed = [
             {key: value for key, value in after.items() if key != "params" and value is not before.get(key)}
             for before, after in zip(optimizer.param_groups, groups, strict=True)
@@ -264,6 +294,32 @@ class UpdateRecipe:
             advance=lambda: self._advance(state, changed),
         )
 
+    def _stand_in(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> Optimizer:
+        """Of the optimizer, with containers of its own: what the step puts into them must not stay."""
+        stand_in = stand_in_for(self.optimizer, param_groups=groups, state=state)
+        own = vars(stand_in)
+        own.update({name: copied(value) for name, value in own.items() if is_container(value) and name not in _APART})
+        return stand_in
+
+    def _check_attributes(self, stand_in: Optimizer) -> None:
+        optimizer = self.optimizer
+        before = vars(optimizer)
+        for name, after in vars(stand_in).items():
+            if name in _APART:
+                continue
+            # Where there was none, the class may have a default.
+            value = before[name] if name in before else getattr(type(optimizer), name, after)
+            if isinstance(after, _SIMPLE) and (type(value) is not type(after) or value != after):
+                raise CannotReplay(f"{type(optimizer).__name__} changes its attribute {name!r} in its update")
+            if is_container(after) and not same(value, after):
+                raise CannotReplay(self._keeps_more(f"it changes {name!r} in its update"))
+        for group, after in zip(optimizer.param_groups, stand_in.param_groups, strict=False):
+            for name, value in group.items():
+                if name != "params" and is_container(value) and not isinstance(value, tuple):
+                    if not same(value, after.get(name)):
+                        raise CannotReplay(self._keeps_more(f"it changes {name!r} of a group in its update"))
+                    after[name] = value
+
     def find_idle_groups(self) -> None:
         """Finds out with which groups the optimizer steps and updates nothing.
 
@@ -271,10 +327,12 @@ class UpdateRecipe:
             CannotReplay: it steps with none such.
         """
         for self._idles_with_groups in (False, True):
-            stand_in = stand_in_for(self.optimizer, param_groups=self.idle_groups(), state=defaultdict(dict))
+            groups = _without_parameters(self.optimizer) if self._idles_with_groups else []
+            stand_in = self._stand_in(groups, defaultdict(dict))
             try:
                 with as_if_compiling(self._compiling):
-                    _step_of(self.optimizer)(stand_in)
+                    step_of(self.optimizer)(stand_in)
+                self._check_attributes(stand_in)
                 return
             except MODEL_FAILURES as error:
                 failure = error
@@ -306,20 +364,16 @@ class UpdateRecipe:
         return sum(counts.version for counts in self._counts)
 
 
-def _step_of(optimizer: Optimizer) -> Callable[[Optimizer], object]:
-    """As its class defines it, without the hooks that torch puts around it."""
-    step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+def _without_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Groups like those of an optimizer, with containers of their own."""
+    return [
+        {name: [] if name == "params" else copied(value) for name, value in group.items()}
+        for group in optimizer.param_groups
+    ]
 
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _check_attributes(optimizer: Optimizer, before: dict[str, Any], after: dict[str, Any]) -> None:
-    for name, value in after.items():
-        if name not in ("param_groups", "state") and isinstance(value, _SIMPLE) and value != before.get(name, value):
-            raise CannotReplay(f"{type(optimizer).__name__} changes its attribute {name!r} in its update")
 
 
 def _first_line(error: BaseException) -> str:

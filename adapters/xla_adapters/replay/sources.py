@@ -1,0 +1,57 @@
+"""Where code comes from, and its text."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+from typing import Any
+
+from xla_adapters.location import is_of_user
+from xla_adapters.replay.outside import Unproven
+from xla_adapters.replay.read_facts import is_of_library
+
+
+def is_own_code(function: Any) -> bool:
+    """Whether a function, or one that it wraps, is the user's own."""
+    while function is not None:
+        if isinstance(function, functools.partial):
+            function = function.func
+            continue
+        function = getattr(function, "__func__", function)
+        code = getattr(function, "__code__", None)
+        if code is None:
+            called = type(function)
+            return not isinstance(function, types.BuiltinFunctionType) and not is_of_library(called)
+        if is_of_user(code.co_filename):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def source_of(function: types.FunctionType) -> tuple[ast.FunctionDef | ast.Lambda, str, int]:
+    """A function's source, its file, and the line that the source begins with.
+
+    Raises:
+        Unproven: it cannot be read, or holds something else.
+    """
+    try:
+        lines, first = inspect.getsourcelines(function.__code__)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        raise Unproven(f"the source of {function.__qualname__} cannot be read") from None
+    return _node_of(function, tree, first), inspect.getsourcefile(function) or "?", first
+
+
+def _node_of(function: types.FunctionType, tree: ast.Module, first: int) -> ast.FunctionDef | ast.Lambda:
+    """Where a function is in the source that was found for it."""
+    name, line = function.__code__.co_name, function.__code__.co_firstlineno
+    if name == "<lambda>":
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda) and node.lineno + first - 1 == line]
+        if len(found) == 1:
+            return found[0]
+    elif isinstance(tree.body[0], ast.FunctionDef) and tree.body[0].name == name:
+        return tree.body[0]
+    raise Unproven(f"{function.__qualname__} is no plain function")

@@ -1,0 +1,310 @@
+"""Code of the user's own that takes part in a step: a replay does the same, or the step is traced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+import hf_trainer
+from tests.hf_trainer.scenarios import (
+    VOCABULARY,
+    Classifier,
+    Run,
+    arguments,
+    gpt2,
+    ours,
+    token_samples,
+    traced_and_replayed,
+    vector_samples,
+)
+from tests.isolation import isolated
+
+_STEPS = 10
+_CHOICES: Sequence[bool | str] = (False, "auto", True)
+_calls: list[str] = []
+_settings = SimpleNamespace(weight=1.0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_called() -> None:
+    _calls.clear()
+    _settings.weight = 1.0
+
+
+class _At(TrainerCallback):
+    def __init__(self, trainer: Any, step: int, change: Callable[[Any], object]) -> None:
+        self.trainer = trainer
+        self.step = step
+        self.change = change
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.change(self.trainer)
+
+
+def _changed(
+    change: Callable[[Any], object], step: int = 5, base: Callable[..., Any] = hf_trainer.Trainer
+) -> Callable[..., Any]:
+    """Makes a trainer that something is done to at the end of a step; of step 0 before it begins."""
+
+    def make(**options: Any) -> Any:
+        trainer = base(**options)
+        if step == 0:
+            change(trainer)
+        trainer.add_callback(_At(trainer, step, change))
+        return trainer
+
+    return make
+
+
+def _same(replays: int, **options: Any) -> Run:
+    """As `traced_and_replayed`, of a few steps; the user's own code must have been called as often."""
+    _calls.clear()
+    _settings.weight = 1.0
+    given = {"make": Classifier, "data": vector_samples(4 * _STEPS), **options}
+    args = {"max_steps": _STEPS, **given.pop("args", {})}
+    run = traced_and_replayed(replays, args=args, **given)
+    assert len(_calls) % 2 == 0
+    assert _calls[: len(_calls) // 2] == _calls[len(_calls) // 2 :]
+    return run
+
+
+def _reasons(run: Run) -> str:
+    return "; ".join(run.trainer._steps.train.replay_reasons)
+
+
+class _Doubling(hf_trainer.Trainer):
+    prepared = 0
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        self.prepared += 1
+        inputs = super()._prepare_inputs(inputs)
+        return {**inputs, "x": inputs["x"] * 2}
+
+
+class _DoublingTensors(hf_trainer.Trainer):
+    prepared = 0
+
+    def _prepare_input(self, data: Any) -> Any:
+        data = super()._prepare_input(data)
+        if isinstance(data, torch.Tensor) and data.is_floating_point():
+            self.prepared += 1
+            data = data * 2
+        return data
+
+
+def _prepare_as_doubling(self: Any, inputs: Any) -> Any:
+    self.prepared += 1
+    inputs = hf_trainer.Trainer._prepare_inputs(self, inputs)
+    return {**inputs, "x": inputs["x"] * 2}
+
+
+def _patched(**options: Any) -> Any:
+    trainer: Any = hf_trainer.Trainer(**options)
+    trainer.prepared = 0
+    trainer._prepare_inputs = MethodType(_prepare_as_doubling, trainer)
+    return trainer
+
+
+@isolated
+def test_a_batch_is_prepared_once() -> None:
+    data = vector_samples(24)
+    for make in (_Doubling, _DoublingTensors, _patched):
+        runs = [
+            ours(Classifier(), data, args=arguments(max_steps=6), trainer_class=make, step_replay=choice)
+            for choice in _CHOICES
+        ]
+        losses = [run.trainer.evaluate(data)["eval_loss"] for run in runs]
+        traced, refused, replayed = runs
+        assert traced.losses == refused.losses == replayed.losses
+        assert losses[0] == losses[1] == losses[2]
+        # Six steps, and six batches of evaluation.
+        assert [run.trainer.prepared for run in (traced, refused)] == [12, 12]
+        assert (refused.trainer._steps.train.replays, refused.trainer._steps.evaluation.replays) == (0, 0)
+        assert "_prepare_input" in _reasons(refused)
+        assert replayed.trainer._steps.train.replays == 4
+
+
+def _decays(optimizer: Any, *args: Any) -> None:
+    _calls.append("hook")
+    with torch.no_grad():
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.mul_(0.9)
+
+
+def _counted_step(self: Any, closure: Any = None) -> Any:
+    _calls.append("step")
+    return type(self).step(self, closure)
+
+
+def _replace_step(trainer: Any) -> None:
+    trainer.create_optimizer()
+    trainer.optimizer.step = MethodType(_counted_step, trainer.optimizer)
+
+
+@isolated
+def test_code_around_the_update_is_not_left_out() -> None:
+    def hooked(trainer: Any) -> None:
+        trainer.create_optimizer()
+        trainer.optimizer.register_step_post_hook(_decays)
+
+    def hooked_before(trainer: Any) -> None:
+        trainer.optimizer.optimizer.register_step_pre_hook(_decays)
+
+    def backward(trainer: Any) -> None:
+        stock = trainer.accelerator.backward
+
+        def doubled(loss: Any, **options: Any) -> None:
+            _calls.append("backward")
+            stock(loss * 2, **options)
+
+        trainer.accelerator.backward = doubled
+
+    assert "AdamW has a hook" in _reasons(_same(0, trainer_class=_changed(hooked, 0)))
+    # The scheduler wraps the method that it finds.
+    assert "step of AdamW was replaced" in _reasons(_same(0, trainer_class=_changed(_replace_step, 0)))
+    assert "AdamW has a hook" in _reasons(_same(3, trainer_class=_changed(hooked_before)))
+    run = _same(3, trainer_class=_changed(backward), args={"optim": "sgd"})
+    assert "backward of the accelerator" in _reasons(run)
+
+
+def _cross_entropy(outputs: Any, labels: Any, num_items_in_batch: Any = None, weight: float = 1.0) -> Any:
+    return weight * torch.nn.functional.cross_entropy(outputs["logits"], labels)
+
+
+def _tripled(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return 3 * torch.nn.functional.cross_entropy(outputs["logits"], labels)
+
+
+def _counted(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    _calls.append("loss")
+    return _cross_entropy(outputs, labels)
+
+
+def _halved(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+    outputs = model(**inputs)
+    return (outputs["loss"] / 2, outputs) if return_outputs else outputs["loss"] / 2
+
+
+@isolated
+def test_a_function_that_is_set_later_is_examined_anew() -> None:
+    def set_loss(function: Any) -> Callable[..., Any]:
+        return _changed(lambda trainer: setattr(trainer, "compute_loss_func", function))
+
+    def set_method(trainer: Any) -> None:
+        trainer.compute_loss = MethodType(_halved, trainer)
+
+    _same(6, compute_loss_func=_cross_entropy, trainer_class=set_loss(_tripled))
+    _same(6, trainer_class=_changed(set_method))
+    run = _same(3, compute_loss_func=_cross_entropy, trainer_class=set_loss(_counted))
+    assert len(_calls) == 2 * 5
+    assert "compute_loss_func" in _reasons(run)
+
+
+class _Loss(torch.nn.Module):
+    def forward(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return _tripled(outputs, labels)
+
+
+class _CountedLoss:
+    def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return _counted(outputs, labels)
+
+
+@isolated
+def test_loss_functions_that_are_no_plain_functions() -> None:
+    for function in (functools.partial(_cross_entropy, weight=2.0), _Loss(), _CountedLoss()):
+        data = vector_samples(24)
+        traced, replayed = (
+            ours(Classifier(), data, args=arguments(max_steps=6), compute_loss_func=function, step_replay=choice).losses
+            for choice in (False, "auto")
+        )
+        assert traced == replayed
+    assert len(_calls) == 12
+
+
+def _weighted(logits: Any, labels: Any) -> Any:
+    return logits * _settings.weight
+
+
+@isolated
+def test_a_preprocessing_that_comes_back_is_not_that_of_before() -> None:
+    data = vector_samples(16)
+    found = []
+    for choice in (False, "auto"):
+        trainer: Any = hf_trainer.Trainer(Classifier(), arguments(), step_replay=choice)
+        predictions = []
+        for function, weight in ((_weighted, 1.0), (None, 1.0), (_weighted, 5.0)):
+            trainer.preprocess_logits_for_metrics, _settings.weight = function, weight
+            predictions += [trainer.predict(data).predictions for _ in range(2)]
+        found.append(torch.tensor(predictions))
+    assert torch.equal(*found)
+    assert trainer._steps.evaluation.replays == 18
+
+
+class _Smoother:
+    def __call__(self, outputs: Any, labels: Any, **options: Any) -> Any:
+        _calls.append("smoother")
+        return torch.nn.functional.cross_entropy(outputs["logits"][:, 0], labels[:, 0])
+
+
+@isolated
+def test_label_smoothers() -> None:
+    def ignore(trainer: Any) -> None:
+        trainer.label_smoother.ignore_index = 5
+
+    def replace(trainer: Any) -> None:
+        trainer.label_smoother = _Smoother()
+
+    options = {"make": gpt2, "data": token_samples(4 * _STEPS), "args": {"label_smoothing_factor": 0.1}}
+    _same(6, trainer_class=_changed(ignore), **options)
+    assert "_Smoother" in _reasons(_same(3, trainer_class=_changed(replace), **options))
+
+
+@isolated
+def test_a_callback_for_gradients_that_comes_later_finds_them() -> None:
+    class Looks(TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            _calls.append(str([float(item.grad.norm()) for item in model.parameters()]))
+
+    _same(6, trainer_class=_changed(lambda trainer: trainer.add_callback(Looks())))
+    assert len(_calls) == 2 * 5
+
+
+@isolated
+def test_functions_that_a_library_model_calls() -> None:
+    def loss(logits: Any, labels: Any, vocab_size: int, **options: Any) -> Any:
+        _calls.append("loss")
+        return torch.nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
+
+    def attention(module: Any, query: Any, *args: Any, **options: Any) -> Any:
+        _calls.append("attention")
+        return sdpa_attention_forward(module, query, *args, **options)
+
+    def llama() -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=16,
+                intermediate_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                attn_implementation="counted",
+            )
+        )
+
+    def set_loss(trainer: Any) -> None:
+        trainer.model.loss_function = loss
+
+    data = token_samples(4 * _STEPS)
+    AttentionInterface.register("counted", attention)
+    assert "beside tensors" in _reasons(_same(0, make=llama, data=data))
+    assert "beside tensors" in _reasons(_same(3, make=gpt2, data=data, trainer_class=_changed(set_loss)))
