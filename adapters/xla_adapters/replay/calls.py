@@ -102,6 +102,9 @@ class Calls(LibraryCalls):
         if known is None and own_code and not self._knowledge.covers(function):
             own = [Value((owner,))] if owner is not None else []
             return self._function(function, owner, [*own, *arguments], options)
+        if known is None and not isinstance(item, type) and is_own_code(type(item).__call__):
+            # An object that is called as a function.
+            return self._function(type(item).__call__, item, [Value((item,)), *arguments], options)
         self._hand_over(given, "", node, frame, known=known is not None, calls=function in _CALLING)
         if known is not None:
             return Value(tuple(known(owner)))

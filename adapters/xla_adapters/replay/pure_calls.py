@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import math
 import operator
@@ -30,6 +31,7 @@ CONTEXTS = (
     torch.inference_mode,
     torch.autocast,
     torch.amp.autocast_mode.autocast,
+    contextlib.nullcontext,
 )
 # Modules of plain computations on tensors.
 _MODULES = (

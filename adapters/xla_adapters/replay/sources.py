@@ -40,18 +40,27 @@ def source_of(function: types.FunctionType) -> tuple[ast.FunctionDef | ast.Lambd
     try:
         lines, first = inspect.getsourcelines(function.__code__)
         tree = ast.parse(textwrap.dedent("".join(lines)))
+        indent = len(lines[0]) - len(lines[0].lstrip())
     except (OSError, TypeError, SyntaxError):
         raise Unproven(f"the source of {function.__qualname__} cannot be read") from None
-    return _node_of(function, tree, first), inspect.getsourcefile(function) or "?", first
+    return _node_of(function, tree, first, indent), inspect.getsourcefile(function) or "?", first
 
 
-def _node_of(function: types.FunctionType, tree: ast.Module, first: int) -> ast.FunctionDef | ast.Lambda:
+def _node_of(function: types.FunctionType, tree: ast.Module, first: int, indent: int) -> ast.FunctionDef | ast.Lambda:
     """Where a function is in the source that was found for it."""
-    name, line = function.__code__.co_name, function.__code__.co_firstlineno
-    if name == "<lambda>":
-        found = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda) and node.lineno + first - 1 == line]
+    code = function.__code__
+    if code.co_name == "<lambda>":
+        begins = min(
+            (line, column) for line, _, column, end in code.co_positions() if line and end and column is not None
+        )
+        found = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Lambda) and (node.body.lineno + first - 1, node.body.col_offset + indent) == begins
+        ]
         if len(found) == 1:
             return found[0]
-    elif isinstance(tree.body[0], ast.FunctionDef) and tree.body[0].name == name:
+        raise Unproven(f"the source of {function.__qualname__} cannot be told from what else is in its line")
+    if isinstance(tree.body[0], ast.FunctionDef) and tree.body[0].name == code.co_name:
         return tree.body[0]
     raise Unproven(f"{function.__qualname__} is no plain function")
