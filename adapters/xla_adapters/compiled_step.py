@@ -37,9 +37,10 @@ class CompiledStep(Generic[_Result]):
 
     Models, optimizers and the tensors of their state are found while tracing; tensors among the arguments
     are the batch and are brought to the device. When something changes that the trace depends on (a shape, a
-    mode, a hook, a frozen parameter, a hyper-parameter that the graph has no input for, a variable that the
-    function reads, ...), the pass is traced again. What the function does beside tensors (prints, counters)
-    happens only in traced passes. Tensors it returns are detached in replayed passes.
+    mode, a hook, a frozen parameter, a hyper-parameter that the graph has no input for, anything that the
+    function reads, ...), the pass is traced again. A function that does more than compute (prints, counts,
+    steps a schedule, ...), or whose source cannot be read, is traced at each pass; with `step_replay=True`
+    what it does so happens only in traced passes. Tensors it returns are detached in replayed passes.
 
     Args:
         function: the step.

@@ -30,7 +30,7 @@ _OTHERWISE = {
     "schedule_free_radam": (2, "takes another course"),
     "grokadamw": (0, "was executed before its end"),
     "stable_adamw": (0, "was executed before its end"),
-    "lomo": (0, "hands out a tensor that it does not compute"),
+    "lomo": (0, "has a hook"),
 }
 # By the package whose absence transformers tells of.
 _MISSING = {

@@ -257,7 +257,7 @@ def test_a_loss_of_ones_own_that_does_nothing_else_is_replayed() -> None:
         trainer_class=_Weighted,
         callbacks=[Reweighting()],
     )
-    assert run.trainer._steps.train.replay_reasons == {}
+    assert run.trainer._steps.train.replay_reasons == {"self.weight changed": 1}
 
 
 @isolated
