@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import is_
 from typing import Any
 
 import torch
 from torch.nn.modules import module as nn_module
 
+from xla_adapters.replay.glance import Glance
 from xla_adapters.replay.sources import is_own_code
 from xla_adapters.replay.tensor_facts import TensorFacts, hooks_of
-from xla_adapters.replay.values import ABSENT, copied, is_noted, is_simple
+from xla_adapters.replay.values import ABSENT, copied, differs, is_noted, is_simple
 from xla_adapters.waiting_steps import function_modes
 
 _HOOKS = (
@@ -21,12 +22,17 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+_PARTS = ("_parameters", "_buffers", "_modules")
 _GLOBAL_HOOKS = (
     "_global_backward_pre_hooks",
     "_global_backward_hooks",
     "_global_forward_pre_hooks",
     "_global_forward_hooks",
 )
+
+
+# What every module has: what of it counts is looked at by itself.
+_OF_TORCH = frozenset(vars(torch.nn.Module()))
 
 
 def environment() -> tuple[Any, ...]:
@@ -59,11 +65,11 @@ class ObjectFacts:
 
     def changed(self) -> str | None:
         """The first attribute that is not as noted, or None."""
-        present = vars(self.owner)
-        for key, value in self.values.items():
-            if present.get(key, ABSENT) != value:
-                return f"{self.name}.{key}: {value!r:.60} -> {present.get(key)!r:.60}"
-        return None
+        return _changed_value(self.name, vars(self.owner), self.values)
+
+    def show(self, glance: Glance) -> None:
+        """Hands it the attributes."""
+        glance.attributes(vars(self.owner), tuple(self.values))
 
 
 class ModuleFacts:
@@ -91,73 +97,62 @@ class ModuleFacts:
         # Tensors compare element by element: they are held as their identity.
         free = {key: value for key, value in own.items() if (id(module), key) not in rebound}
         self._tensors = [(key, value) for key, value in free.items() if isinstance(value, torch.Tensor)]
+        self._training = module.training
         self._values = {
             key: copied(value)
             for key, value in free.items()
-            if key not in _HOOKS and is_noted(value) and not isinstance(value, torch.Tensor)
+            if key not in _OF_TORCH and is_noted(value) and not isinstance(value, torch.Tensor)
         }
         self._known = set(own) | {key for owner, key in rebound if owner == id(module)}
-        self._size = len(own)
-        self._fetch = itemgetter("training", *self._values)
-        self._fetched = self._fetch({"training": module.training, **self._values})
+
+    def show(self, glance: Glance) -> None:
+        """Hands it all that `changed` looks at, and what that is found in."""
+        own = vars(self.module)
+        glance.attributes(own, [*_PARTS, "training", *self._values, *(key for key, _ in self._tensors)])
+        glance.size(own)
+        glance.contents(own["_parameters"])
+        glance.contents(own["_modules"])
+        if len(self._buffers) == len(own["_buffers"]):
+            glance.contents(own["_buffers"])
+        else:
+            glance.attributes(own["_buffers"], [key for key, _ in self._buffers])
+        glance.tensors(traits.tensor for traits in (*self._traits, *self._buffer_traits))
+        for hooks, _ in self._hooks:
+            glance.contents(hooks)
+        for config in self._configs:
+            config.show(glance)
 
     def changed(self) -> str | None:
         """How the module differs from what was noted, or None."""
         own = self.module.__dict__
-        try:
-            plain = self._fetch(own) == self._fetched
-        except KeyError:
-            plain = False
-        if not plain:
-            return self._changed_value(own)
-        if len(own) != self._size:
-            # A `forward` of its own, say, or what hides a default of its class.
-            for key, value in own.items():
-                if key not in self._known and is_noted(value):
-                    return f"{self.name} has got an attribute {key!r}"
-            self._size = len(own)
-        if self._parameters:
-            # Identity is tried before equality, which would compare elements; the lengths come first.
-            parameters = own["_parameters"].values()
-            if len(parameters) != len(self._parameters):
-                return f"{self.name} has other parameters"
-            for present, noted in zip(parameters, self._parameters, strict=True):
-                if present is not noted:
-                    return f"a parameter of {self.name} was replaced"
-            for traits in self._traits:
-                change = traits.changed()
-                if change is not None:
-                    return f"{change} of a parameter of {self.name} changed"
-        elif own["_parameters"]:
-            return f"{self.name} has other parameters"
+        if own["training"] is not self._training:
+            return f"{self.name} went to {'eval' if self._training else 'train'} mode"
+        change = _changed_value(self.name, own, self._values)
+        if change is not None:
+            return change
+        # A `forward` of its own, say, or what hides a default of its class.
+        for key, value in own.items():
+            if key not in self._known and is_noted(value):
+                return f"{self.name} has got an attribute {key!r}"
+        if not _are(own["_parameters"].values(), self._parameters):
+            return f"a parameter of {self.name} was replaced"
         for key, buffer in self._buffers:
             if own["_buffers"].get(key) is not buffer:
                 return f"the buffer {key} of {self.name} was replaced"
-        for traits in self._buffer_traits:
-            change = traits.changed()
-            if change is not None:
-                return f"{change} of a buffer of {self.name} changed"
+        for kind, group in (("parameter", self._traits), ("buffer", self._buffer_traits)):
+            for traits in group:
+                change = traits.changed()
+                if change is not None:
+                    return f"{change} of a {kind} of {self.name} changed"
         for key, tensor in self._tensors:
             if own.get(key) is not tensor:
                 return f"the tensor {self.name}.{key} was replaced"
-        if self._children and list(own["_modules"].values()) != self._children:
+        if not _are(own["_modules"].values(), self._children):
             return f"a submodule of {self.name} was replaced"
         for hooks, keys in self._hooks:
-            if (hooks or keys) and list(hooks) != keys:
+            if list(hooks) != keys:
                 return f"the hooks of {self.name} changed"
-        for config in self._configs:
-            change = config.changed()
-            if change is not None:
-                return change
-        return None
-
-    def _changed_value(self, own: dict[str, Any]) -> str:
-        if own["training"] is not self._fetched[0]:
-            return f"{self.name} went to {'eval' if self._fetched[0] else 'train'} mode"
-        for key, value in self._values.items():
-            if own.get(key, ABSENT) != value:
-                return f"{self.name}.{key}: {value!r:.60} -> {own.get(key)!r:.60}"
-        return f"{self.name} changed"
+        return next((change for config in self._configs if (change := config.changed())), None)
 
     def parameters(self) -> list[torch.Tensor]:
         """Its own, as they were noted."""
@@ -179,6 +174,18 @@ class ModuleFacts:
         if any(is_own_code(hook) for name in _GLOBAL_HOOKS for hook in getattr(nn_module, name).values()):
             return "there is a hook on all modules, whose Python a replay would leave out"
         return None
+
+
+def _changed_value(name: str, own: Mapping[str, Any], noted: Mapping[str, Any]) -> str | None:
+    for key, value in noted.items():
+        present = own.get(key, ABSENT)
+        if differs(present, value):
+            return f"{name}.{key}: {value!r:.60} -> {'nothing' if present is ABSENT else repr(present):.60}"
+    return None
+
+
+def _are(present: Collection[object], noted: Collection[object]) -> bool:
+    return len(present) == len(noted) and all(map(is_, present, noted))
 
 
 def _configs(name: str, own: dict[str, Any], noted: set[int]) -> list[ObjectFacts]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 from torch.utils._pytree import TreeSpec
@@ -16,6 +16,7 @@ from xla_adapters.replay.bound import HostChange
 from xla_adapters.replay.code_facts import CodeFacts
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.facts import ModuleFacts
+from xla_adapters.replay.glance import Glance
 from xla_adapters.replay.held import HeldValues
 from xla_adapters.replay.places import PassTensors, Place
 from xla_adapters.replay.run_ahead import RunAhead
@@ -127,6 +128,8 @@ class Recording:
     _outputs: list[int] = field(default_factory=list)
     _placed: list[tuple[int, Place]] = field(default_factory=list)
     _layouts: list[str] = field(default_factory=list)
+    _glance: Glance | None = None
+    _forms: dict[Hashable, list[int]] = field(default_factory=dict)
     _ahead: RunAhead = field(default_factory=RunAhead)
 
     # ---- proof -------------------------------------------------------------------------------------
@@ -219,10 +222,10 @@ class Recording:
             backend: the seam.
             set_modes: what the step does first to put its modules into their modes.
         """
-        change = _first_change(self.facts)
+        change = self._changed_module()
         if change is not None and set_modes is not None:
             set_modes()
-            change = _first_change(self.facts)
+            change = self._changed_module()
         if change is None:
             change = self.code.changed()
         if change is not None:
@@ -247,6 +250,15 @@ class Recording:
         if backend.executables_compiled() - self.compiled > backend.executables_kept() // 2:
             return "so much else was compiled that the executable may be gone"
         return None
+
+    def _changed_module(self) -> str | None:
+        if self._glance is not None and not self._glance.touched():
+            return None
+        change = next((change for fact in self.facts if (change := fact.changed())), None)
+        if change is None:
+            # What was touched does not matter, or is the same again.
+            self._glance = Glance(self.facts)
+        return change
 
     def without_gradients(self) -> bool:
         """Whether no parameter of the modules has a gradient."""
@@ -351,9 +363,16 @@ class Recording:
             self._own_state(shared, inputs, tensors, backend)
         # Whoever is given as the batch may be the state by another name.
         others = [index for index, source in self._changing if isinstance(source, Place) and source.kind == "batch"]
-        taken = [inputs[index] for index in self.donated]
-        for index, copy in copies_of_taken(taken, {index: inputs[index] for index in others}, backend).items():
+        given = {index: inputs[index] for index in others}
+        for index, copy in copies_of_taken(self.taken_like(given.values(), inputs), given, backend).items():
             inputs[index] = copy
+
+    def taken_like(self, given: Iterable[torch.Tensor], inputs: _ByPosition) -> list[torch.Tensor]:
+        """Those inputs that may be one of these tensors, and whose buffers the executable takes."""
+        if not self._forms:
+            for index in self.donated:
+                self._forms.setdefault(_form(inputs[index]), []).append(index)
+        return [inputs[index] for form in set(map(_form, given)) for index in self._forms.get(form, ())]
 
     def _own_state(
         self, shared: Sequence[int], inputs: list[torch.Tensor], tensors: PassTensors, backend: Backend
@@ -386,16 +405,15 @@ def copies_of_taken(
     return {keys[position]: copy for position, copy in zip(found, copies, strict=True)}
 
 
+_ByPosition: TypeAlias = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
+
+
+def _form(tensor: torch.Tensor) -> Hashable:
+    return tensor.dtype, tensor.shape
+
+
 def _is_fixed(source: Place | str | Number) -> TypeGuard[Place]:
     return isinstance(source, Place) and source.kind == "tensor"
-
-
-def _first_change(facts: Sequence[ModuleFacts]) -> str | None:
-    for fact in facts:
-        change = fact.changed()
-        if change is not None:
-            return change
-    return None
 
 
 def _cast(value: float, dtype: torch.dtype) -> float:

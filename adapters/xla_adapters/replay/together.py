@@ -286,7 +286,8 @@ class StepsTogether:
             give_own_buffers([taken[position] for position in shared], self._backend)
         # Whoever is given as the batch may be the state by another name.
         for item in passes:
-            item.inputs.update(copies_of_taken(taken, item.inputs, self._backend))
+            like = self._recording.taken_like(item.inputs.values(), self._start)
+            item.inputs.update(copies_of_taken(like, item.inputs, self._backend))
 
     def _in_one(self, passes: list[_Pass]) -> dict[tuple[int, int | None], torch.Tensor]:
         backend, recording, form = self._backend, self._recording, self._form

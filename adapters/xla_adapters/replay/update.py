@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -127,6 +128,8 @@ class UpdateRecipe:
         self._class_step = type(optimizer).step
         # All of this comes before the step is run on a stand-in: it may not be run at all.
         self._own = OwnStep(type(optimizer))
+        # What these keep on the host is known: nothing but their groups and state.
+        self._is_torchs = type(optimizer) in _ANY_SHAPE
         hidden = self._hidden()
         if hidden is not None:
             raise CannotReplay(hidden)
@@ -147,7 +150,7 @@ class UpdateRecipe:
         self._members = [state for kind in self._kinds for state in kind.members]
         self._lengths = list(map(len, self._members))
         self._state = optimizer.state
-        self._states = list(optimizer.state.items())
+        self._keys, self._values = list(optimizer.state), list(optimizer.state.values())
         for kind in self._kinds:
             kind.counts = {name: HostCounts(values) for name, values in kind.host.items()}
         self._counts = [counts for kind in self._kinds for counts in kind.counts.values()]
@@ -224,10 +227,10 @@ class UpdateRecipe:
         state = optimizer.state
         if (
             state is not self._state
-            or len(state) != len(self._states)
+            or len(state) != len(self._keys)
             # By their places: a tensor's hash is Python.
-            or any(mine is not key for key, (mine, _) in zip(state, self._states, strict=True))
-            or any(mine is not values for values, (_, mine) in zip(state.values(), self._states, strict=True))
+            or not all(map(is_, state, self._keys))
+            or not all(map(is_, state.values(), self._values))
             or any(values.get(key) is not tensor for values, key, tensor in self._tensors)
             or list(map(len, self._members)) != self._lengths
         ):
@@ -250,7 +253,7 @@ class UpdateRecipe:
             CannotReplay: the optimizer reads values of tensors, or keeps more on the host than it tells.
         """
         optimizer = self.optimizer
-        groups = _without_parameters(optimizer)
+        groups = self._groups_without_parameters()
         state: defaultdict[Any, Any] = defaultdict(dict)
         for kind in self._kinds:
             groups[kind.group]["params"].append(kind.stand_in)
@@ -268,7 +271,7 @@ class UpdateRecipe:
             raise CannotReplay(
                 f"{type(optimizer).__name__} cannot compute its numbers without tensors ({_first_line(error)})"
             ) from error
-        if type(optimizer) in _ANY_SHAPE:
+        if self._is_torchs:
             # Their course does not depend on what operators on tensors return.
             self._skipped |= listener.computing
         self._check_attributes(stand_in)
@@ -294,14 +297,27 @@ class UpdateRecipe:
             advance=lambda: self._advance(state, changed),
         )
 
+    def _groups_without_parameters(self) -> list[dict[str, Any]]:
+        """Groups like the optimizer's, with containers of their own."""
+        if self._is_torchs:
+            return [{**group, "params": []} for group in self.optimizer.param_groups]
+        return [
+            {name: [] if name == "params" else copied(value) for name, value in group.items()}
+            for group in self.optimizer.param_groups
+        ]
+
     def _stand_in(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> Optimizer:
         """Of the optimizer, with containers of its own: what the step puts into them must not stay."""
         stand_in = stand_in_for(self.optimizer, param_groups=groups, state=state)
+        if self._is_torchs:
+            return stand_in
         own = vars(stand_in)
         own.update({name: copied(value) for name, value in own.items() if is_container(value) and name not in _APART})
         return stand_in
 
     def _check_attributes(self, stand_in: Optimizer) -> None:
+        if self._is_torchs:
+            return
         optimizer = self.optimizer
         before = vars(optimizer)
         for name, after in vars(stand_in).items():
@@ -327,7 +343,7 @@ class UpdateRecipe:
             CannotReplay: it steps with none such.
         """
         for self._idles_with_groups in (False, True):
-            groups = _without_parameters(self.optimizer) if self._idles_with_groups else []
+            groups = self._groups_without_parameters() if self._idles_with_groups else []
             stand_in = self._stand_in(groups, defaultdict(dict))
             try:
                 with as_if_compiling(self._compiling):
@@ -362,14 +378,6 @@ class UpdateRecipe:
 
     def _versions(self) -> int:
         return sum(counts.version for counts in self._counts)
-
-
-def _without_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Groups like those of an optimizer, with containers of their own."""
-    return [
-        {name: [] if name == "params" else copied(value) for name, value in group.items()}
-        for group in optimizer.param_groups
-    ]
 
 
 def _copy(value: Any) -> Any:
