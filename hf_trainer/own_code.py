@@ -7,7 +7,6 @@ import types
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -15,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from xla_adapters.location import is_of_user
 from xla_adapters.replay.effects import Proof
-from xla_adapters.replay.outside import Knowledge, Unproven, Value
+from xla_adapters.replay.outside import OF_MODULES, Knowledge, Unproven, Value, nothing
 from xla_adapters.replay.own_code import OwnCode
 
 OWN_PACKAGES = ("transformers.", "hf_trainer.")
@@ -23,8 +22,8 @@ OWN_PACKAGES = ("transformers.", "hf_trainer.")
 _KNOWN_MODULES = ("transformers.", "torch.", "peft.", "xla_adapters.", "hf_trainer.")
 _KNOWLEDGE = Knowledge(
     packages=_KNOWN_MODULES,
-    calls=dict.fromkeys((Trainer.compute_loss, torch.nn.Module.parameters, torch.nn.Module.buffers), lambda owner: ()),
-    properties=dict.fromkeys(("device", "dtype"), lambda owner: ()),
+    calls={**OF_MODULES, Trainer.compute_loss: nothing},
+    properties=dict.fromkeys(("device", "dtype"), nothing),
 )
 # Functions that the trainer is given.
 _GIVEN = ("compute_loss_func", "preprocess_logits_for_metrics")
@@ -130,7 +129,7 @@ def _is_of_user(function: Any) -> bool:
         function = function.func
     function = getattr(function, "__func__", function)
     if isinstance(function, types.FunctionType):
-        return is_of_user(function.__code__.co_filename) and not function.__module__.startswith(OWN_PACKAGES)
+        return is_of_user(function.__code__.co_filename)
     builtin = function is None or isinstance(function, (types.BuiltinFunctionType, property))
     return not builtin and not type(function).__module__.startswith(_KNOWN_MODULES)
 

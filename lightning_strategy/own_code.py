@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import grad_norm
 from torchmetrics import Metric
 
 from xla_adapters.replay.effects import Proof
-from xla_adapters.replay.outside import FRESH, Batch, Held, Knowledge, Unproven, Value
+from xla_adapters.replay.outside import FRESH, OF_MODULES, Batch, Held, Knowledge, Unproven, Value, nothing
 from xla_adapters.replay.own_code import OwnCode
 
 # Methods of a module that Lightning calls in the middle of a step, with what it hands them by position.
@@ -35,16 +35,13 @@ _HOOKS: dict[str, tuple[str, ...]] = {
 _PACKAGES = ("lightning.", "lightning_strategy.", "torch.", "torchmetrics.", "transformers.", "peft.", "xla_adapters.")
 
 
-def _nothing(owner: Any) -> Iterable[Any]:
-    return ()
-
-
 def _optimizers(module: LightningModule) -> Iterable[Any]:
     found: Any = module.optimizers()
     return [Held(Value(tuple(found)))] if isinstance(found, list) else [found]
 
 
 _CALLS = {
+    **OF_MODULES,
     **dict.fromkeys(
         (
             # What they note is part of the step's bound state.
@@ -57,26 +54,20 @@ _CALLS = {
             LightningOptimizer.step,
             LightningOptimizer.toggle_model,
             torch.optim.Optimizer.zero_grad,
-            torch.nn.Module.parameters,
-            torch.nn.Module.named_parameters,
-            torch.nn.Module.buffers,
-            torch.nn.Module.zero_grad,
             grad_norm,
             *(getattr(LightningModule, name) for name in _HOOKS),
         ),
-        _nothing,
+        nothing,
     ),
     LightningModule.optimizers: _optimizers,
-    torch.nn.Module.modules: torch.nn.Module.modules,
-    torch.nn.Module.children: torch.nn.Module.children,
 }
 _KNOWLEDGE = Knowledge(
     packages=_PACKAGES,
     calls=_CALLS,
     methods=frozenset({"update", "compute"}),
     properties={
-        "device": _nothing,
-        "dtype": _nothing,
+        "device": nothing,
+        "dtype": nothing,
         "hparams": lambda module: [module.hparams],
     },
 )

@@ -67,7 +67,8 @@ class CompiledStep(Generic[_Result]):
         self._function = function
         self._seed = seed
         self._modules = tuple(modules)
-        self._code: OwnCode | None = None
+        # By what it is called with: what is left out has its default.
+        self._codes: dict[tuple[int, tuple[str, ...]], OwnCode] = {}
         self._facts: CodeFacts | None = None
         self._generation = 0
         self.program = StepProgram(getattr(function, "__name__", "step"), config)
@@ -95,11 +96,11 @@ class CompiledStep(Generic[_Result]):
         args, kwargs = self._on_device((args, kwargs))
         leaves, spec = tree_flatten(as_dicts((args, kwargs)))
         program = self.program
-        change = self._follow(len(args), kwargs)
+        code, change = self._follow(len(args), kwargs)
         opaque = next(
             (type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor) and not is_simple(leaf)), None
         )
-        obstacle = self._code.obstacle if self._code is not None else None
+        obstacle = code.obstacle if code is not None else None
         if opaque is not None:
             obstacle = f"an argument is a {opaque}"
         batch = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -113,7 +114,7 @@ class CompiledStep(Generic[_Result]):
             replay=ReplayRequest(
                 key=(str(spec), key, self._generation),
                 batch=batch,
-                modules=self._modules if self._code is None else [*self._modules, *self._code.modules],
+                modules=self._modules if code is None else [*self._modules, *code.modules],
                 obstacle=obstacle,
                 change=change,
             ),
@@ -125,25 +126,25 @@ class CompiledStep(Generic[_Result]):
                 result = self._function(*args, **kwargs)
                 program.keep("result", result)
             program.close()
-        if self._facts is None and self._code is None:
+        if self._facts is None and code is None:
             # As the function leaves them: those that it changes itself do not count.
             self._facts = CodeFacts(functions=[self._function], deep=False)
         return result  # type: ignore[no-any-return]
 
-    def _follow(self, positional: int, options: Iterable[str]) -> str | None:
-        """Notes what the function reads; returns what has changed of it, or None."""
-        if self._code is not None:
-            change = self._code.follow()
+    def _follow(self, positional: int, options: Iterable[str]) -> tuple[OwnCode | None, str | None]:
+        """Notes what the function reads; returns its code, if that is proven, and what has changed of it, or None."""
+        called = positional, tuple(options)
+        code, change = self._codes.get(called), None
+        if code is not None:
+            change = code.follow()
+        elif self.program.config.step_replay == "auto":
+            code = self._codes[called] = own_code(self._function, *called)
         elif self._facts is not None:
             change = self._facts.changed()
             self._facts = None if change is not None else self._facts
-        else:
-            change = None
-            if self.program.config.step_replay == "auto":
-                self._code = own_code(self._function, positional, tuple(options))
         if change is not None:
             self._generation += 1
-        return change
+        return code, change
 
     def _on_device(self, arguments: Any) -> Any:
         backend = get_backend()

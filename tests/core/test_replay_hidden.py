@@ -450,4 +450,4 @@ def test_parameters_in_no_module() -> None:
 
     step = _alike(body)
     assert step.replays == 4
-    assert any("requires_grad" in reason and "no module" in reason for reason in step.reasons), step.reasons
+    assert any("requires_grad" in reason for reason in step.reasons), step.reasons

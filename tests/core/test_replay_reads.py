@@ -307,7 +307,7 @@ def test_what_changes_at_each_step_is_said_once() -> None:
     unit = model(torch.ones(2, 4).to("xla")).sum().item()
     assert value.item() == pytest.approx(20 * unit, rel=1e-5)
     assert step.replays == 0
-    assert "from step to step, settings.factor changed" in step.reasons
+    assert "before each of 8 steps in a row, settings.factor changed" in step.reasons
     # It is tried again later: by then it stays as it is.
     for _ in range(60):
         value = step(torch.ones(2, 4))

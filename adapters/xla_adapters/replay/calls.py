@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from xla_adapters.replay.library_calls import LibraryCalls
-from xla_adapters.replay.lookups import PLAIN, SPECIAL, Frame
+from xla_adapters.replay.lookups import COMPUTED, PLAIN, SPECIAL, Frame
 from xla_adapters.replay.outside import (
     CHANGING_METHODS,
     FRESH,
@@ -32,7 +32,25 @@ from xla_adapters.replay.read_facts import has_attribute
 from xla_adapters.replay.sources import is_own_code
 
 # Built-in functions that call what they are given.
-_CALLING = (map, filter, max, min, sorted, functools.reduce)
+_CALLING = (
+    map,
+    filter,
+    max,
+    min,
+    sorted,
+    functools.reduce,
+    str,
+    repr,
+    format,
+    int,
+    float,
+    sum,
+    abs,
+    round,
+    divmod,
+    pow,
+    torch.func.functional_call,
+)
 _APPLY = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
 
@@ -80,19 +98,37 @@ class Calls(LibraryCalls):
             return FRESH
         if (item is hasattr or item is getattr) and len(node.args) > 1:
             return self._asked(item, node, arguments, frame)
+        if isinstance(item, functools.partial) and not is_own_code(item):
+            self._note_held(item.keywords, node, frame)
+            held = [*map(self._as_read, item.args)]
+            named = {name: self._as_read(value) for name, value in item.keywords.items()}
+            given = functools.reduce(Value.join, [*held, *named.values()], given)
+            return self._call_of(item.func, [*held, *arguments], {**named, **options}, given, node, frame)
         function = item.function if isinstance(item, Method) else item
         owner = item.owner if isinstance(item, Method) else getattr(item, "__self__", None)
         function = getattr(function, "__func__", function)
         known = self._knowledge.calls.get(function) if _hashable(function) else None
         if isinstance(item, torch.nn.Module):
+            self._use(item)
             return self.examine_module(item, arguments, options)
-        if isinstance(owner, Optimizer) and function.__name__ in ("step", "zero_grad"):
+        if isinstance(owner, Optimizer) and (
+            getattr(function, "__name__", "") == "step"
+            or (getattr(function, "__name__", "") == "zero_grad" and not is_own_code(function))
+        ):
             # The optimizer's own part of a step is known otherwise (`UpdateRecipe`).
             self._hand_over(given, "", node, frame)
             return FRESH
-        if isinstance(owner, torch.nn.Module) and function.__name__ == "forward" and not is_own_code(function):
+        if (
+            isinstance(owner, torch.nn.Module)
+            and getattr(function, "__name__", "") == "forward"
+            and not is_own_code(function)
+        ):
             self._hand_over(given, "", node, frame)
             self._parts(owner)
+            return FRESH
+        if isinstance(owner, torch.nn.Module) and self._is_own_super(node, frame) and not is_own_code(function):
+            # Of the method that is followed here: a library's code calls it, and would have called that one.
+            self._hand_over(given, "", node, frame)
             return FRESH
         if function is _APPLY and not isinstance(item, Method):
             raise self._fail(node, frame, f"it calls {ast.unparse(node.func)}")
@@ -130,6 +166,9 @@ class Calls(LibraryCalls):
         name = constant_of(node.args[1])
         if not isinstance(name, str):
             raise self._fail(node, frame, f"it calls {ast.unparse(node)}")
+        for owner in arguments[0].outside:
+            if not isinstance(owner, (Batch, Held, torch.nn.Module)) and hasattr(type(owner), "__getattr__"):
+                raise self._fail(node, frame, f"it asks {name_of(owner)}, which has a __getattr__ of its own")
         there = self._note_presence(arguments[0], name)
         if function is hasattr:
             return Value((), arguments[0].varying)
@@ -154,6 +193,8 @@ class Calls(LibraryCalls):
         if given.varying or varying:
             raise self._fail(node, frame, f"it looks at {given.varying or varying}")
         for part in given.outside:
+            if isinstance(part, torch.nn.Module):
+                self._use(part)
             if isinstance(part, (Local, Method, types.FunctionType)) or (
                 calls and isinstance(part, (torch.nn.Module, type))
             ):
@@ -163,7 +204,19 @@ class Calls(LibraryCalls):
             elif not known and not isinstance(part, PLAIN):
                 raise self._fail(node, frame, f"it hands {name_of(part)} to {ast.unparse(node.func)}")
             elif not known:
-                self._special(part, SPECIAL)
+                self._special(part, COMPUTED if calls else SPECIAL)
+
+    @staticmethod
+    def _is_own_super(node: ast.Call, frame: Frame) -> bool:
+        """Whether it is `super().name(...)` in a method of that name."""
+        called = node.func.value if isinstance(node.func, ast.Attribute) else None
+        return (
+            isinstance(called, ast.Call)
+            and isinstance(called.func, ast.Name)
+            and called.func.id == "super"
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == frame.function.__name__
+        )
 
     def _defining(self, node: ast.AST, frame: Frame) -> type:
         for cls in type(frame.owner).__mro__:
@@ -173,7 +226,9 @@ class Calls(LibraryCalls):
         raise self._fail(node, frame, "super() of a function that is no method")
 
     def _refuse_keeping(self, value: Value, node: ast.AST, frame: Frame) -> None:
-        """What is put into something that the step made could be changed through it."""
+        """What is put into something that the step made could be changed through it, or looked at."""
+        if value.varying:
+            raise self._fail(node, frame, f"it looks at {value.varying}")
         for item in value.outside:
             if not isinstance(item, (torch.nn.Module, type)):
                 raise self._fail(node, frame, f"it puts {name_of(item)} into a container")

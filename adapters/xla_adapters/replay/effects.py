@@ -12,6 +12,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from xla_adapters.replay.calls import Calls, constant_of
-from xla_adapters.replay.lookups import PLAIN, SPECIAL, Frame, is_constant
+from xla_adapters.replay.lookups import COMPUTED, PLAIN, Frame, is_constant
 from xla_adapters.replay.outside import (
     FRESH,
     Held,
@@ -30,10 +31,12 @@ from xla_adapters.replay.outside import (
     name_of,
 )
 from xla_adapters.replay.pure_calls import CONTEXTS
-from xla_adapters.replay.read_facts import ReadFact, inside
+from xla_adapters.replay.read_facts import ReadFact, inside, is_of_library
 from xla_adapters.replay.sources import source_of
 
 _DEPTH = 24
+# Of a loop, until nothing new is bound in it.
+_ROUNDS = 16
 # Their decorators do nothing beside tensors (`torch.no_grad`).
 _DECORATORS = ("torch.",)
 
@@ -73,8 +76,8 @@ class Proof(Calls):
         given, named = list(arguments), dict(options or {})
         called: Any = function
         while isinstance(called, functools.partial):
-            given = [*map(_given, called.args), *given]
-            named = {**{name: _given(item) for name, item in called.keywords.items()}, **named}
+            given = [*map(self._as_read, called.args), *given]
+            named = {**{name: self._as_read(item) for name, item in called.keywords.items()}, **named}
             self.facts.append(ReadFact.of_contents(called.keywords, inside(called.keywords), "the arguments"))
             called = called.func
         if not isinstance(called, (types.FunctionType, types.MethodType)):
@@ -99,11 +102,11 @@ class Proof(Calls):
         if len(self._stack) > _DEPTH:
             raise Unproven(f"{function.__qualname__} calls too deeply to be examined")
         node, file, first = source_of(function)
-        self._note_defaults(function)
+        self._note_definition(function)
         frame = Frame(function, owner, file, first, {})
         defaults = {
             name: Value((parameter.default,))
-            for name, parameter in inspect.signature(function).parameters.items()
+            for name, parameter in inspect.signature(function, follow_wrapped=False).parameters.items()
             if parameter.default is not parameter.empty and not is_constant(parameter.default)
         }
         self._bind_arguments(node.args, frame, arguments, options, defaults)
@@ -150,6 +153,16 @@ class Proof(Calls):
             self._block(body, frame)
         frame.branches -= 1
 
+    def _loop(self, node: ast.For | ast.While, frame: Frame) -> None:
+        """What the end of a loop binds is there at its beginning."""
+        for _ in range(_ROUNDS):
+            before = {name: value.stands_for() for name, value in frame.names.items()}
+            self._branches(frame, node.body)
+            if {name: value.stands_for() for name, value in frame.names.items()} == before:
+                self._branches(frame, node.orelse)
+                return
+        raise self._fail(node, frame, "a loop whose variables take too many values to be followed")
+
     def _statement(self, node: ast.stmt, frame: Frame) -> None:
         if isinstance(node, ast.Assign):
             value = self._value(node.value, frame)
@@ -171,11 +184,16 @@ class Proof(Calls):
             self._value(node.value, frame)
         elif isinstance(node, (ast.If, ast.While)):
             self._test(node.test, frame)
-            # Twice: what the end of a loop binds is there at its beginning.
-            self._branches(frame, node.body, node.orelse, *([node.body] if isinstance(node, ast.While) else []))
+            switch = self._switch(node.test, frame)
+            if switch is not None and isinstance(node, ast.If):
+                self._block(node.body if switch else node.orelse, frame)
+            elif isinstance(node, ast.While):
+                self._loop(node, frame)
+            else:
+                self._branches(frame, node.body, node.orelse)
         elif isinstance(node, ast.For):
             self._assign(node.target, self._element(self._value(node.iter, frame), node, frame), frame)
-            self._branches(frame, node.body, node.body, node.orelse)
+            self._loop(node, frame)
         elif isinstance(node, ast.With):
             for item in node.items:
                 entered = self._entered(self._value(item.context_expr, frame), item, frame)
@@ -184,8 +202,11 @@ class Proof(Calls):
             self._block(node.body, frame)
         elif isinstance(node, ast.Try):
             for handler in node.handlers:
-                frame.names[handler.name or "_"] = FRESH
+                if handler.name:
+                    frame.names[handler.name] = FRESH
             self._branches(frame, node.body, *(handler.body for handler in node.handlers), node.orelse, node.finalbody)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            self._import(node, frame)
         elif isinstance(node, ast.FunctionDef) and not node.decorator_list:
             frame.names[node.name] = Value((Local(node, frame),))
         elif isinstance(node, ast.Assert):
@@ -198,6 +219,19 @@ class Proof(Calls):
             pass
         elif not isinstance(node, (ast.Pass, ast.Break, ast.Continue)):
             raise self._fail(node, frame, f"a statement that is not followed: {type(node).__name__.lower()}")
+
+    def _import(self, node: ast.Import | ast.ImportFrom, frame: Frame) -> None:
+        """Of a library that is there already, so that nothing happens."""
+        for alias in node.names:
+            name = alias.name if isinstance(node, ast.Import) else node.module or ""
+            module = sys.modules.get(name)
+            if module is None or not is_of_library(module) or (isinstance(node, ast.ImportFrom) and node.level):
+                raise self._fail(node, frame, f"it imports {name or 'from its package'}")
+            if isinstance(node, ast.ImportFrom):
+                found = self._attribute_of(module, alias.name, ast.Name(f"{name}.{alias.name}"), frame)
+            else:
+                found = Value((module if alias.asname else sys.modules[name.split(".")[0]],))
+            frame.names[alias.asname or alias.name.split(".")[0]] = found
 
     def _entered(self, value: Value, node: ast.withitem, frame: Frame) -> Value:
         """What `with` binds; an object's own code around the block is followed."""
@@ -301,7 +335,7 @@ class Proof(Calls):
             if part.varying:
                 raise self._fail(node, frame, f"it looks at {part.varying}")
             for item in () if only_identity else part.outside:
-                self._special(item, SPECIAL)
+                self._special(item, COMPUTED)
                 if not isinstance(item, PLAIN):
                     raise self._fail(node, frame, f"it computes with {name_of(item)}")
         return FRESH
@@ -332,8 +366,13 @@ class Proof(Calls):
         return _held([self._value(part, frame) for part in parts])
 
     def _local(self, local: Local, arguments: Sequence[Value], options: dict[str, Value]) -> Value:
-        if local in self._stack:
-            return FRESH
+        given = [*arguments, *options.values()]
+        key = (id(local.node), *(value.stands_for() for value in given))
+        if key in self._stack:
+            # What it returns may be anything that it was given.
+            return functools.reduce(Value.join, given, FRESH)
+        if len(self._stack) > _DEPTH:
+            raise self._fail(local.node, local.frame, "it calls too deeply to be examined")
         inner = dataclasses.replace(local.frame, names=dict(local.frame.names), result=FRESH)
         spec = local.node.args
         positional = [item.arg for item in (*spec.posonlyargs, *spec.args)]
@@ -341,7 +380,7 @@ class Proof(Calls):
         late |= {item.arg: value for item, value in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if value}
         defaults = {name: self._value(value, local.frame) for name, value in late.items()}
         self._bind_arguments(spec, inner, arguments, options, defaults)
-        self._stack.append(local)
+        self._stack.append(key)
         try:
             if isinstance(local.node, ast.Lambda):
                 return self._value(local.node.body, inner)
@@ -349,10 +388,6 @@ class Proof(Calls):
         finally:
             self._stack.pop()
         return inner.result
-
-
-def _given(value: Any) -> Value:
-    return FRESH if is_constant(value) or isinstance(value, torch.Tensor) else Value((value,))
 
 
 def _held(parts: Sequence[Value]) -> Value:

@@ -180,8 +180,15 @@ def _changed_value(name: str, own: Mapping[str, Any], noted: Mapping[str, Any]) 
     for key, value in noted.items():
         present = own.get(key, ABSENT)
         if differs(present, value):
-            return f"{name}.{key}: {value!r:.60} -> {'nothing' if present is ABSENT else repr(present):.60}"
+            return f"{name}.{key}: {_said(value)} -> {_said(present)}"
     return None
+
+
+def _said(value: Any) -> str:
+    if value is ABSENT:
+        return "nothing"
+    # The text of a tensor is a transfer from the device; that of other objects is their own code.
+    return f"{value!r:.60}" if is_simple(value) else f"a {type(value).__name__}"
 
 
 def _are(present: Collection[object], noted: Collection[object]) -> bool:

@@ -240,6 +240,8 @@ class OwnStep:
 
     def _unknown(self, value: Any) -> str | None:
         """What is said of a value that the step may change unseen; None if it cannot."""
+        if value is _UNKNOWN:
+            return "of which nothing is known"
         if isinstance(value, (types.FunctionType, staticmethod, classmethod, property)):
             self._follow(value)
             return None
@@ -255,6 +257,8 @@ class OwnStep:
         return f"a {type(value).__name__}"
 
 
+# What a name stands for of which nothing is known.
+_UNKNOWN = object()
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
@@ -275,11 +279,7 @@ def _outside(function: types.FunctionType, free: Mapping[str, types.CellType]) -
                     for attribute in attributes & vars(value).keys():
                         yield f"{name}.{attribute}", vars(value)[attribute]
             elif name in _DOING_BUILTINS or not hasattr(builtins, name):
-                yield name, _Unknown()
-
-
-class _Unknown:
-    """What nothing is known of."""
+                yield name, _UNKNOWN
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -14,6 +14,18 @@ from xla_adapters.replay.outside import FRESH, Method, Value
 from xla_adapters.replay.read_facts import ReadFact
 from xla_adapters.replay.sources import is_own_code
 
+# Methods of modules and models that no forward pass calls: what they do is done before a step, or behind it.
+_OUTSIDE_STEPS = (
+    "__init__ __repr__ __str__ __setstate__ __getstate__ __deepcopy__ __reduce__ __reduce_ex__ __del__ __dir__ "
+    "extra_repr _get_name state_dict load_state_dict _load_from_state_dict _save_to_state_dict get_extra_state "
+    "set_extra_state reset_parameters _reset_parameters _init_weights init_weights initialize_weights post_init "
+    "from_pretrained _from_config save_pretrained push_to_hub can_generate generate prepare_inputs_for_generation "
+    "resize_token_embeddings _resize_token_embeddings resize_position_embeddings set_input_embeddings "
+    "set_output_embeddings tie_weights gradient_checkpointing_enable gradient_checkpointing_disable "
+    "num_parameters floating_point_ops enable_input_require_grads print_trainable_parameters "
+    "to cpu cuda half float double bfloat16 type _apply share_memory requires_grad_"
+)
+
 
 class LibraryCalls(Lookups):
     """Follows the user's code where a library calls it."""
@@ -52,11 +64,12 @@ class LibraryCalls(Lookups):
                 ):
                     self._read(part, name, value, name, ast.Name(name), _nowhere(part))
                     self.examine(value)
+            outside = _OUTSIDE_STEPS.split()
             for cls in type(part).__mro__:
                 if not self._knowledge.covers(cls):
                     for name, member in vars(cls).items():
                         overrides = any(name in vars(base) for base in cls.__mro__[1:] if self._knowledge.covers(base))
-                        if overrides and name != "__init__" and isinstance(member, types.FunctionType):
+                        if overrides and name not in outside and isinstance(member, types.FunctionType):
                             self._function(member, part, [Value((part,))], {})
 
     def _is_known_forward(self, module: torch.nn.Module) -> bool:

@@ -7,6 +7,7 @@ import builtins
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -29,11 +30,20 @@ from xla_adapters.replay.outside import (
     name_of,
 )
 from xla_adapters.replay.pure_calls import READING_METHODS
-from xla_adapters.replay.read_facts import DefaultsFact, Fact, PresenceFact, ReadFact, has_attribute, inside
-from xla_adapters.replay.values import is_simple
+from xla_adapters.replay.read_facts import (
+    DefinitionFact,
+    Fact,
+    FormFact,
+    PresenceFact,
+    ReadFact,
+    content_of,
+    has_attribute,
+    inside,
+)
+from xla_adapters.replay.values import ABSENT, is_simple
 
 # What functions may be given that do not change it.
-PLAIN = (Batch, Held, list, dict, set, tuple, type, torch.nn.Module)
+PLAIN = (Batch, Held, list, dict, set, tuple, type, Enum, torch.nn.Module)
 
 
 _BUILT_IN = (list, tuple, set, frozenset, dict)
@@ -42,6 +52,13 @@ _OF_MODULES = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 _MOST_CONTENTS = 4096
 # What code does with an object without calling a method by its name.
 SPECIAL = ("__bool__", "__len__", "__iter__", "__getitem__", "__contains__", "__eq__", "__hash__", "__missing__")
+_OF_TWO = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor "
+_OF_ONE = "lt le ne gt ge neg pos abs invert index int float complex round str repr format "
+COMPUTED = (
+    *SPECIAL,
+    *(f"__{kind}{name}__" for name in _OF_TWO.split() for kind in ("", "r", "i")),
+    *(f"__{name}__" for name in _OF_ONE.split()),
+)
 _TESTED = ("__bool__", "__len__")
 
 
@@ -66,14 +83,19 @@ class Lookups:
 
     Attributes:
         facts: what was read from outside, as it is now.
-        modules: that were read there.
     """
 
     def __init__(self, knowledge: Knowledge) -> None:
         self.facts: list[Fact] = []
-        self.modules: list[torch.nn.Module] = []
+        self._used: dict[int, torch.nn.Module] = {}
         self._knowledge = knowledge
         self._noted: set[tuple[int, str]] = set()
+        self._contents = _MOST_CONTENTS
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """Those that the code uses."""
+        return list(self._used.values())
 
     def _function(self, function: Any, owner: Any, arguments: Sequence[Value], options: dict[str, Value]) -> Value:
         raise NotImplementedError
@@ -89,9 +111,15 @@ class Lookups:
         free = function.__code__.co_freevars
         if node.id in free and function.__closure__ is not None:
             cell = function.__closure__[free.index(node.id)]
-            return self._read(cell, "cell_contents", cell.cell_contents, node.id, node, frame)
+            content = content_of(cell)
+            if content is ABSENT:
+                raise self._fail(node, frame, f"it reads {node.id}, which is not there yet")
+            return self._read(cell, "cell_contents", content, node.id, node, frame)
         if node.id in function.__globals__:
             return self._read(function.__globals__, node.id, function.__globals__[node.id], node.id, node, frame)
+        if node.id in function.__code__.co_varnames or node.id in function.__code__.co_cellvars:
+            # In a loop that binds it further on, which is gone through again.
+            return FRESH
         builtin = getattr(builtins, node.id, None)
         if builtin is None:
             # A local that no assignment came before: of an enclosing block, or an error when it runs.
@@ -102,13 +130,14 @@ class Lookups:
         if isinstance(value, torch.Tensor):
             if value.device.type != "xla":
                 raise self._fail(node, frame, f"it reads {said}, a tensor that is not on the device")
+            if (id(owner), name) not in self._noted:
+                self._noted.add((id(owner), name))
+                self.facts.append(FormFact.of(owner, name, value, said))
             return FRESH
-        if isinstance(value, torch.nn.Module):
-            self.modules.append(value)
         if (id(owner), name) not in self._noted:
             self._noted.add((id(owner), name))
             self.facts.append(ReadFact.of(owner, name, value, said))
-            self._note_contents(value)
+            self._note_contents(value, node, frame)
         return FRESH if is_constant(value) else Value((value,))
 
     def _note_absence(self, owner: Any, name: str) -> None:
@@ -122,22 +151,31 @@ class Lookups:
         self.facts.extend(PresenceFact.of(owner, name) for owner in owners)
         return any(has_attribute(owner, name) for owner in owners)
 
-    def _note_defaults(self, function: types.FunctionType) -> None:
-        if (function.__defaults__ or function.__kwdefaults__) and (id(function), "") not in self._noted:
+    def _note_definition(self, function: types.FunctionType) -> None:
+        if (id(function), "") not in self._noted:
             self._noted.add((id(function), ""))
-            self.facts.append(DefaultsFact.of(function))
+            self.facts.append(DefinitionFact.of(function))
 
-    def _note_contents(self, value: Any) -> None:
+    def _note_contents(self, value: Any, node: ast.AST, frame: Frame) -> None:
         """Notes what a container holds: code may count it, compare it, or ask whether it is empty."""
-        if not isinstance(value, _BUILT_IN) or is_simple(value) or (id(value), "") in self._noted:
-            return
-        if len(value) > _MOST_CONTENTS:
-            raise Unproven(f"it reads {name_of(value)}, which holds too much to be compared before each step")
-        self._noted.add((id(value), ""))
+        if isinstance(value, _BUILT_IN) and not is_simple(value):
+            for part in self._note_held(value, node, frame):
+                self._note_contents(part, node, frame)
+
+    def _note_held(self, value: Any, node: ast.AST, frame: Frame) -> list[Any]:
+        """What a container holds, which is noted; nothing if it was noted before."""
+        if (id(value), "[]") in self._noted:
+            return []
         held = inside(value)
+        self._contents -= len(held)
+        if self._contents < 0:
+            raise self._fail(node, frame, f"it reads {name_of(value)}: too much to be compared before each step")
+        self._noted.add((id(value), "[]"))
         self.facts.append(ReadFact.of_contents(value, held, name_of(value)))
-        for part in held:
-            self._note_contents(part)
+        return held
+
+    def _use(self, module: torch.nn.Module) -> None:
+        self._used.setdefault(id(module), module)
 
     def _element(self, value: Value, node: ast.AST, frame: Frame, key: Any = None) -> Value:
         """What a container holds.
@@ -153,9 +191,7 @@ class Lookups:
                 found = found.join(item.value)
             elif isinstance(item, (*_BUILT_IN, *_OF_MODULES)):
                 found = found.join(self._special(item, SPECIAL))
-                if (id(item), "[]") not in self._noted:
-                    self._noted.add((id(item), "[]"))
-                    self.facts.append(ReadFact.of_contents(item, inside(item), name_of(item)))
+                self._note_held(item, node, frame)
                 held = tuple(part for part in _chosen(item, key) if not is_constant(part))
                 if any(isinstance(part, torch.Tensor) and part.device.type != "xla" for part in held):
                     raise self._fail(node, frame, f"it reads tensors of {name_of(item)} that are not on the device")
@@ -171,7 +207,7 @@ class Lookups:
         found = FRESH
         for name in names if not isinstance(item, type) else ():
             method = getattr(type(item), name, None)
-            if isinstance(method, types.FunctionType) and is_of_user(method.__code__.co_filename):
+            if _is_of_user(method):
                 found = found.join(self._function(method, item, [Value((item,))], {}))
         return found
 
@@ -181,13 +217,35 @@ class Lookups:
             self._special(item, _TESTED)
             own = [getattr(type(item), name) for name in _TESTED if hasattr(type(item), name)]
             if isinstance(item, PLAIN):
-                self._note_contents(item)
-            elif not isinstance(item, type) and not all(isinstance(method, types.FunctionType) for method in own):
+                self._note_contents(item, node, frame)
+            elif not isinstance(item, type) and not all(map(_is_of_user, own)):
                 raise self._fail(node, frame, f"it asks whether {name_of(item)} is empty")
+
+    def _switch(self, node: ast.expr, frame: Frame) -> bool | None:
+        """Whether a switch from before the step is on, which was noted when it was read; None if it is none."""
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            inner = self._switch(node.operand, frame)
+            return None if inner is None else not inner
+        found: Any = ABSENT
+        if isinstance(node, ast.Name) and node.id not in frame.names:
+            function = frame.function
+            if node.id in function.__code__.co_freevars:
+                found = content_of(function.__closure__[function.__code__.co_freevars.index(node.id)])
+            elif node.id not in (*function.__code__.co_varnames, *function.__code__.co_cellvars):
+                found = function.__globals__.get(node.id, ABSENT)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr != "training":
+            owners = frame.names.get(node.value.id, FRESH).outside
+            if len(owners) == 1 and not isinstance(getattr(type(owners[0]), node.attr, None), property):
+                found = getattr(owners[0], "__dict__", {}).get(node.attr, ABSENT)
+        return found if isinstance(found, bool) else None
 
     def _attribute(self, value: Value, name: str, node: ast.AST, frame: Frame) -> Value:
         if value.varying:
             raise self._fail(node, frame, f"it looks at {value.varying}")
+        if name.startswith("__") and not name.endswith("__"):
+            # As it is called outside of its class.
+            names = [found for found in frame.function.__code__.co_names if found.endswith(name)]
+            name = names[0] if len(names) == 1 else name
         found = FRESH
         for item in value.outside:
             found = found.join(self._attribute_of(item, name, node, frame))
@@ -219,7 +277,12 @@ class Lookups:
             # A dictionary whose entries are attributes.
             return self._read(item, name, item[name], said, node, frame)
         own = getattr(item, "__dict__", {})
+        if _is_of_user(type(item).__getattribute__):
+            raise self._fail(node, frame, f"it reads {said}, by a __getattribute__ of its own")
+        if isinstance(item, Enum) and name in ("name", "value"):
+            return FRESH
         if isinstance(item, torch.nn.Module):
+            self._use(item)
             for group in ("_parameters", "_buffers"):
                 if name in own[group]:
                     return FRESH
@@ -266,6 +329,7 @@ class Lookups:
 
     def _of_class(self, owner: Any, cls: type, name: str, member: Any, said: str, node: ast.AST, frame: Frame) -> Value:
         if isinstance(member, property):
+            self._read(cls, name, member, said, node, frame)
             if name in self._knowledge.properties and self._knowledge.covers(cls):
                 return Value(tuple(self._knowledge.properties[name](owner)))
             if self._knowledge.covers(cls) or member.fget is None:
@@ -288,7 +352,19 @@ class Lookups:
 
 def is_constant(value: Any) -> bool:
     """Whether a value can neither change nor be changed."""
-    return is_simple(value) and not isinstance(value, (list, dict, set))
+    return is_simple(value) and not isinstance(value, (list, dict, set)) and not _has_methods(value)
+
+
+def _has_methods(value: Any) -> bool:
+    """Whether it is one of an enumeration with methods of its own."""
+    if not isinstance(value, Enum):
+        return False
+    members = (member for cls in type(value).__mro__ for name, member in vars(cls).items() if name[:1] != "_")
+    return any(_is_of_user(member.fget if isinstance(member, property) else member) for member in members)
+
+
+def _is_of_user(method: Any) -> bool:
+    return isinstance(method, types.FunctionType) and is_of_user(method.__code__.co_filename)
 
 
 def _chosen(container: Any, key: Any) -> list[Any]:

@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import torch
 from torch.optim.swa_utils import AveragedModel
 
 from xla_adapters.replay.effects import Proof
-from xla_adapters.replay.outside import Batch, Knowledge, Unproven, Value
+from xla_adapters.replay.outside import OF_MODULES, Batch, Knowledge, Unproven, Value, nothing
 from xla_adapters.replay.own_code import OwnCode
-
-
-def _nothing(owner: Any) -> Iterable[Any]:
-    return ()
-
 
 _KNOWLEDGE = Knowledge(
     packages=None,
-    calls={
-        **dict.fromkeys(
-            (
-                torch.nn.Module.parameters,
-                torch.nn.Module.named_parameters,
-                torch.nn.Module.buffers,
-                torch.nn.Module.named_buffers,
-                torch.nn.Module.zero_grad,
-                # A pass that finds another mode than the one recorded found it is traced.
-                torch.nn.Module.train,
-                torch.nn.Module.eval,
-                AveragedModel.update_parameters,
-            ),
-            _nothing,
-        ),
-        torch.nn.Module.modules: torch.nn.Module.modules,
-        torch.nn.Module.children: torch.nn.Module.children,
-    },
+    calls={**OF_MODULES, AveragedModel.update_parameters: nothing},
     methods=frozenset({"update", "compute"}),
-    properties=dict.fromkeys(("device", "dtype"), _nothing),
+    properties=dict.fromkeys(("device", "dtype"), nothing),
 )
 
 

@@ -6,9 +6,11 @@ import ast
 import dataclasses
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from xla_adapters.location import is_of_user
 from xla_adapters.replay.read_facts import is_of_library
@@ -42,6 +44,10 @@ class Value:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Value) and hash(self) == hash(other)
 
+    def stands_for(self) -> Hashable:
+        """The same for two values that stand for the same things."""
+        return frozenset(map(_identity, self.outside)), self.varying
+
     def join(self, other: Value) -> Value:
         """Either of both."""
         if other is self or other is FRESH:
@@ -49,6 +55,19 @@ class Value:
         known = set(map(id, self.outside))
         more = tuple(item for item in other.outside if id(item) not in known)
         return Value(self.outside + more, self.varying or other.varying)
+
+
+def _identity(item: Any) -> Hashable:
+    if isinstance(item, Held):
+        return "held", item.value.stands_for()
+    if isinstance(item, Local):
+        return "local", id(item.node)
+    if isinstance(item, (Method, Super)):
+        return type(item), id(item.function if isinstance(item, Method) else item.behind), id(item.owner)
+    if isinstance(item, (ContainerMethod, KnownMethod)):
+        holder = item.container if isinstance(item, ContainerMethod) else item.owner
+        return type(item), _identity(holder), item.name
+    return id(item)
 
 
 FRESH = Value()
@@ -124,9 +143,39 @@ class Knowledge:
 
     def covers(self, item: type | Callable[..., Any]) -> bool:
         """Whether a class or function is of a package that is known."""
+        if isinstance(item, types.FunctionType) and is_of_user(item.__code__.co_filename):
+            # One that wraps a library's goes by its module.
+            return False
         if self.packages is None:
             return is_of_library(sys.modules.get(item.__module__ or ""))
         return (item.__module__ or "").startswith(self.packages)
+
+
+def nothing(owner: Any) -> Iterable[Any]:
+    """What a call returns that hands out nothing from before the step."""
+    return ()
+
+
+# Methods of all modules, with what they return: they do nothing, or what the facts of modules show.
+OF_MODULES: Mapping[Any, Callable[[Any], Iterable[Any]]] = {
+    **dict.fromkeys(
+        (
+            torch.nn.Module.parameters,
+            torch.nn.Module.named_parameters,
+            torch.nn.Module.buffers,
+            torch.nn.Module.named_buffers,
+            torch.nn.Module.zero_grad,
+            # A pass that finds another mode than the one recorded found it is traced.
+            torch.nn.Module.train,
+            torch.nn.Module.eval,
+        ),
+        nothing,
+    ),
+    torch.nn.Module.modules: torch.nn.Module.modules,
+    torch.nn.Module.named_modules: torch.nn.Module.modules,
+    torch.nn.Module.children: torch.nn.Module.children,
+    torch.nn.Module.named_children: torch.nn.Module.children,
+}
 
 
 def is_plain_record(cls: type) -> bool:
@@ -137,6 +186,10 @@ def is_plain_record(cls: type) -> bool:
     if any(
         isinstance(member, types.FunctionType) and is_of_user(member.__code__.co_filename)
         for member in vars(cls).values()
+    ):
+        return False
+    if dataclasses.is_dataclass(cls) and any(
+        isinstance(field.default_factory, types.FunctionType) for field in dataclasses.fields(cls)
     ):
         return False
     named_tuple = issubclass(cls, tuple) and hasattr(cls, "_fields")

@@ -9,7 +9,7 @@ import torch
 
 from xla_adapters.replay.effects import Proof
 from xla_adapters.replay.outside import Knowledge, Unproven
-from xla_adapters.replay.read_facts import Fact, FunctionFacts
+from xla_adapters.replay.read_facts import Fact, FunctionFacts, holds_contents
 
 # Steps in a row before each of which something had changed, until it is taken for something that always does.
 _UNSTEADY = 8
@@ -89,7 +89,8 @@ class OwnCode:
             self._look()
         else:
             # To record each step anew costs more than to trace it.
-            self.obstacle, self._pause = f"from step to step, {self.change}", _PAUSE
+            self._pause = _PAUSE
+            self.obstacle = self.obstacle or f"before each of {_UNSTEADY} steps in a row, {self.change}"
         return self.change
 
     def _look(self) -> None:
@@ -103,4 +104,8 @@ class OwnCode:
             self._examine(proof)
         except Unproven as error:
             self.obstacle = str(error)
-        self._facts, self.modules = proof.facts, proof.modules
+        except RecursionError:
+            self.obstacle = "a replay would leave out what its code may do beside tensors: it nests too deeply"
+        # Code that is refused may well fill a list from step to step: what that holds would be kept alive for nothing.
+        self._facts = [fact for fact in proof.facts if self.obstacle is None or not holds_contents(fact)]
+        self.modules = proof.modules

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from xla_adapters.location import is_of_user
+
 _BUILTINS = (
     "abs all any bool dict divmod enumerate filter float frozenset int isinstance issubclass len list map "
     "max min range repr reversed round set slice sorted str sum tuple type zip hasattr callable "
@@ -23,6 +25,8 @@ _CREATION = (
     "randint randn randperm scalar_tensor tensor zeros Size device is_floating_point is_complex "
     "multinomial normal "
 )
+# Others call methods, read attributes, or change what they are given.
+_OPERATORS = "add sub mul matmul truediv floordiv mod pow neg pos abs lt le eq ne ge gt is_ is_not and_ or_ xor "
 # Objects of these only switch modes.
 CONTEXTS = (
     torch.no_grad,
@@ -53,13 +57,18 @@ def _functions() -> frozenset[int]:
     ]
     found += [getattr(builtins, name) for name in _BUILTINS.split()]
     found += [getattr(torch, name) for name in _CREATION.split()]
-    found += [value for module in (math, operator) for value in vars(module).values() if callable(value)]
-    found += [*CONTEXTS, torch.autograd.grad, torch.cuda.amp.autocast]
+    found += [value for value in vars(math).values() if callable(value)]
+    found += [getattr(operator, name) for name in _OPERATORS.split()]
+    found += [value for name, value in vars(torch).items() if name.startswith("_foreach_")]
+    found += [*CONTEXTS, torch.autograd.grad, torch.func.functional_call, torch.cuda.amp.autocast]
     return frozenset(map(id, found))
 
 
 def is_pure(function: Callable[..., Any]) -> bool:
     """Whether a function or class is known to have no effect beside tensors."""
+    if isinstance(function, types.FunctionType) and is_of_user(function.__code__.co_filename):
+        # One that wraps a library's goes by its module, or may have been put in its place.
+        return False
     # The device's package may have put others in the places of these.
     if id(function) in _functions() or function in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
         return True

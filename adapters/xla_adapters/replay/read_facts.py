@@ -58,30 +58,75 @@ class ReadFact:
             present = inside(self.owner)
             same = len(present) == len(self.value) and not any(map(differs, present, self.value))
             return None if same else f"{self.said} holds something else"
-        owner = self.owner
-        if isinstance(owner, dict):
-            found = owner.get(self.name, ABSENT)
-        elif isinstance(owner, types.CellType):
-            found = content_of(owner)
-        else:
-            found = vars(owner).get(self.name, ABSENT)
-        return f"{self.said} changed" if differs(found, self.value) else None
+        return f"{self.said} changed" if differs(_found(self.owner, self.name), self.value) else None
+
+
+def holds_contents(fact: Fact) -> bool:
+    """Whether a fact is what a container holds."""
+    return isinstance(fact, ReadFact) and not fact.name
 
 
 @dataclass(frozen=True, slots=True)
-class DefaultsFact:
-    """What a function's arguments are if they are not given."""
+class FormFact:
+    """A tensor that a step's code reads from outside, which the graph may know by its shape alone.
+
+    Another tensor of the same form is no change: whose values the graph takes is known otherwise.
+
+    Attributes:
+        owner, name, said: as of a `ReadFact`.
+        form: of the tensor.
+    """
+
+    owner: Any
+    name: str
+    said: str
+    form: dict[str, Any]
+
+    @classmethod
+    def of(cls, owner: Any, name: str, value: torch.Tensor, said: str) -> FormFact:
+        """Notes the form of a tensor."""
+        return cls(owner, name, said, _form(value))
+
+    def changed(self) -> str | None:
+        """How the code would find something else now, or None."""
+        found = _found(self.owner, self.name)
+        if not isinstance(found, torch.Tensor):
+            return f"{self.said} changed"
+        form = _form(found)
+        return next((f"{what} of {self.said} changed" for what in form if form[what] != self.form[what]), None)
+
+
+def _form(tensor: torch.Tensor) -> dict[str, Any]:
+    return {name: getattr(tensor, name) for name in ("shape", "dtype", "device", "requires_grad")}
+
+
+def _found(owner: Any, name: str) -> Any:
+    """What is under a name: in a cell, a dictionary, or an object or class itself."""
+    if isinstance(owner, types.CellType):
+        return content_of(owner)
+    own = getattr(owner, "__dict__", None)
+    if own is not None and name in own:
+        return own[name]
+    return owner.get(name, ABSENT) if isinstance(owner, dict) else ABSENT
+
+
+@dataclass(frozen=True, slots=True)
+class DefinitionFact:
+    """What a function does, and what its arguments are if they are not given."""
 
     function: types.FunctionType
+    code: types.CodeType
     values: tuple[Any, ...]
 
     @classmethod
-    def of(cls, function: types.FunctionType) -> DefaultsFact:
+    def of(cls, function: types.FunctionType) -> DefinitionFact:
         """Notes them as they are."""
-        return cls(function, tuple(map(copied, _defaults(function))))
+        return cls(function, function.__code__, tuple(map(copied, _defaults(function))))
 
     def changed(self) -> str | None:
         """How they are others now, or None."""
+        if self.function.__code__ is not self.code:
+            return f"{self.function.__qualname__} got other code"
         present = _defaults(self.function)
         same = len(present) == len(self.values) and not any(map(differs, present, self.values))
         return None if same else f"the default arguments of {self.function.__qualname__} changed"

@@ -5,13 +5,18 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import textwrap
+import linecache
+import os
+import time
 import types
 from typing import Any
 
 from xla_adapters.location import is_of_user
 from xla_adapters.replay.outside import Unproven
 from xla_adapters.replay.read_facts import is_of_library
+
+# What was written to since then may not be what runs.
+_BEGAN = time.time()
 
 
 def is_own_code(function: Any) -> bool:
@@ -20,7 +25,9 @@ def is_own_code(function: Any) -> bool:
         if isinstance(function, functools.partial):
             function = function.func
             continue
-        function = getattr(function, "__func__", function)
+        if hasattr(function, "__func__"):
+            function = function.__func__
+            continue
         code = getattr(function, "__code__", None)
         if code is None:
             called = type(function)
@@ -39,24 +46,74 @@ def source_of(function: types.FunctionType) -> tuple[ast.FunctionDef | ast.Lambd
     """
     try:
         lines, first = inspect.getsourcelines(function.__code__)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-        indent = len(lines[0]) - len(lines[0].lstrip())
+        tree = _parsed(lines)
     except (OSError, TypeError, SyntaxError):
         raise Unproven(f"the source of {function.__qualname__} cannot be read") from None
-    return _node_of(function, tree, first, indent), inspect.getsourcefile(function) or "?", first
+    file = inspect.getsourcefile(function) or "?"
+    if _was_edited(function.__code__, file):
+        raise Unproven(f"{file} was edited after {function.__qualname__} was loaded from it")
+    return _node_of(function, tree, first), file, first
 
 
-def _node_of(function: types.FunctionType, tree: ast.Module, first: int, indent: int) -> ast.FunctionDef | ast.Lambda:
+def _parsed(lines: list[str]) -> ast.Module:
+    if not lines[0][:1].isspace():
+        return ast.parse("".join(lines))
+    # Not taken back to the margin: text that runs over several lines may begin there.
+    (block,) = ast.parse("if True:\n" + "".join(lines)).body
+    assert isinstance(block, ast.If)
+    tree = ast.Module(block.body, [])
+    ast.increment_lineno(tree, -1)
+    return tree
+
+
+def _was_edited(code: types.CodeType, file: str) -> bool:
+    """Whether a file holds other code by now than what was loaded from it."""
+    try:
+        edited = os.stat(file).st_mtime
+    except OSError:
+        # Typed in: its text is kept with it.
+        return False
+    return edited > _BEGAN and not any(_same_code(code, other) for other in _codes_in(file, edited))
+
+
+@functools.lru_cache(maxsize=64)
+def _codes_in(file: str, edited: float) -> list[types.CodeType]:
+    try:
+        found = [compile("".join(linecache.getlines(file)), file, "exec", dont_inherit=True)]
+    except (SyntaxError, ValueError):
+        return []
+    for code in found:
+        found.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return found
+
+
+def _same_code(code: types.CodeType, other: types.CodeType) -> bool:
+    return (
+        code.co_name == other.co_name
+        and code.co_firstlineno == other.co_firstlineno
+        and code.co_code == other.co_code
+        and code.co_names == other.co_names
+        and len(code.co_consts) == len(other.co_consts)
+        and all(map(_same_constant, code.co_consts, other.co_consts))
+    )
+
+
+def _same_constant(constant: Any, other: Any) -> bool:
+    if isinstance(constant, types.CodeType) and isinstance(other, types.CodeType):
+        return _same_code(constant, other)
+    return type(constant) is type(other) and repr(constant) == repr(other)
+
+
+def _node_of(function: types.FunctionType, tree: ast.Module, first: int) -> ast.FunctionDef | ast.Lambda:
     """Where a function is in the source that was found for it."""
     code = function.__code__
     if code.co_name == "<lambda>":
-        begins = min(
-            (line, column) for line, _, column, end in code.co_positions() if line and end and column is not None
-        )
+        positions = ((line, column) for line, _, column, end in code.co_positions() if line and end)
+        begins = min((place for place in positions if place[1] is not None), default=None)
         found = [
             node
             for node in ast.walk(tree)
-            if isinstance(node, ast.Lambda) and (node.body.lineno + first - 1, node.body.col_offset + indent) == begins
+            if isinstance(node, ast.Lambda) and (node.body.lineno + first - 1, node.body.col_offset) == begins
         ]
         if len(found) == 1:
             return found[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -13,18 +15,25 @@ ABSENT = object()
 
 def is_simple(value: Any, depth: int = 3) -> bool:
     """Whether a value can be compared, and kept as a copy."""
-    if type(value) in _SIMPLE or isinstance(value, (str, int, float)):
+    if type(value) in _SIMPLE:
         return True
+    if isinstance(value, (str, int, float)):
+        # One of a class of its own may have attributes.
+        return isinstance(value, Enum) or not hasattr(value, "__dict__")
     if type(value) in (list, tuple, set, frozenset) and len(value) <= 64:
-        return depth > 0 and all(is_simple(item, depth - 1) for item in value)
+        return depth > 0 and _are_simple(value, depth - 1)
     if type(value) is dict and len(value) <= 256:
-        return depth > 0 and all(is_simple(item, depth - 1) for item in value.values())
+        return depth > 0 and all(type(key) in _SIMPLE for key in value) and _are_simple(value.values(), depth - 1)
     return False
+
+
+def _are_simple(values: Iterable[Any], depth: int) -> bool:
+    return all(is_simple(item, depth) for item in values)
 
 
 def is_noted(value: Any) -> bool:
     """Whether an attribute of this value may be part of what a trace depends on."""
-    return isinstance(value, torch.Tensor) or callable(value) or is_simple(value)
+    return isinstance(value, (torch.Tensor, str, int, float)) or callable(value) or is_simple(value)
 
 
 def copied(value: Any) -> Any:
@@ -40,11 +49,13 @@ def differs(present: Any, noted: Any) -> bool:
     """Whether a value is another than was noted: simple ones are compared, others are to be the same object."""
     if present is noted:
         return False
-    return not is_simple(noted) or not is_simple(present) or not _same(present, noted)
+    return not is_simple(noted) or not _same(present, noted)
 
 
 def _same(present: Any, noted: Any) -> bool:
     """Whether two simple values are equal, of one type, and in one order: 2 is not 2.0 in a graph."""
+    if present is noted:
+        return True
     if type(present) is not type(noted):
         return False
     if type(noted) is dict:
