@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +13,13 @@ import torch
 from torch import nn
 
 import xla_adapters
+from tests.core.replay_cases import assert_followed
 from tests.core.replay_twins import Twin
 from tests.core.support import differences
 from tests.isolation import isolated
-from xla_adapters import CompiledStep, XLAConfig
+from xla_adapters import CompiledStep
 
 _FACTOR = 1.0
-# A case makes a step of a model, and what is changed between two of its passes.
-_Case = Callable[[nn.Module], tuple[Callable[..., Any], Callable[[], object]]]
 
 
 class _Base:
@@ -191,24 +189,9 @@ _FOLLOWED = [
 ]
 
 
-def _run(case: _Case, replay: bool | str) -> tuple[list[Any], CompiledStep[Any]]:
-    torch.manual_seed(0)
-    function, change = case(nn.Linear(4, 3).to("xla"))
-    step = CompiledStep(function, config=XLAConfig(step_replay=replay))  # type: ignore[arg-type]
-    found = [step(torch.full((2, 4), 1.0 + number)) for number in range(5)]
-    change()
-    found += [step(torch.full((2, 4), 1.0 + number)) for number in range(5)]
-    return [(value.cpu().tolist(), value.dtype) for value in found], step
-
-
 @isolated
 def test_what_changes_is_followed() -> None:
-    for case in _FOLLOWED:
-        (expected, _), (found, step) = _run(case, False), _run(case, "auto")
-        assert found == expected, case.__name__
-        assert expected[:5] != expected[5:], f"{case.__name__} changes nothing"
-        assert step.replays >= 3, (case.__name__, step.reasons)
-        assert len(step.reasons) == 1, (case.__name__, step.reasons)
+    assert_followed(_FOLLOWED)
 
 
 class _Timer:
