@@ -79,6 +79,12 @@ def test_files_that_were_edited_since_they_were_loaded() -> None:
         loader.write("edited_before", _TRACED.replace("LOG.append(1)", "pass"), seconds=5)
         with pytest.raises(Unproven, match="was edited after step was loaded"):
             _prove(module.step)
+        module = loader.load("edited_behind", _TRACED)
+        for seconds in (0, 5):
+            # What was read before the edit is what runs.
+            with pytest.raises(Unproven, match="append"):
+                _prove(module.step)
+            loader.write("edited_behind", _TRACED.replace("LOG.append(1)", "pass"), seconds=seconds + 5)
         plain = _TRACED.replace("LOG.append(1)", "pass")
         module = loader.load("edited_elsewhere", plain)
         loader.write("edited_elsewhere", plain + "\n\nOTHER = 1\n", seconds=5)

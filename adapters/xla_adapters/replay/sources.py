@@ -44,15 +44,21 @@ def source_of(function: types.FunctionType) -> tuple[ast.FunctionDef | ast.Lambd
     Raises:
         Unproven: it cannot be read, or holds something else.
     """
+    return _source_of(function.__code__, function.__qualname__)
+
+
+# Whoever edits a file while its code runs changes nothing of what was read before.
+@functools.lru_cache(maxsize=4096)
+def _source_of(code: types.CodeType, name: str) -> tuple[ast.FunctionDef | ast.Lambda, str, int]:
     try:
-        lines, first = inspect.getsourcelines(function.__code__)
+        lines, first = inspect.getsourcelines(code)
         tree = _parsed(lines)
     except (OSError, TypeError, SyntaxError):
-        raise Unproven(f"the source of {function.__qualname__} cannot be read") from None
-    file = inspect.getsourcefile(function) or "?"
-    if _was_edited(function.__code__, file):
-        raise Unproven(f"{file} was edited after {function.__qualname__} was loaded from it")
-    return _node_of(function, tree, first), file, first
+        raise Unproven(f"the source of {name} cannot be read") from None
+    file = inspect.getsourcefile(code) or "?"
+    if _was_edited(code, file):
+        raise Unproven(f"{file} was edited after {name} was loaded from it")
+    return _node_of(code, name, tree, first), file, first
 
 
 def _parsed(lines: list[str]) -> ast.Module:
@@ -104,9 +110,8 @@ def _same_constant(constant: Any, other: Any) -> bool:
     return type(constant) is type(other) and repr(constant) == repr(other)
 
 
-def _node_of(function: types.FunctionType, tree: ast.Module, first: int) -> ast.FunctionDef | ast.Lambda:
+def _node_of(code: types.CodeType, name: str, tree: ast.Module, first: int) -> ast.FunctionDef | ast.Lambda:
     """Where a function is in the source that was found for it."""
-    code = function.__code__
     if code.co_name == "<lambda>":
         positions = ((line, column) for line, _, column, end in code.co_positions() if line and end)
         begins = min((place for place in positions if place[1] is not None), default=None)
@@ -117,7 +122,7 @@ def _node_of(function: types.FunctionType, tree: ast.Module, first: int) -> ast.
         ]
         if len(found) == 1:
             return found[0]
-        raise Unproven(f"the source of {function.__qualname__} cannot be told from what else is in its line")
+        raise Unproven(f"the source of {name} cannot be told from what else is in its line")
     if isinstance(tree.body[0], ast.FunctionDef) and tree.body[0].name == code.co_name:
         return tree.body[0]
-    raise Unproven(f"{function.__qualname__} is no plain function")
+    raise Unproven(f"{name} is no plain function")
