@@ -17,7 +17,7 @@ from xla_adapters.mapped_memory import MappedMemory
 from xla_adapters.random_algorithm import use_random_algorithm
 from xla_adapters.replay.bound import Owner
 from xla_adapters.replay.cached import SeparatingScope
-from xla_adapters.replay.facts import all_related
+from xla_adapters.replay.facts import all_related, own_mode
 from xla_adapters.replay.passes import ReplayPass
 from xla_adapters.replay.places import PassTensors
 from xla_adapters.replay.policy import StepReplay
@@ -246,8 +246,9 @@ class StepProgram:
             return False
         if replay.change is not None:
             self._make_replay().note(replay.change)
-        if replay.obstacle is not None and self.config.step_replay == "auto":
-            self.refuse_replay(replay.obstacle)
+        obstacle = replay.obstacle or own_mode()
+        if obstacle is not None and self.config.step_replay == "auto":
+            self.refuse_replay(obstacle)
             return False
         self._make_replay()
         return get_backend().replay_works

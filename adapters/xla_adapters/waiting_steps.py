@@ -118,9 +118,14 @@ class StateWatch(TorchFunctionMode):
         return tensor.device.type == "xla" and storage_of(tensor) in self.storages
 
 
+def function_mode_stack() -> list[TorchFunctionMode]:
+    """The other modes, which a trace would pass through."""
+    return [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, StateWatch)]
+
+
 def function_modes() -> int:
-    """How many other modes there are, which a trace would pass through."""
-    return sum(not isinstance(mode, StateWatch) for mode in _get_current_function_mode_stack())
+    """How many other modes there are."""
+    return len(function_mode_stack())
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from tests.core.replay_cases import assert_followed
 from tests.isolation import isolated
@@ -402,3 +403,25 @@ def test_code_that_is_traced_holds_on_to_nothing() -> None:
     (reason, *others) = compiled.reasons
     assert "append" in reason
     assert not any("steps in a row" in other for other in others)
+
+
+class _Operators(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _log.append(1)
+        return func(*args, **(kwargs or {}))
+
+
+@isolated
+def test_modes_that_see_each_operator() -> None:
+    _log.clear()
+    step = CompiledStep(lambda inputs: (inputs * 2).sum())
+    with _Operators():
+        for _ in range(6):
+            before = len(_log)
+            step(torch.ones(2, 4))
+            assert len(_log) > before
+    assert step.replays == 0
+    with torch.device("cpu"):
+        for _ in range(6):
+            step(torch.ones(2, 4))
+    assert step.replays > 0, step.reasons

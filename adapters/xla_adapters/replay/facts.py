@@ -14,7 +14,7 @@ from xla_adapters.replay.glance import Glance
 from xla_adapters.replay.sources import is_own_code
 from xla_adapters.replay.tensor_facts import TensorFacts, hooks_of
 from xla_adapters.replay.values import ABSENT, copied, differs, is_noted, is_simple
-from xla_adapters.waiting_steps import function_modes
+from xla_adapters.waiting_steps import function_mode_stack, function_modes
 
 _HOOKS = (
     "_forward_hooks",
@@ -48,6 +48,14 @@ def environment() -> tuple[Any, ...]:
         function_modes(),
         tuple(key for name in _GLOBAL_HOOKS for key in getattr(nn_module, name)),
     )
+
+
+def own_mode() -> str | None:
+    """A mode of the user's own, which sees each function of torch that is called; None if none is on."""
+    for mode in function_mode_stack():
+        if is_own_code(type(mode).__torch_function__):
+            return f"{type(mode).__qualname__} is on, which sees each operator of a traced step"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
