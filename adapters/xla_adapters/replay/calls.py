@@ -107,22 +107,17 @@ class Calls(LibraryCalls):
         function = item.function if isinstance(item, Method) else item
         owner = item.owner if isinstance(item, Method) else getattr(item, "__self__", None)
         function = getattr(function, "__func__", function)
+        # A partial has no name.
+        name = getattr(function, "__name__", "")
         known = self._knowledge.calls.get(function) if _hashable(function) else None
         if isinstance(item, torch.nn.Module):
             self._use(item)
             return self.examine_module(item, arguments, options)
-        if isinstance(owner, Optimizer) and (
-            getattr(function, "__name__", "") == "step"
-            or (getattr(function, "__name__", "") == "zero_grad" and not is_own_code(function))
-        ):
+        if isinstance(owner, Optimizer) and (name == "step" or (name == "zero_grad" and not is_own_code(function))):
             # The optimizer's own part of a step is known otherwise (`UpdateRecipe`).
             self._hand_over(given, "", node, frame)
             return FRESH
-        if (
-            isinstance(owner, torch.nn.Module)
-            and getattr(function, "__name__", "") == "forward"
-            and not is_own_code(function)
-        ):
+        if isinstance(owner, torch.nn.Module) and name == "forward" and not is_own_code(function):
             self._hand_over(given, "", node, frame)
             self._parts(owner)
             return FRESH

@@ -15,7 +15,7 @@ from xla_adapters.replay.read_facts import ReadFact
 from xla_adapters.replay.sources import is_own_code
 
 # Methods of modules and models that no forward pass calls: what they do is done before a step, or behind it.
-_OUTSIDE_STEPS = (
+_OUTSIDE = (
     "__init__ __repr__ __str__ __setstate__ __getstate__ __deepcopy__ __reduce__ __reduce_ex__ __del__ __dir__ "
     "extra_repr _get_name state_dict load_state_dict _load_from_state_dict _save_to_state_dict get_extra_state "
     "set_extra_state reset_parameters _reset_parameters _init_weights init_weights initialize_weights post_init "
@@ -25,6 +25,7 @@ _OUTSIDE_STEPS = (
     "num_parameters floating_point_ops enable_input_require_grads print_trainable_parameters "
     "to cpu cuda half float double bfloat16 type _apply share_memory requires_grad_"
 )
+_OUTSIDE_STEPS = frozenset(_OUTSIDE.split())
 
 
 class LibraryCalls(Lookups):
@@ -64,12 +65,11 @@ class LibraryCalls(Lookups):
                 ):
                     self._read(part, name, value, name, ast.Name(name), _nowhere(part))
                     self.examine(value)
-            outside = _OUTSIDE_STEPS.split()
             for cls in type(part).__mro__:
                 if not self._knowledge.covers(cls):
                     for name, member in vars(cls).items():
                         overrides = any(name in vars(base) for base in cls.__mro__[1:] if self._knowledge.covers(base))
-                        if overrides and name not in outside and isinstance(member, types.FunctionType):
+                        if overrides and name not in _OUTSIDE_STEPS and isinstance(member, types.FunctionType):
                             self._function(member, part, [Value((part,))], {})
 
     def _is_known_forward(self, module: torch.nn.Module) -> bool:
