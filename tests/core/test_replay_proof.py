@@ -20,6 +20,7 @@ from tests.isolation import isolated
 from xla_adapters import CompiledStep
 from xla_adapters.replay.effects import Proof
 from xla_adapters.replay.outside import OF_MODULES, Batch, Knowledge, Unproven, Value
+from xla_adapters.replay.sources import source_of
 
 
 def _prove(function: Callable[..., Any], *arguments: Value) -> None:
@@ -85,6 +86,8 @@ def test_files_that_were_edited_since_they_were_loaded() -> None:
             with pytest.raises(Unproven, match="append"):
                 _prove(module.step)
             loader.write("edited_behind", _TRACED.replace("LOG.append(1)", "pass"), seconds=seconds + 5)
+        # Its code is equal to that of another file, and is still its own.
+        assert "copied.py" in source_of(loader.load("copied", _TRACED).step)[1]
         plain = _TRACED.replace("LOG.append(1)", "pass")
         module = loader.load("edited_elsewhere", plain)
         loader.write("edited_elsewhere", plain + "\n\nOTHER = 1\n", seconds=5)

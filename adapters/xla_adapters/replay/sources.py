@@ -44,18 +44,18 @@ def source_of(function: types.FunctionType) -> tuple[ast.FunctionDef | ast.Lambd
     Raises:
         Unproven: it cannot be read, or holds something else.
     """
-    return _source_of(function.__code__, function.__qualname__)
+    return _source_of(function.__code__, function.__qualname__, function.__code__.co_filename)
 
 
-# Whoever edits a file while its code runs changes nothing of what was read before.
+# Whoever edits a file while its code runs changes nothing of what was read before. Codes of two files may be equal.
 @functools.lru_cache(maxsize=4096)
-def _source_of(code: types.CodeType, name: str) -> tuple[ast.FunctionDef | ast.Lambda, str, int]:
+def _source_of(code: types.CodeType, name: str, origin: str) -> tuple[ast.FunctionDef | ast.Lambda, str, int]:
     try:
         lines, first = inspect.getsourcelines(code)
         tree = _parsed(lines)
     except (OSError, TypeError, SyntaxError):
         raise Unproven(f"the source of {name} cannot be read") from None
-    file = inspect.getsourcefile(code) or "?"
+    file = inspect.getsourcefile(code) or origin
     if _was_edited(code, file):
         raise Unproven(f"{file} was edited after {name} was loaded from it")
     return _node_of(code, name, tree, first), file, first
