@@ -27,6 +27,7 @@ from xla_adapters.graph_limit import check_pending_graph, graphs_of
 from xla_adapters.interrupts import InterruptGuard, at_edge
 from xla_adapters.location import location_of
 from xla_adapters.modules import ModuleGuard
+from xla_adapters.packed_state import unpack_all
 from xla_adapters.rng import StepSeed
 from xla_adapters.rollback import StepJournal
 from xla_adapters.updates import UpdateGuard
@@ -138,6 +139,7 @@ class StepScope:
         outer = _current.scope
         if outer is None:
             settle("a step is traced")
+            unpack_all()
         self._is_open = True
         if outer is not None:
             self._outer = outer

@@ -35,7 +35,7 @@ def settle(why: str, *, but: Waiting | None = None) -> None:
 
 _TENSOR = vars(torch._C.TensorBase)
 # What a tensor tells without its value.
-_METADATA = {
+METADATA = {
     *(
         _TENSOR[name].__get__
         for name in ("shape", "dtype", "device", "ndim", "layout", "names", "is_meta", "is_sparse")
@@ -108,7 +108,7 @@ class StateWatch(TorchFunctionMode):
         if (
             self.storages
             and plain
-            and func not in _METADATA
+            and func not in METADATA
             and any(map(self._watches, _tensors((*args, *kwargs.values()))))
         ):
             settle(f"{getattr(func, '__name__', func)} of a tensor at {current_location()}")

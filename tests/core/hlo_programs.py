@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from xla_adapters.blocks import wire
-from xla_adapters.blocks.graph import LITERAL, PARAMETER_NUMBER, TUPLE_INDEX, Computation, Node, read, tuple_shape
-from xla_adapters.blocks.writing import Body, Numbers, written_module
+from xla_adapters.hlo_graph import wire
+from xla_adapters.hlo_graph.graph import LITERAL, PARAMETER_NUMBER, TUPLE_INDEX, Computation, Node, read
+from xla_adapters.hlo_graph.shapes import tuple_shape
+from xla_adapters.hlo_graph.writing import Body, Numbers, written_module
 
 Value = "np.ndarray | tuple[Value, ...]"
 _OPERATIONS: dict[str, Callable[..., np.ndarray]] = {

@@ -15,9 +15,10 @@ from torch import nn
 from tests.core.hlo_programs import Program, run, shape
 from tests.isolation import isolated
 from xla_adapters import get_backend, initialize
-from xla_adapters.blocks import NotUnderstood, Outlined, outline, wire
-from xla_adapters.blocks.graph import Node, read
-from xla_adapters.blocks.writing import Body, Numbers, written_module
+from xla_adapters.blocks import NotUnderstood, Outlined, outline
+from xla_adapters.hlo_graph import wire
+from xla_adapters.hlo_graph.graph import Node, read
+from xla_adapters.hlo_graph.writing import Body, Numbers, written_module
 
 WIDTH = 8
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -45,12 +45,13 @@ class BlockGraphs(CachedGraphs):
         name = self.executable_name(outputs, donated)
         self._calls.pop(name, None)
         if name not in self._in_blocks:
-            _make_room(self._in_blocks, _KEPT)
+            make_room(self._in_blocks, _KEPT)
             self._in_blocks[name] = _in_blocks(self.graph_text(outputs))
         if self._in_blocks[name] is not None:
             try:
                 # Also if it was compiled before: torch_xla may have forgotten it.
-                call = self._compile_in_blocks(self._in_blocks[name], outputs, donated)
+                feed = [item.value for item in self.graph_inputs(outputs)]
+                call = self._compile_call(self._in_blocks[name], feed, donated)
             except (RuntimeError, ValueError) as error:
                 self._in_blocks[name] = None
                 warnings.warn(
@@ -60,7 +61,7 @@ class BlockGraphs(CachedGraphs):
                     stacklevel=2,
                 )
             else:
-                _make_room(self._calls, self.executables_kept())
+                make_room(self._calls, self.executables_kept())
                 self._calls[name] = call
                 return name
         return super().compile_graph(outputs, donated)
@@ -74,17 +75,21 @@ class BlockGraphs(CachedGraphs):
             inputs = [inputs[index] for index in order]
         return super().run_graph(name, inputs, taken=taken)
 
-    def _compile_in_blocks(
-        self, computation: Any, outputs: Sequence[torch.Tensor], donated: Sequence[torch.Tensor]
+    def _compile_call(
+        self, computation: Any, feed: Sequence[torch.Tensor], donated: Sequence[torch.Tensor]
     ) -> tuple[bytes, list[int]]:
+        """Compiles a computation of these inputs; returns its name, and which of them it reads, in its order.
+
+        Raises:
+            RuntimeError, ValueError: it does not compile, or it reads something else.
+        """
         # What an execution under way computes has another handle once it has ended.
         self.wait()
-        feed = [item.value for item in self.graph_inputs(outputs)]
         eager = self.eager()
         # Or each output would be executed by itself.
         self.set_eager(False)
         try:
-            called = list(_C._xla_user_computation("xla_adapters::blocks", feed, computation))
+            called = list(_C._xla_user_computation("xla_adapters::call", list(feed), computation))
             where = {handle: index for index, handle in enumerate(self.handles(feed))}
             read = [item.handle for item in self.graph_inputs(called)]
             if not where.keys() >= set(read):
@@ -93,8 +98,13 @@ class BlockGraphs(CachedGraphs):
         finally:
             self.set_eager(eager)
 
+    def _computation(self, graph: bytes) -> Any:
+        """A graph's text as a computation: in blocks, if that was asked for and the graph has some."""
+        outlined = _in_blocks(graph) if self._finds_blocks else None
+        return _C._xla_op_computation_from_module_proto("step", graph) if outlined is None else outlined
 
-def _make_room(kept: dict[bytes, Any], most: int) -> None:
+
+def make_room(kept: dict[bytes, Any], most: int) -> None:
     """Drops the oldest."""
     while len(kept) >= most:
         del kept[next(iter(kept))]

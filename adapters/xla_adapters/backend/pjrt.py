@@ -18,10 +18,10 @@ import torch_xla.debug.profiler as xla_profiler
 import torch_xla.runtime as xr
 import torch_xla.utils.checkpoint as xla_checkpoint
 
-from xla_adapters.backend.block_graphs import BlockGraphs
 from xla_adapters.backend.compiler_flags import leave_out_slow_passes, leaves_out_slow_passes
 from xla_adapters.backend.host_memory import HostMemory
 from xla_adapters.backend.interface import FastCompile, Metrics, SeamEvent
+from xla_adapters.backend.packed_graphs import PackedGraphs
 from xla_adapters.backend.pending_values import PendingValues
 from xla_adapters.backend.repeated_graphs import RepeatedGraphs
 from xla_adapters.backend.sharded_tensors import ShardedTensors
@@ -36,7 +36,7 @@ _RANDOM_ALGORITHMS = {"philox": "constant(2654435769)", "three_fry": "constant(4
 _SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
 
 
-class PJRTBackend(PendingValues, BlockGraphs, RepeatedGraphs, ShardedTensors):
+class PJRTBackend(PendingValues, PackedGraphs, RepeatedGraphs, ShardedTensors):
     """The seam on torch_xla's lazy tensors."""
 
     name = "torch_xla"
@@ -265,6 +265,10 @@ class PJRTBackend(PendingValues, BlockGraphs, RepeatedGraphs, ShardedTensors):
         """
         copy: torch.Tensor = _C._xla_tensors_from_aten([tensor.detach()], [str(self.device())], None)[0]
         return copy
+
+    def to_device_together(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As `to_device`, in one transfer."""
+        return list(_C._xla_tensors_from_aten(list(tensors), [str(self.device())] * len(tensors), None))
 
     def _copy_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if not tensors:

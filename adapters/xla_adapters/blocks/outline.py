@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xla_adapters.blocks import wire
-from xla_adapters.blocks.graph import Graph, byte_size, is_scalar, read, tuple_shape
 from xla_adapters.blocks.regions import TIMES, Region, find_regions
-from xla_adapters.blocks.writing import Body, Numbers, written_module
+from xla_adapters.hlo_graph import wire
+from xla_adapters.hlo_graph.graph import Graph, read
+from xla_adapters.hlo_graph.order import Item, ordered
+from xla_adapters.hlo_graph.shapes import byte_size, is_scalar, tuple_shape
+from xla_adapters.hlo_graph.writing import Body, Numbers, copied_computations, written_module
 
 # Calls keep XLA from fusing across their edges; that is for what is mostly repeated.
 _LEAST_SAVED = 0.5
@@ -97,49 +99,17 @@ def outline(module: bytes) -> Outlined | None:
     )
 
 
-# A node, or a region and the number of its occurrence.
-_Item = tuple[int, int]
-
-
-def _order(graph: Graph, regions: Sequence[Region]) -> tuple[list[_Item], set[_Item]]:
-    """Nodes (-1, place) and occurrences (region, number), each behind what it reads.
-
-    Returns:
-        Them, and those that wait for themselves, or lie between such.
-    """
-    item_of: list[_Item] = [(-1, place) for place in range(len(graph.nodes))]
+def _order(graph: Graph, regions: Sequence[Region]) -> tuple[list[Item], set[Item]]:
+    """Nodes and occurrences (region, number), as `ordered`."""
+    item_of: list[Item] = [(-1, place) for place in range(len(graph.nodes))]
     for number, region in enumerate(regions):
         for occurrence, places in enumerate(region.occurrences):
             for place in places:
                 item_of[place] = (number, occurrence)
-    needs: dict[_Item, set[_Item]] = {item: set() for item in item_of}
-    users: dict[_Item, set[_Item]] = {item: set() for item in item_of}
-    for place, operands in enumerate(graph.operands):
-        item = item_of[place]
-        for operand in operands:
-            other = item_of[operand]
-            if other != item:
-                needs[item].add(other)
-                users[other].add(item)
-    order = _peeled(needs, users, set(needs))
-    stuck = set(needs).difference(order)
-    return order, stuck.difference(_peeled(users, needs, stuck))
+    return ordered(graph, item_of)
 
 
-def _peeled(needs: dict[_Item, set[_Item]], users: dict[_Item, set[_Item]], among: set[_Item]) -> list[_Item]:
-    """Items that need nothing but those before them."""
-    missing = {item: len(needs[item] & among) for item in among}
-    order = [item for item, count in missing.items() if not count]
-    for item in order:
-        for user in users[item]:
-            if user in missing:
-                missing[user] -= 1
-                if not missing[user]:
-                    order.append(user)
-    return order
-
-
-def _without(regions: Sequence[Region], left_out: set[_Item]) -> list[Region]:
+def _without(regions: Sequence[Region], left_out: set[Item]) -> list[Region]:
     """Without these occurrences, and without what is repeated too seldom then."""
     kept = [
         [places for occurrence, places in enumerate(region.occurrences) if (number, occurrence) not in left_out]
@@ -230,7 +200,7 @@ class _Block:
 class _Writer:
     """Writes a graph with calls in place of what is repeated."""
 
-    def __init__(self, graph: Graph, regions: Sequence[Region], order: Sequence[_Item]) -> None:
+    def __init__(self, graph: Graph, regions: Sequence[Region], order: Sequence[Item]) -> None:
         self._graph = graph
         self._regions = regions
         self._order = order
@@ -239,7 +209,8 @@ class _Writer:
 
     def module(self) -> bytes:
         """The HloModuleProto."""
-        called = self._called()
+        texts, called = copied_computations(self._graph.called, self._numbers)
+        self._computations += texts
         blocks = [_Block(self._graph, region, self._numbers, called) for region in self._regions]
         wanted = self._wanted(blocks)
         targets = []
@@ -254,20 +225,6 @@ class _Writer:
         shape = self._graph.program_shape
         self._computations.append(entry.computation(name, identity, entry.at[self._graph.root], shape))
         return written_module(self._computations, name, identity, shape)
-
-    def _called(self) -> list[int]:
-        """Copies what nodes call; the numbers of the copies."""
-        called: list[int] = []
-        for computation in self._graph.called:
-            body = Body(computation.nodes, self._numbers, called)
-            for place in range(len(computation.nodes)):
-                body.copy(place)
-            identity = self._numbers.next()
-            root = body.at[computation.root]
-            text = body.computation(f"called.{identity}", identity, root, computation.program_shape)
-            self._computations.append(text)
-            called.append(identity)
-        return called
 
     def _wanted(self, blocks: Sequence[_Block]) -> set[int]:
         """The nodes whose values are read outside the occurrence they are in; and of the others those that are used."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xla_adapters.blocks.graph import Graph
+from xla_adapters.hlo_graph.graph import Graph
 
 # Parts grow from these first: there is one of each in what people call a layer.
 _ANCHORS = ("dot", "convolution", "reduce", "batch-norm-training", "batch-norm-grad")

@@ -18,6 +18,7 @@ from xla_adapters.replay.cached import CachedScope
 from xla_adapters.replay.code_facts import CodeFacts
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.facts import ModuleFacts, facts_of
+from xla_adapters.replay.packed import run_packed
 from xla_adapters.replay.pending import PendingGraph, written_places
 from xla_adapters.replay.places import Place
 from xla_adapters.replay.recording import Kept, Number, Recording
@@ -140,6 +141,10 @@ class RecordingScope(CachedScope):
                 )
             except CannotReplay as error:
                 found = error
+            # One that is packed is for replays alone: others would have to bring the rows back each time.
+            if isinstance(found, Recording) and not self._request.several and self._is_run_packed(found, graph):
+                self._done(found, False)
+                return
             is_cached = isinstance(found, Recording) or graph.name in self._executables
             if isinstance(found, Recording) and self._request.several:
                 found.graph = self._backend.graph_text(graph.outputs)
@@ -154,6 +159,11 @@ class RecordingScope(CachedScope):
             else:
                 self._backend.finish_step()
         self._done(found, is_cached)
+
+    def _is_run_packed(self, recording: Recording, graph: PendingGraph) -> bool:
+        # As below.
+        self._backend.set_seed(self._stream)
+        return run_packed(recording, graph, self._backend)
 
     def _check(self) -> None:
         if self._obstacle is not None:

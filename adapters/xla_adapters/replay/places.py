@@ -29,7 +29,8 @@ class Place:
     Attributes:
         kind: `"tensor"` (the owner itself, whose value changes), `"grad"` (of the owner), `"buffer"` (of the
             owner, a module, which the step binds anew), `"bound"` (an attribute of the owner), `"state"` (an entry of
-            the owner, an optimizer's state), `"batch"` or `"extra"` (at the position `name`).
+            the owner, an optimizer's state), `"packed"` (a row of the owner, a `PackedState`), `"batch"` or `"extra"`
+            (at the position `name`).
         owner: the tensor, module, object or dictionary.
         name: of the buffer, attribute or entry, or the position.
     """
@@ -60,6 +61,8 @@ class Place:
             found = self.owner[self.name]
         elif self.kind == "bound":
             found = vars(self.owner)[self.name]
+        elif self.kind == "packed":
+            found = self.owner.row(self.name)
         else:
             found = (tensors.batch if self.kind == "batch" else tensors.extras)[int(self.name)]
         assert isinstance(found, torch.Tensor)

@@ -86,8 +86,10 @@ class StepReplay:
             scope = CachedScope if plan.is_cached else SeparatingScope
             return scope(request, seed=seed, **options)
         plan.patience = request.patience
-        if plan.waited > plan.patience:
-            # The proof needs values, and no transfer came by that could have brought them.
+        is_packed = plan.recording is not None and plan.recording.packed is not None
+        if plan.waited > (0 if is_packed else plan.patience):
+            # The proof needs values, and no transfer came by that could have brought them; another trace would make two
+            # of its own, to have an optimizer's state in its place.
             backend.deliver_riders()
         if plan.proven and (plan.is_due or (self.verify_every is not None and plan.replayed >= self.verify_every)):
             # The recording stays: the passes that are traced now must agree with it.

@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import TreeSpec
 
 from xla_adapters.backend import Backend
+from xla_adapters.packed_state import PackedState, unpack_all
 from xla_adapters.replay.bound import HostChange
 from xla_adapters.replay.code_facts import CodeFacts
 from xla_adapters.replay.errors import CannotReplay
@@ -97,6 +98,7 @@ class Recording:
         outputs: of the last pass, those that the step hands out or binds anew, to make stand-ins from.
         graph: its text, if several passes are to be one executable.
         form: how they are; or why they cannot be.
+        packed: the optimizers' state, if the executable has it in rows.
     """
 
     sources: list[Place | str | Number]
@@ -118,10 +120,12 @@ class Recording:
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
     graph: bytes = b""
     form: Form | str | None = None
+    packed: PackedState | None = None
     compiled: int = 0
     uses: int = 0
     _held: HeldValues | None = None
     _state: list[torch.Tensor] = field(default_factory=list)
+    _ids: frozenset[int] = frozenset()
     _read: list[tuple[int, int]] = field(default_factory=list)
     _changing: list[tuple[int, Place | str | Number]] = field(default_factory=list)
     _written: list[int] = field(default_factory=list)
@@ -208,6 +212,7 @@ class Recording:
         self._placed = [(index, place) for index, place in targets if place.kind != "tensor"]
         self._state = list({id(tensor): tensor for _, tensor in (*read, *written)}.values())
         positions = {id(tensor): position for position, tensor in enumerate(self._state)}
+        self._ids = frozenset(positions)
         self._read = [(index, positions[id(tensor)]) for index, tensor in read]
         self._written = [positions[id(tensor)] for _, tensor in written]
         self._outputs = [index for index, _ in written]
@@ -242,6 +247,8 @@ class Recording:
             change = host_change.obstacle()
             if change is not None:
                 return change
+        if self.packed is not None and (change := self.packed.obstacle()) is not None:
+            return change
         for leaf, was_there in self.grads:
             if (leaf.grad is not None) is not was_there:
                 return f"a gradient is {'absent' if was_there else 'present'} that was not when the step was recorded"
@@ -291,6 +298,9 @@ class Recording:
         uploads = backend.upload_numbers([(value, number.value.dtype) for number, value in new])
         for (number, value), upload in zip(new, uploads, strict=True):
             number.value, number.present = upload, value
+        unpack_all(self._ids)
+        if self.packed is not None:
+            self.packed.pack()
         if self._held is None:
             self._held = HeldValues(self._state, backend)
         values = self._held.present()

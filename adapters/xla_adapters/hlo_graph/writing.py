@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xla_adapters.blocks import wire
-from xla_adapters.blocks.graph import (
+from xla_adapters.hlo_graph import wire
+from xla_adapters.hlo_graph.graph import (
     CALLED,
     COMPUTATION_ID,
     COMPUTATION_NAME,
@@ -25,6 +25,7 @@ from xla_adapters.blocks.graph import (
     ROOT,
     SHAPE,
     TUPLE_INDEX,
+    Computation,
     Node,
 )
 
@@ -78,7 +79,7 @@ class Body:
         """As `write`, of a node that may be there; returns the instruction's number."""
         node = self._nodes[place]
         called = [self._called[item] for item in node.called]
-        return self._add(node.opcode, node.shape, operands, node.rest + wire.numbers(CALLED, called))
+        return self.add(node.opcode, node.shape, operands, node.rest + wire.numbers(CALLED, called))
 
     def constant(self, place: int) -> int:
         """A node that depends on no parameter, with all it depends on."""
@@ -90,22 +91,23 @@ class Body:
 
     def parameter(self, position: int, shape: bytes) -> int:
         """A parameter of the computation."""
-        return self._add("parameter", shape, (), wire.number(PARAMETER_NUMBER, position))
+        return self.add("parameter", shape, (), wire.number(PARAMETER_NUMBER, position))
 
     def together(self, operands: Sequence[int], shape: bytes) -> int:
         """Several values in one."""
-        return self._add("tuple", shape, operands)
+        return self.add("tuple", shape, operands)
 
     def call(self, body: tuple[int, bytes], operands: Sequence[int]) -> int:
         """A call of a computation, by its number and the shape of its result."""
         identity, shape = body
-        return self._add("call", shape, operands, wire.numbers(CALLED, [identity]) + _NOT_INLINED)
+        return self.add("call", shape, operands, wire.numbers(CALLED, [identity]) + _NOT_INLINED)
 
     def element(self, whole: int, index: int, shape: bytes) -> int:
         """One of several values."""
-        return self._add("get-tuple-element", shape, (whole,), wire.number(TUPLE_INDEX, index))
+        return self.add("get-tuple-element", shape, (whole,), wire.number(TUPLE_INDEX, index))
 
-    def _add(self, opcode: str, shape: bytes, operands: Sequence[int], rest: bytes = b"") -> int:
+    def add(self, opcode: str, shape: bytes, operands: Sequence[int], rest: bytes = b"") -> int:
+        """An instruction, by its result's shape and its fields as they are written; returns its number."""
         identity = self._numbers.next()
         self.instructions.append(
             b"".join(
@@ -139,6 +141,21 @@ class Body:
                 wire.number(ROOT, root),
             )
         )
+
+
+def copied_computations(computations: Sequence[Computation], numbers: Numbers) -> tuple[list[bytes], list[int]]:
+    """What a graph's nodes call, written as it was: as messages, and the numbers they have now."""
+    texts: list[bytes] = []
+    called: list[int] = []
+    for computation in computations:
+        body = Body(computation.nodes, numbers, called)
+        for place in range(len(computation.nodes)):
+            body.copy(place)
+        identity = numbers.next()
+        root = body.at[computation.root]
+        texts.append(body.computation(f"called.{identity}", identity, root, computation.program_shape))
+        called.append(identity)
+    return texts, called
 
 
 def written_module(computations: Sequence[bytes], name: str, entry: int, program_shape: bytes) -> bytes:

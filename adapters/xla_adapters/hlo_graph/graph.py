@@ -1,16 +1,15 @@
 """`Graph`: the entry computation of an HLO module, as nodes that can be compared.
 
-Source: `xla/service/hlo.proto` and `xla/xla_data.proto` (numbers of fields).
+Source: `xla/service/hlo.proto` (numbers of fields).
 """
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xla_adapters.blocks import wire
+from xla_adapters.hlo_graph import wire
+from xla_adapters.hlo_graph.shapes import is_dynamic
 
 # Of HloModuleProto.
 MODULE_NAME, MODULE_ENTRY_NAME, MODULE_COMPUTATIONS, MODULE_PROGRAM_SHAPE, MODULE_ID, MODULE_ENTRY = 1, 2, 3, 4, 5, 6
@@ -19,10 +18,6 @@ COMPUTATION_NAME, INSTRUCTIONS, PROGRAM_SHAPE, COMPUTATION_ID, ROOT = 1, 2, 4, 5
 # Of HloInstructionProto.
 NAME, OPCODE, SHAPE, METADATA, LITERAL, PARAMETER_NUMBER, TUPLE_INDEX = 1, 2, 3, 7, 8, 9, 13
 ID, OPERANDS, CONTROL_PREDECESSORS, CALLED, FRONTEND_ATTRIBUTES = 35, 36, 37, 38, 68
-# Of ShapeProto.
-_ELEMENT_TYPE, _DIMENSIONS, _TUPLE_SHAPES, _IS_DYNAMIC, _TUPLE = 2, 3, 4, 6, 13
-# By element type (PrimitiveType).
-_BYTE_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 15: 8, 16: 2, 18: 16}
 # What is not the same twice, even of the same operands.
 _STATEFUL = frozenset(("parameter", "rng", "rng-get-and-update-state", "custom-call", "after-all"))
 # What moves values between devices, or between device and host; and marks for that.
@@ -118,6 +113,7 @@ class Graph(Computation):
         users: of each node, the nodes that read it.
         kinds: equal for nodes that differ at most in which values they read, of the same shapes.
         constant: whether a node is made of few others and depends on no parameter.
+        inputs: the parameters, by their number.
     """
 
     def __init__(self, entry: Computation, called: list[Computation]) -> None:
@@ -129,6 +125,8 @@ class Graph(Computation):
         self.constant: list[bool] = []
         kinds: dict[object, int] = {}
         depth: list[int] = []
+        parameters = [place for place, node in enumerate(self.nodes) if node.opcode == "parameter"]
+        self.inputs = sorted(parameters, key=lambda place: _parameter_number(self.nodes[place]))
         for place, node in enumerate(self.nodes):
             for operand in dict.fromkeys(node.operands):
                 self.users[operand].append(place)
@@ -226,7 +224,7 @@ def _node(text: bytes, positions: dict[int, int], places: dict[int, int]) -> tup
             raise NotUnderstood("an instruction waits for another one")
         elif number not in (NAME, METADATA):
             rest.append(written)
-    if opcode in _NOT_OF_ONE_DEVICE or _is_dynamic(shape):
+    if opcode in _NOT_OF_ONE_DEVICE or is_dynamic(shape):
         raise NotUnderstood(f"the module has a {opcode} of several devices, of the host, or of unknown size")
     node = Node(
         opcode,
@@ -262,41 +260,12 @@ def _without_repeats(entry: Computation, called: Sequence[Computation]) -> tuple
     return kept, now[entry.root]
 
 
+def _parameter_number(node: Node) -> int:
+    return next((_int(value) for number, value, _ in wire.fields(node.rest) if number == PARAMETER_NUMBER), 0)
+
+
 def _is_stateful(node: Node, called: Sequence[Computation]) -> bool:
     return node.opcode in _STATEFUL or any(called[place].stateful for place in node.called)
-
-
-def tuple_shape(shapes: Sequence[bytes]) -> bytes:
-    """The shape of a tuple of these."""
-    return wire.number(_ELEMENT_TYPE, _TUPLE) + b"".join(wire.message(_TUPLE_SHAPES, shape) for shape in shapes)
-
-
-@functools.cache
-def byte_size(shape: bytes) -> int:
-    """Bytes of an array of this shape; of a tuple, none."""
-    kind, count = 0, 1
-    for number, value, _ in wire.fields(shape):
-        if number == _ELEMENT_TYPE:
-            kind = _int(value)
-        elif number == _DIMENSIONS:
-            count *= math.prod(wire.integers(value))
-    return count * _BYTE_SIZES.get(kind, 0)
-
-
-@functools.cache
-def _is_dynamic(shape: bytes) -> bool:
-    return any(
-        any(wire.integers(value)) if number == _IS_DYNAMIC else number == _TUPLE_SHAPES and _is_dynamic(_bytes(value))
-        for number, value, _ in wire.fields(shape)
-    )
-
-
-@functools.cache
-def is_scalar(shape: bytes) -> bool:
-    """Whether it is that of a single number."""
-    return byte_size(shape) > 0 and not any(
-        wire.integers(value) for number, value, _ in wire.fields(shape) if number == _DIMENSIONS
-    )
 
 
 def _bytes(value: int | bytes) -> bytes:

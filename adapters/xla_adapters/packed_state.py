@@ -1,0 +1,164 @@
+"""`PackedState`: tensors of an optimizer's state whose numbers lie together, until somebody uses one of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from xla_adapters.backend import Backend
+from xla_adapters.nested_values import tensors_in
+from xla_adapters.waiting_steps import METADATA, storage_of
+
+_states: weakref.WeakSet[PackedState] = weakref.WeakSet()
+
+
+class PackedTensor(torch.Tensor):
+    """A tensor whose numbers lie in a row with those of others. Whoever uses it, by whatever name, has them all back.
+
+    It is the same object as before and afterwards, a plain tensor then.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for tensor in tensors_in((args, kwargs)):
+            if type(tensor) is cls:
+                vars(tensor)["_packed_in"].unpack()
+        return func(*args, **kwargs)
+
+
+class PackedState:
+    """Tensors in rows.
+
+    Args:
+        rows: the tensors of each row, in order.
+        backend: the seam.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[torch.Tensor]], backend: Backend) -> None:
+        self._rows = [list(row) for row in rows]
+        self._tensors = [tensor for row in rows for tensor in row]
+        self._ids = frozenset(map(id, self._tensors))
+        self._backend = backend
+        self._values: list[torch.Tensor] = []
+        # The buffers of tensors that hold what the rows hold.
+        self._same: list[int] = []
+        self._is_packed = False
+        _states.add(self)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the rows hold the numbers, and the tensors do not."""
+        return self._is_packed
+
+    def row(self, number: int) -> torch.Tensor:
+        """A row, which steps read and write."""
+        return self._values[number]
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[torch.Tensor]], backend: Backend) -> PackedState:
+        """The one that has these rows already, or a new one."""
+        ids = [list(map(id, row)) for row in rows]
+        known = (state for state in list(_states) if [list(map(id, row)) for row in state._rows] == ids)
+        return next(known, None) or cls(rows, backend)
+
+    def has_any(self, tensors: Set[int]) -> bool:
+        """Whether one of these tensors (by `id`) is its own."""
+        return not self._ids.isdisjoint(tensors)
+
+    def obstacle(self) -> str | None:
+        """Why the tensors cannot be packed any more, in words; None if they can."""
+        if self._is_packed or not any(map(_has_alias, self._tensors)):
+            return None
+        return "a view of a tensor of the optimizer's state is held, which would not see what a replay writes"
+
+    def pack(self) -> None:
+        """Moves the numbers to the rows, if they are not there."""
+        if not self._is_packed:
+            values = [self._backend.snapshot(tensor) for tensor in self._tensors]
+            self._backend.compute(values)
+            self.take(values)
+            self.tensors_left()
+
+    def take(self, values: Sequence[torch.Tensor]) -> None:
+        """Fills the rows with these values of the tensors; they hold the numbers from `tensors_left` on."""
+        # What is under way has another handle once it has ended.
+        self._backend.wait()
+        if self._same and self._backend.handles(values) == self._same:
+            return
+        unpack_all(self._ids, but=self)
+        hosts = self._backend.to_host(values)
+        rows = []
+        for row in self._rows:
+            rows.append(torch.cat([host.reshape(-1) for host in hosts[: len(row)]]))
+            hosts = hosts[len(row) :]
+        self._values = [self._backend.to_device(row) for row in rows]
+        self._same = []
+
+    def tensors_left(self) -> None:
+        """From here on the rows hold the numbers. The tensors of one form share some buffer or other."""
+        self._same = []
+        values: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
+        for tensor in self._tensors:
+            value = values.setdefault((tensor.dtype, tensor.shape), self._backend.snapshot(tensor))
+            self._backend.restore(tensor, value)
+        self._backend.forget_writes(self._tensors)
+        self._is_packed = True
+        for tensor in self._tensors:
+            vars(tensor)["_packed_in"] = self
+            tensor.__class__ = PackedTensor
+
+    def unpack(self) -> None:
+        """Moves the numbers back to the tensors: a copy to the host, and one to the device."""
+        if not self._is_packed:
+            return
+        backend = self._backend
+        hosts = backend.to_host(self._values)
+        parts: list[torch.Tensor] = []
+        for row, host in zip(self._rows, hosts, strict=True):
+            for tensor, part in zip(row, host.split([tensor.numel() for tensor in row]), strict=True):
+                parts.append(part.reshape(tensor.shape))
+        with torch._C.DisableTorchFunctionSubclass():
+            backend.write(self._tensors, backend.to_device_together(parts))
+            backend.forget_writes(self._tensors)
+            self._same = backend.handles([backend.snapshot(tensor) for tensor in self._tensors])
+        # Last of all: whoever was interrupted before does it again.
+        for tensor in self._tensors:
+            tensor.__class__ = torch.Tensor
+            vars(tensor).pop("_packed_in", None)
+        self._is_packed = False
+
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """Has the numbers brought back when one of these is asked for its state, whatever is done with it then."""
+        own = weakref.ref(self)
+
+        def bring_back(optimizer: Optimizer) -> None:
+            state = own()
+            if state is not None:
+                state.unpack()
+
+        for optimizer in optimizers:
+            optimizer.register_state_dict_pre_hook(bring_back)
+
+
+def unpack_all(among: Set[int] | None = None, *, but: PackedState | None = None) -> None:
+    """Has tensors hold their own numbers.
+
+    Args:
+        among: of which one must be packed (by `id`) for its row to be moved; all rows are if not given.
+        but: rows that stay.
+    """
+    for state in list(_states):
+        if state.is_packed and state is not but and (among is None or state.has_any(among)):
+            state.unpack()
+
+
+def _has_alias(tensor: torch.Tensor) -> bool:
+    return torch._C._storage_Use_Count(storage_of(tensor)) > 1
