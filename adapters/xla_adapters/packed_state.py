@@ -48,8 +48,8 @@ class PackedState:
         self._ids = frozenset(map(id, self._tensors))
         self._backend = backend
         self._values: list[torch.Tensor] = []
-        # The buffers of tensors that hold what the rows hold.
-        self._same: list[int] = []
+        # What the tensors were given that the rows hold, too: as long as that lives, its handles name nothing else.
+        self._same: list[torch.Tensor] = []
         self._is_packed = False
         _states.add(self)
 
@@ -82,6 +82,7 @@ class PackedState:
     def pack(self) -> None:
         """Moves the numbers to the rows, if they are not there."""
         if not self._is_packed:
+            unpack_all(self._ids)
             values = [self._backend.snapshot(tensor) for tensor in self._tensors]
             self._backend.compute(values)
             self.take(values)
@@ -91,9 +92,8 @@ class PackedState:
         """Fills the rows with these values of the tensors; they hold the numbers from `tensors_left` on."""
         # What is under way has another handle once it has ended.
         self._backend.wait()
-        if self._same and self._backend.handles(values) == self._same:
+        if self._same and self._backend.handles(values) == self._backend.handles(self._same):
             return
-        unpack_all(self._ids, but=self)
         hosts = self._backend.to_host(values)
         rows = []
         for row in self._rows:
@@ -128,7 +128,7 @@ class PackedState:
         with torch._C.DisableTorchFunctionSubclass():
             backend.write(self._tensors, backend.to_device_together(parts))
             backend.forget_writes(self._tensors)
-            self._same = backend.handles([backend.snapshot(tensor) for tensor in self._tensors])
+            self._same = [backend.snapshot(tensor) for tensor in self._tensors]
         # Last of all: whoever was interrupted before does it again.
         for tensor in self._tensors:
             tensor.__class__ = torch.Tensor
@@ -148,15 +148,14 @@ class PackedState:
             optimizer.register_state_dict_pre_hook(bring_back)
 
 
-def unpack_all(among: Set[int] | None = None, *, but: PackedState | None = None) -> None:
+def unpack_all(among: Set[int] | None = None) -> None:
     """Has tensors hold their own numbers.
 
     Args:
         among: of which one must be packed (by `id`) for its row to be moved; all rows are if not given.
-        but: rows that stay.
     """
     for state in list(_states):
-        if state.is_packed and state is not but and (among is None or state.has_any(among)):
+        if state.is_packed and (among is None or state.has_any(among)):
             state.unpack()
 
 

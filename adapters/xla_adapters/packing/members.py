@@ -53,8 +53,11 @@ _ELEMENTWISE = frozenset(
 )
 _SUMS = frozenset(("add", "subtract"))
 # What XLA computes again wherever it is read, rather than to read it from memory: a product that is added is rounded
-# once there, and a value that is converted and back not at all.
-_AGAIN = frozenset(("multiply", "convert", "reshape"))
+# once there.
+_AGAIN = frozenset(("multiply", "reshape"))
+# Numbers that are as precise in memory as while XLA computes with them: others are rounded when they are put in a row,
+# and else perhaps not (`xla_allow_excess_precision`). All whole numbers, F32 and F64.
+_PRECISE = frozenset((*range(1, 10), 11, 12))
 # As far as what an update reads is looked at.
 _DEEPEST = 16
 
@@ -244,6 +247,8 @@ class _Update:
                 again = graph.nodes[operand].opcode in _AGAIN
                 if not self._is_flat(operand) or self._reads_parameter(operand):
                     continue
+                if not all(element_type(graph.nodes[item].shape) in _PRECISE for item in graph.operands[operand]):
+                    continue
                 if again or all(user in inside for user in graph.users[operand]):
                     inside.add(operand)
                     waiting.append(operand)
@@ -348,6 +353,9 @@ class _Update:
             )
             own[place] = ("value", len(alone))
             alone.append(Operation(node.opcode, element_type(node.shape), self._rest(place), operands))
+        read = [graph.nodes[place].shape for place in (*self._states, *member.leaves, *taken)]
+        if not all(element_type(shape) in _PRECISE for shape in read):
+            return None
         return Form(
             self._owner,
             tuple(element_type(graph.nodes[graph.inputs[item]].shape) for item in member.inputs),
