@@ -48,8 +48,9 @@ class PackedState:
         self._ids = frozenset(map(id, self._tensors))
         self._backend = backend
         self._values: list[torch.Tensor] = []
-        # What the tensors were given that the rows hold, too: as long as that lives, its handles name nothing else.
-        self._same: list[torch.Tensor] = []
+        # The buffers of tensors that hold what the rows hold; and what keeps others from getting their names.
+        self._same: list[int] = []
+        self._kept: list[torch.Tensor] = []
         self._is_packed = False
         _states.add(self)
 
@@ -92,7 +93,7 @@ class PackedState:
         """Fills the rows with these values of the tensors; they hold the numbers from `tensors_left` on."""
         # What is under way has another handle once it has ended.
         self._backend.wait()
-        if self._same and self._backend.handles(values) == self._backend.handles(self._same):
+        if self._same and self._backend.handles(values) == self._same:
             return
         hosts = self._backend.to_host(values)
         rows = []
@@ -100,11 +101,11 @@ class PackedState:
             rows.append(torch.cat([host.reshape(-1) for host in hosts[: len(row)]]))
             hosts = hosts[len(row) :]
         self._values = [self._backend.to_device(row) for row in rows]
-        self._same = []
+        self._same, self._kept = [], []
 
     def tensors_left(self) -> None:
         """From here on the rows hold the numbers. The tensors of one form share some buffer or other."""
-        self._same = []
+        self._same, self._kept = [], []
         values: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
         for tensor in self._tensors:
             value = values.setdefault((tensor.dtype, tensor.shape), self._backend.snapshot(tensor))
@@ -128,7 +129,10 @@ class PackedState:
         with torch._C.DisableTorchFunctionSubclass():
             backend.write(self._tensors, backend.to_device_together(parts))
             backend.forget_writes(self._tensors)
-            self._same = [backend.snapshot(tensor) for tensor in self._tensors]
+            values = [backend.snapshot(tensor) for tensor in self._tensors]
+            # Not these themselves: what writes in place may change them.
+            self._kept = [backend.twin(value) for value in values]
+            self._same = backend.handles(values)
         # Last of all: whoever was interrupted before does it again.
         for tensor in self._tensors:
             tensor.__class__ = torch.Tensor

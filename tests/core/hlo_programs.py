@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from xla_adapters.hlo_graph import wire
-from xla_adapters.hlo_graph.graph import LITERAL, PARAMETER_NUMBER, TUPLE_INDEX, Computation, Node, read
-from xla_adapters.hlo_graph.shapes import tuple_shape
+from xla_adapters.hlo_graph.graph import DIMENSIONS, LITERAL, PARAMETER_NUMBER, TUPLE_INDEX, Computation, Node, read
+from xla_adapters.hlo_graph.shapes import S32, element_type, tuple_shape
 from xla_adapters.hlo_graph.writing import Body, Numbers, written_module
 
 Value = "np.ndarray | tuple[Value, ...]"
@@ -21,6 +21,11 @@ _OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "tanh": np.tanh,
     "cosine": np.cos,
     "negate": np.negative,
+    "divide": np.divide,
+    "maximum": np.maximum,
+    "transpose": np.transpose,
+    "sqrt": lambda value: np.sqrt(np.abs(value)),
+    "concatenate": lambda *parts: np.concatenate(parts),
     "dot": lambda one, other: np.outer(one, other).sum(0) / 8,
 }
 
@@ -52,6 +57,11 @@ class Program:
     def reshape(self, value: int, *sizes: int) -> int:
         return self._add("reshape", shape(*sizes), (value,))
 
+    def transpose(self, value: int) -> int:
+        """Of a matrix."""
+        sizes = _sizes(self.nodes[value].shape)
+        return self._add("transpose", shape(*reversed(sizes)), (value,), wire.numbers(DIMENSIONS, [1, 0]))
+
     def _add(self, opcode: str, made: bytes, operands: Sequence[int], rest: bytes = b"") -> int:
         self.nodes.append(Node(opcode, made, rest, tuple(operands)))
         return len(self.nodes) - 1
@@ -74,7 +84,13 @@ def run(module: bytes) -> list[np.ndarray]:
     given = {}
     for node in sorted(parameters, key=_parameter_number):
         given[_parameter_number(node)] = random.standard_normal(_sizes(node.shape))
-    results = _evaluate(graph, graph.called, [given[number] for number in sorted(given)])
+    return evaluate(module, [given[number] for number in sorted(given)])
+
+
+def evaluate(module: bytes, given: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The results of a module, given its parameters."""
+    graph = read(module)
+    results = _evaluate(graph, graph.called, given)
     assert isinstance(results, tuple)
     return list(results)
 
@@ -88,7 +104,7 @@ def _evaluate(computation: Computation, called: Sequence[Computation], arguments
             found = arguments[_parameter_number(node)]
             assert isinstance(found, tuple) or found.shape == _sizes(node.shape), "a parameter of another shape"
         elif node.opcode == "constant":
-            found = np.array(struct.unpack("<d", _field(node, LITERAL))[0])
+            found = _constant(node)
         elif node.opcode == "tuple":
             found = tuple(operands)
         elif node.opcode == "get-tuple-element":
@@ -97,12 +113,25 @@ def _evaluate(computation: Computation, called: Sequence[Computation], arguments
             found = _evaluate(called[node.called[0]], called, operands)
         elif node.opcode == "broadcast":
             found = np.broadcast_to(operands[0], _sizes(node.shape))
+        elif node.opcode == "dynamic-slice":
+            row, begin = operands
+            (size,) = _sizes(node.shape)
+            found = row[int(begin) : int(begin) + size]
+            assert len(found) == size, "a part that goes on behind the end"
         elif node.opcode == "reshape":
             found = np.reshape(operands[0], _sizes(node.shape))
         else:
             found = _OPERATIONS[node.opcode](*operands)
         values.append(found)
     return values[computation.root]
+
+
+def _constant(node: Node) -> np.ndarray:
+    literal = _field(node, LITERAL)
+    assert isinstance(literal, bytes)
+    if element_type(node.shape) == S32:
+        return np.array(next(wire.integers(value)[0] for number, value, _ in wire.fields(literal) if number == 4))
+    return np.array(struct.unpack("<d", literal)[0])
 
 
 def _field(node: Node, number: int) -> int | bytes:

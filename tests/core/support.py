@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import xla_adapters
+from xla_adapters import packing
+from xla_adapters.backend import packed_graphs
 
 
 class Net(nn.Module):
@@ -119,3 +122,13 @@ def unchanged(model: nn.Module, *optimizers: torch.optim.Optimizer, executions: 
     assert not changed, f"changed: {changed}"
     assert counters.eager_ops == 0
     assert max(executed) <= executions, f"compiles, executions, eager operations: {executed}"
+
+
+def pack_states(fewest: int) -> None:
+    """Has optimizers' state packed where there are so many tensors; for the rest of the process."""
+    packed_graphs.packed = functools.partial(packing.packed, fewest=fewest)  # type: ignore[attr-defined]
+
+
+def pack_small_states() -> None:
+    """Has optimizers' state packed, be it of few tensors; for the rest of the process."""
+    pack_states(2)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import xla_adapters
+from tests.core.support import pack_states
 from tests.isolation import isolated, run_in_child
 from xla_adapters import CompiledStep, XLAConfig, get_backend
 from xla_adapters.blocks import Outlined
@@ -35,7 +36,11 @@ class _Deep(nn.Module):
         return hidden
 
 
-def _trained(fast: bool | str, options: dict[str, Any] | None = None, steps: int = STEPS) -> dict[str, Any]:
+def _trained(
+    fast: bool | str, options: dict[str, Any] | None = None, steps: int = STEPS, *, packed: bool = False
+) -> dict[str, Any]:
+    if not packed:
+        pack_states(1 << 20)
     xla_adapters.initialize(fast_compile=fast)  # type: ignore[arg-type]
     torch.manual_seed(0)
     get_backend().set_seed(0)
@@ -89,6 +94,17 @@ def test_the_same_training_in_one_graph(how: bool | str) -> None:
         assert fast[name] == usual[name]
     assert (fast["compiles"], fast["executions"], fast["replays"]) == (1, STEPS, STEPS - 2)
     _assert_alike(usual, fast)
+
+
+@isolated
+def test_in_blocks_and_with_the_state_in_rows(caplog: pytest.LogCaptureFixture) -> None:
+    usual = run_in_child(functools.partial(_trained, False))
+    with caplog.at_level(logging.INFO, "xla_adapters"):
+        found = _trained("blocks", packed=True)
+    assert "are 2 rows of numbers" in caplog.text
+    assert "is compiled in blocks" in caplog.text
+    assert (found["compiles"], found["executions"], found["replays"]) == (1, STEPS, STEPS - 2)
+    _assert_alike(usual, found)
 
 
 def test_what_is_compiled_holds_the_calls(tmp_path: Path) -> None:
@@ -163,7 +179,7 @@ def test_what_cannot_be_compiled_in_blocks_any_more_is_compiled_as_a_whole(monke
     def refuses(*args: object) -> None:
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(get_backend(), "_compile_in_blocks", refuses)
+    monkeypatch.setattr(get_backend(), "_compile_call", refuses)
     with pytest.warns(UserWarning, match="no room"):
         again = _trained(True)
     assert again["in blocks"] == 0

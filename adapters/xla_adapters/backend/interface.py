@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from xla_adapters.backend.cached_graphs import GraphInput
     from xla_adapters.backend.packed_graphs import PackedGraph
     from xla_adapters.backend.repeated_graphs import RepeatedGraph
-    from xla_adapters.packing import PackedModule
+    from xla_adapters.packing import Owner, PackedModule
 
 
 FastCompile = bool | Literal["blocks"]
@@ -136,7 +136,7 @@ class Backend(Protocol):
     def executable_name(self, outputs: Sequence[torch.Tensor], donated: Sequence[torch.Tensor]) -> bytes: ...
     def compile_graph(self, outputs: Sequence[torch.Tensor], donated: Sequence[torch.Tensor]) -> bytes: ...
     def packed_module(
-        self, name: bytes, outputs: Sequence[torch.Tensor], owners: Sequence[Mapping[int, int]]
+        self, name: bytes, outputs: Sequence[torch.Tensor], owners: Sequence[Owner]
     ) -> PackedModule | None: ...
     def compile_packed(
         self, name: bytes, module: PackedModule, feed: Sequence[torch.Tensor], donated: Sequence[int]

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from xla_adapters.backend.block_graphs import BlockGraphs, make_room
 from xla_adapters.hlo_graph.graph import NotUnderstood
-from xla_adapters.packing import PackedModule, packed
+from xla_adapters.packing import Owner, PackedModule, packed
 
 logger = logging.getLogger("xla_adapters")
 
@@ -44,7 +44,7 @@ class PackedGraphs(BlockGraphs):
         self._packed: dict[bytes, PackedModule | None] = {}
 
     def packed_module(
-        self, name: bytes, outputs: Sequence[torch.Tensor], owners: Sequence[Mapping[int, int]]
+        self, name: bytes, outputs: Sequence[torch.Tensor], owners: Sequence[Owner]
     ) -> PackedModule | None:
         """The pending graph with its optimizers' state in rows; None if that is not worth while, or not for the device.
 
@@ -53,7 +53,7 @@ class PackedGraphs(BlockGraphs):
         Args:
             name: of the graph's executable.
             outputs: of the graph.
-            owners: for each optimizer its state: by the position of an input that of the output with its new value.
+            owners: the optimizers, by positions of the graph's inputs and outputs.
         """
         if self.is_spmd() or self.hardware() != "CPU":
             return None
@@ -62,7 +62,7 @@ class PackedGraphs(BlockGraphs):
             self._packed[name] = self._find(outputs, owners)
         return self._packed[name]
 
-    def _find(self, outputs: Sequence[torch.Tensor], owners: Sequence[Mapping[int, int]]) -> PackedModule | None:
+    def _find(self, outputs: Sequence[torch.Tensor], owners: Sequence[Owner]) -> PackedModule | None:
         try:
             module = packed(self.graph_text(outputs), owners)
         except NotUnderstood as reason:

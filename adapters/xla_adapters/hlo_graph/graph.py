@@ -17,6 +17,7 @@ MODULE_NAME, MODULE_ENTRY_NAME, MODULE_COMPUTATIONS, MODULE_PROGRAM_SHAPE, MODUL
 COMPUTATION_NAME, INSTRUCTIONS, PROGRAM_SHAPE, COMPUTATION_ID, ROOT = 1, 2, 4, 5, 6
 # Of HloInstructionProto.
 NAME, OPCODE, SHAPE, METADATA, LITERAL, PARAMETER_NUMBER, TUPLE_INDEX = 1, 2, 3, 7, 8, 9, 13
+DIMENSIONS = 14
 ID, OPERANDS, CONTROL_PREDECESSORS, CALLED, FRONTEND_ATTRIBUTES = 35, 36, 37, 38, 68
 # What is not the same twice, even of the same operands.
 _STATEFUL = frozenset(("parameter", "rng", "rng-get-and-update-state", "custom-call", "after-all"))
@@ -105,7 +106,7 @@ class Computation:
 
 
 class Graph(Computation):
-    """The entry of a module; equal nodes are one, but for parameters.
+    """The entry of a module; if they are merged, equal nodes are one, but for parameters.
 
     Attributes:
         called: what nodes call; equal ones are one, and those that others call come first.
@@ -116,8 +117,8 @@ class Graph(Computation):
         inputs: the parameters, by their number.
     """
 
-    def __init__(self, entry: Computation, called: list[Computation]) -> None:
-        super().__init__(*_without_repeats(entry, called), entry.program_shape)
+    def __init__(self, entry: Computation, called: list[Computation], *, merged: bool) -> None:
+        super().__init__(*_kept_nodes(entry, called, merged), entry.program_shape)
         self.called = called
         self.operands = [node.operands for node in self.nodes]
         self.users: list[list[int]] = [[] for _ in self.nodes]
@@ -143,19 +144,23 @@ class Graph(Computation):
             )
 
 
-def read(module: bytes) -> Graph:
+def read(module: bytes, *, merged: bool = True) -> Graph:
     """The graph of a module (HloModuleProto).
+
+    Args:
+        module: as it is written.
+        merged: whether equal nodes of equal operands become one.
 
     Raises:
         NotUnderstood: it holds something that is not known here.
     """
     try:
-        return _read(module)
+        return _read(module, merged)
     except (IndexError, KeyError, ValueError) as error:
         raise NotUnderstood(f"the module is not written as expected ({error!r})") from error
 
 
-def _read(module: bytes) -> Graph:
+def _read(module: bytes, merged: bool) -> Graph:
     texts: list[bytes] = []
     entry = 0
     for number, value, _ in wire.fields(module):
@@ -171,7 +176,7 @@ def _read(module: bytes) -> Graph:
     for text in texts:
         identity, computation = _computation(text, places)
         if identity == entry:
-            return Graph(computation, called)
+            return Graph(computation, called, merged=merged)
         computation.stateful = any(
             node.opcode != "parameter" and _is_stateful(node, called) for node in computation.nodes
         )
@@ -236,8 +241,8 @@ def _node(text: bytes, positions: dict[int, int], places: dict[int, int]) -> tup
     return identity, node
 
 
-def _without_repeats(entry: Computation, called: Sequence[Computation]) -> tuple[list[Node], int]:
-    """Equal nodes of equal operands become one; nodes that nobody uses are dropped."""
+def _kept_nodes(entry: Computation, called: Sequence[Computation], merged: bool) -> tuple[list[Node], int]:
+    """Nodes that nobody uses are dropped; equal nodes of equal operands become one, if they shall be merged."""
     used = {entry.root}
     for position in range(len(entry.nodes) - 1, -1, -1):
         if position in used:
@@ -253,11 +258,21 @@ def _without_repeats(entry: Computation, called: Sequence[Computation]) -> tuple
             continue
         operands = tuple(now[operand] for operand in node.operands)
         key = (node.opcode, node.shape, node.rest, operands, node.called)
-        if stateful or key not in known:
+        if stateful or not merged or key not in known:
             known[key] = len(kept)
             kept.append(Node(node.opcode, node.shape, node.rest, operands, node.called))
         now[position] = known[key]
     return kept, now[entry.root]
+
+
+def first_equals(graph: Graph) -> list[int]:
+    """For each node the first one that is the same operation of the same values."""
+    known: dict[tuple[object, ...], int] = {}
+    found: list[int] = []
+    for place, node in enumerate(graph.nodes):
+        key = (node.opcode, node.shape, node.rest, tuple(found[operand] for operand in node.operands), node.called)
+        found.append(place if _is_stateful(node, graph.called) else known.setdefault(key, place))
+    return found
 
 
 def _parameter_number(node: Node) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 from xla_adapters.hlo_graph.graph import Graph
@@ -37,11 +38,16 @@ def ordered(graph: Graph, item_of: Sequence[Item]) -> tuple[list[Item], set[Item
 def _peeled(needs: dict[Item, set[Item]], users: dict[Item, set[Item]], among: set[Item]) -> list[Item]:
     """Items that need nothing but those before them."""
     missing = {item: len(needs[item] & among) for item in among}
-    order = [item for item, count in missing.items() if not count]
-    for item in order:
+    rank = {item: number for number, item in enumerate(needs)}
+    ready = [(rank[item], item) for item, count in missing.items() if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, item = heapq.heappop(ready)
+        order.append(item)
         for user in users[item]:
             if user in missing:
                 missing[user] -= 1
                 if not missing[user]:
-                    order.append(user)
+                    heapq.heappush(ready, (rank[user], user))
     return order

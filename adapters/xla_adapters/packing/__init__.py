@@ -7,5 +7,6 @@ gradients stay tensors of their own.)
 """
 
 from xla_adapters.packing.graph import PackedModule, packed
+from xla_adapters.packing.members import Owner
 
-__all__ = ["PackedModule", "packed"]
+__all__ = ["Owner", "PackedModule", "packed"]

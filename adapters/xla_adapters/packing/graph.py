@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xla_adapters.hlo_graph import wire
-from xla_adapters.hlo_graph.graph import LITERAL, Graph, read
+from xla_adapters.hlo_graph.graph import DIMENSIONS, LITERAL, Graph, read
 from xla_adapters.hlo_graph.order import Item, ordered
 from xla_adapters.hlo_graph.shapes import S32, array_shape, dimensions, element_type, tuple_shape
 from xla_adapters.hlo_graph.writing import Body, Numbers, copied_computations, written_module
-from xla_adapters.packing.members import Form, Member, Ref, find_members
+from xla_adapters.packing.members import Form, Member, Owner, Ref, find_members
 
 # Tensors with more elements take longer to compute than what handing them over costs, and are left as they are: their
 # gradients would be copied, and those of all parameters kept until the last is there.
@@ -20,7 +20,7 @@ _FEWEST = 64
 # Of ProgramShapeProto.
 _PARAMETERS, _RESULT, _PARAMETER_NAMES = 1, 2, 3
 # Of HloInstructionProto, and of LiteralProto.
-_DIMENSIONS, _SLICE_SIZES = 14, 20
+_SLICE_SIZES = 20
 _LITERAL_SHAPE, _LITERAL_S32S = 1, 4
 
 
@@ -48,13 +48,13 @@ class PackedModule:
 
 
 def packed(
-    module: bytes, owners: Sequence[Mapping[int, int]], *, fewest: int = _FEWEST, largest: int = _LARGEST
+    module: bytes, owners: Sequence[Owner], *, fewest: int = _FEWEST, largest: int = _LARGEST
 ) -> PackedModule | None:
     """The same program, in which small tensors of an optimizer's state are few inputs and outputs.
 
     Args:
         module: an HloModuleProto, of one device and not yet optimized.
-        owners: for each optimizer its state: by the number of an input the number of the output that is its new value.
+        owners: the optimizers.
         fewest: the least number of tensors to do it for.
         largest: the most elements of a tensor that is moved.
 
@@ -64,7 +64,8 @@ def packed(
     Raises:
         NotUnderstood: the module holds something that is not known here.
     """
-    graph = read(module)
+    # As it is, so that XLA makes the same of all that is not packed.
+    graph = read(module, merged=False)
     found = find_members(graph, owners, largest)
     groups = [(form, members) for form, members in found.items() if len(members) > 1]
     order, stuck = _order(graph, groups)
@@ -166,12 +167,7 @@ class _Writer:
         entry, length = self._entry, _length(members)
         values: dict[Ref, int] = {("state", slot): row for slot, row in enumerate(states)}
         for slot, kind in enumerate(form.leaves):
-            parts = [
-                entry.add("reshape", array_shape(kind, member.size), [entry.at[member.leaves[slot]]])
-                for member in members
-            ]
-            dimension = wire.numbers(_DIMENSIONS, [0])
-            values["leaf", slot] = entry.add("concatenate", array_shape(kind, length), parts, dimension)
+            values["leaf", slot] = self._row(kind, members, slot)
         for number, operation in enumerate(form.together):
             operands = [self._operand(entry, ref, values, (length,), entry.at) for ref in operation.operands]
             shape = array_shape(operation.kind, length)
@@ -183,6 +179,25 @@ class _Writer:
                 # Nobody reads it any more.
                 entry.at.setdefault(place, 0)
         return [values[ref] for ref in form.results]
+
+    def _row(self, kind: int, members: Sequence[Member], slot: int) -> int:
+        """Tensors one behind the other.
+
+        By a call, so that each is in memory first: some are products (gradients of `torch.nn.Linear`, clipped and then
+        transposed), which XLA would contract with the sums that read the row, where it does not otherwise.
+        """
+        length = array_shape(kind, _length(members))
+        leaves = [member.leaves[slot] for member in members]
+        given = [self._graph.nodes[leaf].shape for leaf in leaves]
+        body = Body((), self._numbers, ())
+        parts = [
+            body.add("reshape", array_shape(kind, member.size), [body.parameter(number, shape)])
+            for number, (member, shape) in enumerate(zip(members, given, strict=True))
+        ]
+        root = body.add("concatenate", length, parts, wire.numbers(DIMENSIONS, [0]))
+        identity = self._numbers.next()
+        self._texts.append(body.computation(f"row.{identity}", identity, root, _program_shape(given, length)))
+        return self._entry.call((identity, length), [self._entry.at[leaf] for leaf in leaves])
 
     def _operand(
         self, body: Body, ref: Ref, values: dict[Ref, int], sizes: tuple[int, ...], numbers: Mapping[int, int]

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from xla_adapters.hlo_graph.graph import Graph
+from xla_adapters.hlo_graph import wire
+from xla_adapters.hlo_graph.graph import DIMENSIONS, Graph, Node, first_equals
 from xla_adapters.hlo_graph.shapes import count, element_type, is_scalar
 
 # What an operation reads: `state` and `leaf` (tensors), `value` (of an operation before it), `number` (the node of a
@@ -101,6 +102,19 @@ class Form:
     apart: tuple[Operation, ...]
 
 
+@dataclass(frozen=True)
+class Owner:
+    """An optimizer.
+
+    Attributes:
+        state: by the number of an input that is a tensor of its state that of the output with the new value.
+        parameters: the numbers of inputs that it updates.
+    """
+
+    state: Mapping[int, int]
+    parameters: frozenset[int]
+
+
 @dataclass
 class Member:
     """One parameter's update.
@@ -124,24 +138,27 @@ class Member:
     nodes: set[int] = field(default_factory=set)
 
 
-def find_members(graph: Graph, owners: Sequence[Mapping[int, int]], largest: int) -> dict[Form, list[Member]]:
+def find_members(graph: Graph, owners: Sequence[Owner], largest: int) -> dict[Form, list[Member]]:
     """Parameters by the form of their update.
 
     Args:
         graph: of a step.
-        owners: for each optimizer its state: by the number of an input the number of the output that is its new value.
+        owners: the optimizers.
         largest: the most elements of a tensor that is looked at.
     """
     found: dict[Form, list[Member]] = defaultdict(list)
-    for number, pairs in enumerate(owners):
+    operands = [tuple(_untransposed(graph, item) for item in read) for read in graph.operands]
+    equals = first_equals(graph)
+    for number, owner in enumerate(owners):
         small = {
             item: output
-            for item, output in pairs.items()
+            for item, output in owner.state.items()
             if 0 < count(graph.nodes[graph.inputs[item]].shape) <= largest
             and not is_scalar(graph.nodes[graph.inputs[item]].shape)
         }
         for inputs, nodes in _updates(graph, small):
-            update = _Update(graph, number, {item: small[item] for item in inputs}, nodes)
+            own = Owner({item: small[item] for item in inputs}, owner.parameters)
+            update = _Update(graph, operands, equals, number, own, nodes)
             if update.form is not None:
                 found[update.form].append(update.member)
     return found
@@ -185,11 +202,22 @@ class _Update:
         member: it, if it has a form.
     """
 
-    def __init__(self, graph: Graph, owner: int, pairs: Mapping[int, int], nodes: set[int]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        operands: Sequence[Sequence[int]],
+        equals: Sequence[int],
+        number: int,
+        owner: Owner,
+        nodes: set[int],
+    ) -> None:
         self._graph = graph
-        self._owner = owner
-        self._pairs = pairs
-        self._states = {graph.inputs[item]: item for item in pairs}
+        self._operands = operands
+        self._equals = equals
+        self._number = number
+        self._pairs = owner.state
+        self._parameters = {graph.inputs[item] for item in owner.parameters}
+        self._states = {graph.inputs[item]: item for item in owner.state}
         self._depends = nodes
         self._size = count(graph.nodes[next(iter(self._states))].shape)
         # The state in the order in which it is read.
@@ -233,21 +261,18 @@ class _Update:
         node = self._graph.nodes[place]
         return node.opcode == "broadcast" and is_scalar(self._graph.nodes[node.operands[0]].shape)
 
-    def _is_parameter(self, place: int) -> bool:
-        return self._graph.nodes[place].opcode == "parameter" and place not in self._states
-
     def _with_operands(self) -> set[int]:
         """The nodes of the update, and those before them that it alone reads, or that are computed again anywhere."""
         graph, inside = self._graph, set(self._depends)
         waiting = list(inside)
         while waiting:
-            for operand in graph.operands[waiting.pop()]:
+            for operand in self._operands[waiting.pop()]:
                 if operand in inside or operand in self._states or self._is_number(operand):
                     continue
                 again = graph.nodes[operand].opcode in _AGAIN
                 if not self._is_flat(operand) or self._reads_parameter(operand):
                     continue
-                if not all(element_type(graph.nodes[item].shape) in _PRECISE for item in graph.operands[operand]):
+                if not all(element_type(graph.nodes[item].shape) in _PRECISE for item in self._operands[operand]):
                     continue
                 if again or all(user in inside for user in graph.users[operand]):
                     inside.add(operand)
@@ -256,11 +281,11 @@ class _Update:
 
     def _reads_parameter(self, place: int, depth: int = 0) -> bool:
         """Whether a node is computed of the parameter itself: that stays a tensor of its own, and so does this."""
-        if self._is_parameter(place):
+        if place in self._parameters:
             return True
         if depth > _DEEPEST or self._is_number(place) or not self._is_flat(place):
             return False
-        return any(self._reads_parameter(operand, depth + 1) for operand in self._graph.operands[place])
+        return any(self._reads_parameter(operand, depth + 1) for operand in self._operands[place])
 
     def _apart(self, inside: set[int], dependent: set[int]) -> set[int]:
         """What is computed for the parameter alone.
@@ -272,8 +297,8 @@ class _Update:
         waiting = list(apart)
         while waiting:
             place = waiting.pop()
-            for operand in graph.operands[place]:
-                if operand in apart or self._is_number(operand) or self._is_parameter(operand):
+            for operand in self._operands[place]:
+                if operand in apart or self._is_number(operand) or operand in self._parameters:
                     continue
                 node = graph.nodes[operand]
                 is_summand = node.opcode == "multiply" and graph.nodes[place].opcode in _SUMS
@@ -292,7 +317,7 @@ class _Update:
         taken = {
             operand: None
             for place in sorted(apart)
-            for operand in self._graph.operands[place]
+            for operand in self._operands[place]
             if operand not in apart and (operand in inside or operand in self._states)
         }
         return list(taken)
@@ -304,7 +329,7 @@ class _Update:
             place = waiting.pop()
             if place in among and place not in needed:
                 needed.add(place)
-                waiting.extend(self._graph.operands[place])
+                waiting.extend(self._operands[place])
         return needed
 
     def _is_closed(self, core: set[int], apart: set[int], new: set[int], ends: Sequence[int]) -> bool:
@@ -325,7 +350,7 @@ class _Update:
         refs: dict[int, Ref] = {}
         together: list[Operation] = []
         for place in sorted(core):
-            operands = tuple(self._ref(operand, refs) for operand in graph.operands[place])
+            operands = tuple(self._ref(operand, refs) for operand in self._operands[place])
             node = graph.nodes[place]
             if node.opcode == "reshape":
                 refs[place] = operands[0]
@@ -349,15 +374,17 @@ class _Update:
         for place in apart:
             node = graph.nodes[place]
             operands = tuple(
-                parts.get(operand) or own.get(operand) or self._own(operand, own) for operand in node.operands
+                parts.get(operand) or own.get(operand) or self._own(operand, own) for operand in self._operands[place]
             )
             own[place] = ("value", len(alone))
             alone.append(Operation(node.opcode, element_type(node.shape), self._rest(place), operands))
+        if any(map(self._is_laid_out, member.leaves)):
+            return None
         read = [graph.nodes[place].shape for place in (*self._states, *member.leaves, *taken)]
         if not all(element_type(shape) in _PRECISE for shape in read):
             return None
         return Form(
-            self._owner,
+            self._number,
             tuple(element_type(graph.nodes[graph.inputs[item]].shape) for item in member.inputs),
             tuple(element_type(graph.nodes[place].shape) for place in member.leaves),
             tuple(together),
@@ -366,6 +393,12 @@ class _Update:
             tuple(alone),
         )
 
+    def _is_laid_out(self, place: int) -> bool:
+        """Whether XLA may keep a value in another order, as that of a convolution: its norm would be summed in that."""
+        graph = self._graph
+        node = graph.nodes[place]
+        return node.opcode == "transpose" and graph.nodes[node.operands[0]].opcode not in ("dot", "parameter")
+
     def _rest(self, place: int) -> bytes:
         node = self._graph.nodes[place]
         return b"" if node.opcode == "reshape" else node.rest
@@ -373,7 +406,7 @@ class _Update:
     def _ref(self, place: int, refs: dict[int, Ref]) -> Ref:
         if place not in refs:
             if self._is_number(place):
-                return "number", self._graph.operands[place][0]
+                return "number", self._equals[self._graph.operands[place][0]]
             if place in self._states:
                 refs[place] = ("state", len(self._read))
                 self._read.append(place)
@@ -384,7 +417,24 @@ class _Update:
 
     def _own(self, place: int, own: dict[int, Ref]) -> Ref:
         if self._is_number(place):
-            return "number", self._graph.operands[place][0]
+            return "number", self._equals[self._graph.operands[place][0]]
         own[place] = ("own", len(self.member.own))
         self.member.own.append(place)
         return own[place]
+
+
+def _untransposed(graph: Graph, place: int) -> int:
+    """What is transposed twice, to where it was: a gradient of `torch.nn.Linear` that was clipped, say, by its view."""
+    node = graph.nodes[place]
+    if node.opcode != "transpose":
+        return place
+    inner = graph.nodes[node.operands[0]]
+    if inner.opcode != "transpose":
+        return place
+    outer, first = _order_of(node), _order_of(inner)
+    return inner.operands[0] if [first[item] for item in outer] == list(range(len(outer))) else place
+
+
+def _order_of(transpose: Node) -> list[int]:
+    fields = wire.fields(transpose.rest)
+    return [item for number, value, _ in fields if number == DIMENSIONS for item in wire.integers(value)]

@@ -10,7 +10,7 @@ import torch
 
 from xla_adapters.backend import Backend
 from xla_adapters.packed_state import PackedState
-from xla_adapters.packing import PackedModule
+from xla_adapters.packing import Owner, PackedModule
 from xla_adapters.replay.pending import PendingGraph
 from xla_adapters.replay.places import Place
 from xla_adapters.replay.recording import Kept, Recording
@@ -30,9 +30,9 @@ def run_packed(recording: Recording, graph: PendingGraph, backend: Backend) -> b
     Returns:
         Whether it did; if not, nothing has changed.
     """
-    owners = [_state_of(recording, recipe) for recipe in recording.recipes]
+    owners = [_owner(recording, recipe) for recipe in recording.recipes]
     name = graph.name
-    module = backend.packed_module(name, graph.outputs, owners) if any(owners) else None
+    module = backend.packed_module(name, graph.outputs, owners) if any(owner.state for owner in owners) else None
     if module is None:
         return False
     rows = [[_tensor(recording.sources[given]) for given, _ in row] for row in module.rows]
@@ -55,7 +55,7 @@ def run_packed(recording: Recording, graph: PendingGraph, backend: Backend) -> b
     _fill(graph, module, results, backend)
     backend.write([state.row(number) for number in numbers], results[len(module.outputs) :])
     state.tensors_left()
-    state.watch(recipe.optimizer for recipe, own in zip(recording.recipes, owners, strict=True) if own)
+    state.watch(recipe.optimizer for recipe, owner in zip(recording.recipes, owners, strict=True) if owner.state)
     backend.finish_replayed()
     places = [Place("packed", owner=state, name=number) for number in numbers]
     sources = [*(recording.sources[given] for given in module.inputs), *places]
@@ -70,25 +70,30 @@ def run_packed(recording: Recording, graph: PendingGraph, backend: Backend) -> b
     return True
 
 
-def _state_of(recording: Recording, recipe: UpdateRecipe) -> dict[int, int]:
-    """The state of an optimizer: by the position among the inputs that among the outputs."""
+def _owner(recording: Recording, recipe: UpdateRecipe) -> Owner:
+    """An optimizer, by positions among the inputs and outputs."""
     handed_out = {leaf for kept in recording.kept.values() for leaf in kept.leaves if isinstance(leaf, int)}
     outputs = {
         places[0].key: index
         for index, places in enumerate(recording.targets)
         if len(places) == 1 and index not in handed_out
     }
-    own = set(map(id, recipe.state_tensors()))
-    donated = set(recording.donated)
-    return {
-        index: outputs[source.key]
+    given = {
+        id(source.owner): index
         for index, source in enumerate(recording.sources)
-        if isinstance(source, Place)
-        and source.kind == "tensor"
-        and id(source.owner) in own
-        and source.key in outputs
-        and index in donated
+        if isinstance(source, Place) and source.kind == "tensor"
     }
+    donated = set(recording.donated)
+    state = {
+        given[id(tensor)]: outputs.get(("tensor", id(tensor), ""))
+        for tensor in recipe.state_tensors()
+        if id(tensor) in given
+    }
+    parameters = (item for group in recipe.optimizer.param_groups for item in group["params"])
+    return Owner(
+        {index: output for index, output in state.items() if output is not None and index in donated},
+        frozenset(given[id(item)] for item in parameters if id(item) in given),
+    )
 
 
 def _tensor(source: object) -> torch.Tensor:
