@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.core.support import pack_small_states
 from tests.hf_trainer.scenarios import Classifier, arguments, gpt2, ours, token_samples, vector_samples
 from tests.isolation import isolated, run_in_child
 
@@ -71,6 +72,33 @@ def test_resume_is_exact(name: str, saved_at: int, tmp_path: Path) -> None:
     assert [step.executions for step in resumed.steps] == [1] * (7 - saved_at)
     # The graph of the uninterrupted run, found again.
     assert resumed.counts.compiles == 0, resumed.explain()
+
+
+@isolated
+def test_what_is_saved_of_a_state_in_rows_is_the_state(tmp_path: Path) -> None:
+    pack_small_states()
+    args: dict[str, Any] = {"max_steps": 9, "save_strategy": "steps", "save_steps": 6}
+    folders = [tmp_path / "traced", tmp_path / "replayed"]
+    traced, replayed = (
+        ours(gpt2(dropout=0.3), token_samples(32), args=arguments(str(folder), **args), step_replay=replay)
+        for folder, replay in zip(folders, (False, "auto"), strict=True)
+    )
+    # Saving sets `config.architectures`, and is followed by two passes that are traced.
+    assert replayed.trainer._steps.train.replays == 5
+    assert replayed.losses == traced.losses
+    saved = [torch.load(folder / "checkpoint-6" / "optimizer.pt") for folder in folders]
+    assert saved[0]["state"].keys() == saved[1]["state"].keys()
+    for one, other in zip(saved[0]["state"].values(), saved[1]["state"].values(), strict=True):
+        assert all(type(value) is torch.Tensor and torch.equal(value, other[name]) for name, value in one.items())
+    resumed = ours(
+        gpt2(dropout=0.3, seed=1),
+        token_samples(32),
+        args=arguments(str(tmp_path / "resumed"), **args),
+        train_options={"resume_from_checkpoint": str(folders[1] / "checkpoint-6")},
+    )
+    assert resumed.losses == traced.losses
+    expected = traced.parameters()
+    assert all(torch.equal(value, expected[key]) for key, value in resumed.parameters().items())
 
 
 def _save(folder: str) -> list[float]:

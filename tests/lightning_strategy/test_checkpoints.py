@@ -16,10 +16,12 @@ from torch import nn
 import xla_adapters
 from lightning_strategy import XLAEagerStrategy
 from lightning_strategy.checkpoints import XLAEagerCheckpointIO
+from tests.core.support import pack_small_states
 from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import FEATURES, Classifier, assert_close, fit, loader, trainer
 from xla_adapters.checkpoint import CheckpointStore
 from xla_adapters.errors import CheckpointDamagedError, CheckpointSaveError, CheckpointWriteError
+from xla_adapters.packed_state import PackedTensor
 
 
 def saves(folder: Path, **options: Any) -> ModelCheckpoint:
@@ -47,6 +49,35 @@ def test_resume_is_exact_with_dropout(tmp_path: Path) -> None:
     assert rest.losses == whole.module.losses[6:]
     for ours, other in zip(rest.parameters(), whole.module.parameters(), strict=True):
         assert torch.equal(ours, other)
+
+
+@isolated
+def test_what_is_saved_of_a_state_in_rows_is_the_state(tmp_path: Path) -> None:
+    pack_small_states()
+    folders = [tmp_path / "traced", tmp_path / "replayed"]
+    packed: list[bool] = []
+
+    class Looks(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            states = trainer.optimizers[0].state.values()
+            packed.append(any(isinstance(value, PackedTensor) for state in states for value in state.values()))
+
+    def run(replay: Any, folder: Path) -> Any:
+        strategy = XLAEagerStrategy(step_replay=replay)
+        return fit(dropping, strategy, max_epochs=3, callbacks=lambda: [saves(folder), Looks()])
+
+    traced, replayed = run(False, folders[0]), run("auto", folders[1])
+    assert not any(packed[:18])
+    assert all(packed[-12:])
+    assert replayed.module.losses == traced.module.losses
+    for path in folders[0].glob("*.ckpt"):
+        one, other = (torch.load(folder / path.name, weights_only=False) for folder in folders)
+        for before, after in zip(one["optimizer_states"], other["optimizer_states"], strict=True):
+            for name, state in before["state"].items():
+                assert all(torch.equal(value, after["state"][name][key]) for key, value in state.items())
+    (first,) = folders[1].glob("epoch=0-*.ckpt")
+    rest = resumed(dropping, XLAEagerStrategy(), first, max_epochs=3)
+    assert rest.losses == traced.module.losses[6:]
 
 
 @isolated
