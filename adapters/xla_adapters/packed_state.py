@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
@@ -30,7 +31,9 @@ class PackedTensor(torch.Tensor):
                 return func(*args, **kwargs)
         for tensor in tensors_in((args, kwargs)):
             if type(tensor) is cls:
-                vars(tensor)["_packed_in"].unpack()
+                state = vars(tensor).get("_packed_in")
+                if state is not None:
+                    state.unpack()
         return func(*args, **kwargs)
 
 
@@ -52,6 +55,8 @@ class PackedState:
         self._same: list[int] = []
         self._kept: list[torch.Tensor] = []
         self._is_packed = False
+        # Held by a replay as long as it has the rows.
+        self.lock = threading.RLock()
         _states.add(self)
 
     @property
@@ -106,20 +111,25 @@ class PackedState:
     def tensors_left(self) -> None:
         """From here on the rows hold the numbers. The tensors of one form share some buffer or other."""
         self._same, self._kept = [], []
-        values: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
-        for tensor in self._tensors:
-            value = values.setdefault((tensor.dtype, tensor.shape), self._backend.snapshot(tensor))
-            self._backend.restore(tensor, value)
-        self._backend.forget_writes(self._tensors)
         self._is_packed = True
+        # First of all: who uses one of them in another thread waits until they can be brought back.
         for tensor in self._tensors:
             vars(tensor)["_packed_in"] = self
             tensor.__class__ = PackedTensor
+        values: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor in self._tensors:
+                value = values.setdefault((tensor.dtype, tensor.shape), self._backend.snapshot(tensor))
+                self._backend.restore(tensor, value)
+            self._backend.forget_writes(self._tensors)
 
     def unpack(self) -> None:
         """Moves the numbers back to the tensors: a copy to the host, and one to the device."""
-        if not self._is_packed:
-            return
+        with self.lock:
+            if self._is_packed:
+                self._bring_back()
+
+    def _bring_back(self) -> None:
         backend = self._backend
         hosts = backend.to_host(self._values)
         parts: list[torch.Tensor] = []

@@ -6,7 +6,7 @@ parameters can be one row of numbers. (Flat buffers, as in DeepSpeed's ZeRO, but
 gradients stay tensors of their own.)
 """
 
+from xla_adapters.packing.forms import Owner
 from xla_adapters.packing.graph import PackedModule, packed
-from xla_adapters.packing.members import Owner
 
 __all__ = ["Owner", "PackedModule", "packed"]

@@ -10,7 +10,8 @@ from xla_adapters.hlo_graph.graph import DIMENSIONS, LITERAL, Graph, read
 from xla_adapters.hlo_graph.order import Item, ordered
 from xla_adapters.hlo_graph.shapes import S32, array_shape, dimensions, element_type, tuple_shape
 from xla_adapters.hlo_graph.writing import Body, Numbers, copied_computations, written_module
-from xla_adapters.packing.members import Form, Member, Owner, Ref, find_members
+from xla_adapters.packing.forms import Form, Member, Owner, Ref
+from xla_adapters.packing.members import find_members
 
 # Tensors with more elements take longer to compute than what handing them over costs, and are left as they are: their
 # gradients would be copied, and those of all parameters kept until the last is there.

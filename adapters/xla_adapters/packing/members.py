@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from xla_adapters.hlo_graph import wire
 from xla_adapters.hlo_graph.graph import DIMENSIONS, Graph, Node, first_equals
 from xla_adapters.hlo_graph.shapes import count, element_type, is_scalar
-
-# What an operation reads: `state` and `leaf` (tensors), `value` (of an operation before it), `number` (the node of a
-# single number that stands for all elements); in what is left to each parameter also `taken` (of what was computed
-# for all) and `own`.
-Ref = tuple[str, int]
+from xla_adapters.packing.forms import Form, Member, Operation, Owner, Ref
 
 _ELEMENTWISE = frozenset(
     {
@@ -61,81 +56,6 @@ _AGAIN = frozenset(("multiply", "reshape"))
 _PRECISE = frozenset((*range(1, 10), 11, 12))
 # As far as what an update reads is looked at.
 _DEEPEST = 16
-
-
-@dataclass(frozen=True)
-class Operation:
-    """An elementwise operation, whatever the shape.
-
-    Attributes:
-        opcode: as in HLO.
-        kind: the element type of its result.
-        rest: its other fields.
-        operands: what it reads.
-    """
-
-    opcode: str
-    kind: int
-    rest: bytes
-    operands: tuple[Ref, ...]
-
-
-@dataclass(frozen=True)
-class Form:
-    """An update, whatever the shape; equal for parameters that can be updated together.
-
-    Attributes:
-        owner: the number of the optimizer.
-        states, leaves: their element types.
-        together: what is computed for all parameters at once.
-        results: of it, the new state, in the state's order.
-        taken: of it, what each parameter takes its part of.
-        apart: what is computed for each parameter by itself; the last operation has its result.
-    """
-
-    owner: int
-    states: tuple[int, ...]
-    leaves: tuple[int, ...]
-    together: tuple[Operation, ...]
-    results: tuple[Ref, ...]
-    taken: tuple[Ref, ...]
-    apart: tuple[Operation, ...]
-
-
-@dataclass(frozen=True)
-class Owner:
-    """An optimizer.
-
-    Attributes:
-        state: by the number of an input that is a tensor of its state that of the output with the new value.
-        parameters: the numbers of inputs that it updates.
-    """
-
-    state: Mapping[int, int]
-    parameters: frozenset[int]
-
-
-@dataclass
-class Member:
-    """One parameter's update.
-
-    Attributes:
-        size: the number of elements.
-        inputs: the numbers of the graph's inputs that are its state.
-        outputs: the numbers of the graph's outputs that are its new state.
-        leaves: nodes that are put in a row with those of other members.
-        own: nodes that are read for it alone.
-        apart: the nodes that are computed for it alone.
-        nodes: those that are written with its update; others read the last of `apart` alone.
-    """
-
-    size: int
-    inputs: list[int] = field(default_factory=list)
-    outputs: list[int] = field(default_factory=list)
-    leaves: list[int] = field(default_factory=list)
-    own: list[int] = field(default_factory=list)
-    apart: list[int] = field(default_factory=list)
-    nodes: set[int] = field(default_factory=set)
 
 
 def find_members(graph: Graph, owners: Sequence[Owner], largest: int) -> dict[Form, list[Member]]:
@@ -222,6 +142,7 @@ class _Update:
         self._size = count(graph.nodes[next(iter(self._states))].shape)
         # The state in the order in which it is read.
         self._read: list[int] = []
+        self._reading: dict[int, bool] = {}
         self.member = Member(self._size)
         self.form = self._taken_apart()
 
@@ -281,11 +202,14 @@ class _Update:
 
     def _reads_parameter(self, place: int, depth: int = 0) -> bool:
         """Whether a node is computed of the parameter itself: that stays a tensor of its own, and so does this."""
-        if place in self._parameters:
-            return True
-        if depth > _DEEPEST or self._is_number(place) or not self._is_flat(place):
-            return False
-        return any(self._reads_parameter(operand, depth + 1) for operand in self._operands[place])
+        if place not in self._reading:
+            self._reading[place] = place in self._parameters or (
+                depth <= _DEEPEST
+                and not self._is_number(place)
+                and self._is_flat(place)
+                and any(self._reads_parameter(operand, depth + 1) for operand in self._operands[place])
+            )
+        return self._reading[place]
 
     def _apart(self, inside: set[int], dependent: set[int]) -> set[int]:
         """What is computed for the parameter alone.

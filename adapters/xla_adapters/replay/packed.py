@@ -51,10 +51,11 @@ def run_packed(recording: Recording, graph: PendingGraph, backend: Backend) -> b
     if call is None:
         return False
     taken = [*graph.donors.values(), *feed[len(module.inputs) :]]
-    results = backend.run_graph(call.name, [feed[position] for position in call.order], taken=taken)
-    _fill(graph, module, results, backend)
-    backend.write([state.row(number) for number in numbers], results[len(module.outputs) :])
-    state.tensors_left()
+    with state.lock:
+        results = backend.run_graph(call.name, [feed[position] for position in call.order], taken=taken)
+        _fill(graph, module, results, backend)
+        backend.write([state.row(number) for number in numbers], results[len(module.outputs) :])
+        state.tensors_left()
     state.watch(recipe.optimizer for recipe, owner in zip(recording.recipes, owners, strict=True) if owner.state)
     backend.finish_replayed()
     places = [Place("packed", owner=state, name=number) for number in numbers]

@@ -135,7 +135,7 @@ class ReplayPass:
 
     def _execute(self) -> ScopeReport:
         recording, backend, tensors = self._recording, self._backend, self._tensors
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), torch._C.DisableTorchFunction(), recording.rows_held:
             try:
                 backend.set_seed(backend.seed() if self._seed is None else self._seed.value())
                 if self._together is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
@@ -321,6 +322,11 @@ class Recording:
         tensor = place.get(tensors)
         # What is updated goes in as its value, which can outlive the update (see `Backend.run_graph`).
         return tensor if place.kind == "batch" else backend.snapshot(tensor)
+
+    @property
+    def rows_held(self) -> AbstractContextManager[object]:
+        """For the time in which the executable has the optimizers' state: other threads wait for it."""
+        return nullcontext() if self.packed is None else self.packed.lock
 
     def run(self, inputs: Sequence[torch.Tensor], backend: Backend) -> list[torch.Tensor]:
         """Calls the executable; returns its outputs."""
