@@ -97,8 +97,7 @@ class StepScope:
         self._seeds_before: tuple[int, torch.Tensor] | None = None
         self._break_met = False
         self._is_open = False
-        self._executing = False
-        self._executed = False
+        self._executing = self._executed = False
 
     @property
     def executed(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import xla_adapters
+from tests.core.support import pack_states
 from tests.hf_trainer.scenarios import VOCABULARY, arguments, ours, token_samples
 from tests.isolation import run_in_child
 
@@ -57,6 +58,8 @@ def _train(
 ) -> tuple[list[float], dict[str, torch.Tensor], int, int]:
     """Losses, parameters, replayed passes and graphs."""
     xla_adapters.initialize(fast_compile=fast)
+    # What is compiled in blocks is looked at by itself.
+    pack_states(1 << 20)
     torch.manual_seed(0)
     args = arguments(max_steps=_STEPS, logging_steps=1, optim=optim, gradient_accumulation_steps=accumulation)
     run = ours(_MODELS[name](dropout), token_samples(32, length=_LENGTH), args=args)

@@ -20,6 +20,7 @@ from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.facts import ModuleFacts
 from xla_adapters.replay.glance import Glance
 from xla_adapters.replay.held import HeldValues
+from xla_adapters.replay.own_buffers import copies_of_taken, give_own_buffers
 from xla_adapters.replay.places import PassTensors, Place
 from xla_adapters.replay.run_ahead import RunAhead
 from xla_adapters.replay.tensor_facts import TensorFacts
@@ -402,23 +403,6 @@ class Recording:
         values = self._held.present()
         for index, position in self._read:
             inputs[index] = values[position]
-
-
-def give_own_buffers(tensors: Sequence[torch.Tensor], backend: Backend) -> None:
-    """Copies what tensors hold, whose buffers others share."""
-    backend.write(tensors, backend.copies(tensors))
-
-
-def copies_of_taken(
-    taken: Sequence[torch.Tensor], inputs: Mapping[int, torch.Tensor], backend: Backend
-) -> dict[int, torch.Tensor]:
-    """Copies of those inputs that are the same value as one whose buffer the executable takes."""
-    found = backend.aliases(list(inputs.values()), taken)
-    if not found:
-        return {}
-    keys = list(inputs)
-    copies = backend.copies([inputs[keys[position]] for position in found])
-    return {keys[position]: copy for position, copy in zip(found, copies, strict=True)}
 
 
 _ByPosition: TypeAlias = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
