@@ -55,6 +55,7 @@ class PackedState:
         self._same: list[int] = []
         self._kept: list[torch.Tensor] = []
         self._is_packed = False
+        self._watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # Held by a replay as long as it has the rows.
         self.lock = threading.RLock()
         _states.add(self)
@@ -159,7 +160,10 @@ class PackedState:
                 state.unpack()
 
         for optimizer in optimizers:
-            optimizer.register_state_dict_pre_hook(bring_back)
+            # Each traced pass comes here.
+            if optimizer not in self._watched:
+                self._watched.add(optimizer)
+                optimizer.register_state_dict_pre_hook(bring_back)
 
 
 def unpack_all(among: Set[int] | None = None) -> None:

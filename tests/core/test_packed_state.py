@@ -177,6 +177,18 @@ def test_a_loaded_state_is_traced_and_packed_anew() -> None:
 
 
 @isolated
+def test_each_trace_watches_the_same_optimizer() -> None:
+    pack_small_states()
+    twin = Twin("auto")
+    twin.run(4)
+    watching = len(twin.optimizer._optimizer_state_dict_pre_hooks)
+    for _ in range(3):
+        twin.step.program.verify_replay()
+        twin.run(4)
+    assert watching == len(twin.optimizer._optimizer_state_dict_pre_hooks) == 1
+
+
+@isolated
 def test_a_view_that_is_held_sees_what_each_step_writes() -> None:
     """It cannot be brought up to date from a row: the step is compiled as it is."""
     pack_small_states()

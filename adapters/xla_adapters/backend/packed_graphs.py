@@ -40,8 +40,8 @@ class PackedGraphs(BlockGraphs):
 
     def __init__(self) -> None:
         super().__init__()
-        # By the name of a graph: None if there is nothing to pack.
-        self._packed: dict[bytes, PackedModule | None] = {}
+        # By the name of a graph, whose state it was found for, and what was found: None if there is nothing to pack.
+        self._packed: dict[bytes, tuple[list[Owner], PackedModule | None]] = {}
 
     def packed_module(
         self, name: bytes, outputs: Sequence[torch.Tensor], owners: Sequence[Owner]
@@ -57,10 +57,10 @@ class PackedGraphs(BlockGraphs):
         """
         if self.is_spmd() or self.hardware() != "CPU":
             return None
-        if name not in self._packed:
+        if name not in self._packed or self._packed[name][0] != list(owners):
             make_room(self._packed, _KEPT)
-            self._packed[name] = self._find(outputs, owners)
-        return self._packed[name]
+            self._packed[name] = list(owners), self._find(outputs, owners)
+        return self._packed[name][1]
 
     def _find(self, outputs: Sequence[torch.Tensor], owners: Sequence[Owner]) -> PackedModule | None:
         try:
@@ -88,7 +88,7 @@ class PackedGraphs(BlockGraphs):
                 self._computation(module.module), feed, [feed[position] for position in donated]
             )
         except (RuntimeError, ValueError) as error:
-            self._packed[name] = None
+            self._packed[name] = self._packed[name][0], None
             warnings.warn(
                 f"a step whose optimizer's state was packed could not be compiled ({error}); it is compiled as it "
                 "is, and its replays take longer on the host",

@@ -34,14 +34,12 @@ class PackedModule:
         inputs: what its first inputs were in the graph before, by number; then come the rows.
         outputs: likewise.
         rows: for each row its tensors, in order: the number that each was as an input, and as an output.
-        instructions: of the graph before.
     """
 
     module: bytes
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     rows: tuple[tuple[tuple[int, int], ...], ...]
-    instructions: int
 
     def __str__(self) -> str:
         tensors = sum(map(len, self.rows))
@@ -137,7 +135,6 @@ class _Writer:
             inputs=tuple(self._inputs),
             outputs=tuple(self._outputs),
             rows=tuple(rows),
-            instructions=len(graph.nodes),
         )
 
     def _finish(self, given: Sequence[bytes], results: Sequence[int], shape: bytes) -> None:
