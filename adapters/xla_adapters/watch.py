@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from xla_adapters.backend import get_backend
 from xla_adapters.convolutions import CONVOLUTIONS
+from xla_adapters.dropout import Dropout
 from xla_adapters.lowerings import LOWERINGS, norm_with_torchs_variance
 from xla_adapters.rollback import StepJournal
 from xla_adapters.sharding.attention import ATTENTION
@@ -107,6 +108,8 @@ class StepWatch(TorchFunctionMode):
             self._lowerings = {**LOWERINGS, **NORMS, **ATTENTION}
         elif backend.hardware() == "CPU":
             self._lowerings = _ON_CPU
+            if backend.random_algorithm() == "three_fry":
+                self._lowerings = {**_ON_CPU, **Dropout(backend).lowerings()}
 
     def __torch_function__(
         self, func: _CALL, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

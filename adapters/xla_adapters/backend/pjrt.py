@@ -19,6 +19,7 @@ import torch_xla.runtime as xr
 import torch_xla.utils.checkpoint as xla_checkpoint
 
 from xla_adapters.backend.compiler_flags import leave_out_slow_passes, leaves_out_slow_passes
+from xla_adapters.backend.computations import Computations
 from xla_adapters.backend.host_memory import HostMemory
 from xla_adapters.backend.interface import FastCompile, Metrics, SeamEvent
 from xla_adapters.backend.packed_graphs import PackedGraphs
@@ -36,7 +37,7 @@ _RANDOM_ALGORITHMS = {"philox": "constant(2654435769)", "three_fry": "constant(4
 _SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
 
 
-class PJRTBackend(PendingValues, PackedGraphs, RepeatedGraphs, ShardedTensors):
+class PJRTBackend(Computations, PendingValues, PackedGraphs, RepeatedGraphs, ShardedTensors):
     """The seam on torch_xla's lazy tensors."""
 
     name = "torch_xla"

@@ -17,8 +17,8 @@ _ELEMENT_TYPE, _DIMENSIONS, _TUPLE_SHAPES, _LAYOUT, _IS_DYNAMIC, _TUPLE = 2, 3, 
 _MINOR_TO_MAJOR, _TAIL_PADDING = 1, 16
 # By element type (PrimitiveType).
 _BYTE_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 15: 8, 16: 2, 18: 16}
-# Of a 32-bit whole number.
-S32 = 4
+# Types of elements: truth values, and 32-bit whole numbers with a sign and without.
+PRED, S32, U32 = 1, 4, 8
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from xla_adapters.hlo_graph.graph import (
     FRONTEND_ATTRIBUTES,
     ID,
     INSTRUCTIONS,
+    LITERAL,
     MODULE_COMPUTATIONS,
     MODULE_ENTRY,
     MODULE_ENTRY_NAME,
@@ -28,7 +29,12 @@ from xla_adapters.hlo_graph.graph import (
     Computation,
     Node,
 )
+from xla_adapters.hlo_graph.shapes import S32, U32, array_shape
 
+# Of ProgramShapeProto.
+_PARAMETERS, _RESULT, _PARAMETER_NAMES = 1, 2, 3
+# Of LiteralProto: its shape, and its numbers by their type.
+_LITERAL_SHAPE, _LITERAL_NUMBERS = 1, {S32: 4, U32: 6}
 # Frontend attributes (a map of strings): XLA leaves such a call as it is.
 _NOT_INLINED = wire.message(
     FRONTEND_ATTRIBUTES, wire.message(1, wire.message(1, b"inlineable") + wire.message(2, b"false"))
@@ -156,6 +162,30 @@ def copied_computations(computations: Sequence[Computation], numbers: Numbers) -
         texts.append(body.computation(f"called.{identity}", identity, root, computation.program_shape))
         called.append(identity)
     return texts, called
+
+
+def literal(kind: int, value: int) -> bytes:
+    """The field of a constant that holds a single whole number.
+
+    Args:
+        kind: `S32` or `U32`.
+        value: not negative.
+    """
+    return wire.message(
+        LITERAL,
+        wire.message(_LITERAL_SHAPE, array_shape(kind)) + wire.numbers(_LITERAL_NUMBERS[kind], [value]),
+    )
+
+
+def program_shape(given: Sequence[bytes], result: bytes) -> bytes:
+    """What a computation reads and hands out, as a ProgramShapeProto."""
+    return b"".join(
+        (
+            *(wire.message(_PARAMETERS, shape) for shape in given),
+            wire.message(_RESULT, result),
+            *(wire.message(_PARAMETER_NAMES, f"p{number}".encode()) for number in range(len(given))),
+        )
+    )
 
 
 def written_module(computations: Sequence[bytes], name: str, entry: int, program_shape: bytes) -> bytes:

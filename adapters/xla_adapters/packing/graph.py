@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xla_adapters.hlo_graph import wire
-from xla_adapters.hlo_graph.graph import DIMENSIONS, LITERAL, Graph, read
+from xla_adapters.hlo_graph.graph import DIMENSIONS, Graph, read
 from xla_adapters.hlo_graph.order import Item, ordered
 from xla_adapters.hlo_graph.shapes import S32, array_shape, dimensions, element_type, tuple_shape
-from xla_adapters.hlo_graph.writing import Body, Numbers, copied_computations, written_module
+from xla_adapters.hlo_graph.writing import Body, Numbers, copied_computations, literal, program_shape, written_module
 from xla_adapters.packing.forms import Form, Member, Owner, Ref
 from xla_adapters.packing.members import find_members
 
@@ -18,11 +18,8 @@ from xla_adapters.packing.members import find_members
 _LARGEST = 1 << 16
 # State tensors that there must be for it to be worth while: a new row is a copy from the host and back.
 _FEWEST = 64
-# Of ProgramShapeProto.
-_PARAMETERS, _RESULT, _PARAMETER_NAMES = 1, 2, 3
-# Of HloInstructionProto, and of LiteralProto.
+# Of HloInstructionProto.
 _SLICE_SIZES = 20
-_LITERAL_SHAPE, _LITERAL_S32S = 1, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +138,7 @@ class _Writer:
         root = self._entry.together(results, shape)
         self._identity = self._numbers.next()
         self._name = f"step.{self._identity}"
-        self._program_shape = _program_shape(given, shape)
+        self._program_shape = program_shape(given, shape)
         self._texts.append(self._entry.computation(self._name, self._identity, root, self._program_shape))
 
     def _wanted(self) -> set[int]:
@@ -194,7 +191,7 @@ class _Writer:
         ]
         root = body.add("concatenate", length, parts, wire.numbers(DIMENSIONS, [0]))
         identity = self._numbers.next()
-        self._texts.append(body.computation(f"row.{identity}", identity, root, _program_shape(given, length)))
+        self._texts.append(body.computation(f"row.{identity}", identity, root, program_shape(given, length)))
         return self._entry.call((identity, length), [self._entry.at[leaf] for leaf in leaves])
 
     def _operand(
@@ -215,7 +212,7 @@ class _Writer:
         parts: dict[tuple[bytes, ...], tuple[int, bytes]] = {}
         refs = (ref for operation in form.apart for ref in operation.operands)
         numbers = list(dict.fromkeys(ref[1] for ref in refs if ref[0] == "number"))
-        begin = entry.add("constant", _COUNT, [], _literal(0))
+        begin = entry.add("constant", _COUNT, [], literal(S32, 0))
         for member in members:
             shapes = tuple(nodes[place].shape for place in (*member.own, *member.apart))
             if shapes not in parts:
@@ -252,14 +249,14 @@ class _Writer:
                     operands.append(values[ref])
             index = ("value", len(values) - len(member.own))
             values[index] = body.add(operation.opcode, nodes[place].shape, operands, operation.rest)
-        size = body.add("constant", _COUNT, [], _literal(member.size))
+        size = body.add("constant", _COUNT, [], literal(S32, member.size))
         # Two operations, since XLA shares the kernel of alike fusions, and compiles each single operation by itself.
-        zero = body.add("constant", _COUNT, [], _literal(0))
+        zero = body.add("constant", _COUNT, [], literal(S32, 0))
         end = body.add("maximum", _COUNT, [body.add("add", _COUNT, [begin, size]), zero])
         shape = tuple_shape([nodes[member.apart[-1]].shape, _COUNT])
         root = body.together([values["value", len(form.apart) - 1], end], shape)
         identity = self._numbers.next()
-        self._texts.append(body.computation(f"part.{identity}", identity, root, _program_shape(given, shape)))
+        self._texts.append(body.computation(f"part.{identity}", identity, root, program_shape(given, shape)))
         return identity, shape
 
 
@@ -271,19 +268,5 @@ def _taken(body: Body, row: int, begin: int, kind: int, size: int, sizes: tuple[
     return body.add("reshape", array_shape(kind, *sizes), [part])
 
 
-def _literal(value: int) -> bytes:
-    return wire.message(LITERAL, wire.message(_LITERAL_SHAPE, _COUNT) + wire.numbers(_LITERAL_S32S, [value]))
-
-
 def _length(members: Sequence[Member]) -> int:
     return sum(member.size for member in members)
-
-
-def _program_shape(given: Sequence[bytes], result: bytes) -> bytes:
-    return b"".join(
-        (
-            *(wire.message(_PARAMETERS, shape) for shape in given),
-            wire.message(_RESULT, result),
-            *(wire.message(_PARAMETER_NAMES, f"p{number}".encode()) for number in range(len(given))),
-        )
-    )

@@ -1,0 +1,40 @@
+"""The part of the seam that has the device compute what no operation of torch's does.
+
+Written against torch_xla 2.9's user computations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch_xla
+
+if TYPE_CHECKING:
+    from xla_adapters.backend.interface import Backend as _Rest
+else:
+    _Rest = object
+
+_C = torch_xla._XLAC
+
+
+class Computations(_Rest):
+    """Computations of one's own; a part of `PJRTBackend`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._computations: dict[bytes, Any] = {}
+
+    def call(self, computation: bytes, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What a computation makes of these tensors, as part of the graph that is traced.
+
+        Args:
+            computation: an HloModuleProto whose result is a tuple; kept for as long as the process lives.
+            inputs: of the device, in the order of its parameters.
+        """
+        made = self._computations.get(computation)
+        if made is None:
+            made = _C._xla_op_computation_from_module_proto("computation", computation)
+            self._computations[computation] = made
+        return list(_C._xla_user_computation("xla_adapters::computation", list(inputs), made))

@@ -1,0 +1,89 @@
+"""`Dropout`: torch's functions that drop elements at random, with masks of `MaskKeys`."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from xla_adapters.backend.interface import Backend
+from xla_adapters.dropout.keys import MaskKeys
+from xla_adapters.dropout.masks import MOST_ELEMENTS
+
+
+class Dropout:
+    """Of one step: what masks are drawn by goes with it.
+
+    Args:
+        backend: of a CPU device that draws by Threefry.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._keys = MaskKeys(backend)
+
+    def lowerings(self) -> dict[Callable[..., Any], Callable[..., torch.Tensor]]:
+        """What stands for which function of torch."""
+        # Not kept here: tensors of the step would live until Python searches for cycles, and be outputs of its graph.
+        return {
+            functional.dropout: self._dropout,
+            torch.dropout: self._plain_dropout,
+            functional.scaled_dot_product_attention: self._attention,
+        }
+
+    def _dropout(
+        self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        """As `torch.nn.functional.dropout`."""
+        if not training or not _is_drawn(p, input.shape) or not input.is_floating_point():
+            return functional.dropout(input, p, training, inplace)
+        kept, scale = self._mask(input.shape, p), 1 / (1 - p)
+        if inplace:
+            return input.mul_(torch.where(kept, scale, 0.0).to(input.dtype))
+        return torch.where(kept, input, 0.0) * scale
+
+    def _plain_dropout(self, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        """As `torch.dropout`."""
+        return self._dropout(input, p, train)
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """As `torch.nn.functional.scaled_dot_product_attention`, which calls the same function of torch's here."""
+        lengths = (query.shape[-2], key.shape[-2])
+        sizes = (*query.shape[:-2], *lengths)
+        # Under autocast torch casts what it is called with, not what is inside.
+        if not _is_drawn(dropout_p, sizes) or query.ndim != key.ndim or torch.is_autocast_enabled("xla"):
+            return functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if not enable_gqa:
+            sizes = (*torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]), *lengths)
+        kept = self._mask(sizes, dropout_p)
+        with warnings.catch_warnings():
+            # "Dropout mask should only be used for testing purposes", it says.
+            warnings.simplefilter("ignore")
+            attended: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+                query, key, value, attn_mask, dropout_p, is_causal, kept, scale=scale, enable_gqa=enable_gqa
+            )[0]
+        return attended
+
+    def _mask(self, sizes: tuple[int, ...], p: float) -> torch.Tensor:
+        with torch.no_grad():
+            return self._keys.mask(tuple(sizes), 1 - p)
+
+
+def _is_drawn(p: float, sizes: tuple[int, ...]) -> bool:
+    """Whether some elements are dropped and others are not, by chance; torch itself refuses what is no probability."""
+    return 0 < p < 1 and 0 < math.prod(sizes) < MOST_ELEMENTS
