@@ -9,14 +9,17 @@ import torch
 from xla_adapters.backend.interface import Backend
 from xla_adapters.dropout.masks import mask_computation
 
+# A key of two words, and a number.
+_Name = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 @dataclass
 class MaskKeys:
-    """Draws masks, each by a key of its own.
+    """Draws masks, each another one.
 
-    The first key of a step is drawn from the device's stream; the others follow it. A mask is named by where the
-    stream stood, and moves it on: what is computed again from the same place (activation checkpointing) gets the same
-    mask, and whoever sets the stream to a place of his own draws from there.
+    The first mask of a step draws a key and a number from the device's stream; for the others the number goes on. Each
+    is known by where the stream stood, and moves it on: what is computed again from the same place (activation
+    checkpointing) gets the same mask, and whoever sets the stream to a place of his own draws a key from there.
 
     Args:
         backend: of the tensors.
@@ -24,10 +27,9 @@ class MaskKeys:
 
     backend: Backend
     # By where the stream stood.
-    _keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    # The key for the mask that is drawn next, and where the stream will stand then.
-    _following: tuple[torch.Tensor, torch.Tensor] | None = None
-    _after: int | None = None
+    _names: dict[int, _Name] = field(default_factory=dict)
+    # The name of the mask that is drawn next, if the stream stands there then.
+    _next: tuple[int, _Name] | None = None
 
     def mask(self, sizes: tuple[int, ...], keep: float) -> torch.Tensor:
         """A mask on the device, True where an element is kept.
@@ -37,21 +39,21 @@ class MaskKeys:
             keep: the probability of True.
         """
         state = self.backend.seed()
-        key = self._keys.get(state)
-        is_new = key is None
-        if key is None and state == self._after:
-            key = self._following
-        if key is None:
-            key = self._drawn()
+        name = self._names.get(state)
+        is_new = name is None
+        if name is None and self._next is not None and self._next[0] == state:
+            name = self._next[1]
+        if name is None:
+            name = self._drawn()
         else:
             # Nobody reads it, so that it is not part of any graph; but the stream moves on.
             torch.rand((), device=self.backend.device())
-        mask, following = self.backend.call(mask_computation(sizes, keep), key)
+        mask, following = self.backend.call(mask_computation(sizes, keep), name)
         if is_new:
-            self._keys[state] = key
-            self._following, self._after = (following, key[1]), self.backend.seed()
+            self._names[state] = name
+            self._next = self.backend.seed(), (*name[:2], following)
         return mask
 
-    def _drawn(self) -> tuple[torch.Tensor, torch.Tensor]:
-        words = torch.randint(0, 1 << 32, (2,), dtype=torch.int64, device=self.backend.device()).to(torch.uint32)
-        return words[0], words[1]
+    def _drawn(self) -> _Name:
+        words = torch.randint(0, 1 << 32, (3,), dtype=torch.int64, device=self.backend.device()).to(torch.uint32)
+        return words[0], words[1], words[2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -60,24 +59,23 @@ class Dropout:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """As `torch.nn.functional.scaled_dot_product_attention`, which calls the same function of torch's here."""
-        lengths = (query.shape[-2], key.shape[-2])
-        sizes = (*query.shape[:-2], *lengths)
-        # Under autocast torch casts what it is called with, not what is inside.
-        if not _is_drawn(dropout_p, sizes) or query.ndim != key.ndim or torch.is_autocast_enabled("xla"):
+        """As `torch.nn.functional.scaled_dot_product_attention`, which multiplies likewise where it has no kernel."""
+        # Of less precise numbers torch multiplies what is not rounded yet; and under autocast it casts what it is
+        # called with, not what is inside.
+        is_single = query.dtype == key.dtype == value.dtype == torch.float32 and not torch.is_autocast_enabled("xla")
+        if not (is_single and _is_drawn(dropout_p, query.shape) and key.numel()):
             return functional.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        if not enable_gqa:
-            sizes = (*torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]), *lengths)
-        kept = self._mask(sizes, dropout_p)
-        with warnings.catch_warnings():
-            # "Dropout mask should only be used for testing purposes", it says.
-            warnings.simplefilter("ignore")
-            attended: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-                query, key, value, attn_mask, dropout_p, is_causal, kept, scale=scale, enable_gqa=enable_gqa
-            )[0]
-        return attended
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros((), device=query.device).masked_fill(~attn_mask, -math.inf)
+        # Its first result is not used, and so not computed.
+        weights: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, 0.0, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[1]
+        if enable_gqa:
+            value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+        return self._dropout(weights, dropout_p) @ value
 
     def _mask(self, sizes: tuple[int, ...], p: float) -> torch.Tensor:
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """The computation that draws a mask: Threefry-2x32 with 20 rounds, a word for each element.
 
 Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011), as XLA and JAX draw by it, too.
-The position of an element is what is encrypted; the first of the two words that come out is its number.
+What is encrypted are the position of an element and the number of its mask; of what comes out the first word is drawn.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ MOST_ELEMENTS = 1 << 32
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 _ROUNDS = 20
 _PARITY = 0x1BD11BDA
-# From a key to the next: a generator of full period (Press et al.: Numerical Recipes, 2nd edition, 7.1).
+# From a number to the next: a generator of full period (Press et al.: Numerical Recipes, 2nd edition, 7.1). Two
+# operations, since XLA shares the kernel of alike fusions, and compiles each single operation by itself.
 _FACTOR, _INCREMENT = 1664525, 1013904223
 
 
 @functools.lru_cache(1024)
 def mask_computation(sizes: Sizes, keep: float) -> bytes:
-    """What draws a mask, of the two words of a key: True where an element is kept, and the first word of the next key.
+    """What draws a mask, of the two words of a key and its number: True where an element is kept; and the next number.
 
-    A call that XLA leaves as it is: it compiles one kernel for all masks of a shape and rate, and draws them when it
-    finds time, since nothing else is in there.
+    A call that XLA leaves as it is. So it compiles one kernel for all masks of a shape and rate: of numbers that are
+    constants, or computed where the mask is, it would make one for each.
 
     Args:
         sizes: of the mask; fewer than `MOST_ELEMENTS` elements.
@@ -36,39 +37,40 @@ def mask_computation(sizes: Sizes, keep: float) -> bytes:
     Returns:
         An HloModuleProto.
     """
-    numbers, word = Numbers(), array_shape(U32)
-    mask = array_shape(PRED, *sizes)
-    given, result = [word, word], tuple_shape([mask, word])
+    numbers, word, mask = Numbers(), array_shape(U32), array_shape(PRED, *sizes)
+    given, result = [word, word, word], tuple_shape([mask, word])
     code = Arithmetic(numbers, given)
+    first, second, own = code.parameters
     flat = (math.prod(sizes),)
-    first, second = code.parameters
-    drawn = threefry(code, (first, second), code.positions(*flat), flat)
+    drawn = threefry(code, (first, second), code.positions(*flat), own, flat)
     threshold = min(round(keep * 2**32), 2**32 - 1)
     kept = code.reshape(code.less(drawn, code.constant(threshold, flat), flat), mask)
-    following = code.apply("multiply", (), first, code.constant(_FACTOR))
-    following = code.apply("add", (), following, code.constant(_INCREMENT))
+    following = code.apply(
+        "add", (), code.apply("multiply", (), own, code.constant(_FACTOR)), code.constant(_INCREMENT)
+    )
     identity, text = code.finished("mask", [kept, following], result)
     entry = Body((), numbers, ())
     root = entry.call((identity, result), [entry.parameter(position, shape) for position, shape in enumerate(given)])
     entry_identity = numbers.next()
-    name = f"dropout.{entry_identity}"
-    shape = program_shape(given, result)
+    name, shape = f"dropout.{entry_identity}", program_shape(given, result)
     texts = [text, entry.computation(name, entry_identity, root, shape)]
     return written_module(texts, name, entry_identity, shape)
 
 
-def threefry(code: Arithmetic, key: tuple[int, int], counter: int, sizes: Sizes) -> int:
-    """The first word of a block for each counter, whose second word is 0.
+def threefry(code: Arithmetic, key: tuple[int, int], left: int, right: int, sizes: Sizes) -> int:
+    """The first word of each block that is encrypted.
 
     Args:
         code: where it is written.
         key: two single words.
-        counter: the first word of each block.
-        sizes: of the counter.
+        left: the first word of each block.
+        right: the second one, the same in all.
+        sizes: of the first word.
     """
     parity = code.apply("xor", (), code.apply("xor", (), *key), code.constant(_PARITY))
     keys = [code.spread(word, sizes) for word in (*key, parity)]
-    left, right = code.apply("add", sizes, counter, keys[0]), keys[1]
+    left = code.apply("add", sizes, left, keys[0])
+    right = code.apply("add", sizes, code.spread(right, sizes), keys[1])
     for number in range(_ROUNDS):
         left = code.apply("add", sizes, left, right)
         by = _ROTATIONS[number % len(_ROTATIONS)]
