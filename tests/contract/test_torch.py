@@ -62,3 +62,22 @@ def test_functionalization_calls_exist() -> None:
 def test_optimizer_hooks_are_removable() -> None:
     for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
         register(lambda optimizer, args, kwargs: None).remove()
+
+
+def test_attention_hands_out_its_weights() -> None:
+    schema = torch.ops.aten._scaled_dot_product_attention_math.default._schema
+    assert [argument.name for argument in schema.arguments] == [
+        "query",
+        "key",
+        "value",
+        "attn_mask",
+        "dropout_p",
+        "is_causal",
+        "dropout_mask",
+        "scale",
+        "enable_gqa",
+    ]
+    query, key, value = torch.randn(3, 2, 4, 5).unbind()
+    attended, weights = torch.ops.aten._scaled_dot_product_attention_math(query, key, value)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4))
+    torch.testing.assert_close(weights @ value, attended)

@@ -327,3 +327,16 @@ def test_tensors_are_made_of_parts_without_a_compile() -> None:
     shards = _C._get_local_shards([tensor])[0]
     assert all(torch.equal(shard, part) for (shard, _), part in zip(shards, parts, strict=True))
     assert met.metric_data("CompileTime") == before
+
+
+@isolated
+def test_each_draw_moves_the_stream_on_alike() -> None:
+    device = _start()
+    places = set()
+    for draw in (lambda: torch.rand((), device=device), lambda: torch.randint(0, 1 << 32, (3,), device=device)):
+        xm.set_rng_state(7)
+        drawn = draw()
+        places.add(xm.get_rng_state())
+        del drawn
+    assert len(places) == 1
+    assert places != {7}

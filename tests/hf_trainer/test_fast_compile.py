@@ -16,7 +16,7 @@ from tests.isolation import run_in_child
 # A pass leaves rows of up to 32 numbers alone: sums here are longer.
 _WIDTH, _LENGTH, _STEPS = 48, 40, 6
 # So many are compiled as one block that is called.
-_LAYERS = 6
+_LAYERS = 8
 _SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": _WIDTH,
