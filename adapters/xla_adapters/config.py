@@ -53,7 +53,8 @@ class XLAConfig:
 
         rng_algorithm: what random numbers on the device are drawn with, in the whole process: `"default"` is the
             device's own; `"auto"` is `"three_fry"` on CPU devices, where it is the fastest (see
-            `xla_adapters.dropout`), else `"default"`. Another algorithm draws other numbers. The variable `XLA_RNG_BIT_GENERATOR`, if it is set, wins.
+            `xla_adapters.dropout`), else `"default"`. Another algorithm draws other numbers. The variable
+            `XLA_RNG_BIT_GENERATOR`, if it is set, wins.
 
     Raises:
         ConfigError: a value is not one of those listed.
