@@ -150,19 +150,27 @@ def test_other_draws_of_the_step_are_their_own() -> None:
 @isolated
 def test_attention_drops_weights() -> None:
     torch.manual_seed(0)
-    query, key = torch.randn(2, 3, 8, 4), torch.randn(2, 3, 8, 4)
-    weights = torch.softmax(query @ key.transpose(-1, -2) / 2 + torch.full((8, 8), -torch.inf).triu(1), -1)
+    query, key, factors = torch.randn(2, 3, 8, 4), torch.randn(2, 3, 8, 4), torch.randn(2, 3, 8, 8)
+    hidden = torch.full((8, 8), -torch.inf).triu(1)
 
-    def body() -> torch.Tensor:
-        inputs = query.to("xla"), key.to("xla"), torch.eye(8).expand(2, 3, 8, 8).to("xla")
-        return functional.scaled_dot_product_attention(*inputs, dropout_p=0.5, is_causal=True)
+    def body() -> tuple[torch.Tensor, ...]:
+        inputs = [tensor.to("xla").requires_grad_() for tensor in (query, key)]
+        value = torch.eye(8).expand(2, 3, 8, 8).to("xla")
+        dropped = functional.scaled_dot_product_attention(*inputs, value, dropout_p=0.5, is_causal=True)
+        gradients = torch.autograd.grad((dropped * factors.to("xla")).sum(), inputs)
+        return dropped.detach(), *gradients
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        dropped = _in_step(body).cpu()
+        dropped, *gradients = (tensor.cpu() for tensor in _in_step(body))
     causal = torch.ones(8, 8, dtype=torch.bool).tril()
     assert 0.3 < (dropped != 0)[..., causal].float().mean() < 0.7
-    torch.testing.assert_close(dropped, torch.where(dropped != 0, 2 * weights, 0.0))
+    inputs = [tensor.clone().requires_grad_() for tensor in (query, key)]
+    weights = torch.softmax(inputs[0] @ inputs[1].transpose(-1, -2) / 2 + hidden, -1)
+    expected = torch.where(dropped != 0, 2 * weights, 0.0)
+    torch.testing.assert_close(dropped, expected)
+    for one, other in zip(gradients, torch.autograd.grad((expected * factors).sum(), inputs), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @isolated
