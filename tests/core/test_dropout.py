@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from torch.nn import functional
 
 import xla_adapters
-from tests.isolation import isolated
+from tests.isolation import isolated, run_in_child
 from xla_adapters import CompiledStep, StepSeed, XLAConfig, get_backend
 from xla_adapters.dropout.masks import mask_computation
 
@@ -275,3 +277,25 @@ def test_replays_draw_what_traced_steps_draw() -> None:
         assert (step.program.replays > 0) == (replayed == "auto")
     assert drawn["auto"] == drawn[False]
     assert len(set(drawn[False])) == 6
+
+
+def _steps_with(masks: int) -> float:
+    batch = torch.ones(8, 512).to("xla")
+
+    def body() -> torch.Tensor:
+        dropped = batch
+        for _ in range(masks):
+            dropped = functional.dropout(dropped, 0.1)
+        return dropped
+
+    return float(_in_step(body).cpu().sum())
+
+
+def test_masks_of_one_shape_are_drawn_by_one_kernel(tmp_path: Path) -> None:
+    kernels = {}
+    for masks in (2, 6):
+        folder = tmp_path / str(masks)
+        flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+        assert run_in_child(functools.partial(_steps_with, masks), env={"XLA_FLAGS": flags}) > 0
+        kernels[masks] = [path.name for path in folder.glob("*.step.*compare*ir-no-opt.ll")]
+    assert [len(names) for names in kernels.values()] == [1, 1], kernels

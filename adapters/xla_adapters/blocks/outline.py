@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xla_adapters.blocks.regions import TIMES, Region, find_regions
-from xla_adapters.hlo_graph import wire
 from xla_adapters.hlo_graph.graph import Graph, read
 from xla_adapters.hlo_graph.order import Item, ordered
 from xla_adapters.hlo_graph.shapes import byte_size, is_scalar, tuple_shape
-from xla_adapters.hlo_graph.writing import Body, Numbers, copied_computations, written_module
+from xla_adapters.hlo_graph.writing import Body, Numbers, copied_computations, program_shape, written_module
 
 # Calls keep XLA from fusing across their edges; that is for what is mostly repeated.
 _LEAST_SAVED = 0.5
-# Of ProgramShapeProto.
-_PARAMETERS, _RESULT = 1, 2
 # A block makes these itself of what they are made of, which is no larger.
 _FREE = frozenset(("broadcast", "reshape", "transpose"))
 # And these, if nothing but numbers is read beside.
@@ -192,8 +189,7 @@ class _Block:
         left = [self._first[local] for local in self.outputs]
         result = tuple_shape([nodes[place].shape for place in left])
         root = self._body.together([self._body.at[place] for place in left], result)
-        program = b"".join(wire.message(_PARAMETERS, nodes[places[0]].shape) for places in self.inputs)
-        program += wire.message(_RESULT, result)
+        program = program_shape([nodes[places[0]].shape for places in self.inputs], result)
         return self._body.computation(f"block.{identity}", identity, root, program), result
 
 

@@ -26,10 +26,8 @@ class MaskKeys:
     """
 
     backend: Backend
-    # By where the stream stood.
+    # By where the stream stood, or will stand when the next one is drawn.
     _names: dict[int, _Name] = field(default_factory=dict)
-    # The name of the mask that is drawn next, if the stream stands there then.
-    _next: tuple[int, _Name] | None = None
 
     def mask(self, sizes: tuple[int, ...], keep: float) -> torch.Tensor:
         """A mask on the device, True where an element is kept.
@@ -40,18 +38,13 @@ class MaskKeys:
         """
         state = self.backend.seed()
         name = self._names.get(state)
-        is_new = name is None
-        if name is None and self._next is not None and self._next[0] == state:
-            name = self._next[1]
         if name is None:
-            name = self._drawn()
+            name = self._names[state] = self._drawn()
         else:
             # Nobody reads it, so that it is not part of any graph; but the stream moves on.
             torch.rand((), device=self.backend.device())
         mask, following = self.backend.call(mask_computation(sizes, keep), name)
-        if is_new:
-            self._names[state] = name
-            self._next = self.backend.seed(), (*name[:2], following)
+        self._names.setdefault(self.backend.seed(), (*name[:2], following))
         return mask
 
     def _drawn(self) -> _Name:

@@ -39,7 +39,7 @@ class Dropout:
         """As `torch.nn.functional.dropout`."""
         if not training or not _is_drawn(p, input.shape) or not input.is_floating_point():
             return functional.dropout(input, p, training, inplace)
-        kept, scale = self._mask(input.shape, p), 1 / (1 - p)
+        kept, scale = self._keys.mask(tuple(input.shape), 1 - p), 1 / (1 - p)
         if inplace:
             return input.mul_(torch.where(kept, scale, 0.0).to(input.dtype))
         return torch.where(kept, input, 0.0) * scale
@@ -76,10 +76,6 @@ class Dropout:
         if enable_gqa:
             value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
         return self._dropout(weights, dropout_p) @ value
-
-    def _mask(self, sizes: tuple[int, ...], p: float) -> torch.Tensor:
-        with torch.no_grad():
-            return self._keys.mask(tuple(sizes), 1 - p)
 
 
 def _is_drawn(p: float, sizes: tuple[int, ...]) -> bool:
