@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -32,10 +35,13 @@ gc.collect()
 gc.freeze()
 
 
+_TASKS = Path("/proc/self/task")
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     """A test must leave the environment and the threads of this process as they were."""
-    environment, threads = dict(os.environ), set(threading.enumerate())
+    environment, threads, tasks = dict(os.environ), set(threading.enumerate()), set(_native_threads())
     yield
     changed = {
         name
@@ -45,6 +51,33 @@ def _leaves_nothing_behind() -> Iterator[None]:
     started = [thread.name for thread in set(threading.enumerate()) - threads if not thread.daemon]
     assert not changed, f"the test changed environment variables: {sorted(changed)}"
     assert not started, f"the test left threads running: {started}"
+    # In both cases children forked from here on would hang, some or all.
     if torch_xla._XLAC._xla_runtime_is_initialized():
-        # Every child forked from here on would hang.
         pytest.exit("a test touched the XLA runtime outside a child: decorate it with @isolated", returncode=1)
+    if pool := _left_running(tasks):
+        pytest.exit(
+            f"a test left threads of a library running ({', '.join(pool)}), as torch does that computes: "
+            f"decorate it with @isolated",
+            returncode=1,
+        )
+
+
+def _left_running(before: set[str]) -> list[str]:
+    """Names of native threads started since: of OpenMP's a forked child has none, and waits for them forever."""
+    for _ in range(100):
+        # One of Python's is unknown to it for the moment in which it ends; one of pyarrow's allocator does no harm.
+        left = [name for task, name in _native_threads().items() if task not in before and name != "jemalloc_bg_thd"]
+        if not left:
+            break
+        time.sleep(0.02)
+    return left
+
+
+def _native_threads() -> dict[str, str]:
+    """Names of the threads that Python did not start, by their number."""
+    known = {str(thread.native_id) for thread in threading.enumerate()}
+    names = {}
+    for task in set(os.listdir(_TASKS)) - known:
+        with contextlib.suppress(FileNotFoundError):
+            names[task] = (_TASKS / task / "comm").read_text().strip()
+    return names

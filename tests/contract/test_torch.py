@@ -9,6 +9,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from tests.isolation import isolated
+
 _OPTIMIZERS = [
     "ASGD",
     "Adadelta",
@@ -64,6 +66,7 @@ def test_optimizer_hooks_are_removable() -> None:
         register(lambda optimizer, args, kwargs: None).remove()
 
 
+@isolated
 def test_attention_hands_out_its_weights() -> None:
     schema = torch.ops.aten._scaled_dot_product_attention_math.default._schema
     assert [argument.name for argument in schema.arguments] == [
