@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.accelerators.xla import XLAAccelerator
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -182,6 +183,9 @@ def test_a_module_that_carries_dtensors() -> None:
         up.weight = nn.Parameter(distribute_tensor(up.weight, mesh, [Replicate(), Shard(1)]))
         return module
 
+    # What distributes a tensor imports JAX where it is installed, which has torch_xla ask nobody for a TPU from then
+    # on, and Lightning's first question for one fails on no answer. A later one is not asked again.
+    XLAAccelerator.is_available()
     makes = [make, Tagger]
     ours, _ = both("2d", lambda: makes.pop(0)(), callbacks=lambda: [Watches()])
     plan = ours.trainer.strategy.sharding_plan
