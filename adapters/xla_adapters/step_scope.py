@@ -30,6 +30,7 @@ from xla_adapters.modules import ModuleGuard
 from xla_adapters.packed_state import unpack_all
 from xla_adapters.rng import StepSeed
 from xla_adapters.rollback import StepJournal
+from xla_adapters.sums import sums_as_products
 from xla_adapters.updates import UpdateGuard
 from xla_adapters.waiting_steps import settle
 from xla_adapters.watch import StepWatch
@@ -310,6 +311,7 @@ class StepScope:
         restores.enter_context(torch.autograd.set_multithreading_enabled(False))
         ModuleGuard(self).install(restores)
         UpdateGuard(self, backend).install(restores)
+        restores.enter_context(sums_as_products(backend))
         restores.enter_context(backend.intercept(self._on_seam_event))
         backend.set_execution_allowed(not self.forbids_breaks)
         self._totals_before = backend.compile_totals()

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from torch.library import Library, get_kernel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -84,3 +85,25 @@ def test_attention_hands_out_its_weights() -> None:
     attended, weights = torch.ops.aten._scaled_dot_product_attention_math(query, key, value)
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4))
     torch.testing.assert_close(weights @ value, attended)
+
+
+@isolated
+def test_a_kernel_can_be_replaced_for_a_while() -> None:
+    """Autograd calls it, too, and what was there before can be called meanwhile, and afterwards again."""
+    stock = get_kernel("aten::sum.dim_IntList", "CPU")
+    calls = []
+
+    def kernel(keys: torch.DispatchKeySet, *args: object, **kwargs: object) -> torch.Tensor:
+        calls.append(args)
+        return stock.call_boxed(keys, *args, **kwargs)
+
+    library = Library("aten", "IMPL")
+    library.impl("sum.dim_IntList", kernel, "CPU", with_keyset=True)
+    bias = torch.zeros(3, requires_grad=True)
+    (torch.ones(4, 3) + bias).backward(torch.ones(4, 3))
+    assert [tuple(args[0].shape) for args in calls] == [(4, 3)]
+    assert bias.grad is not None
+    assert bias.grad.tolist() == [4, 4, 4]
+    library._destroy()
+    torch.ones(4, 3).sum(0)
+    assert len(calls) == 1

@@ -22,6 +22,7 @@ from xla_adapters.backend.compiler_flags import leave_out_slow_passes, leaves_ou
 from xla_adapters.backend.computations import Computations
 from xla_adapters.backend.host_memory import HostMemory
 from xla_adapters.backend.interface import FastCompile, Metrics, SeamEvent
+from xla_adapters.backend.kernels import Kernels
 from xla_adapters.backend.packed_graphs import PackedGraphs
 from xla_adapters.backend.pending_values import PendingValues
 from xla_adapters.backend.repeated_graphs import RepeatedGraphs
@@ -37,7 +38,7 @@ _RANDOM_ALGORITHMS = {"philox": "constant(2654435769)", "three_fry": "constant(4
 _SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
 
 
-class PJRTBackend(Computations, PendingValues, PackedGraphs, RepeatedGraphs, ShardedTensors):
+class PJRTBackend(Computations, Kernels, PendingValues, PackedGraphs, RepeatedGraphs, ShardedTensors):
     """The seam on torch_xla's lazy tensors."""
 
     name = "torch_xla"
@@ -122,6 +123,10 @@ class PJRTBackend(Computations, PendingValues, PackedGraphs, RepeatedGraphs, Sha
             )
         leave_out_slow_passes()
         self._finds_blocks = True
+
+    def cuts_sums(self) -> bool:
+        """Whether the device's compiler cuts sums in windows, each of which it compiles by itself."""
+        return self.hardware() == "CPU" and not leaves_out_slow_passes()
 
     def runtime_started(self) -> bool:
         """Whether the runtime runs: from then on SPMD cannot be switched on any more."""
