@@ -38,8 +38,9 @@ def initialize(*, spmd: bool = False, fast_compile: FastCompile = False, keep_me
         keep_memory: on CPU devices, whether the process keeps the memory that a step frees (glibc's `mallopt`), rather
             than have the system map it anew in each: 24 layers of a GPT-2 took 0.65 of the CPU time. None keeps it,
             unless the environment tells the allocator otherwise (`MALLOC_TRIM_THRESHOLD_` and the like,
-            `GLIBC_TUNABLES`). Can be changed at any time, though what was kept may stay; what Trainers and steps start
-            keeps it too.
+            `GLIBC_TUNABLES`); if the runtime has not started yet, XLA is asked to take it in pieces that can be kept
+            (through `XLA_FLAGS`; `import hf_trainer` asks, too). Can be changed at any time, though what was kept may
+            stay; what Trainers and steps start keeps it too.
 
     Raises:
         RuntimeOrderError: a device was already used without what is asked for.

@@ -1,4 +1,4 @@
-"""What XLA's compiler for the CPU leaves out on request; said through `XLA_FLAGS`, which the runtime reads once."""
+"""What XLA's compiler for the CPU is asked to do otherwise: by `XLA_FLAGS`, which the runtime reads as it starts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ _LEFT_OUT = "--xla_disable_hlo_passes="
 # Makes windows of each sum, whose kernels are compiled one by one; a kernel of fused operations is compiled once for
 # all that are alike, and without these windows sums are fused.
 _SLOW = "tree_reduction_rewriter"
+_PIECES = "--xla_multiheap_size_constraint_per_heap="
 
 
 def leaves_out_slow_passes(environment: MutableMapping[str, str] = os.environ) -> bool:
@@ -24,6 +25,30 @@ def leave_out_slow_passes(environment: MutableMapping[str, str] = os.environ) ->
         # Of a flag that is given twice XLA takes the last.
         flag = _LEFT_OUT + ",".join([*passes, _SLOW])
         environment[_VARIABLE] = f"{environment.get(_VARIABLE, '')} {flag}".strip()
+
+
+def divide_temporary_memory(most: int, environment: MutableMapping[str, str] = os.environ) -> bool:
+    """Has the runtime, which must not have started, take what a step needs for its temporary values in pieces.
+
+    Args:
+        most: bytes of a piece, but for single values that are larger.
+        environment: where it is said, unless something is said of it there.
+
+    Returns:
+        Whether it is said now and was not before.
+    """
+    flags = environment.get(_VARIABLE, "")
+    if _PIECES in flags:
+        return False
+    environment[_VARIABLE] = f"{flags} {_PIECES}{most}".strip()
+    return True
+
+
+def leave_temporary_memory_whole(most: int, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Takes back what `divide_temporary_memory` said, for a runtime that has not started."""
+    flags = environment.get(_VARIABLE, "").split()
+    if f"{_PIECES}{most}" in flags:
+        environment[_VARIABLE] = " ".join(flag for flag in flags if flag != f"{_PIECES}{most}")
 
 
 def _asked(environment: MutableMapping[str, str]) -> list[str]:

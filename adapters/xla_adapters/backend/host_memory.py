@@ -5,8 +5,9 @@ glibc takes pieces of more than 32 MiB from the kernel by `mmap` and gives each 
 every page of them mapped and cleared anew in each step. What a thread of the runtime's has beside the process's heap
 comes in heaps of 64 MiB, and an empty one goes back too, unless the padding on top is larger than two of them (glibc
 2.36, malloc/arena.c, heap_trim). Pieces of more than 64 MiB that such a thread takes are mapped in any case, unless all
-threads share one heap (`MALLOC_ARENA_MAX=1`), and wait for it. Pages of 2 MB make that cheap; glibc asks for them if
-`GLIBC_TUNABLES` says so when the process starts (glibc.malloc.hugetlb, since 2.35).
+threads share one heap (`MALLOC_ARENA_MAX=1`), and wait for it. So XLA is asked to take smaller ones, which it has to
+know when the runtime starts. For those that are mapped all the same pages of 2 MB make it cheap; glibc asks for them
+if `GLIBC_TUNABLES` says so when the process starts (glibc.malloc.hugetlb, since 2.35).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
 _KEEP = {_TRIM_THRESHOLD: -1, _TOP_PAD: 192 << 20, _MMAP_MAX: 0}
 # What glibc comes to by itself in a process that has large pieces; once told a threshold, it moves none any more.
 _GIVE_BACK = {_TRIM_THRESHOLD: 64 << 20, _TOP_PAD: 128 << 10, _MMAP_THRESHOLD: 32 << 20, _MMAP_MAX: 65536}
+# Half of a thread's heap; an executable's temporary values are one piece otherwise.
+LARGEST_PIECE = 32 << 20
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 _TUNABLES = ("trim_threshold", "mmap_threshold", "mmap_max", "top_pad")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -83,6 +86,12 @@ class HostMemory:
                 "M_MMAP_MAX=0, M_TRIM_THRESHOLD=-1, M_TOP_PAD=192 MiB); xla_adapters.initialize(keep_memory=False) "
                 "gives it back"
             )
+
+    def keeps(self) -> bool:
+        """Whether the process keeps what it frees, or will as soon as a training begins."""
+        if self._keeps is None:
+            return self._mallopt is not None and not self._is_told()
+        return self._keeps
 
     def could_have_huge_pages(self) -> bool:
         """Whether a process that keeps its memory would have pages of 2 MB, had glibc been told to ask for them."""

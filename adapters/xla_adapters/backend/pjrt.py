@@ -5,6 +5,7 @@ Written against torch_xla 2.9. Calls into `torch_xla._XLAC` are private; `tests/
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +19,14 @@ import torch_xla.debug.profiler as xla_profiler
 import torch_xla.runtime as xr
 import torch_xla.utils.checkpoint as xla_checkpoint
 
-from xla_adapters.backend.compiler_flags import leave_out_slow_passes, leaves_out_slow_passes
+from xla_adapters.backend.compiler_flags import (
+    divide_temporary_memory,
+    leave_out_slow_passes,
+    leave_temporary_memory_whole,
+    leaves_out_slow_passes,
+)
 from xla_adapters.backend.computations import Computations
-from xla_adapters.backend.host_memory import HostMemory
+from xla_adapters.backend.host_memory import LARGEST_PIECE, HostMemory
 from xla_adapters.backend.interface import FastCompile, Metrics, SeamEvent
 from xla_adapters.backend.kernels import Kernels
 from xla_adapters.backend.packed_graphs import PackedGraphs
@@ -29,6 +35,8 @@ from xla_adapters.backend.repeated_graphs import RepeatedGraphs
 from xla_adapters.backend.sharded_tensors import ShardedTensors
 from xla_adapters.backend.tiles import put_together
 from xla_adapters.errors import ConfigError, RuntimeOrderError
+
+_log = logging.getLogger("xla_adapters")
 
 _C = torch_xla._XLAC
 _NANOSECONDS = 1e-9
@@ -93,10 +101,26 @@ class PJRTBackend(Computations, Kernels, PendingValues, PackedGraphs, RepeatedGr
             return
         if xr.device_type() == "CPU":
             self._host_memory.keep_freed(keep)
+            if self._host_memory.keeps():
+                self.prepare()
+            elif keep is False and not self.runtime_started():
+                leave_temporary_memory_whole(LARGEST_PIECE)
         elif keep:
             raise ConfigError(
                 f"initialize(keep_memory=True) is for CPU devices, and this one is {xr.device_type()}, which has a "
                 "memory of its own; leave it out here"
+            )
+
+    def prepare(self) -> None:
+        """Says what the runtime must know before it starts, for those who have others start it; may set `XLA_FLAGS`."""
+        if self.runtime_started() or xr.device_type() != "CPU" or not self._host_memory.keeps():
+            return
+        if divide_temporary_memory(LARGEST_PIECE):
+            _log.info(
+                "XLA_FLAGS has --xla_multiheap_size_constraint_per_heap=%d from now on: what a step needs for its "
+                "temporary values is taken in pieces that stay with the process. A flag of the same name, or a glibc "
+                "that is told what to keep (MALLOC_TRIM_THRESHOLD_ and the like), is left as it is",
+                LARGEST_PIECE,
             )
 
     def could_have_huge_pages(self) -> bool:
