@@ -5,7 +5,6 @@ Written against torch_xla 2.9. Calls into `torch_xla._XLAC` are private; `tests/
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,15 +18,10 @@ import torch_xla.debug.profiler as xla_profiler
 import torch_xla.runtime as xr
 import torch_xla.utils.checkpoint as xla_checkpoint
 
-from xla_adapters.backend.compiler_flags import (
-    divide_temporary_memory,
-    leave_out_slow_passes,
-    leave_temporary_memory_whole,
-    leaves_out_slow_passes,
-)
+from xla_adapters.backend.compiler_flags import leave_out_slow_passes, leaves_out_slow_passes
 from xla_adapters.backend.computations import Computations
-from xla_adapters.backend.host_memory import LARGEST_PIECE, HostMemory
 from xla_adapters.backend.interface import FastCompile, Metrics, SeamEvent
+from xla_adapters.backend.kept_memory import KeptMemory
 from xla_adapters.backend.kernels import Kernels
 from xla_adapters.backend.packed_graphs import PackedGraphs
 from xla_adapters.backend.pending_values import PendingValues
@@ -35,8 +29,6 @@ from xla_adapters.backend.repeated_graphs import RepeatedGraphs
 from xla_adapters.backend.sharded_tensors import ShardedTensors
 from xla_adapters.backend.tiles import put_together
 from xla_adapters.errors import ConfigError, RuntimeOrderError
-
-_log = logging.getLogger("xla_adapters")
 
 _C = torch_xla._XLAC
 _NANOSECONDS = 1e-9
@@ -46,7 +38,7 @@ _RANDOM_ALGORITHMS = {"philox": "constant(2654435769)", "three_fry": "constant(4
 _SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
 
 
-class PJRTBackend(Computations, Kernels, PendingValues, PackedGraphs, RepeatedGraphs, ShardedTensors):
+class PJRTBackend(Computations, Kernels, KeptMemory, PendingValues, PackedGraphs, RepeatedGraphs, ShardedTensors):
     """The seam on torch_xla's lazy tensors."""
 
     name = "torch_xla"
@@ -58,7 +50,6 @@ class PJRTBackend(Computations, Kernels, PendingValues, PackedGraphs, RepeatedGr
         self._initialized = self._has_sync_points = False
         self._device: torch.device | None = None
         self._random_algorithm: str | None = None
-        self._host_memory = HostMemory.of_process()
         self._stock_get_cpu_tensors: Callable[..., Any] = _C._xla_get_cpu_tensors
 
     # ---- runtime -------------------------------------------------------------------------------
@@ -74,7 +65,8 @@ class PJRTBackend(Computations, Kernels, PendingValues, PackedGraphs, RepeatedGr
         """
         if fast_compile is not False:
             self._compile_fast(fast_compile)
-        self._keep_memory(keep_memory)
+        if keep_memory is not None or not self._initialized:
+            self._keep_memory(keep_memory)
         if self._initialized and (not spmd or xr.is_spmd()):
             return
         if os.environ.get("XLA_DISABLE_FUNCTIONALIZATION", "0").lower() in ("1", "true"):
@@ -95,37 +87,6 @@ class PJRTBackend(Computations, Kernels, PendingValues, PackedGraphs, RepeatedGr
         xr.global_runtime_device_count()
         self._device = torch_xla.device()
         self._initialized = True
-
-    def _keep_memory(self, keep: bool | None) -> None:
-        if keep is None and self._initialized:
-            return
-        if xr.device_type() == "CPU":
-            self._host_memory.keep_freed(keep)
-            if self._host_memory.keeps():
-                self.prepare()
-            elif keep is False and not self.runtime_started():
-                leave_temporary_memory_whole(LARGEST_PIECE)
-        elif keep:
-            raise ConfigError(
-                f"initialize(keep_memory=True) is for CPU devices, and this one is {xr.device_type()}, which has a "
-                "memory of its own; leave it out here"
-            )
-
-    def prepare(self) -> None:
-        """Says what the runtime must know before it starts, for those who have others start it; may set `XLA_FLAGS`."""
-        if self.runtime_started() or xr.device_type() != "CPU" or not self._host_memory.keeps():
-            return
-        if divide_temporary_memory(LARGEST_PIECE):
-            _log.info(
-                "XLA_FLAGS has --xla_multiheap_size_constraint_per_heap=%d from now on: what a step needs for its "
-                "temporary values is taken in pieces that stay with the process. A flag of the same name, or a glibc "
-                "that is told what to keep (MALLOC_TRIM_THRESHOLD_ and the like), is left as it is",
-                LARGEST_PIECE,
-            )
-
-    def could_have_huge_pages(self) -> bool:
-        """Whether the device's memory is the host's, and has pages of the usual size only for want of asking."""
-        return self._host_memory.could_have_huge_pages()
 
     def _compile_fast(self, how: FastCompile) -> None:
         if how not in (True, "blocks"):

@@ -1,0 +1,56 @@
+"""The part of the seam that has a process keep the memory its steps free, on devices that compute in the host's."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch_xla.runtime as xr
+
+from xla_adapters.backend.compiler_flags import divide_temporary_memory, leave_temporary_memory_whole
+from xla_adapters.backend.host_memory import LARGEST_PIECE, HostMemory
+from xla_adapters.errors import ConfigError
+
+if TYPE_CHECKING:
+    from xla_adapters.backend.interface import Backend as _Rest
+else:
+    _Rest = object
+
+_log = logging.getLogger("xla_adapters")
+
+
+class KeptMemory(_Rest):
+    """Memory that is freed and kept; a part of `PJRTBackend`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._host_memory = HostMemory.of_process()
+
+    def prepare(self) -> None:
+        """Says what the runtime must know before it starts, for those who have others start it; may set `XLA_FLAGS`."""
+        if self.runtime_started() or xr.device_type() != "CPU" or not self._host_memory.keeps():
+            return
+        if divide_temporary_memory(LARGEST_PIECE):
+            _log.info(
+                "XLA_FLAGS has --xla_multiheap_size_constraint_per_heap=%d from now on: what a step needs for its "
+                "temporary values is taken in pieces that stay with the process. A flag of the same name, or a glibc "
+                "that is told what to keep (MALLOC_TRIM_THRESHOLD_ and the like), is left as it is",
+                LARGEST_PIECE,
+            )
+
+    def could_have_huge_pages(self) -> bool:
+        """Whether the device's memory is the host's, and has pages of the usual size only for want of asking."""
+        return self._host_memory.could_have_huge_pages()
+
+    def _keep_memory(self, keep: bool | None) -> None:
+        if xr.device_type() == "CPU":
+            self._host_memory.keep_freed(keep)
+            if self._host_memory.keeps():
+                self.prepare()
+            elif keep is False and not self.runtime_started():
+                leave_temporary_memory_whole(LARGEST_PIECE)
+        elif keep:
+            raise ConfigError(
+                f"initialize(keep_memory=True) is for CPU devices, and this one is {xr.device_type()}, which has a "
+                "memory of its own; leave it out here"
+            )
