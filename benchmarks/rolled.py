@@ -83,7 +83,7 @@ def run(
     """
     import torch_xla
 
-    initialize()
+    initialize(keep_memory=False)
     model = make().train().to("xla")
     model.tie_weights()
     parameters = list(model.parameters())

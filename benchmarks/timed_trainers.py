@@ -24,6 +24,7 @@ from xla_adapters import get_backend, initialize
 
 HF_STOCK, HF_TRACED, HF_REPLAYED = "HF stock", "HF traced", "HF replayed"
 LIGHTNING_STOCK, LIGHTNING_TRACED, LIGHTNING_REPLAYED = "Lightning stock", "Lightning traced", "Lightning replayed"
+STOCK = (HF_STOCK, LIGHTNING_STOCK)
 HF_RUNS = (HF_STOCK, HF_TRACED, HF_REPLAYED)
 LIGHTNING_RUNS = (LIGHTNING_STOCK, LIGHTNING_TRACED, LIGHTNING_REPLAYED)
 RUNS = (*HF_RUNS, *LIGHTNING_RUNS)
@@ -40,7 +41,7 @@ def run(name: str, make: MakeModel, batches: Sequence[zoo.Batch], plan: Plan, pa
         batches: as many as the plan has steps.
         plan, pass_on: see `Clock`.
     """
-    is_stock = name in (HF_STOCK, LIGHTNING_STOCK)
+    is_stock = name in STOCK
     initialize(keep_memory=False if is_stock else None)
     backend = get_backend()
     if not is_stock:

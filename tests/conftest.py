@@ -34,15 +34,23 @@ import lightning_strategy  # noqa: F401
 gc.collect()
 gc.freeze()
 
-
 _TASKS = Path("/proc/self/task")
 
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     """A test must leave the environment and the threads of this process as they were."""
-    environment, threads, tasks = dict(os.environ), set(threading.enumerate()), set(_native_threads())
+    environment, threads = dict(os.environ), set(threading.enumerate())
     yield
+    # In both cases children forked from here on would hang, some or all.
+    if torch_xla._XLAC._xla_runtime_is_initialized():
+        pytest.exit("a test touched the XLA runtime outside a child: decorate it with @isolated", returncode=1)
+    if pool := _left_running():
+        pytest.exit(
+            f"a test left threads of a library running ({', '.join(pool)}), as torch does that computes: "
+            f"decorate it with @isolated",
+            returncode=1,
+        )
     changed = {
         name
         for name in {*environment, *os.environ}
@@ -51,22 +59,13 @@ def _leaves_nothing_behind() -> Iterator[None]:
     started = [thread.name for thread in set(threading.enumerate()) - threads if not thread.daemon]
     assert not changed, f"the test changed environment variables: {sorted(changed)}"
     assert not started, f"the test left threads running: {started}"
-    # In both cases children forked from here on would hang, some or all.
-    if torch_xla._XLAC._xla_runtime_is_initialized():
-        pytest.exit("a test touched the XLA runtime outside a child: decorate it with @isolated", returncode=1)
-    if pool := _left_running(tasks):
-        pytest.exit(
-            f"a test left threads of a library running ({', '.join(pool)}), as torch does that computes: "
-            f"decorate it with @isolated",
-            returncode=1,
-        )
 
 
-def _left_running(before: set[str]) -> list[str]:
+def _left_running() -> list[str]:
     """Names of native threads started since: of OpenMP's a forked child has none, and waits for them forever."""
     for _ in range(100):
         # One of Python's is unknown to it for the moment in which it ends; one of pyarrow's allocator does no harm.
-        left = [name for task, name in _native_threads().items() if task not in before and name != "jemalloc_bg_thd"]
+        left = [name for task, name in _native_threads().items() if task not in _AT_FIRST and name != "jemalloc_bg_thd"]
         if not left:
             break
         time.sleep(0.02)
@@ -81,3 +80,7 @@ def _native_threads() -> dict[str, str]:
         with contextlib.suppress(FileNotFoundError):
             names[task] = (_TASKS / task / "comm").read_text().strip()
     return names
+
+
+# Of libraries that end theirs before a fork (OpenBLAS).
+_AT_FIRST = set(_native_threads())

@@ -8,6 +8,7 @@ step. Products are computed by Eigen, whose code is compiled already.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -32,12 +33,14 @@ _LEAST_ELEMENTS_WITHOUT_WINDOWS = 1 << 17
 def sums_as_products(backend: Backend) -> Iterator[None]:
     """Has sums over the rows of a matrix computed as products, where that is faster; on one CPU device.
 
-    Of single precision, and outside of autocast. The result differs by rounding.
+    Of single precision, outside of autocast, and in this thread. The result differs by rounding.
     """
     if backend.hardware() != "CPU" or backend.is_spmd():
         yield
         return
     least = 0 if backend.cuts_sums() else _LEAST_ELEMENTS_WITHOUT_WINDOWS
+
+    thread = threading.get_ident()
 
     def summed(
         stock: Callable[..., torch.Tensor],
@@ -47,23 +50,35 @@ def sums_as_products(backend: Backend) -> Iterator[None]:
         *,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        dims = sorted(each % input.ndim for each in dim) if dim and input.ndim else []
-        rows, kept = math.prod(input.shape[: len(dims)]), input.shape[len(dims) :]
-        columns = math.prod(kept)
+        rows, columns = _first_and_other(input.shape, dim or ())
         if not (
-            dims == list(range(len(dims)))
-            and _LEAST_ROWS <= rows <= _MOST_ROWS
+            _LEAST_ROWS <= rows <= _MOST_ROWS
             and columns >= _LEAST_COLUMNS
             and rows * columns >= least
             and input.dtype == torch.float32
             and dtype in (None, torch.float32)
             # It would multiply in less precision.
             and not torch.is_autocast_enabled("xla")
+            # Others are in no step.
+            and threading.get_ident() == thread
         ):
             return stock(input, dim, keepdim, dtype=dtype)
-        ones = torch.ones(_ROWS_OF_ONES, rows, device=input.device)
-        sums = torch.mm(ones, input.reshape(rows, columns))[0]
-        return sums.reshape([*([1] * len(dims) if keepdim else []), *kept])
+        assert dim
+        kept = input.shape[len(dim) :]
+        # Who looks on at the calls of a step has seen the sum.
+        with torch._C.DisableTorchFunction():
+            ones = torch.ones(_ROWS_OF_ONES, rows, dtype=input.dtype, device=input.device)
+            sums = torch.mm(ones, input.reshape(rows, columns))[0]
+            return sums.reshape([*([1] * len(dim) if keepdim else []), *kept])
 
     with backend.kernel_replaced(_OPERATION, summed):
         yield
+
+
+def _first_and_other(shape: torch.Size, dims: Sequence[int]) -> tuple[int, int]:
+    """Elements of the dimensions that are summed over, and of the others; (0, 0) if those are not the first ones."""
+    each = sorted(dim + len(shape) if dim < 0 else dim for dim in dims)
+    # Not those that do not exist, or are named twice, of which torch has an error.
+    if not each or each != list(range(len(each))) or len(each) > len(shape):
+        return 0, 0
+    return math.prod(shape[: len(each)]), math.prod(shape[len(each) :])

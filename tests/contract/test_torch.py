@@ -104,6 +104,8 @@ def test_a_kernel_can_be_replaced_for_a_while() -> None:
     assert [tuple(args[0].shape) for args in calls] == [(4, 3)]
     assert bias.grad is not None
     assert bias.grad.tolist() == [4, 4, 4]
+    assert "aten/sum.dim_IntList/CPU" in torch.library._impls
     library._destroy()
+    assert "aten/sum.dim_IntList/CPU" not in torch.library._impls
     torch.ones(4, 3).sum(0)
     assert len(calls) == 1

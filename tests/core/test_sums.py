@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch_xla
+from torch.library import Library
+from torch.overrides import TorchFunctionMode
 
 import xla_adapters
 from tests.isolation import isolated, run_in_child
@@ -66,27 +69,98 @@ def test_as_torch_xla_sums(name: str) -> None:
     run_in_child(functools.partial(_summed, *_BY_TORCH[name], False))
 
 
-def _gradients(module: torch.nn.Module, inputs: torch.Tensor) -> list[torch.Tensor]:
-    (module(inputs) * torch.linspace(-1, 1, 48, device=inputs.device)).square().sum().backward()
-    return [parameter.grad.cpu() for parameter in module.parameters() if parameter.grad is not None]
+@isolated
+def test_autograd_finds_it_for_biases_and_norms() -> None:
+    xla_adapters.initialize()
+    torch.manual_seed(1)
+    inputs, factors = torch.randn(8, 8, 48), torch.randn(8, 8, 48)
+    bias, norm = torch.nn.Parameter(torch.randn(48)), torch.nn.LayerNorm(48)
+
+    def gradients() -> list[torch.Tensor]:
+        # No products in it but those.
+        ((norm(inputs) + bias) * factors).sin().sum().backward()
+        return [parameter.grad for parameter in (bias, *norm.parameters()) if parameter.grad is not None]
+
+    expected = gradients()
+    inputs, factors, bias, norm = (
+        inputs.to("xla"),
+        factors.to("xla"),
+        torch.nn.Parameter(bias.data.to("xla")),
+        norm.to("xla"),
+    )
+    norm.zero_grad()
+    with xla_adapters.step():
+        actual = gradients()
+        assert [_has_products([gradient]) for gradient in actual] == [True] * 3
+    torch.testing.assert_close([gradient.cpu() for gradient in actual], expected, rtol=1e-5, atol=1e-5)
 
 
 @isolated
-def test_gradients_of_biases_and_of_norms() -> None:
+@pytest.mark.parametrize("dims", [2, -3, (0, 0), (0, 2)])
+def test_dimensions_that_do_not_exist(dims: Any) -> None:
     xla_adapters.initialize()
-    torch.manual_seed(1)
-    module = torch.nn.Sequential(torch.nn.LayerNorm(40), torch.nn.Linear(40, 48))
-    inputs = torch.randn(4, 16, 40)
-    expected = _gradients(module, inputs)
-    module.zero_grad()
-    module.to("xla")
-    there = inputs.to("xla")
+    value = torch.randn(40, 64).to("xla")
+    with pytest.raises((IndexError, RuntimeError)):
+        value.sum(dims)
+    with pytest.raises((IndexError, RuntimeError)), xla_adapters.step():
+        value.sum(dims)
+
+
+@isolated
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_another_default_type(default: torch.dtype) -> None:
+    xla_adapters.initialize()
+    value = torch.randn(40, 64)
+    there = value.to("xla")
+    torch.set_default_dtype(default)
     with xla_adapters.step():
-        (module(there) * torch.linspace(-1, 1, 48, device="xla")).square().sum().backward()
-        biases = [parameter.grad for name, parameter in module.named_parameters() if "bias" in name]
-        assert all(_has_products([bias]) for bias in biases if bias is not None)
-    actual = [parameter.grad.cpu() for parameter in module.parameters() if parameter.grad is not None]
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
+        result = there.sum(0)
+        assert _has_products([result])
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result.cpu(), value.sum(0), rtol=1e-5, atol=1e-5)
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+@isolated
+def test_who_looks_on_sees_the_sum_alone() -> None:
+    xla_adapters.initialize()
+    value = torch.randn(40, 64).to("xla")
+    with xla_adapters.step(), _Calls() as calls:
+        result = value.sum(0)
+    assert calls.names == ["sum"]
+    assert result.cpu().shape == (64,)
+
+
+@isolated
+def test_other_threads_are_in_no_step() -> None:
+    xla_adapters.initialize()
+    value, found = torch.randn(40, 64).to("xla"), []
+    with xla_adapters.step():
+        other = threading.Thread(target=lambda: found.append(_has_products([value.sum(0)])))
+        other.start()
+        other.join()
+        found.append(_has_products([value.sum(0)]))
+    assert found == [False, True]
+
+
+@isolated
+def test_a_kernel_of_the_users_stays() -> None:
+    xla_adapters.initialize()
+    library, value = Library("aten", "IMPL"), torch.randn(40, 64).to("xla")
+    library.impl("sum.dim_IntList", lambda input, dim, keepdim=False, *, dtype=None: input[0] * 2, "XLA")
+    for _ in range(2):
+        with xla_adapters.step():
+            result = value.sum(0)
+        assert torch.equal(result.cpu(), value.cpu()[0] * 2)
 
 
 @isolated

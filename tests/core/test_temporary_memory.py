@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import xla_adapters
-from tests.core.glibc import GLIBC, NEEDS_GLIBC
+from tests.core.glibc import NEEDS_GLIBC
 from tests.isolation import isolated, run_in_child
+from xla_adapters.backend import using_backend
 from xla_adapters.backend.compiler_flags import divide_temporary_memory, leave_temporary_memory_whole
 from xla_adapters.backend.host_memory import HostMemory
+from xla_adapters.backend.pjrt import PJRTBackend
 
 _FLAG = "--xla_multiheap_size_constraint_per_heap="
 _OURS = f"{_FLAG}{32 << 20}"
@@ -40,8 +42,15 @@ def test_it_is_said_once_and_can_be_taken_back(set_before: str) -> None:
 def test_what_the_user_says_of_it_stands() -> None:
     environment = {"XLA_FLAGS": f"{_FLAG}-1"}
     assert not divide_temporary_memory(9, environment)
-    leave_temporary_memory_whole(9, environment)
     assert environment == {"XLA_FLAGS": f"{_FLAG}-1"}
+
+
+@isolated(env={"XLA_FLAGS": _OURS})
+def test_what_the_user_says_is_not_taken_back() -> None:
+    backend = PJRTBackend()
+    with using_backend(backend):
+        backend.initialize(keep_memory=False)
+    assert _flags() == [_OURS]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +70,7 @@ def test_where_memory_is_kept(has_mallopt: bool, environment: dict[str, str], ke
     assert memory.keeps() is keeps
 
 
-@pytest.mark.skipif(not GLIBC, reason="for glibc")
+@NEEDS_GLIBC
 def test_who_imports_the_trainer_has_said_it() -> None:
     # The conftest has, and TrainingArguments start the runtime.
     assert _OURS in _flags()

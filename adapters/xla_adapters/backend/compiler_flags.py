@@ -46,9 +46,8 @@ def divide_temporary_memory(most: int, environment: MutableMapping[str, str] = o
 
 def leave_temporary_memory_whole(most: int, environment: MutableMapping[str, str] = os.environ) -> None:
     """Takes back what `divide_temporary_memory` said, for a runtime that has not started."""
-    flags = environment.get(_VARIABLE, "").split()
-    if f"{_PIECES}{most}" in flags:
-        environment[_VARIABLE] = " ".join(flag for flag in flags if flag != f"{_PIECES}{most}")
+    flags = environment.get(_VARIABLE, "")
+    environment[_VARIABLE] = flags.replace(f"{_PIECES}{most}", "").strip()
 
 
 def _asked(environment: MutableMapping[str, str]) -> list[str]:

@@ -25,16 +25,18 @@ class KeptMemory(_Rest):
     def __init__(self) -> None:
         super().__init__()
         self._host_memory = HostMemory.of_process()
+        self._divides = False
 
     def prepare(self) -> None:
         """Says what the runtime must know before it starts, for those who have others start it; may set `XLA_FLAGS`."""
-        if self.runtime_started() or xr.device_type() != "CPU" or not self._host_memory.keeps():
-            return
-        if divide_temporary_memory(LARGEST_PIECE):
+        if not self.runtime_started() and xr.device_type() == "CPU" and self._host_memory.keeps():
+            self._divides = divide_temporary_memory(LARGEST_PIECE) or self._divides
+        if self._divides:
+            # Again as the runtime is used: who imports a Trainer has no log yet.
             _log.info(
-                "XLA_FLAGS has --xla_multiheap_size_constraint_per_heap=%d from now on: what a step needs for its "
-                "temporary values is taken in pieces that stay with the process. A flag of the same name, or a glibc "
-                "that is told what to keep (MALLOC_TRIM_THRESHOLD_ and the like), is left as it is",
+                "XLA_FLAGS has --xla_multiheap_size_constraint_per_heap=%d: what a step needs for its temporary values "
+                "is taken in pieces that stay with the process. Put a flag of that name there yourself (-1 for one "
+                "piece) to have it otherwise",
                 LARGEST_PIECE,
             )
 
@@ -47,8 +49,9 @@ class KeptMemory(_Rest):
             self._host_memory.keep_freed(keep)
             if self._host_memory.keeps():
                 self.prepare()
-            elif keep is False and not self.runtime_started():
+            elif self._divides and not self.runtime_started():
                 leave_temporary_memory_whole(LARGEST_PIECE)
+                self._divides = False
         elif keep:
             raise ConfigError(
                 f"initialize(keep_memory=True) is for CPU devices, and this one is {xr.device_type()}, which has a "
