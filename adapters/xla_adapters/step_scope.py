@@ -17,12 +17,7 @@ from xla_adapters.backend import Backend, SeamEvent, get_backend
 from xla_adapters.breaks import BreakPolicy, classify_read
 from xla_adapters.claim import claim_process, release_process
 from xla_adapters.config import XLAConfig
-from xla_adapters.errors import (
-    BreakKind,
-    ConcurrentStepError,
-    DeviceOutOfMemoryError,
-    XLAAdapterError,
-)
+from xla_adapters.errors import BreakKind, ConcurrentStepError, DeviceOutOfMemoryError, XLAAdapterError
 from xla_adapters.graph_limit import check_pending_graph, graphs_of
 from xla_adapters.interrupts import InterruptGuard, at_edge
 from xla_adapters.location import location_of
