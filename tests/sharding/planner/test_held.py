@@ -146,6 +146,7 @@ def test_a_weight_that_is_stored_in_parts_is_taken_whole_where_that_is_cheaper(r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "mixtral", "resnet"])
+@isolated(timeout=500)
 def test_predictions_are_what_the_compiled_steps_send(name: str) -> None:
     model, batch = build(name, width=128)
     plans = plan_model(
