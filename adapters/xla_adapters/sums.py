@@ -8,7 +8,6 @@ step. Products are computed by Eigen, whose code is compiled already.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -40,8 +39,6 @@ def sums_as_products(backend: Backend) -> Iterator[None]:
         return
     least = 0 if backend.cuts_sums() else _LEAST_ELEMENTS_WITHOUT_WINDOWS
 
-    thread = threading.get_ident()
-
     def summed(
         stock: Callable[..., torch.Tensor],
         input: torch.Tensor,
@@ -59,8 +56,6 @@ def sums_as_products(backend: Backend) -> Iterator[None]:
             and dtype in (None, torch.float32)
             # It would multiply in less precision.
             and not torch.is_autocast_enabled("xla")
-            # Others are in no step.
-            and threading.get_ident() == thread
         ):
             return stock(input, dim, keepdim, dtype=dtype)
         assert dim

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import resource
 import statistics
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 import xla_adapters
+from benchmarks import timed_loops, timed_runs, timed_trainers
+from benchmarks.clock import Plan
+from benchmarks.gpt2 import sizes
+from lightning_strategy import XLAEagerStrategy
 from tests.core.glibc import NEEDS_GLIBC
 from tests.isolation import isolated, run_in_child
 from xla_adapters.backend import using_backend
@@ -83,6 +90,37 @@ def test_who_starts_the_runtime_by_the_core_says_it(caplog: pytest.LogCaptureFix
         xla_adapters.initialize()
     assert _flags() == [_OURS]
     assert [record for record in caplog.records if "--xla_multiheap_size" in record.getMessage()]
+
+
+@NEEDS_GLIBC
+@isolated(env={"XLA_FLAGS": ""})
+def test_who_trains_with_lightning_says_it() -> None:
+    strategy = XLAEagerStrategy()
+    trainer = L.Trainer(
+        strategy=strategy, max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.randn(4, 32)))
+    # It is said to nobody once the runtime runs.
+    assert _OURS in _flags()
+
+
+@NEEDS_GLIBC
+@pytest.mark.parametrize("name", [*timed_trainers.STOCK, timed_loops.LAZY])
+def test_peers_are_measured_without_it(name: str) -> None:
+    assert _OURS in _flags()
+    assert _OURS not in run_in_child(functools.partial(_flags_of_a_run, name))
+
+
+@NEEDS_GLIBC
+def test_ours_are_measured_with_it() -> None:
+    assert _OURS in run_in_child(functools.partial(_flags_of_a_run, timed_trainers.HF_REPLAYED))
+
+
+def _flags_of_a_run(name: str) -> list[str]:
+    """Of a benchmark."""
+    timed_runs.run(name, sizes("2x32")[0], Plan(warmup=4, steps=1, rounds=1), lambda: None)
+    assert xla_adapters.get_backend().runtime_started()
+    return _flags()
 
 
 @isolated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,9 +25,9 @@ class Kernels(_Rest):
 
     @contextmanager
     def kernel_replaced(self, name: str, kernel: Callable[..., torch.Tensor]) -> Iterator[None]:
-        """Has another kernel compute an operation of aten's, whoever calls it: autograd in C++, too. For all threads.
+        """Has another kernel compute an operation of aten's, whoever calls it: autograd in C++, too.
 
-        Where the user has one of their own, that one stays.
+        In this thread; others compute as before. Where the user has a kernel of their own, that one stays.
 
         Args:
             name: of the operation, with its overload.
@@ -35,17 +36,19 @@ class Kernels(_Rest):
         if f"aten/{name}/{_KEY}" in torch.library._impls:
             yield
             return
-        stock = _stock_kernel(name)
+        computed = functools.partial(_computed, kernel, _stock_kernel(name), threading.get_ident())
         library = Library("aten", "IMPL")
         try:
-            library.impl(name, functools.partial(_computed, kernel, stock), _KEY, with_keyset=True)
+            library.impl(name, computed, _KEY, with_keyset=True)
             yield
         finally:
             library._destroy()
 
 
-def _computed(kernel: Callable[..., Any], stock: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    return kernel(functools.partial(stock.call_boxed, keys), *args, **kwargs)
+def _computed(kernel: Callable[..., Any], stock: Any, thread: int, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    before = functools.partial(stock.call_boxed, keys)
+    # The dispatcher has one kernel for all threads.
+    return kernel(before, *args, **kwargs) if threading.get_ident() == thread else before(*args, **kwargs)
 
 
 @functools.cache
