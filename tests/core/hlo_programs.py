@@ -10,7 +10,7 @@ import numpy as np
 
 from xla_adapters.hlo_graph import wire
 from xla_adapters.hlo_graph.graph import DIMENSIONS, LITERAL, PARAMETER_NUMBER, TUPLE_INDEX, Computation, Node, read
-from xla_adapters.hlo_graph.shapes import S32, element_type, tuple_shape
+from xla_adapters.hlo_graph.shapes import S32, U32, element_type, tuple_shape
 from xla_adapters.hlo_graph.writing import Body, Numbers, written_module
 
 Value = "np.ndarray | tuple[Value, ...]"
@@ -114,10 +114,23 @@ def _evaluate(computation: Computation, called: Sequence[Computation], arguments
         elif node.opcode == "broadcast":
             found = np.broadcast_to(operands[0], _sizes(node.shape))
         elif node.opcode == "dynamic-slice":
-            row, begin = operands
-            (size,) = _sizes(node.shape)
-            found = row[int(begin) : int(begin) + size]
-            assert len(found) == size, "a part that goes on behind the end"
+            found = operands[0][_part(operands[1:], _sizes(node.shape))]
+            assert found.shape == _sizes(node.shape), "a part that goes on behind the end"
+        elif node.opcode == "dynamic-update-slice":
+            part = _part(operands[2:], np.shape(operands[1]))
+            assert np.shape(operands[0]) == _sizes(node.shape)
+            assert operands[0][part].shape == np.shape(operands[1]), "a part that goes on behind the end"
+            found = np.array(operands[0])
+            found[part] = operands[1]
+        elif node.opcode == "while":
+            body, condition = (called[place] for place in node.called)
+            found = operands[0]
+            while _evaluate(condition, called, [found]):
+                found = _evaluate(body, called, [found])
+        elif node.opcode == "compare":
+            found = np.less(*operands)
+        elif node.opcode == "convert":
+            found = np.array(operands[0], float)
         elif node.opcode == "reshape":
             found = np.reshape(operands[0], _sizes(node.shape))
         else:
@@ -126,11 +139,16 @@ def _evaluate(computation: Computation, called: Sequence[Computation], arguments
     return values[computation.root]
 
 
+def _part(begin: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(int(at), int(at) + size) for at, size in zip(begin, sizes, strict=True))
+
+
 def _constant(node: Node) -> np.ndarray:
     literal = _field(node, LITERAL)
     assert isinstance(literal, bytes)
-    if element_type(node.shape) == S32:
-        return np.array(next(wire.integers(value)[0] for number, value, _ in wire.fields(literal) if number == 4))
+    numbers = {S32: 4, U32: 6}.get(element_type(node.shape))
+    if numbers is not None:
+        return np.array(next(wire.integers(value)[0] for number, value, _ in wire.fields(literal) if number == numbers))
     return np.array(struct.unpack("<d", literal)[0])
 
 

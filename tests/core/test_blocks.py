@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from tests.core.hlo_programs import Program, run, shape
 from tests.isolation import isolated
 from xla_adapters import get_backend, initialize
-from xla_adapters.blocks import NotUnderstood, Outlined, outline
+from xla_adapters.blocks import NotUnderstood, Outlined, loops, outline
 from xla_adapters.hlo_graph import wire
 from xla_adapters.hlo_graph.graph import Node, read
 from xla_adapters.hlo_graph.writing import Body, Numbers, written_module
@@ -426,6 +427,169 @@ def test_any_graph_by_hand_computes_the_same(
         hidden = program.apply("tanh", values[-1])
     vectors = [place for place, node in enumerate(program.nodes) if node.shape == shape(4)]
     blocks_of(program, [hidden, *(vectors[place % len(vectors)] for place in left)])
+
+
+# ---- loops ---------------------------------------------------------------------------------------------------
+
+
+def loops_of(program: Program, outputs: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """As `blocks_of`, those that are loops."""
+    blocks_of(program, outputs)
+    found = outline(program.module(outputs))
+    return () if found is None else found.loops
+
+
+def there_and_back(program: Program, *, times: int = 8) -> tuple[list[int], list[int]]:
+    """What layers hand on, and, the other way round, what is handed back by way of what each has read and computed."""
+    weights = [program.parameter(4) for _ in range(times)]
+    kept: list[tuple[int, int]] = []
+
+    def layer(value: int, number: int) -> int:
+        inner = chain(program, program.apply("dot", value, weights[number]))
+        kept.append((value, inner))
+        return program.apply("add", value, chain(program, inner, 20))
+
+    there = repeated(program, layer, times)
+    back = [program.apply("multiply", there[-1], there[-1])]
+    gradients = []
+    for weight, (value, inner) in zip(reversed(weights), reversed(kept), strict=True):
+        gradient = chain(program, program.apply("multiply", back[-1], inner), 12)
+        gradients.append(program.apply("dot", gradient, value))
+        back.append(program.apply("add", back[-1], chain(program, program.apply("dot", gradient, weight), 12)))
+    return there, [back[-1], *gradients]
+
+
+def opcodes(module: bytes) -> Counter[str]:
+    return Counter(node.opcode for node in read(module).nodes)
+
+
+def test_layers_that_follow_each_other_are_a_loop() -> None:
+    program = Program()
+    there, back = there_and_back(program)
+    module = program.module([there[-1], *back])
+    found = outline(module)
+    assert found is not None
+    # Those at the ends hang together otherwise with what is around them.
+    assert len(found.loops) == 2
+    assert all(times >= 6 for times, _ in found.loops)
+    assert str(found.loops[0][1]) in str(found).partition("of these loops: ")[2]
+    written = opcodes(found.module)
+    assert written["while"] == 2
+    # Of 24, but for layers at the ends, and gradients.
+    assert written["dot"] <= 10
+    for one, other in zip(run(module), run(found.module), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_what_a_loop_compiles_does_not_grow_with_its_turns() -> None:
+    sizes = {}
+    for times in (8, 32):
+        program = Program()
+        there, back = there_and_back(program, times=times)
+        found = outline(program.module([there[-1], *back]))
+        assert found is not None
+        sizes[times] = len(read(found.module).nodes)
+    # Parameters, those that are put together, a call and what it leaves; and not the 60 instructions of a layer.
+    assert sizes[32] - sizes[8] <= 24 * 12
+
+
+@pytest.mark.parametrize("read", [[0], [3, 4], list(range(8))])
+def test_what_some_turns_leave(read: list[int]) -> None:
+    program = Program()
+    there, back = there_and_back(program)
+    assert loops_of(program, [*(there[number] for number in read), *back])
+
+
+def test_layers_with_something_between_them_are_no_loop() -> None:
+    """Each waits for what is computed of the one before outside of them all."""
+    program = Program()
+
+    def layer(value: int, number: int) -> int:
+        for _ in range(number):
+            value = program.apply("maximum", value, program.parameter(4))
+        return chain(program, program.apply("dot", value, program.parameter(4)), 40)
+
+    last = repeated(program, layer)[-1]
+    assert blocks_of(program, [last])
+    assert not loops_of(program, [last])
+
+
+def test_few_or_small_turns_are_no_loop() -> None:
+    for times, length in ((3, 40), (8, 12)):
+        program = Program()
+        values = repeated(
+            program,
+            lambda value, _, program=program, length=length: chain(  # type: ignore[misc]
+                program, program.apply("dot", value, program.parameter(4)), length
+            ),
+            times,
+        )
+        assert not loops_of(program, values[-1:])
+
+
+def test_turns_that_read_and_leave_much_are_no_loop() -> None:
+    program = Program()
+    left: list[int] = []
+
+    def layer(value: int, number: int) -> int:
+        for part in range(5):
+            value = chain(program, program.apply("dot", value, program.parameter(4)), 3 + part)
+            left.append(value)
+        return value
+
+    repeated(program, layer)
+    assert blocks_of(program, left)
+    assert not loops_of(program, left)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    _LAYER,
+    _LAYER,
+    st.integers(4, 8),
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 13), st.integers(0, 40)), max_size=2),
+    st.lists(st.integers(0, 200), max_size=3),
+)
+def test_any_layers_there_and_back_compute_the_same(
+    layer: list[tuple[str, int, int]],
+    backward: list[tuple[str, int, int]],
+    times: int,
+    others: list[tuple[int, int, int]],
+    left: list[int],
+) -> None:
+    program = Program()
+    shared, hidden = program.parameter(4), program.parameter(4)
+    elsewhere = {(number, step): place for number, step, place in others}
+    kept: list[list[int]] = []
+
+    def vectors() -> list[int]:
+        return [place for place, node in enumerate(program.nodes) if node.shape == shape(4)]
+
+    def computed(values: list[int], operations: list[tuple[str, int, int]], number: int) -> int:
+        for step, (opcode, first, second) in enumerate(operations):
+            one, other = values[-1 - first % len(values)], values[-1 - second % len(values)]
+            if (number, step) in elsewhere:
+                one = vectors()[elsewhere[number, step] % len(vectors())]
+            if opcode == "constant":
+                values.append(program.broadcast(program.constant(second), 4))
+            elif opcode in ("tanh", "cosine"):
+                values.append(program.apply(opcode, one))
+            else:
+                values.append(program.apply(opcode, one, other))
+        return program.apply("tanh", program.apply("dot", values[-1], values[0]))
+
+    for number in range(times):
+        kept.append([hidden, shared, program.parameter(4)])
+        hidden = computed(kept[-1], layer, number)
+    for values in reversed(kept):
+        # Of what the layer computed only some: all would be no fewer than the instructions.
+        hidden = computed([hidden, values[0], values[2], values[-1], values[len(values) // 2]], backward, -1)
+    with pytest.MonkeyPatch.context() as patch:
+        # So that layers as small as these are loops.
+        patch.setattr(loops, "_SMALLEST", 1)
+        patch.setattr(loops, "_INSTRUCTIONS_FOR_EACH", 0)
+        found = loops_of(program, [hidden, *(vectors()[place % len(vectors())] for place in left)])
+    event(f"{len(found)} loops")
 
 
 # ---- messages ------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ it stays the same everywhere and no path leaves it and comes back.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -109,7 +110,13 @@ def _alike(graph: Graph, colours: Sequence[int]) -> list[list[int]]:
             classes.setdefault(colours[place], []).append(place)
     many = [places for places in classes.values() if len(places) >= TIMES]
     rank = {opcode: number for number, opcode in enumerate(_ANCHORS)}
-    return sorted(many, key=lambda places: (rank.get(graph.nodes[places[0]].opcode, len(rank)), -len(places), places))
+    # As often as most are there is a layer; what is there more often is in a layer several times, and would cut it up.
+    common = Counter(len(places) for places in many)
+
+    def order(places: list[int]) -> tuple[int, int, int, list[int]]:
+        return rank.get(graph.nodes[places[0]].opcode, len(rank)), -common[len(places)], -len(places), places
+
+    return sorted(many, key=order)
 
 
 class _Growth:
