@@ -30,9 +30,10 @@ def initialize(*, spmd: bool = False, fast_compile: FastCompile = False, keep_me
     Args:
         spmd: drive all devices of the process as one (needed for sharding).
         fast_compile: on CPU devices, `"blocks"` makes what a step repeats (layers, updates of alike parameters; not
-            where layers convolve) computations that are called, whose kernels XLA shares. It is for steps on one device
-            that are replayed or to be. True leaves out the pass of XLA's compiler that slows the others down most, too:
-            48 layers of a GPT-2 took three fifths of the CPU time. Sums are added up one by one then instead
+            where layers convolve) computations that are called, whose kernels XLA shares, and layers that follow each
+            other turns of a loop: 48 layers of a GPT-2 took half of the CPU time, and steps up to 1.3 times as long. It
+            is for steps on one device that are replayed or to be. True leaves out the pass of XLA's compiler that slows
+            the others down most, too, which brings little since there are loops. Sums are added up one by one then instead
             of as a tree, which rounds more, and wide models may take longer in each step (docs/performance.md); it is
             asked for through `XLA_FLAGS`.
         keep_memory: on CPU devices, whether the process keeps the memory that a step frees (glibc's `mallopt`), rather
