@@ -33,8 +33,8 @@ def initialize(*, spmd: bool = False, fast_compile: FastCompile = False, keep_me
             where layers convolve) computations that are called, whose kernels XLA shares, and layers that follow each
             other turns of a loop: 48 layers of a GPT-2 took half of the CPU time, and steps up to 1.3 times as long. It
             is for steps on one device that are replayed or to be. True leaves out the pass of XLA's compiler that slows
-            the others down most, too, which brings little since there are loops. Sums are added up one by one then instead
-            of as a tree, which rounds more, and wide models may take longer in each step (docs/performance.md); it is
+            the others down most, too, which brings little since there are loops. Sums are added up one by one then, not
+            as a tree, which rounds more, and wide models may take longer in each step (docs/performance.md); it is
             asked for through `XLA_FLAGS`.
         keep_memory: on CPU devices, whether the process keeps the memory that a step frees (glibc's `mallopt`), rather
             than have the system map it anew in each: 24 layers of a GPT-2 took 0.65 of the CPU time. None keeps it,
