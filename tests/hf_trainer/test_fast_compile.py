@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 
 import pytest
 import torch
@@ -51,6 +52,17 @@ def _bert(dropout: float) -> transformers.PreTrainedModel:
 
 
 _MODELS = {"gpt2": _gpt2, "llama": _llama, "bert": _bert}
+# The layers and their gradients; of others only what the search finds in one piece (docs/performance.md).
+_LOOPS = {"gpt2": 2, "llama": 0, "bert": 0}
+
+
+class _Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 def _train(
@@ -60,12 +72,18 @@ def _train(
     xla_adapters.initialize(fast_compile=fast)
     # What is compiled in blocks is looked at by itself.
     pack_states(1 << 20)
+    said = _Messages()
+    logger = logging.getLogger("xla_adapters")
+    logger.addHandler(said)
+    logger.setLevel(logging.INFO)
     torch.manual_seed(0)
     args = arguments(max_steps=_STEPS, logging_steps=1, optim=optim, gradient_accumulation_steps=accumulation)
     run = ours(_MODELS[name](dropout), token_samples(32, length=_LENGTH), args=args)
     run.assert_one_graph(_STEPS, graphs=accumulation, executions_per_step=accumulation)
     # Accumulation has a second graph, without the update.
     assert len(xla_adapters.get_backend()._calls) == (accumulation if fast else 0)  # type: ignore[attr-defined]
+    in_loops = [text.partition("of these loops: ")[2] for text in said.texts if "is compiled in blocks" in text]
+    assert [text.count(f"{_LAYERS} times") for text in in_loops] == ([_LOOPS[name]] * accumulation if fast else [])
     return run.losses, run.parameters(), run.trainer._steps.train.replays, run.counts.compiles
 
 

@@ -1,4 +1,4 @@
-"""The part of the seam that compiles graphs in blocks: what they repeat becomes computations that are called.
+"""The part of the seam that compiles graphs in blocks: what they repeat becomes computations that are called, or loops.
 
 Written against torch_xla 2.9's user computations.
 """

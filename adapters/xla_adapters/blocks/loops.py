@@ -12,7 +12,7 @@ from xla_adapters.hlo_graph.order import Item, ordered
 # A loop of fewer turns, or of smaller ones, gains nothing.
 _FEWEST, _SMALLEST = 4, 24
 # What is put together for a loop, or taken apart behind it, for each turn: at most one in so many instructions.
-_INSTRUCTIONS_FOR_EACH = 3
+_INSTRUCTIONS_FOR_EACH = 4
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Loop:
 
 def find_loops(
     graph: Graph, regions: Sequence[Region], inputs: Sequence[Sequence[tuple[int, ...]]], order: Sequence[Item]
-) -> tuple[dict[int, Loop], list[Item]]:
+) -> tuple[dict[int, Loop], list[Item], set[int]]:
     """Loops, by the number of their region.
 
     Args:
@@ -106,9 +106,10 @@ def find_loops(
         order: nodes and occurrences (region, number), each behind what it reads.
 
     Returns:
-        Them, and the order in which each is one item (region, 0).
+        Them; the order in which each is one item (region, 0); and the nodes that are read, but for those only their own
+        block or loop reads, or loops of each other.
     """
-    search = _Search(graph, regions, inputs, order)
+    search = _Search(regions, inputs, order)
     while True:
         loops, failed = search.loops()
         now = list(order)
@@ -116,9 +117,10 @@ def find_loops(
             now, stuck = ordered(graph, items(graph, regions, loops))
             failed = search.smallest(number for number, _ in stuck if number in loops)
         if not failed:
-            failed = search.costly(loops, now)
-        if not failed:
-            return loops, now
+            wanted = _wanted(graph, inputs, loops, reversed(now))
+            failed = search.costly(loops, wanted)
+            if not failed:
+                return loops, now, wanted
         search.leave_out(failed)
 
 
@@ -132,17 +134,10 @@ def items(graph: Graph, regions: Sequence[Region], loops: Mapping[int, Loop]) ->
     return item_of
 
 
-def wanted_nodes(
+def _wanted(
     graph: Graph, inputs: Sequence[Sequence[tuple[int, ...]]], loops: Mapping[int, Loop], order: Iterable[Item]
 ) -> set[int]:
-    """The nodes that are read, but for those only their own block or loop reads, or loops of each other.
-
-    Args:
-        graph: of the nodes.
-        inputs: of each region's block.
-        loops: by region.
-        order: backwards.
-    """
+    """The nodes that are read (see `find_loops`), by an order backwards."""
     wanted = {graph.root}
     for number, item in order:
         if number in loops:
@@ -159,12 +154,10 @@ class _Search:
 
     def __init__(
         self,
-        graph: Graph,
         regions: Sequence[Region],
         inputs: Sequence[Sequence[tuple[int, ...]]],
         order: Sequence[Item],
     ) -> None:
-        self._graph = graph
         self._regions = regions
         self._inputs = inputs
         self._turns: dict[int, list[int]] = {}
@@ -210,9 +203,8 @@ class _Search:
         occurrences = self._regions[number].occurrences
         return (len(occurrences) - 1) * len(occurrences[0])
 
-    def costly(self, loops: Mapping[int, Loop], order: Sequence[Item]) -> list[int]:
-        """Those for which, in each turn, much is put together or taken apart."""
-        wanted = wanted_nodes(self._graph, self._inputs, loops, reversed(order))
+    def costly(self, loops: Mapping[int, Loop], wanted: set[int]) -> list[int]:
+        """The smallest of those for which, in each turn, much is put together or taken apart."""
 
         def cost(number: int) -> int:
             occurrences = self._regions[number].occurrences

@@ -1,4 +1,4 @@
-"""`outline`: a module whose repeated blocks are computations that are called."""
+"""`outline`: a module whose repeated blocks are computations that are called, or turns of loops."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xla_adapters.blocks.block import Block
-from xla_adapters.blocks.loops import find_loops, items, wanted_nodes
+from xla_adapters.blocks.loops import find_loops, items
 from xla_adapters.blocks.regions import TIMES, Region, find_regions
 from xla_adapters.blocks.rolled import LoopWriter
 from xla_adapters.hlo_graph.graph import Graph, read
@@ -39,7 +39,7 @@ class Outlined:
 
 
 def outline(module: bytes) -> Outlined | None:
-    """The same program, in which blocks that occur several times are calls of one computation each.
+    """The same program, in which blocks that occur several times are calls of one computation each, or turns of a loop.
 
     Args:
         module: an HloModuleProto, of one device and not yet optimized.
@@ -95,21 +95,20 @@ class _Writer:
         self._numbers = Numbers()
         self._computations, self._called = copied_computations(graph.called, self._numbers)
         self._blocks = [Block(graph, region, self._numbers, self._called) for region in regions]
-        self._inputs = [block.inputs for block in self._blocks]
-        self.loops, self._order = find_loops(graph, regions, self._inputs, order)
+        inputs = [block.inputs for block in self._blocks]
+        self.loops, self._order, self._wanted = find_loops(graph, regions, inputs, order)
 
     def module(self) -> bytes:
         """The HloModuleProto."""
-        wanted = wanted_nodes(self._graph, self._inputs, self.loops, reversed(self._order))
-        entry = self._entry(wanted)
+        entry = self._entry()
         identity = self._numbers.next()
         name = f"step.{identity}"
         shape = self._graph.program_shape
         self._computations.append(entry.computation(name, identity, entry.at[self._graph.root], shape))
         return written_module(self._computations, name, identity, shape)
 
-    def _entry(self, wanted: set[int]) -> Body:
-        nodes = self._graph.nodes
+    def _entry(self) -> Body:
+        nodes, wanted = self._graph.nodes, self._wanted
         entry = Body(nodes, self._numbers, self._called)
         writer = LoopWriter(self._graph, self._regions, self._blocks, self.loops, self._numbers)
         calls: dict[int, tuple[list[int], tuple[int, bytes]]] = {}

@@ -8,13 +8,10 @@ from xla_adapters.blocks.block import Block
 from xla_adapters.blocks.loops import Carried, Given, Loop, Made, Same
 from xla_adapters.blocks.regions import Region
 from xla_adapters.hlo_graph import wire
-from xla_adapters.hlo_graph.graph import CALLED, DIMENSIONS, Graph
-from xla_adapters.hlo_graph.shapes import PRED, S32, U32, array_shape, dimensions, element_type, tuple_shape
-from xla_adapters.hlo_graph.writing import Body, Numbers, literal, program_shape
+from xla_adapters.hlo_graph.graph import CALLED, COMPARISON_DIRECTION, DIMENSIONS, SLICE_SIZES, Graph
+from xla_adapters.hlo_graph.shapes import PRED, U32, array_shape, dimensions, element_type, tuple_shape
+from xla_adapters.hlo_graph.writing import COUNT, Body, Numbers, literal, program_shape
 
-# Of HloInstructionProto.
-_SLICE_SIZES, _COMPARISON_DIRECTION = 20, 63
-_COUNT = array_shape(S32)
 # The place of a value among a block's nodes, and whether it is the one that a turn begins with.
 _Value = tuple[int, bool]
 # The turn whose value the first turn reads, and by how much that changes from turn to turn: by 1 or -1.
@@ -101,8 +98,8 @@ class LoopWriter:
         loop, nodes = self._loops[number], self._graph.nodes
         turns = len(loop.turns)
         shapes = [nodes[place].shape for place in self._regions[number].occurrences[0]]
-        state = [entry.add("constant", _COUNT, (), literal(S32, 0)), *(entry.at[source.first] for source in carried)]
-        state_shapes = [_COUNT, *(shapes[source.local] for source in carried)]
+        state = [entry.count(0), *(entry.at[source.first] for source in carried)]
+        state_shapes = [COUNT, *(shapes[source.local] for source in carried)]
         begin = len(state)
         for local, _ in stacked:
             state_shapes.append(_stacked(shapes[local], turns))
@@ -159,10 +156,10 @@ class LoopWriter:
 
     def _condition(self, state: bytes, turns: int) -> int:
         body = Body((), self._numbers, ())
-        count = body.element(body.parameter(0, state), 0, _COUNT)
-        less = wire.message(_COMPARISON_DIRECTION, b"LT")
+        count = body.element(body.parameter(0, state), 0, COUNT)
+        less = wire.message(COMPARISON_DIRECTION, b"LT")
         result = array_shape(PRED)
-        root = body.add("compare", result, [count, _number(body, turns)], less)
+        root = body.add("compare", result, [count, body.count(turns)], less)
         return self._finish(body, "condition", root, program_shape([state], result))
 
     def _body(
@@ -189,7 +186,7 @@ class LoopWriter:
         self.computations.append(text)
         call = body.add("call", result, operands, wire.numbers(CALLED, [identity]))
         out = {local: body.element(call, index, shapes[local]) for index, local in enumerate(outputs)}
-        new = [body.add("add", _COUNT, [old[0], _number(body, 1)]), *(out[source.local] for source in carried)]
+        new = [body.add("add", COUNT, [old[0], body.count(1)]), *(out[source.local] for source in carried)]
         for local, begun in stacked:
             value = old[1 + [source.local for source in carried].index(local)] if begun else out[local]
             new.append(turn.put(old[len(new)], value, shapes[local], state[len(new)]))
@@ -207,36 +204,40 @@ class LoopWriter:
     def _take_apart(
         self, entry: Body, number: int, occurrences: Sequence[Sequence[int]], single: Mapping[int, Sequence[int]]
     ) -> None:
-        """What others than loops read of it: a call for each turn, so that XLA compiles one kernel for all.
+        """What others than loops read of it: a call for each turn, which is told by the one before which turn it is."""
+        read = sorted({turn for turns in single.values() for turn in turns})
+        if not read:
+            return
+        calls: dict[tuple[tuple[int, ...], int], tuple[int, bytes]] = {}
+        count = entry.count(read[0])
+        for turn, following in zip(read, [*read[1:], read[-1] + 1], strict=True):
+            places = occurrences[turn]
+            parts = tuple(local for local, turns in single.items() if turn in turns)
+            shapes = [self._graph.nodes[places[local]].shape for local in parts]
+            key = parts, following - turn
+            if key not in calls:
+                calls[key] = self._parts(shapes, len(occurrences), following - turn)
+            stacks = [self._of_all_turns[number, (local, False)] for local in parts]
+            call = entry.call(calls[key], [*stacks, count])
+            for index, local in enumerate(parts):
+                entry.at[places[local]] = entry.element(call, index, shapes[index])
+            count = entry.element(call, len(parts), COUNT)
 
-        A part that begins at a constant would be a kernel of its own for each. So each call is told by the one before
-        which turn it is.
+    def _parts(self, shapes: Sequence[bytes], turns: int, following: int) -> tuple[int, bytes]:
+        """A turn's parts, and which turn is the next, as a computation: its number, and the shape of its result.
+
+        Args:
+            shapes: of the parts.
+            turns: of the loop.
+            following: how many turns on the next one is.
         """
-        calls: dict[tuple[int, ...], tuple[int, bytes]] = {}
-        count = entry.add("constant", _COUNT, (), literal(S32, 0))
-        for turn, places in enumerate(occurrences):
-            locals_ = tuple(local for local, turns in single.items() if turn in turns)
-            if locals_ not in calls:
-                shapes = [self._graph.nodes[places[local]].shape for local in locals_]
-                calls[locals_] = self._parts(shapes, len(occurrences))
-            stacks = [self._of_all_turns[number, (local, False)] for local in locals_]
-            parts = entry.call(calls[locals_], [*stacks, count])
-            for index, local in enumerate(locals_):
-                entry.at[places[local]] = entry.element(parts, index, self._graph.nodes[places[local]].shape)
-            count = entry.element(parts, len(locals_), _COUNT)
-
-    def _parts(self, shapes: Sequence[bytes], turns: int) -> tuple[int, bytes]:
-        """A turn's parts, as a computation: its number, and the shape of its result."""
         body = Body((), self._numbers, ())
-        given = [*(_stacked(shape, turns) for shape in shapes), _COUNT]
+        given = [*(_stacked(shape, turns) for shape in shapes), COUNT]
         *stacks, count = (body.parameter(index, shape) for index, shape in enumerate(given))
         turn = _Turn(body, count)
         parts = [turn.part(stack, (0, 1), shape) for stack, shape in zip(stacks, shapes, strict=True)]
-        # Two operations, since XLA shares the kernel of alike fusions, and compiles each single operation by itself.
-        following = body.add("add", _COUNT, [count, _number(body, 1)])
-        following = body.add("maximum", _COUNT, [following, _number(body, 0)])
-        result = tuple_shape([*shapes, _COUNT])
-        root = body.together([*parts, following], result)
+        result = tuple_shape([*shapes, COUNT])
+        root = body.together([*parts, body.counted_on(count, following)], result)
         return self._finish(body, "parts", root, program_shape(given, result)), result
 
 
@@ -246,12 +247,12 @@ class _Turn:
     def __init__(self, body: Body, count: int) -> None:
         self._body = body
         self._count = count
-        self._indices: dict[tuple[int, int], int] = {(0, 1): count}
+        self._indices: dict[_Where, int] = {(0, 1): count}
 
     def part(self, stack: int, where: _Where, shape: bytes) -> int:
         """What a turn reads, by the turn it is of at first, and how that goes on."""
         one = _stacked(shape, 1)
-        sizes = wire.numbers(_SLICE_SIZES, dimensions(one))
+        sizes = wire.numbers(SLICE_SIZES, dimensions(one))
         part = self._body.add("dynamic-slice", one, [stack, *self._begin(where, shape)], sizes)
         return self._body.add("reshape", shape, [part])
 
@@ -263,16 +264,12 @@ class _Turn:
     def _begin(self, where: _Where, shape: bytes) -> list[int]:
         start, step = where
         if where not in self._indices:
-            begin = _number(self._body, start)
+            begin = self._body.count(start)
             operands = [begin, self._count]
-            self._indices[where] = self._body.add("add" if step > 0 else "subtract", _COUNT, operands)
+            self._indices[where] = self._body.add("add" if step > 0 else "subtract", COUNT, operands)
         sizes = len(dimensions(shape))
-        return [self._indices[where], *([_number(self._body, 0)] * sizes if sizes else [])]
+        return [self._indices[where], *(self._body.count(0) for _ in range(sizes))]
 
 
 def _stacked(shape: bytes, turns: int) -> bytes:
     return array_shape(element_type(shape), turns, *dimensions(shape))
-
-
-def _number(body: Body, value: int) -> int:
-    return body.add("constant", _COUNT, (), literal(S32, value))

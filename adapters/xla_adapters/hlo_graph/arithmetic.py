@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from xla_adapters.hlo_graph import wire
-from xla_adapters.hlo_graph.graph import DIMENSIONS
+from xla_adapters.hlo_graph.graph import COMPARISON_DIRECTION, DIMENSIONS
 from xla_adapters.hlo_graph.shapes import PRED, U32, array_shape
 from xla_adapters.hlo_graph.writing import Body, Numbers, literal, program_shape
 
-_COMPARISON_DIRECTION = 63
 Sizes = tuple[int, ...]
 
 
@@ -52,7 +51,7 @@ class Arithmetic:
     def less(self, one: int, other: int, sizes: Sizes) -> int:
         """Whether an element is less than the other's."""
         return self._body.add(
-            "compare", array_shape(PRED, *sizes), (one, other), wire.message(_COMPARISON_DIRECTION, b"LT")
+            "compare", array_shape(PRED, *sizes), (one, other), wire.message(COMPARISON_DIRECTION, b"LT")
         )
 
     def reshape(self, value: int, shape: bytes) -> int:

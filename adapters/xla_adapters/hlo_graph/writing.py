@@ -31,6 +31,8 @@ from xla_adapters.hlo_graph.graph import (
 )
 from xla_adapters.hlo_graph.shapes import S32, U32, array_shape
 
+# The shape of what is counted.
+COUNT = array_shape(S32)
 # Of ProgramShapeProto.
 _PARAMETERS, _RESULT, _PARAMETER_NAMES = 1, 2, 3
 # Of LiteralProto: its shape, and its numbers by their type.
@@ -111,6 +113,18 @@ class Body:
     def element(self, whole: int, index: int, shape: bytes) -> int:
         """One of several values."""
         return self.add("get-tuple-element", shape, (whole,), wire.number(TUPLE_INDEX, index))
+
+    def count(self, value: int) -> int:
+        """A constant of the shape `COUNT`, by its value, which is not negative."""
+        return self.add("constant", COUNT, (), literal(S32, value))
+
+    def counted_on(self, count: int, by: int) -> int:
+        """What a call hands on to the next one of the same computation, so that each is told where its part begins.
+
+        A part of a value that begins at a constant would be compiled to a kernel of its own for each. Two operations,
+        since XLA shares the kernel of alike fusions, and compiles each single operation by itself.
+        """
+        return self.add("maximum", COUNT, [self.add("add", COUNT, [count, self.count(by)]), self.count(0)])
 
     def add(self, opcode: str, shape: bytes, operands: Sequence[int], rest: bytes = b"") -> int:
         """An instruction, by its result's shape and its fields as they are written; returns its number."""

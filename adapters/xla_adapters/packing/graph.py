@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xla_adapters.hlo_graph import wire
-from xla_adapters.hlo_graph.graph import DIMENSIONS, Graph, read
+from xla_adapters.hlo_graph.graph import DIMENSIONS, SLICE_SIZES, Graph, read
 from xla_adapters.hlo_graph.order import Item, ordered
-from xla_adapters.hlo_graph.shapes import S32, array_shape, dimensions, element_type, tuple_shape
-from xla_adapters.hlo_graph.writing import Body, Numbers, copied_computations, literal, program_shape, written_module
+from xla_adapters.hlo_graph.shapes import array_shape, dimensions, element_type, tuple_shape
+from xla_adapters.hlo_graph.writing import COUNT, Body, Numbers, copied_computations, program_shape, written_module
 from xla_adapters.packing.forms import Form, Member, Owner, Ref
 from xla_adapters.packing.members import find_members
 
@@ -18,8 +18,6 @@ from xla_adapters.packing.members import find_members
 _LARGEST = 1 << 16
 # State tensors that there must be for it to be worth while: a new row is a copy from the host and back.
 _FEWEST = 64
-# Of HloInstructionProto.
-_SLICE_SIZES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,14 +203,13 @@ class _Writer:
     def _distribute(self, form: Form, members: Sequence[Member], taken: Sequence[int], length: int) -> None:
         """What is left to each parameter: a call, so that XLA compiles one kernel for all of a shape.
 
-        A part of a row that begins at a constant would be a kernel of its own for each. So each call is told by the one
-        before it where its part begins.
+        Each call is told by the one before it where its part begins.
         """
         entry, nodes = self._entry, self._graph.nodes
         parts: dict[tuple[bytes, ...], tuple[int, bytes]] = {}
         refs = (ref for operation in form.apart for ref in operation.operands)
         numbers = list(dict.fromkeys(ref[1] for ref in refs if ref[0] == "number"))
-        begin = entry.add("constant", _COUNT, [], literal(S32, 0))
+        begin = entry.count(0)
         for member in members:
             shapes = tuple(nodes[place].shape for place in (*member.own, *member.apart))
             if shapes not in parts:
@@ -220,7 +217,7 @@ class _Writer:
             given = [*(entry.at[place] for place in member.own), *taken, *(entry.at[place] for place in numbers), begin]
             both = entry.call(parts[shapes], given)
             entry.at[member.apart[-1]] = entry.element(both, 0, shapes[-1])
-            begin = entry.element(both, 1, _COUNT)
+            begin = entry.element(both, 1, COUNT)
 
     def _part(self, form: Form, member: Member, numbers: Sequence[int], length: int) -> tuple[int, bytes]:
         """One parameter's part, as a computation: its number, and the shape of its result."""
@@ -229,7 +226,7 @@ class _Writer:
         given = [nodes[place].shape for place in member.own]
         given += [array_shape(kind, length) for kind in kinds]
         given += [nodes[place].shape for place in numbers]
-        given.append(_COUNT)
+        given.append(COUNT)
         body = Body(nodes, self._numbers, ())
         params = [body.parameter(number, shape) for number, shape in enumerate(given)]
         begin = params[-1]
@@ -249,22 +246,16 @@ class _Writer:
                     operands.append(values[ref])
             index = ("value", len(values) - len(member.own))
             values[index] = body.add(operation.opcode, nodes[place].shape, operands, operation.rest)
-        size = body.add("constant", _COUNT, [], literal(S32, member.size))
-        # Two operations, since XLA shares the kernel of alike fusions, and compiles each single operation by itself.
-        zero = body.add("constant", _COUNT, [], literal(S32, 0))
-        end = body.add("maximum", _COUNT, [body.add("add", _COUNT, [begin, size]), zero])
-        shape = tuple_shape([nodes[member.apart[-1]].shape, _COUNT])
+        end = body.counted_on(begin, member.size)
+        shape = tuple_shape([nodes[member.apart[-1]].shape, COUNT])
         root = body.together([values["value", len(form.apart) - 1], end], shape)
         identity = self._numbers.next()
         self._texts.append(body.computation(f"part.{identity}", identity, root, program_shape(given, shape)))
         return identity, shape
 
 
-_COUNT = array_shape(S32)
-
-
 def _taken(body: Body, row: int, begin: int, kind: int, size: int, sizes: tuple[int, ...]) -> int:
-    part = body.add("dynamic-slice", array_shape(kind, size), [row, begin], wire.numbers(_SLICE_SIZES, [size]))
+    part = body.add("dynamic-slice", array_shape(kind, size), [row, begin], wire.numbers(SLICE_SIZES, [size]))
     return body.add("reshape", array_shape(kind, *sizes), [part])
 
 
