@@ -17,6 +17,8 @@ from tests.core.hlo_programs import Program, run, shape
 from tests.isolation import isolated
 from xla_adapters import get_backend, initialize
 from xla_adapters.blocks import NotUnderstood, Outlined, loops, outline
+from xla_adapters.blocks.joined import join
+from xla_adapters.blocks.regions import Region, find_regions
 from xla_adapters.hlo_graph import wire
 from xla_adapters.hlo_graph.graph import Node, read
 from xla_adapters.hlo_graph.writing import Body, Numbers, written_module
@@ -258,6 +260,15 @@ def test_any_graph_computes_the_same() -> None:
 # ---- graphs that are written by hand ------------------------------------------------------------------------
 
 
+_LAYER = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "multiply", "subtract", "tanh", "cosine", "dot", "constant"]), *[st.integers(0, 9)] * 2
+    ),
+    min_size=5,
+    max_size=14,
+)
+
+
 def blocks_of(program: Program, outputs: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """The blocks it is taken apart into; computes the same to the last bit."""
     module = program.module(outputs)
@@ -389,6 +400,50 @@ def test_what_layers_share_is_made_in_each() -> None:
     assert handed.count(shape()) == handed.count(shape(4)) >= 6
 
 
+def test_parts_that_hang_together_alike_are_one() -> None:
+    """Where a value has two users that look alike the search does not know which is which, and begins anew behind."""
+    program = Program()
+
+    def layer(value: int, number: int) -> int:
+        first = program.apply("dot", value, program.parameter(4))
+        wide, narrow = program.apply("add", program.apply("tanh", value), first), program.apply("tanh", first)
+        wide, both = program.apply("add", wide, wide), program.apply("add", first, value)
+        beside = program.apply("cosine", program.parameter(4))
+        one = program.apply("dot", wide, program.apply("dot", narrow, both))
+        other = program.apply("dot", narrow, program.apply("dot", wide, both))
+        return program.apply("add", value, program.apply("multiply", program.apply("add", beside, one), other))
+
+    outputs = repeated(program, layer)[-1:]
+    assert len(find_regions(read(program.module(outputs)))) == 2
+    assert blocks_of(program, outputs) == ((8, 14),)
+
+
+@settings(max_examples=200, deadline=None)
+@given(_LAYER, st.integers(1, 100), st.permutations(range(6)))
+def test_what_is_cut_in_two_is_joined(layer: list[tuple[str, int, int]], cut: int, order: list[int]) -> None:
+    program = Program()
+    hidden = program.parameter(4)
+    for _ in order:
+        values = [hidden, program.parameter(4)]
+        for opcode, first, second in layer:
+            one, other = values[-1 - first % len(values)], values[-1 - second % len(values)]
+            both = opcode in ("add", "multiply", "subtract", "dot")
+            values.append(program.apply(opcode, one, other) if both else program.apply("tanh", one))
+        # All of it is read.
+        for value in values[2:]:
+            hidden = program.apply("maximum", hidden, value)
+    graph = read(program.module([hidden]))
+    places = [place for place, node in enumerate(graph.nodes) if node.opcode not in ("parameter", "tuple")]
+    size = len(places) // len(order)
+    whole = [places[begin : begin + size] for begin in range(0, len(places), size)]
+    cut = 1 + cut % (size - 1)
+    upper, lower = [part[:cut] for part in whole], [whole[number][cut:] for number in order]
+    (joined,) = join(graph, [Region(lower), Region(upper)])
+    assert sorted(sorted(part) for part in joined.occurrences) == whole
+    for part in joined.occurrences:
+        assert not any(set(graph.operands[place]) & set(part[at:]) for at, place in enumerate(part))
+
+
 def test_results_that_leave_some_layers_only() -> None:
     program = Program()
 
@@ -401,15 +456,6 @@ def test_results_that_leave_some_layers_only() -> None:
     outputs: list[int] = []
     last = repeated(program, layer)[-1]
     assert blocks_of(program, [*outputs, last])
-
-
-_LAYER = st.lists(
-    st.tuples(
-        st.sampled_from(["add", "multiply", "subtract", "tanh", "cosine", "dot", "constant"]), *[st.integers(0, 9)] * 2
-    ),
-    min_size=5,
-    max_size=14,
-)
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
@@ -557,15 +603,33 @@ def test_turns_that_read_and_leave_much_are_no_loop() -> None:
     assert not loops_of(program, left)
 
 
+def test_a_turn_that_lacks_what_lies_between_the_others_is_none() -> None:
+    for end in (0, 7):
+        program = Program()
+
+        def layer(value: int, number: int, program: Program = program, end: int = end) -> int:
+            if number and end == 0:
+                value = program.apply("maximum", value, program.parameter(4))
+            value = chain(program, program.apply("dot", value, program.parameter(4)), 40)
+            return program.apply("maximum", value, program.parameter(4)) if number < end else value
+
+        assert loops_of(program, repeated(program, layer)[-1:]) == ((7, 42),)
+
+
 def looped(
     layer: list[tuple[str, int, int]],
     backward: list[tuple[str, int, int]],
     times: int,
     others: list[tuple[int, int, int]],
+    lacking: list[tuple[bool, int]],
     left: list[int],
-) -> int:
-    """How many loops layers there and back are, of which a few operations read something else than those of others."""
+) -> list[int]:
+    """The turns of the loops that layers there and back are.
+
+    A few operations read something else than those of other layers, and the first or the last layer lacks some.
+    """
     program = Program()
+    lacks = {((times - 1) * last, step) for last, step in lacking}
     shared, hidden = program.parameter(4), program.parameter(4)
     elsewhere = {(number, step): place for number, step, place in others}
     kept: list[list[int]] = []
@@ -578,7 +642,9 @@ def looped(
             one, other = values[-1 - first % len(values)], values[-1 - second % len(values)]
             if (number, step) in elsewhere:
                 one = vectors()[elsewhere[number, step] % len(vectors())]
-            if opcode == "constant":
+            if (number, step) in lacks:
+                values.append(one)
+            elif opcode == "constant":
                 values.append(program.broadcast(program.constant(second), 4))
             elif opcode in ("tanh", "cosine"):
                 values.append(program.apply(opcode, one))
@@ -589,36 +655,45 @@ def looped(
     for number in range(times):
         kept.append([hidden, shared, program.parameter(4)])
         hidden = computed(kept[-1], layer, number)
-    for values in reversed(kept):
+    for number, values in reversed(list(enumerate(kept))):
         # Of what the layer computed only some: all would be no fewer than the instructions.
-        hidden = computed([hidden, values[0], values[2], values[-1], values[len(values) // 2]], backward, -1)
+        hidden = computed(
+            [hidden, values[0], values[2], values[-1], values[len(values) // 2]], backward, number + times
+        )
     with pytest.MonkeyPatch.context() as patch:
         # So that layers as small as these are loops.
         patch.setattr(loops, "_SMALLEST", 1)
         patch.setattr(loops, "_INSTRUCTIONS_FOR_EACH", 0)
         found = loops_of(program, [hidden, *(vectors()[place % len(vectors())] for place in left)])
-    return len(found)
+    return [turns for turns, _ in found]
 
 
 def test_any_layers_there_and_back_compute_the_same() -> None:
     found: Counter[int] = Counter()
+    shorter = 0
     others = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 13), st.integers(0, 40)), max_size=2)
+    ends = st.lists(st.tuples(st.booleans(), st.integers(0, 13)), max_size=2)
 
-    @settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(_LAYER, _LAYER, st.integers(4, 8), others, st.lists(st.integers(0, 200), max_size=3))
+    @settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(_LAYER, _LAYER, st.integers(4, 8), others, ends, st.lists(st.integers(0, 200), max_size=3))
     def check(
         layer: list[tuple[str, int, int]],
         backward: list[tuple[str, int, int]],
         times: int,
         others: list[tuple[int, int, int]],
+        ends: list[tuple[bool, int]],
         left: list[int],
     ) -> None:
-        found[looped(layer, backward, times, others, left)] += 1
+        nonlocal shorter
+        turns = looped(layer, backward, times, others, ends, left)
+        found[len(turns)] += 1
+        shorter += times - 1 in turns
 
     check()
     # None is no program to tell by.
     assert found[1] >= 20, found
     assert found[2] >= 5, found
+    assert shorter >= 10
 
 
 # ---- messages ------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from xla_adapters.blocks.regions import Region
@@ -124,7 +124,12 @@ def find_loops(
         search.leave_out(failed)
 
 
-def items(graph: Graph, regions: Sequence[Region], loops: Mapping[int, Loop]) -> list[Item]:
+def is_large(region: Region) -> bool:
+    """Whether there is something to gain if it is a loop."""
+    return len(region.occurrences) >= _FEWEST and len(region.occurrences[0]) >= _SMALLEST
+
+
+def items(graph: Graph, regions: Sequence[Region], loops: Container[int]) -> list[Item]:
     """What each node is written with: (-1, itself), its occurrence (region, number), or its loop (region, 0)."""
     item_of: list[Item] = [(-1, place) for place in range(len(graph.nodes))]
     for number, region in enumerate(regions):
@@ -164,11 +169,7 @@ class _Search:
         for number, occurrence in order:
             if number >= 0:
                 self._turns.setdefault(number, []).append(occurrence)
-        self._candidates = {
-            number
-            for number, region in enumerate(regions)
-            if len(region.occurrences) >= _FEWEST and len(region.occurrences[0]) >= _SMALLEST
-        }
+        self._candidates = {number for number, region in enumerate(regions) if is_large(region)}
         # The region, turn and place in it of a node.
         self._where = {
             place: (number, turn, local)

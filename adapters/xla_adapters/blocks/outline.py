@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xla_adapters.blocks.block import Block
-from xla_adapters.blocks.loops import find_loops, items
+from xla_adapters.blocks.joined import join
+from xla_adapters.blocks.loops import Given, find_loops, is_large, items
+from xla_adapters.blocks.peeled import peel
 from xla_adapters.blocks.regions import TIMES, Region, find_regions
 from xla_adapters.blocks.rolled import LoopWriter
 from xla_adapters.hlo_graph.graph import Graph, read
@@ -52,19 +54,22 @@ def outline(module: bytes) -> Outlined | None:
     """
     graph = read(module)
     regions = find_regions(graph)
-    order, stuck = ordered(graph, items(graph, regions, {}))
+    _, stuck = ordered(graph, items(graph, regions, ()))
     if stuck:
         # Parts keep clear of paths that leave them and come back in one occurrence; in another there may be one.
         regions = _without(regions, stuck)
-        order, _ = ordered(graph, items(graph, regions, {}))
+    regions = join(graph, regions)
     if any(graph.nodes[place].opcode == "convolution" for region in regions for place in region.occurrences[0]):
         # What it reads and writes is laid out in its own way, and would be copied at each edge.
         return None
     saved = sum((len(region.occurrences) - 1) * len(region.occurrences[0]) for region in regions)
     if saved < _LEAST_SAVED * len(graph.nodes):
         return None
-    writer = _Writer(graph, regions, order)
-    sizes = [(len(region.occurrences), len(region.occurrences[0])) for region in regions]
+    writer = _Writer(graph, regions)
+    if any(is_large(region) and number not in writer.loops for number, region in enumerate(regions)):
+        peeled = [_Writer(graph, arrangement) for arrangement in peel(graph, regions)]
+        writer = max([writer, *peeled], key=_Writer.gain)
+    sizes = [(len(region.occurrences), len(region.occurrences[0])) for region in writer.regions]
     return Outlined(
         writer.module(),
         tuple(sizes),
@@ -89,14 +94,23 @@ def _without(regions: Sequence[Region], left_out: set[Item]) -> list[Region]:
 class _Writer:
     """Writes a graph with calls and loops in place of what is repeated."""
 
-    def __init__(self, graph: Graph, regions: Sequence[Region], order: Sequence[Item]) -> None:
+    def __init__(self, graph: Graph, regions: Sequence[Region]) -> None:
         self._graph = graph
-        self._regions = regions
+        self.regions = regions
         self._numbers = Numbers()
         self._computations, self._called = copied_computations(graph.called, self._numbers)
         self._blocks = [Block(graph, region, self._numbers, self._called) for region in regions]
         inputs = [block.inputs for block in self._blocks]
+        order, _ = ordered(graph, items(graph, regions, ()))
         self.loops, self._order, self._wanted = find_loops(graph, regions, inputs, order)
+
+    def gain(self) -> tuple[int, int]:
+        """By how many instructions there are fewer with loops; the less is put together for it, the better."""
+        sizes = {
+            number: (len(loop.turns), len(self.regions[number].occurrences[0])) for number, loop in self.loops.items()
+        }
+        given = sum(isinstance(source, Given) for loop in self.loops.values() for source in loop.sources)
+        return sum((turns - 1) * size for turns, size in sizes.values()), -given
 
     def module(self) -> bytes:
         """The HloModuleProto."""
@@ -110,13 +124,13 @@ class _Writer:
     def _entry(self) -> Body:
         nodes, wanted = self._graph.nodes, self._wanted
         entry = Body(nodes, self._numbers, self._called)
-        writer = LoopWriter(self._graph, self._regions, self._blocks, self.loops, self._numbers)
+        writer = LoopWriter(self._graph, self.regions, self._blocks, self.loops, self._numbers)
         calls: dict[int, tuple[list[int], tuple[int, bytes]]] = {}
         for number, item in self._order:
             if number in self.loops:
                 writer.write(entry, number, wanted)
             elif number >= 0:
-                block, occurrence = self._blocks[number], self._regions[number].occurrences[item]
+                block, occurrence = self._blocks[number], self.regions[number].occurrences[item]
                 if number not in calls:
                     identity, outputs = self._numbers.next(), block.read(wanted)
                     text, result = block.computation(identity, outputs)

@@ -7,7 +7,7 @@ it stays the same everywhere and no path leaves it and comes back.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from xla_adapters.hlo_graph.graph import Graph
@@ -70,17 +70,32 @@ def find_regions(graph: Graph) -> list[Region]:
         free = [place for place in places if place not in owned]
         if len(free) < TIMES:
             continue
-        grown = _Growth(graph, colours, owned, free)
-        grown.grow(effort)
-        effort -= grown.walked
+        growth = _Growth(graph, colours, owned, [[place] for place in free])
+        growth.grow(effort)
+        effort -= growth.walked
         if effort < 0:
             break
-        grown.trim()
-        if len(grown.members[0]) < _SIZE:
+        growth.trim()
+        if len(growth.members[0]) < _SIZE:
             continue
-        found.append(Region(grown.ordered()))
-        owned.update(place for occurrence in grown.members for place in occurrence)
+        found.append(Region(growth.ordered()))
+        owned.update(place for occurrence in growth.members for place in occurrence)
     return found
+
+
+def grown(graph: Graph, region: Region, others: Iterable[Region]) -> Region:
+    """What a part grows to that has less to be like than when it was found.
+
+    Args:
+        graph: of the nodes.
+        region: some occurrences of a part.
+        others: what belongs to these stays theirs.
+    """
+    taken = {place for other in others for occurrence in other.occurrences for place in occurrence}
+    more = _Growth(graph, _colours(graph), taken, region.occurrences)
+    more.grow(_EFFORT * len(graph.nodes))
+    more.trim()
+    return Region(more.ordered())
 
 
 def _colours(graph: Graph) -> list[int]:
@@ -120,28 +135,35 @@ def _alike(graph: Graph, colours: Sequence[int]) -> list[list[int]]:
 
 
 class _Growth:
-    """Grows a part from nodes that are alike.
+    """Grows a part.
+
+    Args:
+        graph: of the nodes.
+        colours: see `_colours`.
+        taken: nodes that are others'.
+        members: the nodes of each occurrence to begin with.
 
     Attributes:
         members: the nodes of each occurrence.
         walked: over how many nodes, to see what depends on what.
     """
 
-    def __init__(self, graph: Graph, colours: Sequence[int], taken: set[int], seeds: Sequence[int]) -> None:
+    def __init__(self, graph: Graph, colours: Sequence[int], taken: set[int], members: Sequence[Sequence[int]]) -> None:
         self._graph = graph
         self._colours = colours
         self._taken = taken
-        self.members: list[list[int]] = [[] for _ in seeds]
+        self.members: list[list[int]] = [[] for _ in members]
         # The room for the marks, too.
         self.walked = len(graph.nodes) // 8
         # The occurrence of a node, and its place in it.
         self._where: dict[int, tuple[int, int]] = {}
-        self._pattern = len(seeds) // 2
+        self._pattern = len(members) // 2
         # What is computed from the pattern's nodes, and what they are computed from.
         self._below = bytearray(len(graph.nodes))
         self._above = bytearray(len(graph.nodes))
         self._queue: list[int] = []
-        self._add(seeds)
+        for alike in zip(*members, strict=True):
+            self._add(alike)
 
     def grow(self, effort: int) -> None:
         """To the end, or until it has walked over more than this."""
