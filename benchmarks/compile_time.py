@@ -1,6 +1,6 @@
 """How long a training takes to get going, by depth; `python -m benchmarks.compile_time`.
 
-Every run is a process of its own that trains a GPT-2 for a few steps; medians over the repeats, in turns:
+Every run is a process of its own that trains a transformer for a few steps; medians over the repeats, in turns:
   first step   from the start of the training (the model is made) to the end of the first step, and the CPU of all
                threads in it: tracing and compiling;
   warm-up      to the end of the step from which nothing compiles any more;
@@ -19,9 +19,9 @@ from dataclasses import asdict, replace
 
 from benchmarks import report, rolled
 from benchmarks.clock import Plan, Timing
-from benchmarks.gpt2 import DROPOUT, Size, sizes
+from benchmarks.deep_models import DROPOUT, FAMILIES, GPT2, Size, sizes
 from benchmarks.timed_loops import COMPILE, OPENXLA, STEP
-from benchmarks.timed_runs import COMPILED_FAST, JAX, add_options, chosen, divided, measure_gpt2, missing
+from benchmarks.timed_runs import COMPILED_FAST, JAX, add_options, chosen, divided, measure_transformer
 from benchmarks.timed_trainers import HF_REPLAYED, HF_RUNS, HF_STOCK, HF_TRACED
 
 HF_FAST = HF_REPLAYED + COMPILED_FAST
@@ -53,16 +53,14 @@ def add_targets(made: report.Report, size: Size, timings: Timings) -> None:
 
 def add_growth(made: report.Report, found: dict[Size, Timings]) -> None:
     """How much longer than the shallow model the deep one takes, by CPU time to the end of the first step."""
-    for width in sorted({size.width for size in found}):
-        shallow, deep = (
-            next((timings for size, timings in found.items() if (size.layers, size.width) == (layers, width)), {})
-            for layers in _DEPTHS
-        )
+    for one in {str(replace(size, layers=_DEPTHS[1])): size for size in found}.values():
+        shallow, deep = (found.get(replace(one, layers=layers), {}) for layers in _DEPTHS)
         for name in (HF_REPLAYED, HF_FAST):
             kind = "first_step_cpu_seconds"
             ratio = divided(median(deep, name, kind), median(shallow, name, kind))
             if deep and shallow and (name in deep or name in shallow):
-                title = f"{name}: CPU of the first step, {_DEPTHS[1]}x{width} to {_DEPTHS[0]}x{width}"
+                depths = " to ".join(str(replace(one, layers=layers)) for layers in reversed(_DEPTHS))
+                title = f"{name}: CPU of the first step, {depths}"
                 made.target(title, ratio, "at most", _GROWTH)
 
 
@@ -87,27 +85,31 @@ def main(command: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--depths", default="2x32,6x32,12x32,24x32,48x32", help="comma-separated LAYERSxWIDTH")
     parser.add_argument("--dropout", type=float, default=DROPOUT)
+    parser.add_argument("--families", default=GPT2, help=f"comma-separated, of: {', '.join(FAMILIES)}")
     options = parser.parse_args(command)
     names, plan = chosen(parser, options, (*RUNS, *_NAMED_ONLY))
+    families = [name.strip() for name in options.families.split(",")]
+    if unknown := sorted(set(families) - set(FAMILIES)):
+        parser.error(f"unknown families: {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
     try:
-        models = [replace(size, dropout=options.dropout) for size in sizes(options.depths)]
+        models = [size for name in families for size in sizes(options.depths, dropout=options.dropout, family=name)]
     except ValueError as error:
         parser.error(str(error))
     made = report.Report(
         "compile_time", settings={**asdict(plan), "repeats": options.repeats, "dropout": options.dropout}
     )
     rows: list[tuple[object, ...]] = []
-    lines = [f"  {name}: {why}" for name in names if (why := missing(name)) is not None]
+    lines: list[str] = []
     measured: dict[Size, Timings] = {}
     for size in models:
         timings = measured[size] = {}
         for repeat in range(options.repeats):
             for name in reversed(names) if repeat % 2 else names:
-                found = measure_gpt2([name], size, plan, options.timeout)
+                found = measure_transformer([name], size, plan, options.timeout)
                 if name in found.timings:
                     timings.setdefault(name, []).append(found.timings[name])
-                elif missing(name) is None:
-                    lines.append(f"  {size} {name}: {found.failed[name]}")
+                elif (line := f"  {size} {name}: {found.failed[name]}") not in lines:
+                    lines.append(line)
         rows += rows_of(size, timings, names)
         made.results[str(size)] = {name: [asdict(timing) for timing in found] for name, found in timings.items()}
         add_targets(made, size, timings)

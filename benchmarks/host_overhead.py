@@ -26,9 +26,18 @@ from dataclasses import asdict
 
 from benchmarks import report
 from benchmarks.clock import Plan
-from benchmarks.gpt2 import Size, sizes
+from benchmarks.deep_models import Size, sizes
 from benchmarks.timed_loops import EXECUTABLE, OPENXLA
-from benchmarks.timed_runs import DEVICE_RUNS, JAX, ON_ONE_CORE, Found, add_options, chosen, divided, measure_gpt2
+from benchmarks.timed_runs import (
+    DEVICE_RUNS,
+    JAX,
+    ON_ONE_CORE,
+    Found,
+    add_options,
+    chosen,
+    divided,
+    measure_transformer,
+)
 from benchmarks.timed_trainers import HF_REPLAYED, HF_STOCK, LIGHTNING_REPLAYED, LIGHTNING_STOCK
 
 PINNED = tuple(name + ON_ONE_CORE for name in (HF_REPLAYED, LIGHTNING_REPLAYED, EXECUTABLE, JAX))
@@ -90,7 +99,7 @@ def main(command: list[str] | None = None) -> int:
     made.results["models"] = {}
     found: dict[Size, Found] = {}
     for size in models:
-        found[size] = measure_gpt2(names, size, plan, options.timeout)
+        found[size] = measure_transformer(names, size, plan, options.timeout)
         made.results["models"][str(size)] = found[size].plain()
         add_targets(made, size, found[size])
         # What is there is kept, should the rest be cut off.

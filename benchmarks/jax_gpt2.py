@@ -1,4 +1,4 @@
-"""GPT-2 in JAX alone: the same model, loss, clipping and AdamW as `benchmarks.gpt2` in torch.
+"""GPT-2 in JAX alone: the same model, loss, clipping and AdamW as `benchmarks.deep_models` in torch.
 
 Imported in a child only: JAX starts threads, and a process with threads is not to be forked.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import transformers
 
 from benchmarks.clock import Clock, Plan, Timing
-from benchmarks.gpt2 import Size
+from benchmarks.deep_models import Size
 from benchmarks.training import LEARNING_RATE, MAX_NORM
 from benchmarks.turns import PassOn
 

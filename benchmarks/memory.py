@@ -16,9 +16,9 @@ from dataclasses import asdict
 
 from benchmarks import report
 from benchmarks.clock import Plan, Timing
-from benchmarks.gpt2 import Size, sizes
+from benchmarks.deep_models import Size, sizes
 from benchmarks.timed_loops import COMPILE, LAZY, STEP
-from benchmarks.timed_runs import add_options, chosen, divided, measure_gpt2
+from benchmarks.timed_runs import add_options, chosen, divided, measure_transformer
 from benchmarks.timed_trainers import HF_REPLAYED, HF_RUNS, HF_TRACED, LIGHTNING_REPLAYED, LIGHTNING_TRACED
 
 RUNS = (*HF_RUNS, LIGHTNING_TRACED, LIGHTNING_REPLAYED, LAZY, COMPILE, STEP)
@@ -72,7 +72,7 @@ def main(command: list[str] | None = None) -> int:
         for _ in range(options.repeats):
             # One after another: runs that wait would share the machine's memory.
             for name in names:
-                found = measure_gpt2([name], size, plan, options.timeout)
+                found = measure_transformer([name], size, plan, options.timeout)
                 if name in found.timings:
                     timings.setdefault(name, []).append(found.timings[name])
                 lines += [f"  {size} {name}: {why}" for why in found.failed.values()]

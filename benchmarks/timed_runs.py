@@ -1,4 +1,4 @@
-"""All runs that are timed, by name, for a GPT-2; and how a program takes them side by side."""
+"""All runs that are timed, by name, for a transformer; and how a program takes them side by side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import rolled, timed_loops, timed_trainers
 from benchmarks.clock import Plan, Timing
-from benchmarks.gpt2 import Size
+from benchmarks.deep_models import GPT2, Size
 from benchmarks.turns import PassOn, take_turns
 from xla_adapters import initialize
 from xla_adapters.backend.compiler_flags import leave_temporary_memory_whole
@@ -59,11 +59,13 @@ def divided(one: float | None, other: float | None) -> float | None:
     return None if one is None or not other else one / other
 
 
-def missing(name: str) -> str | None:
+def missing(name: str, size: Size) -> str | None:
     """Why a run cannot be made here, if so."""
-    if name.removesuffix(ON_ONE_CORE) == JAX and importlib.util.find_spec("jax") is None:
+    if name.removesuffix(ON_ONE_CORE) != JAX:
+        return None
+    if importlib.util.find_spec("jax") is None:
         return "not measured: jax is not installed (pip install 'xla-adapters[bench]')"
-    return None
+    return None if size.family == GPT2 else f"not measured: {JAX}'s model is {GPT2}"
 
 
 def run(name: str, size: Size, plan: Plan, pass_on: PassOn) -> Timing:
@@ -119,9 +121,9 @@ def measure(
     return found
 
 
-def measure_gpt2(names: Sequence[str], size: Size, plan: Plan, timeout: float) -> Found:
-    """The named runs of a GPT-2."""
-    left_out = {name: why for name in names if (why := missing(name)) is not None}
+def measure_transformer(names: Sequence[str], size: Size, plan: Plan, timeout: float) -> Found:
+    """The named runs of a model."""
+    left_out = {name: why for name in names if (why := missing(name, size)) is not None}
     runs = {name: functools.partial(run, name, size, plan) for name in names if name not in left_out}
     return measure(runs, plan.rounds, timeout, str(size), left_out)
 

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import compile_time, host_overhead, memory, model_table, models, report, rolled, timed_loops, timed_runs
 from benchmarks.clock import Plan, Timing
-from benchmarks.gpt2 import Size, sizes
+from benchmarks.deep_models import Size, sizes
 from benchmarks.timed_loops import CPU, EXECUTABLE, INDUCTOR, LAZY, OPENXLA, STEP
 from benchmarks.timed_trainers import HF_REPLAYED, HF_STOCK, HF_TRACED, LIGHTNING_REPLAYED
 from benchmarks.turns import take_turns
@@ -102,7 +102,7 @@ def test_the_bare_executable_trains() -> None:
 def test_what_is_not_installed_is_left_out_and_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     size = Size(12, 32)
-    found = timed_runs.measure_gpt2([host_overhead.PINNED[-1]], size, Plan(), 1)
+    found = timed_runs.measure_transformer([host_overhead.PINNED[-1]], size, Plan(), 1)
     assert "xla-adapters[bench]" in found.failed["JAX on 1 core"]
     made = report.Report("host_overhead")
     host_overhead.add_targets(made, size, found)
@@ -167,7 +167,7 @@ def test_host_overhead_times_every_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert host_overhead.main([*small, "--json", str(path)]) == 0
     document = _document(path)
     found = document["results"]["models"]["1x16"]
-    left_out = {name for name in host_overhead.RUNS if timed_runs.missing(name) is not None}
+    left_out = {name for name in host_overhead.RUNS if timed_runs.missing(name, Size(2, 16)) is not None}
     assert set(found["failed"]) == left_out
     assert set(found["timings"]) == set(host_overhead.RUNS) - left_out
     losses = {name: timing["losses"] for name, timing in found["timings"].items()}

@@ -16,7 +16,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 import xla_adapters
 from benchmarks import timed_loops, timed_runs, timed_trainers
 from benchmarks.clock import Plan
-from benchmarks.gpt2 import sizes
+from benchmarks.deep_models import sizes
 from lightning_strategy import XLAEagerStrategy
 from tests.core.glibc import NEEDS_GLIBC
 from tests.isolation import isolated, run_in_child
