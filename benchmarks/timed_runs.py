@@ -16,7 +16,7 @@ from benchmarks.clock import Plan, Timing
 from benchmarks.deep_models import GPT2, Size
 from benchmarks.turns import PassOn, take_turns
 from xla_adapters import initialize
-from xla_adapters.backend.compiler_flags import leave_temporary_memory_whole
+from xla_adapters.backend.compiler_flags import keep_no_barriers, leave_temporary_memory_whole
 from xla_adapters.backend.host_memory import LARGEST_PIECE
 
 JAX = "JAX"
@@ -90,6 +90,7 @@ def run(name: str, size: Size, plan: Plan, pass_on: PassOn) -> Timing:
 
         # What importing ours has said to XLA is not for its peers; those on torch_xla take it back as they start.
         leave_temporary_memory_whole(LARGEST_PIECE)
+        keep_no_barriers()
         return jax_gpt2.run(size, plan, pass_on)
     if name in rolled.RUNS:
         return rolled.run(name, size.model, size.batches(plan.total), plan, pass_on)

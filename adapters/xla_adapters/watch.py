@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from xla_adapters.backend import get_backend
 from xla_adapters.convolutions import CONVOLUTIONS
 from xla_adapters.dropout import Dropout
+from xla_adapters.layer_norms import layer_norms
 from xla_adapters.lowerings import LOWERINGS, norm_with_torchs_variance
 from xla_adapters.rollback import StepJournal
 from xla_adapters.sharding.attention import ATTENTION
@@ -107,9 +108,9 @@ class StepWatch(TorchFunctionMode):
         if self._spmd:
             self._lowerings = {**LOWERINGS, **NORMS, **ATTENTION}
         elif backend.hardware() == "CPU":
-            self._lowerings = _ON_CPU
+            self._lowerings = {**_ON_CPU, **layer_norms(backend)}
             if backend.random_algorithm() == "three_fry":
-                self._lowerings = {**_ON_CPU, **Dropout(backend).lowerings()}
+                self._lowerings |= Dropout(backend).lowerings()
 
     def __torch_function__(
         self, func: _CALL, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -30,7 +30,8 @@ _OURS = f"{_FLAG}{32 << 20}"
 
 
 def _flags() -> list[str]:
-    return os.environ.get("XLA_FLAGS", "").split()
+    """Without what is said of barriers."""
+    return [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_disable_hlo_passes")]
 
 
 # ---- what the runtime is told ----------------------------------------------------------------------------

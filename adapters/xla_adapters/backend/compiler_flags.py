@@ -10,6 +10,8 @@ _LEFT_OUT = "--xla_disable_hlo_passes="
 # Makes windows of each sum, whose kernels are compiled one by one; a kernel of fused operations is compiled once for
 # all that are alike, and without these windows sums are fused.
 _SLOW = "tree_reduction_rewriter"
+# Takes the barriers out of a graph before operations are fused, which are what they are for here.
+_DROPS_BARRIERS = "cse_barrier_expander"
 _PIECES = "--xla_multiheap_size_constraint_per_heap="
 
 
@@ -20,11 +22,30 @@ def leaves_out_slow_passes(environment: MutableMapping[str, str] = os.environ) -
 
 def leave_out_slow_passes(environment: MutableMapping[str, str] = os.environ) -> None:
     """Has the runtime, which must not have started, compile without the passes that slow the rest down most."""
-    passes = _asked(environment)
-    if _SLOW not in passes:
-        # Of a flag that is given twice XLA takes the last.
-        flag = _LEFT_OUT + ",".join([*passes, _SLOW])
-        environment[_VARIABLE] = f"{environment.get(_VARIABLE, '')} {flag}".strip()
+    _leave_out(_SLOW, environment)
+
+
+def keeps_barriers(environment: MutableMapping[str, str] = os.environ) -> bool:
+    """Whether a runtime that starts now will fuse nothing across the barriers in a graph."""
+    return _DROPS_BARRIERS in _asked(environment)
+
+
+def keep_barriers(environment: MutableMapping[str, str] = os.environ) -> bool:
+    """Has the runtime, which must not have started, fuse nothing across barriers, unless passes are left out already.
+
+    Returns:
+        Whether it is said now and was not before.
+    """
+    if _LEFT_OUT in environment.get(_VARIABLE, ""):
+        return False
+    _leave_out(_DROPS_BARRIERS, environment)
+    return True
+
+
+def keep_no_barriers(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Takes back what `keep_barriers` said, for a runtime that has not started."""
+    flags = environment.get(_VARIABLE, "")
+    environment[_VARIABLE] = flags.replace(f"{_LEFT_OUT}{_DROPS_BARRIERS}", "").strip()
 
 
 def divide_temporary_memory(most: int, environment: MutableMapping[str, str] = os.environ) -> bool:
@@ -48,6 +69,14 @@ def leave_temporary_memory_whole(most: int, environment: MutableMapping[str, str
     """Takes back what `divide_temporary_memory` said, for a runtime that has not started."""
     flags = environment.get(_VARIABLE, "")
     environment[_VARIABLE] = flags.replace(f"{_PIECES}{most}", "").strip()
+
+
+def _leave_out(name: str, environment: MutableMapping[str, str]) -> None:
+    passes = _asked(environment)
+    if name not in passes:
+        # Of a flag that is given twice XLA takes the last.
+        flag = _LEFT_OUT + ",".join([*passes, name])
+        environment[_VARIABLE] = f"{environment.get(_VARIABLE, '')} {flag}".strip()
 
 
 def _asked(environment: MutableMapping[str, str]) -> list[str]:

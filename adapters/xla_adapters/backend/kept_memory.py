@@ -27,8 +27,8 @@ class KeptMemory(_Rest):
         self._host_memory = HostMemory.of_process()
         self._divides = False
 
-    def prepare(self) -> None:
-        """Says what the runtime must know before it starts, for those who have others start it; may set `XLA_FLAGS`."""
+    def _divide_memory(self) -> None:
+        """Has the runtime, if it has not started, take memory in pieces that can be kept; says so."""
         if not self.runtime_started() and xr.device_type() == "CPU" and self._host_memory.keeps():
             self._divides = divide_temporary_memory(LARGEST_PIECE) or self._divides
         if self._divides:
@@ -48,7 +48,7 @@ class KeptMemory(_Rest):
         if xr.device_type() == "CPU":
             self._host_memory.keep_freed(keep)
             if self._host_memory.keeps():
-                self.prepare()
+                self._divide_memory()
             elif self._divides and not self.runtime_started():
                 leave_temporary_memory_whole(LARGEST_PIECE)
                 self._divides = False

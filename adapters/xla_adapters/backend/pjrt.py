@@ -18,6 +18,7 @@ import torch_xla.debug.profiler as xla_profiler
 import torch_xla.runtime as xr
 import torch_xla.utils.checkpoint as xla_checkpoint
 
+from xla_adapters.backend.barriers import Barriers
 from xla_adapters.backend.compiler_flags import leave_out_slow_passes, leaves_out_slow_passes
 from xla_adapters.backend.computations import Computations
 from xla_adapters.backend.interface import FastCompile, Metrics, SeamEvent
@@ -38,7 +39,9 @@ _RANDOM_ALGORITHMS = {"philox": "constant(2654435769)", "three_fry": "constant(4
 _SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
 
 
-class PJRTBackend(Computations, Kernels, KeptMemory, PendingValues, PackedGraphs, RepeatedGraphs, ShardedTensors):
+class PJRTBackend(
+    Barriers, Computations, Kernels, KeptMemory, PendingValues, PackedGraphs, RepeatedGraphs, ShardedTensors
+):
     """The seam on torch_xla's lazy tensors."""
 
     name = "torch_xla"
@@ -54,6 +57,11 @@ class PJRTBackend(Computations, Kernels, KeptMemory, PendingValues, PackedGraphs
 
     # ---- runtime -------------------------------------------------------------------------------
 
+    def prepare(self) -> None:
+        """Says what the runtime must know before it starts, for those who have others start it; may set `XLA_FLAGS`."""
+        self._divide_memory()
+        self._keep_barriers()
+
     def initialize(
         self, *, spmd: bool = False, fast_compile: FastCompile = False, keep_memory: bool | None = None
     ) -> None:
@@ -67,6 +75,7 @@ class PJRTBackend(Computations, Kernels, KeptMemory, PendingValues, PackedGraphs
             self._compile_fast(fast_compile)
         if keep_memory is not None or not self._initialized:
             self._keep_memory(keep_memory)
+            self._keep_barriers()
         if self._initialized and (not spmd or xr.is_spmd()):
             return
         if os.environ.get("XLA_DISABLE_FUNCTIONALIZATION", "0").lower() in ("1", "true"):

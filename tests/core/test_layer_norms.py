@@ -1,0 +1,194 @@
+"""The input of a layer norm is computed once, where XLA would compute it again in all that reads it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch_xla
+from torch import nn
+
+import xla_adapters
+from tests.isolation import isolated, run_in_child
+from xla_adapters import CompiledStep, XLAConfig, get_backend
+from xla_adapters.backend.compiler_flags import (
+    keep_barriers,
+    keep_no_barriers,
+    keeps_barriers,
+    leave_out_slow_passes,
+    leaves_out_slow_passes,
+)
+
+WIDTH = 16
+_FLAG = "--xla_disable_hlo_passes=cse_barrier_expander"
+
+
+class _Layer(nn.Module):
+    """What a transformer of the first kind has twice in a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden + torch.nn.functional.gelu(self.inner(hidden)))  # type: ignore[no-any-return]
+
+
+def _train(layers: int, steps: int = 1, *, replay: bool | str = "auto") -> tuple[list[float], list[torch.Tensor]]:
+    """Losses, and what the parameters are then."""
+    xla_adapters.initialize()
+    torch.manual_seed(1)
+    model = nn.Sequential(*(_Layer() for _ in range(layers))).to("xla")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    inputs, wanted = torch.randn(2, 4, 8, WIDTH).to("xla")
+
+    def train(batch: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(batch), wanted)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = CompiledStep(train, config=XLAConfig(step_replay=replay))
+    losses = [step(inputs) for _ in range(steps)]
+    return [float(loss) for loss in losses], [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+# ---- what XLA makes of it ----------------------------------------------------------------------------------
+
+
+def _instructions(layers: int, folder: Path, *, once: bool) -> int:
+    """Of the largest graph that is compiled, with all that is fused."""
+    dump = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+    if not once:
+        # Somebody else leaves another pass out.
+        dump += " --xla_disable_hlo_passes=no-such-pass"
+    run_in_child(functools.partial(_train, layers), env={"XLA_FLAGS": dump})
+    texts = [path.read_text() for path in folder.glob("*after_optimizations.txt")]
+    return max(text.count(" = ") for text in texts)
+
+
+def test_a_graph_grows_with_its_layers_and_not_with_their_square(tmp_path: Path) -> None:
+    found = {}
+    for once in (True, False):
+        for layers in (6, 18):
+            folder = tmp_path / f"{layers}-{once}"
+            folder.mkdir()
+            found[layers, once] = _instructions(layers, folder, once=once)
+    # Some is there but once, whatever the number of layers.
+    assert found[18, True] < 3.1 * found[6, True]
+    assert found[18, False] > 4.5 * found[6, False]
+
+
+# ---- what it computes --------------------------------------------------------------------------------------
+
+
+def _train_with(flags: str, replay: bool | str) -> tuple[list[float], list[torch.Tensor]]:
+    os.environ["XLA_FLAGS"] = flags
+    found = _train(6, 6, replay=replay)
+    assert get_backend().fuses_up_to_barriers() is (not flags)
+    return found
+
+
+def test_the_same_training() -> None:
+    traced, replayed = (run_in_child(functools.partial(_train_with, "", replay)) for replay in (False, True))
+    assert traced[0] == replayed[0]
+    for one, other in zip(traced[1], replayed[1], strict=True):
+        assert torch.equal(one, other)
+    stock = run_in_child(functools.partial(_train_with, "--xla_disable_hlo_passes=no-such-pass", False))
+    assert traced[0] == pytest.approx(stock[0], rel=1e-5)
+    assert traced[0][-1] < traced[0][0]
+
+
+@isolated
+def test_what_is_there_stays_what_it_is() -> None:
+    """A value that is an input of the step is not computed, and one that functorch wraps has none of its own."""
+    xla_adapters.initialize()
+    assert get_backend().fuses_up_to_barriers()
+    norm, inputs, leaf = nn.LayerNorm(WIDTH).to("xla"), torch.randn(3, 4, WIDTH), torch.randn(4, WIDTH)
+    there, leaf_there = inputs.to("xla"), leaf.to("xla").requires_grad_()
+    with xla_adapters.step():
+        results = [norm(there), norm(leaf_there), torch.func.vmap(norm)(there)]
+        assert not get_backend().is_pending(there)
+        assert not get_backend().is_pending(leaf_there)
+        assert "opt-barrier" not in torch_xla._XLAC._get_xla_tensors_hlo(results)
+        results.append(torch.layer_norm(there + 1, (WIDTH,)))
+        assert "opt-barrier" in torch_xla._XLAC._get_xla_tensors_hlo(results)
+    assert leaf_there._backward_hooks is None
+    plain = nn.LayerNorm(WIDTH)
+    expected = [plain(inputs), plain(leaf), plain(inputs), plain(inputs + 1)]
+    for result, value in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.detach().cpu(), value.detach(), rtol=1e-5, atol=1e-5)
+
+
+@isolated
+def test_gradients_of_gradients() -> None:
+    xla_adapters.initialize()
+    inputs = torch.randn(4, WIDTH)
+
+    def second(start: torch.Tensor) -> torch.Tensor:
+        value = start.requires_grad_() * 2
+        (first,) = torch.autograd.grad(
+            torch.nn.functional.layer_norm(value, (WIDTH,)).pow(3).sum(), start, create_graph=True
+        )
+        (found,) = torch.autograd.grad(first.square().sum(), start)
+        return found
+
+    there = inputs.to("xla")
+    with xla_adapters.step():
+        found = second(there)
+    torch.testing.assert_close(found.cpu(), second(inputs), rtol=1e-3, atol=1e-3)
+
+
+# ---- where ---------------------------------------------------------------------------------------------------
+
+
+@isolated(env={"XLA_FLAGS": ""})
+def test_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "xla_adapters"):
+        xla_adapters.initialize()
+    assert _FLAG in os.environ["XLA_FLAGS"].split()
+    assert [record for record in caplog.records if _FLAG in record.getMessage()]
+
+
+@isolated(env={"XLA_FLAGS": ""})
+def test_not_where_a_graph_is_compiled_in_blocks() -> None:
+    xla_adapters.initialize(fast_compile="blocks")
+    assert not get_backend().fuses_up_to_barriers()
+
+
+@isolated(env={"XLA_FLAGS": "", "CPU_NUM_DEVICES": "2"})
+def test_not_on_several_devices() -> None:
+    xla_adapters.initialize(spmd=True)
+    assert not get_backend().fuses_up_to_barriers()
+
+
+@pytest.mark.parametrize("before", ["", "--xla_backend_optimization_level=0"])
+def test_it_is_said_once_and_can_be_taken_back(before: str) -> None:
+    environment = {"XLA_FLAGS": before}
+    assert keep_barriers(environment)
+    assert environment["XLA_FLAGS"].split() == [*before.split(), _FLAG]
+    assert keeps_barriers(environment)
+    assert not keep_barriers(environment)
+    keep_no_barriers(environment)
+    assert environment["XLA_FLAGS"] == before
+
+
+def test_what_the_user_leaves_out_stands() -> None:
+    environment = {"XLA_FLAGS": "--xla_disable_hlo_passes=cse"}
+    assert not keep_barriers(environment)
+    assert environment == {"XLA_FLAGS": "--xla_disable_hlo_passes=cse"}
+    assert not keeps_barriers(environment)
+
+
+def test_fast_compiles_are_said_beside_it() -> None:
+    environment = {"XLA_FLAGS": ""}
+    keep_barriers(environment)
+    leave_out_slow_passes(environment)
+    assert keeps_barriers(environment)
+    assert leaves_out_slow_passes(environment)
