@@ -31,8 +31,8 @@ def initialize(*, spmd: bool = False, fast_compile: FastCompile = False, keep_me
         spmd: drive all devices of the process as one (needed for sharding).
         fast_compile: on CPU devices, `"blocks"` makes what a step repeats (layers, updates of alike parameters; not
             where layers convolve) computations that are called, whose kernels XLA shares, and layers that follow each
-            other turns of a loop where each is found in one piece (GPT-2; not Llama and BERT): 48 layers of a GPT-2
-            took half of the CPU time; steps took up to 1.3 times as long, and up to 1.3 times the memory. It
+            other turns of a loop: 48 layers of a GPT-2 took half of the CPU time; steps took up to 1.3 times as long,
+            and up to 1.3 times the memory. It
             is for steps on one device that are replayed or to be. True leaves out the pass of XLA's compiler that slows
             the others down most, too, which brings little since there are loops. Sums are added up one by one then, not
             as a tree, which rounds more, and wide models may take longer in each step (docs/performance.md); it is
