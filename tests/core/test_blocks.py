@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -444,6 +445,32 @@ def test_what_is_cut_in_two_is_joined(layer: list[tuple[str, int, int]], cut: in
         assert not any(set(graph.operands[place]) & set(part[at:]) for at, place in enumerate(part))
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_what_is_cut_in_three_is_joined_in_any_order(order: tuple[int, ...]) -> None:
+    """Where the first and the last part would wait for themselves without the one between them."""
+    program = Program()
+    hidden = program.parameter(4)
+    parts: list[list[list[int]]] = [[], [], []]
+    for _ in range(6):
+        early = program.apply("tanh", program.parameter(4))
+        first = [program.apply("dot", hidden, program.parameter(4))]
+        for _ in range(3):
+            first.append(program.apply("tanh", first[-1]))
+        between = [program.apply("cosine", first[-1])]
+        for _ in range(3):
+            between.append(program.apply("cosine", between[-1]))
+        last = [early, program.apply("add", first[-1], between[-1])]
+        last.append(program.apply("multiply", last[-1], early))
+        for _ in range(3):
+            last.append(program.apply("tanh", last[-1]))
+        hidden = last[-1]
+        for part, places in zip(parts, (first, between, last), strict=True):
+            part.append(places)
+    graph = read(program.module([hidden]))
+    (joined,) = join(graph, [Region(parts[number]) for number in order])
+    assert len(joined.occurrences[0]) == 14
+
+
 def test_results_that_leave_some_layers_only() -> None:
     program = Program()
 
@@ -614,6 +641,68 @@ def test_a_turn_that_lacks_what_lies_between_the_others_is_none() -> None:
             return program.apply("maximum", value, program.parameter(4)) if number < end else value
 
         assert loops_of(program, repeated(program, layer)[-1:]) == ((7, 42),)
+
+
+@pytest.mark.parametrize("reads", [[2, 1, 0, -1], [2, 1, 0, -1, -1], [2, 1, 0, -1, -1, -1]])
+def test_a_loop_that_reads_what_another_begins_with_more_than_once(reads: list[int]) -> None:
+    program = Program()
+    begin = hidden = program.parameter(4)
+    there = []
+    for _ in range(4):
+        hidden = chain(program, program.apply("divide", hidden, program.parameter(4)), 15)
+        hidden = chain(program, program.apply("dot", hidden, program.parameter(4)), 15)
+        there.append(hidden)
+
+    def roots(value: int) -> int:
+        for step in range(15):
+            value = program.apply("sqrt" if step % 2 else "negate", value)
+        return value
+
+    value = program.parameter(4)
+    for number in reads:
+        both = program.apply("add", value, begin if number < 0 else there[number])
+        value = roots(program.apply("subtract", both, program.parameter(4)))
+        value = roots(program.apply("dot", value, program.parameter(4)))
+    assert len(loops_of(program, [value, hidden])) == 2
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.data())
+def test_layers_whose_ends_differ_compute_the_same(data: st.DataObject) -> None:
+    """However they are peeled: what lies between layers and their gradients may be part of either."""
+    program = Program()
+    times = data.draw(st.integers(5, 7))
+    sizes = [data.draw(st.integers(12, 15)) for _ in range(4)]
+    ends = data.draw(st.tuples(st.sampled_from([0, times - 1]), st.sampled_from([0, times - 1])))
+    with_more, between = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 3))
+    operations = data.draw(st.lists(st.sampled_from(["dot", "maximum", "tanh", "negate"]), min_size=1, max_size=4))
+
+    def segment(value: int, names: Sequence[str]) -> int:
+        for name in names:
+            given = [value] if name in ("tanh", "cosine", "sqrt", "negate") else [value, program.parameter(4)]
+            value = program.apply(name, *given)
+        return value
+
+    kept = []
+    hidden = program.parameter(4)
+    for number in range(times):
+        value = segment(hidden, [*["tanh", "cosine"] * 6, *["tanh"] * (sizes[0] - 12), "dot", *["cosine"] * sizes[1]])
+        kept.append(value)
+        hidden = value
+        if not (with_more and number == ends[0]):
+            other = program.parameter(4)
+            hidden = program.apply("maximum", value, program.apply("add", value, other) if with_more == 2 else other)
+    for number in reversed(range(times)):
+        if number != ends[1] and between:
+            beside = segment(kept[number], operations)
+            pair = (beside, hidden) if between == 3 else (hidden, beside)
+            hidden = (
+                program.apply("subtract", hidden, program.apply("dot", *pair))
+                if between == 1
+                else program.apply("divide", *pair)
+            )
+        hidden = segment(hidden, [*["sqrt"] * sizes[2], "dot", *["negate", "sqrt"] * (sizes[3] // 2)])
+    blocks_of(program, [hidden])
 
 
 def looped(

@@ -126,6 +126,36 @@ def test_what_is_there_stays_what_it_is() -> None:
         torch.testing.assert_close(result.detach().cpu(), value.detach(), rtol=1e-5, atol=1e-5)
 
 
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(context: object, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(context: object, *gradients: torch.Tensor) -> None:
+        return None
+
+
+@isolated
+def test_no_gradient() -> None:
+    """Autograd calls hooks without one where nothing comes back."""
+    xla_adapters.initialize()
+    inputs = torch.randn(4, 2 * WIDTH)
+
+    def gradient(start: torch.Tensor) -> torch.Tensor:
+        hidden = start.requires_grad_() * 2
+        normed, other = hidden.chunk(2, -1)
+        torch.nn.functional.layer_norm(normed, (WIDTH,))
+        nothing = _NoGradient.apply(torch.nn.functional.layer_norm(hidden, (2 * WIDTH,)))  # type: ignore[no-untyped-call]
+        (found,) = torch.autograd.grad(other.square().sum() + nothing.sum(), start)
+        return found
+
+    there = inputs.to("xla")
+    with xla_adapters.step():
+        found = gradient(there)
+    torch.testing.assert_close(found.cpu(), gradient(inputs))
+
+
 @isolated
 def test_gradients_of_gradients() -> None:
     xla_adapters.initialize()
@@ -159,6 +189,7 @@ def test_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
 @isolated(env={"XLA_FLAGS": ""})
 def test_not_where_a_graph_is_compiled_in_blocks() -> None:
     xla_adapters.initialize(fast_compile="blocks")
+    assert _FLAG not in os.environ["XLA_FLAGS"].split()
     assert not get_backend().fuses_up_to_barriers()
 
 
@@ -177,6 +208,12 @@ def test_it_is_said_once_and_can_be_taken_back(before: str) -> None:
     assert not keep_barriers(environment)
     keep_no_barriers(environment)
     assert environment["XLA_FLAGS"] == before
+
+
+def test_only_what_was_said_is_taken_back() -> None:
+    environment = {"XLA_FLAGS": "--xla_disable_hlo_passes=cse_barrier_expander,cse"}
+    keep_no_barriers(environment)
+    assert environment == {"XLA_FLAGS": "--xla_disable_hlo_passes=cse_barrier_expander,cse"}
 
 
 def test_what_the_user_leaves_out_stands() -> None:

@@ -39,8 +39,10 @@ class Barriers(_Rest):
         """Whether a barrier ends what the device's compiler fuses, and that is of use: for one CPU, without blocks."""
         return self.hardware() == "CPU" and not self.is_spmd() and not self._finds_blocks and keeps_barriers()
 
-    def compute_once(self, tensor: torch.Tensor) -> None:
-        """Puts a barrier behind a value that is traced, and nothing behind one that is there."""
+    def compute_once(self, tensor: torch.Tensor | None) -> None:
+        """Puts a barrier behind a value that is traced; nothing behind one that is there, or for None."""
+        if tensor is None:
+            return
         if torch._is_functional_tensor(tensor):
             torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
         if self.is_pending(tensor):

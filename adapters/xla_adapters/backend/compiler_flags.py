@@ -44,8 +44,8 @@ def keep_barriers(environment: MutableMapping[str, str] = os.environ) -> bool:
 
 def keep_no_barriers(environment: MutableMapping[str, str] = os.environ) -> None:
     """Takes back what `keep_barriers` said, for a runtime that has not started."""
-    flags = environment.get(_VARIABLE, "")
-    environment[_VARIABLE] = flags.replace(f"{_LEFT_OUT}{_DROPS_BARRIERS}", "").strip()
+    flags = environment.get(_VARIABLE, "").split(" ")
+    environment[_VARIABLE] = " ".join(flag for flag in flags if flag != f"{_LEFT_OUT}{_DROPS_BARRIERS}").strip()
 
 
 def divide_temporary_memory(most: int, environment: MutableMapping[str, str] = os.environ) -> bool:

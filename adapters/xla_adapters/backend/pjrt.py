@@ -75,7 +75,8 @@ class PJRTBackend(
             self._compile_fast(fast_compile)
         if keep_memory is not None or not self._initialized:
             self._keep_memory(keep_memory)
-            self._keep_barriers()
+            if not (spmd or self._finds_blocks):
+                self._keep_barriers()
         if self._initialized and (not spmd or xr.is_spmd()):
             return
         if os.environ.get("XLA_DISABLE_FUNCTIONALIZATION", "0").lower() in ("1", "true"):

@@ -36,13 +36,13 @@ def _fewer(graph: Graph, regions: list[Region], refused: set[tuple[int, ...]]) -
 
     Args:
         graph, regions: see `join`.
-        refused: what would wait for itself, by a node of each of its occurrences and of the other's; is added to.
+        refused: what would wait for itself, by the sizes and a node of each occurrence of both; is added to.
     """
     for (above, below), reads in _reads(graph, regions).items():
         for partners in _partners(reads, len(regions[above].occurrences)):
             upper = regions[above].occurrences
             lower = [regions[below].occurrences[partner] for partner in partners]
-            key = tuple(occurrence[0] for occurrence in (*upper, *lower))
+            key = (len(upper[0]), len(lower[0]), *(occurrence[0] for occurrence in (*upper, *lower)))
             if key in refused:
                 continue
             fewer = list(regions)

@@ -244,7 +244,8 @@ class _Search:
             turn = start + step * at
             if turn < 0:
                 begun = True
-                if self._begins(number).get(local) != place:
+                # There is one value before the first turn's.
+                if turn < -1 or self._begins(number).get(local) != place:
                     return None
             elif self._where.get(place) != (number, turn, local):
                 return None

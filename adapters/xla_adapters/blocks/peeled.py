@@ -39,8 +39,15 @@ def peel(graph: Graph, regions: Sequence[Region]) -> Iterator[list[Region]]:
     for number in large:
         choices[number] = _as_loops(graph, regions, number, order) or choices[number]
     for arrangement in itertools.product(*choices):
-        if any(one is not region for one, region in zip(arrangement, regions, strict=True)):
+        is_new = any(one is not region for one, region in zip(arrangement, regions, strict=True))
+        # Two that grew may have grown to the same nodes.
+        if is_new and _is_disjoint(arrangement) and not ordered(graph, items(graph, arrangement, ()))[1]:
             yield list(arrangement)
+
+
+def _is_disjoint(regions: Sequence[Region]) -> bool:
+    places = [place for region in regions for occurrence in region.occurrences for place in occurrence]
+    return len(places) == len(set(places))
 
 
 def _nodes(region: Region) -> int:
@@ -55,5 +62,6 @@ def _as_loops(graph: Graph, regions: Sequence[Region], number: int, order: Seque
     return [
         one
         for one in (regions[number], *shorter)
-        if not ordered(graph, items(graph, [*regions[:number], one, *regions[number + 1 :]], {number}))[1]
+        if is_large(one)
+        and not ordered(graph, items(graph, [*regions[:number], one, *regions[number + 1 :]], {number}))[1]
     ]
