@@ -88,8 +88,8 @@ def run(name: str, size: Size, plan: Plan, pass_on: PassOn) -> Timing:
     if name == JAX:
         from benchmarks import jax_gpt2
 
-        # What importing ours has said to XLA is not for its peers; those on torch_xla take
-        # memory back as they start, and have no barriers.
+        # What importing ours has said to XLA is not for its peers. Those on torch_xla take back what is said of memory
+        # as they start, and have no barriers.
         leave_temporary_memory_whole(LARGEST_PIECE)
         keep_no_barriers()
         return jax_gpt2.run(size, plan, pass_on)

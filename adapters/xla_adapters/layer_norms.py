@@ -21,6 +21,11 @@ def layer_norms(backend: Backend) -> dict[Callable[..., Any], Callable[..., torc
     if not backend.fuses_up_to_barriers():
         return {}
 
+    def gradient_came(gradient: torch.Tensor | None) -> None:
+        # Autograd calls hooks without one where nothing comes back.
+        if gradient is not None:
+            backend.compute_once(gradient)
+
     def instead_of(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def norm(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             # What functorch wraps has no value of its own.
@@ -28,7 +33,7 @@ def layer_norms(backend: Backend) -> dict[Callable[..., Any], Callable[..., torc
                 backend.compute_once(input)
                 if input.requires_grad and not input.is_leaf:
                     # The sum of what comes back from the norm and from the path around it.
-                    input.register_hook(backend.compute_once)
+                    input.register_hook(gradient_came)
             return function(input, *args, **kwargs)
 
         return norm

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import compile_time, host_overhead, memory, model_table, models, report, rolled, timed_loops, timed_runs
 from benchmarks.clock import Plan, Timing
-from benchmarks.deep_models import Size, sizes
+from benchmarks.deep_models import FAMILIES, Size, sizes
 from benchmarks.timed_loops import CPU, EXECUTABLE, INDUCTOR, LAZY, OPENXLA, STEP
 from benchmarks.timed_trainers import HF_REPLAYED, HF_STOCK, HF_TRACED, LIGHTNING_REPLAYED
 from benchmarks.turns import take_turns
@@ -201,6 +202,41 @@ def test_compile_time_by_depth() -> None:
     compile_time.add_growth(made, {**found, Size(48, 64): found[Size(48, 32)]})
     (target,) = made.targets
     assert (target.name, target.value, target.met) == ("HF replayed: CPU of the first step, 48x32 to 12x32", 2.5, False)
+
+
+def test_compile_time_of_other_families() -> None:
+    made = report.Report("compile_time", settings={})
+    found = {
+        Size(layers, 32, family=family): {HF_REPLAYED: [replace(_timing(1.0), first_step_cpu_seconds=seconds)]}
+        for family, layers, seconds in (("llama", 12, 10.0), ("llama", 48, 15.0), ("bert", 48, 30.0))
+    }
+    compile_time.add_growth(made, found)
+    (target,) = made.targets
+    title = "HF replayed: CPU of the first step, llama 48x32 to llama 12x32"
+    assert (target.name, target.value, target.met) == (title, 1.5, True)
+
+
+def test_jax_has_no_other_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert timed_runs.missing("JAX on 1 core", Size(12, 32)) is None
+    assert "JAX's model is gpt2" in str(timed_runs.missing("JAX on 1 core", Size(12, 32, family="llama")))
+
+
+@isolated
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_as_deep_and_wide_as_is_said(family: str) -> None:
+    size = Size(3, 16, length=8, batch=2, dropout=0.0, family=family)
+    model = size.model()
+    assert (model.config.num_hidden_layers, model.config.hidden_size) == (3, 16)
+    assert model.config.num_attention_heads == size.heads
+    again = dict(size.model().named_parameters())
+    assert all(torch.equal(again[name], value) for name, value in model.named_parameters())
+
+
+def test_unknown_families_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compile_time.main(["--families", "llama,alpaca"])
+    assert "unknown families: alpaca; there are gpt2, llama, qwen3, bert" in capsys.readouterr().err
 
 
 @pytest.mark.slow

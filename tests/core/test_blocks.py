@@ -19,6 +19,8 @@ from tests.isolation import isolated
 from xla_adapters import get_backend, initialize
 from xla_adapters.blocks import NotUnderstood, Outlined, loops, outline
 from xla_adapters.blocks.joined import join
+from xla_adapters.blocks.outline import _Writer
+from xla_adapters.blocks.peeled import peel
 from xla_adapters.blocks.regions import Region, find_regions
 from xla_adapters.hlo_graph import wire
 from xla_adapters.hlo_graph.graph import Node, read
@@ -703,6 +705,12 @@ def test_layers_whose_ends_differ_compute_the_same(data: st.DataObject) -> None:
             )
         hidden = segment(hidden, [*["sqrt"] * sizes[2], "dot", *["negate", "sqrt"] * (sizes[3] // 2)])
     blocks_of(program, [hidden])
+    # And those that nobody chose.
+    module = program.module([hidden])
+    graph = read(module)
+    for arrangement in peel(graph, find_regions(graph)):
+        for one, other in zip(run(module), run(_Writer(graph, arrangement).module()), strict=True):
+            assert np.array_equal(one, other)
 
 
 def looped(

@@ -179,7 +179,12 @@ def test_gradients_of_gradients() -> None:
 
 
 @isolated(env={"XLA_FLAGS": ""})
-def test_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("prepared", [False, True])
+def test_it_is_said(caplog: pytest.LogCaptureFixture, prepared: bool) -> None:
+    if prepared:
+        # As `import hf_trainer` does, before anybody has a log.
+        get_backend().prepare()
+        assert _FLAG in os.environ["XLA_FLAGS"].split()
     with caplog.at_level(logging.INFO, "xla_adapters"):
         xla_adapters.initialize()
     assert _FLAG in os.environ["XLA_FLAGS"].split()
@@ -196,6 +201,7 @@ def test_not_where_a_graph_is_compiled_in_blocks() -> None:
 @isolated(env={"XLA_FLAGS": "", "CPU_NUM_DEVICES": "2"})
 def test_not_on_several_devices() -> None:
     xla_adapters.initialize(spmd=True)
+    assert _FLAG not in os.environ["XLA_FLAGS"].split()
     assert not get_backend().fuses_up_to_barriers()
 
 
@@ -216,10 +222,11 @@ def test_only_what_was_said_is_taken_back() -> None:
     assert environment == {"XLA_FLAGS": "--xla_disable_hlo_passes=cse_barrier_expander,cse"}
 
 
-def test_what_the_user_leaves_out_stands() -> None:
-    environment = {"XLA_FLAGS": "--xla_disable_hlo_passes=cse"}
+@pytest.mark.parametrize("passes", ["cse", ""])
+def test_what_the_user_leaves_out_stands(passes: str) -> None:
+    environment = {"XLA_FLAGS": f"--xla_disable_hlo_passes={passes}"}
     assert not keep_barriers(environment)
-    assert environment == {"XLA_FLAGS": "--xla_disable_hlo_passes=cse"}
+    assert environment == {"XLA_FLAGS": f"--xla_disable_hlo_passes={passes}"}
     assert not keeps_barriers(environment)
 
 

@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 import torch_xla
+import torch_xla.runtime as xr
 
 from xla_adapters.backend.cached_graphs import CachedGraphs
+from xla_adapters.backend.compiler_flags import leave_out_slow_passes, leaves_out_slow_passes
+from xla_adapters.backend.interface import FastCompile
 from xla_adapters.blocks import NotUnderstood, outline
+from xla_adapters.errors import ConfigError, RuntimeOrderError
 
 _C = torch_xla._XLAC
 
@@ -37,6 +41,27 @@ class BlockGraphs(CachedGraphs):
         self._in_blocks: dict[bytes, Any] = {}
         # And the executable of that one, and which of the graph's inputs it reads, in its order.
         self._calls: dict[bytes, tuple[bytes, list[int]]] = {}
+
+    def _compile_fast(self, how: FastCompile) -> None:
+        if how not in (True, "blocks"):
+            raise ConfigError(f"initialize(fast_compile={how!r}): there are False, True and 'blocks'")
+        if xr.device_type() != "CPU":
+            raise ConfigError(
+                f"initialize(fast_compile={how!r}) is for CPU devices, and this one is {xr.device_type()}: it "
+                "is known to shorten the work of XLA's compiler for the CPU alone; leave it out here"
+            )
+        if how == "blocks":
+            self._finds_blocks = True
+            return
+        if self.runtime_started() and not leaves_out_slow_passes():
+            raise RuntimeOrderError(
+                "fast compiles were asked for after the XLA runtime had started, which reads its flags once. Call "
+                "xla_adapters.initialize(fast_compile=True) at the start of the program, before a tensor or model is "
+                "moved to the XLA device and before transformers.TrainingArguments are created, which start the "
+                "runtime."
+            )
+        leave_out_slow_passes()
+        self._finds_blocks = True
 
     def compile_graph(self, outputs: Sequence[torch.Tensor], donated: Sequence[torch.Tensor]) -> bytes:
         """As in `CachedGraphs`, in blocks if the graph has some."""

@@ -19,7 +19,7 @@ import torch_xla.runtime as xr
 import torch_xla.utils.checkpoint as xla_checkpoint
 
 from xla_adapters.backend.barriers import Barriers
-from xla_adapters.backend.compiler_flags import leave_out_slow_passes, leaves_out_slow_passes
+from xla_adapters.backend.compiler_flags import leaves_out_slow_passes
 from xla_adapters.backend.computations import Computations
 from xla_adapters.backend.interface import FastCompile, Metrics, SeamEvent
 from xla_adapters.backend.kept_memory import KeptMemory
@@ -75,8 +75,7 @@ class PJRTBackend(
             self._compile_fast(fast_compile)
         if keep_memory is not None or not self._initialized:
             self._keep_memory(keep_memory)
-            if not (spmd or self._finds_blocks):
-                self._keep_barriers()
+            self._keep_barriers(wanted=not (spmd or self._finds_blocks))
         if self._initialized and (not spmd or xr.is_spmd()):
             return
         if os.environ.get("XLA_DISABLE_FUNCTIONALIZATION", "0").lower() in ("1", "true"):
@@ -97,27 +96,6 @@ class PJRTBackend(
         xr.global_runtime_device_count()
         self._device = torch_xla.device()
         self._initialized = True
-
-    def _compile_fast(self, how: FastCompile) -> None:
-        if how not in (True, "blocks"):
-            raise ConfigError(f"initialize(fast_compile={how!r}): there are False, True and 'blocks'")
-        if xr.device_type() != "CPU":
-            raise ConfigError(
-                f"initialize(fast_compile={how!r}) is for CPU devices, and this one is {xr.device_type()}: it "
-                "is known to shorten the work of XLA's compiler for the CPU alone; leave it out here"
-            )
-        if how == "blocks":
-            self._finds_blocks = True
-            return
-        if self.runtime_started() and not leaves_out_slow_passes():
-            raise RuntimeOrderError(
-                "fast compiles were asked for after the XLA runtime had started, which reads its flags once. Call "
-                "xla_adapters.initialize(fast_compile=True) at the start of the program, before a tensor or model is "
-                "moved to the XLA device and before transformers.TrainingArguments are created, which start the "
-                "runtime."
-            )
-        leave_out_slow_passes()
-        self._finds_blocks = True
 
     def cuts_sums(self) -> bool:
         """Whether the device's compiler cuts sums in windows, each of which it compiles by itself."""
