@@ -1,11 +1,11 @@
-"""`PackedState`: tensors of an optimizer's state whose numbers lie together, until somebody uses one of them."""
+"""`PackedState`: tensors of an optimizer's state whose numbers lie elsewhere, until somebody uses one of them."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Iterable, Sequence, Set
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -15,10 +15,19 @@ from xla_adapters.nested_values import tensors_in
 from xla_adapters.waiting_steps import METADATA, storage_of
 
 _states: weakref.WeakSet[PackedState] = weakref.WeakSet()
+_holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+_watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+class Holder(Protocol):
+    """What has the numbers of packed tensors."""
+
+    def unpack(self) -> None:
+        """Moves them back to the tensors, which are plain ones then."""
 
 
 class PackedTensor(torch.Tensor):
-    """A tensor whose numbers lie in a row with those of others. Whoever uses it, by whatever name, has them all back.
+    """A tensor whose numbers lie with those of others. Whoever uses it, by whatever name, has them all back.
 
     It is the same object as before and afterwards, a plain tensor then.
     """
@@ -29,11 +38,7 @@ class PackedTensor(torch.Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for tensor in tensors_in((args, kwargs)):
-            if type(tensor) is cls:
-                state = vars(tensor).get("_packed_in")
-                if state is not None:
-                    state.unpack()
+        unpack(tensors_in((args, kwargs)))
         return func(*args, **kwargs)
 
 
@@ -55,7 +60,6 @@ class PackedState:
         self._same: list[int] = []
         self._kept: list[torch.Tensor] = []
         self._is_packed = False
-        self._watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # Held by a replay as long as it has the rows.
         self.lock = threading.RLock()
         _states.add(self)
@@ -82,14 +86,14 @@ class PackedState:
 
     def obstacle(self) -> str | None:
         """Why the tensors cannot be packed any more, in words; None if they can."""
-        if self._is_packed or not any(map(_has_alias, self._tensors)):
+        if self._is_packed or not any(map(has_alias, self._tensors)):
             return None
         return "a view of a tensor of the optimizer's state is held, which would not see what a replay writes"
 
     def pack(self) -> None:
         """Moves the numbers to the rows, if they are not there."""
         if not self._is_packed:
-            unpack_all(self._ids)
+            unpack_rows(self._ids)
             values = [self._backend.snapshot(tensor) for tensor in self._tensors]
             self._backend.compute(values)
             self.take(values)
@@ -114,9 +118,7 @@ class PackedState:
         self._same, self._kept = [], []
         self._is_packed = True
         # First of all: who uses one of them in another thread waits until they can be brought back.
-        for tensor in self._tensors:
-            vars(tensor)["_packed_in"] = self
-            tensor.__class__ = PackedTensor
+        mark(self._tensors, self)
         values: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
         with torch._C.DisableTorchFunctionSubclass():
             for tensor in self._tensors:
@@ -145,37 +147,65 @@ class PackedState:
             self._kept = [backend.twin(value) for value in values]
             self._same = backend.handles(values)
         # Last of all: whoever was interrupted before does it again.
-        for tensor in self._tensors:
-            tensor.__class__ = torch.Tensor
-            vars(tensor).pop("_packed_in", None)
+        unmark(self._tensors)
         self._is_packed = False
 
-    def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """Has the numbers brought back when one of these is asked for its state, whatever is done with it then."""
-        own = weakref.ref(self)
 
-        def bring_back(optimizer: Optimizer) -> None:
-            state = own()
-            if state is not None:
-                state.unpack()
-
-        for optimizer in optimizers:
-            # Each traced pass comes here.
-            if optimizer not in self._watched:
-                self._watched.add(optimizer)
-                optimizer.register_state_dict_pre_hook(bring_back)
+def mark(tensors: Iterable[torch.Tensor], holder: Holder) -> None:
+    """Has tensors known as packed."""
+    _holders.add(holder)
+    for tensor in tensors:
+        vars(tensor)["_packed_in"] = holder
+        tensor.__class__ = PackedTensor
 
 
-def unpack_all(among: Set[int] | None = None) -> None:
-    """Has tensors hold their own numbers.
+def unmark(tensors: Iterable[torch.Tensor]) -> None:
+    """Makes them plain tensors again."""
+    for tensor in tensors:
+        tensor.__class__ = torch.Tensor
+        vars(tensor).pop("_packed_in", None)
+
+
+def unpack(tensors: Iterable[torch.Tensor], *, but: Holder | None = None) -> None:
+    """Has those of these tensors hold their own numbers that are packed, and all that lie with them.
 
     Args:
-        among: of which one must be packed (by `id`) for its row to be moved; all rows are if not given.
+        tensors: of any kind.
+        but: whose are left as they are.
     """
+    for tensor in tensors:
+        if type(tensor) is PackedTensor:
+            holder = vars(tensor).get("_packed_in")
+            if holder is not None and holder is not but:
+                holder.unpack()
+
+
+def unpack_all() -> None:
+    """Has all tensors hold their own numbers."""
+    for holder in list(_holders):
+        holder.unpack()
+
+
+def unpack_rows(among: Set[int]) -> None:
+    """Has tensors on the device hold their own numbers, if one of these (by `id`) is packed with them."""
     for state in list(_states):
-        if state.is_packed and (among is None or state.has_any(among)):
+        if state.is_packed and state.has_any(among):
             state.unpack()
 
 
-def _has_alias(tensor: torch.Tensor) -> bool:
+def watch(optimizers: Iterable[Optimizer]) -> None:
+    """Has all numbers brought back when one of these is asked for its state, whatever is done with it then."""
+    for optimizer in optimizers:
+        # Each traced pass comes here.
+        if optimizer not in _watched:
+            _watched.add(optimizer)
+            optimizer.register_state_dict_pre_hook(_unpack_state)
+
+
+def _unpack_state(optimizer: Optimizer) -> None:
+    unpack(tensors_in(list(optimizer.state.values())))
+
+
+def has_alias(tensor: torch.Tensor) -> bool:
+    """Whether a view of the tensor is held, or another one that has the same numbers."""
     return torch._C._storage_Use_Count(storage_of(tensor)) > 1

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
 
 import torch
 
-_OF_NUMPY = (torch.float32, torch.float64, torch.int64, torch.int32)
-_version, _data_ptr = attrgetter("_version"), torch.Tensor.data_ptr
+from xla_adapters.packed_state import has_alias, mark, unmark, unpack
+
+_version = attrgetter("_version")
 
 
 class HostCounts:
     """Step counts and the like, of parameters that the host treats alike.
+
+    Each step gives all of them one value. It is written to the tensors when somebody uses one: until then they are
+    known as packed.
 
     Args:
         tensors: on the host, with one element each.
@@ -21,32 +25,60 @@ class HostCounts:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = list(tensors)
-        self._arrays: list[Any] = []
-        self._addresses: list[int] = []
+        self._value: torch.Tensor | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether they have a value that is not written yet. Nobody has used one of them since."""
+        return self._value is not None
+
+    @property
+    def value(self) -> torch.Tensor:
+        """What all of them are, in a tensor of its own."""
+        value = self._value
+        if value is None:
+            value = self._tensors[0]
+            unpack([value])
+        return value.clone()
 
     @property
     def version(self) -> int:
-        """How often they were written to, all in all."""
+        """How often they were written to, all in all; what is not written yet is no part of it."""
+        # Recipes of other signatures may have some of these.
+        unpack(self._tensors, but=self)
         return sum(map(_version, self._tensors))
 
     def are_alike(self) -> bool:
         """Whether all have the same value."""
+        if self.is_ahead:
+            return True
+        unpack(self._tensors)
         first = self._tensors[0].tolist()
         return all(tensor.tolist() == first for tensor in self._tensors)
 
     def set(self, value: torch.Tensor) -> None:
         """Gives all of them one value."""
-        if value.dtype not in _OF_NUMPY:
+        with self._lock:
+            if self.is_ahead:
+                self._value = value
+                return
+            unpack(self._tensors)
+            if any(map(has_alias, self._tensors)):
+                # Nobody tells when such a view is read.
+                self._write(value)
+                return
+            mark(self._tensors, self)
+            self._value = value
+
+    def unpack(self) -> None:
+        """Writes the value to the tensors, which are plain ones then."""
+        with self._lock:
+            if self._value is not None:
+                self._write(self._value)
+                unmark(self._tensors)
+                self._value = None
+
+    def _write(self, value: torch.Tensor) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
             torch._foreach_copy_(self._tensors, [value] * len(self._tensors))
-            return
-        # A fraction of what torch's own copies cost, for numbers that are one per parameter. An array holds on to the
-        # memory of its tensor: as long as that lives, the address is nobody else's.
-        addresses = list(map(_data_ptr, self._tensors))
-        if addresses != self._addresses:
-            self._arrays = [tensor.numpy() for tensor in self._tensors]
-            self._addresses = addresses
-        number = value.item()
-        for array in self._arrays:
-            array.fill(number)
-        # Recipes of other signatures, which may update only some of these, see by it that they changed.
-        torch.autograd.graph.increment_version(self._tensors)

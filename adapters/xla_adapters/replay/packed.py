@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from xla_adapters.backend import Backend
-from xla_adapters.packed_state import PackedState
+from xla_adapters.packed_state import PackedState, watch
 from xla_adapters.packing import Owner, PackedModule
 from xla_adapters.replay.pending import PendingGraph
 from xla_adapters.replay.places import Place
@@ -56,7 +56,7 @@ def run_packed(recording: Recording, graph: PendingGraph, backend: Backend) -> b
         _fill(graph, module, results, backend)
         backend.write([state.row(number) for number in numbers], results[len(module.outputs) :])
         state.tensors_left()
-    state.watch(recipe.optimizer for recipe, owner in zip(recording.recipes, owners, strict=True) if owner.state)
+    watch(recipe.optimizer for recipe, owner in zip(recording.recipes, owners, strict=True) if owner.state)
     backend.finish_replayed()
     places = [Place("packed", owner=state, name=number) for number in numbers]
     sources = [*(recording.sources[given] for given in module.inputs), *places]

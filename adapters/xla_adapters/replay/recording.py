@@ -7,13 +7,15 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
+from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 from torch.utils._pytree import TreeSpec
 
 from xla_adapters.backend import Backend
-from xla_adapters.packed_state import PackedState, unpack_all
+from xla_adapters.packed_state import PackedState, unpack_rows
 from xla_adapters.replay.bound import HostChange
 from xla_adapters.replay.code_facts import CodeFacts
 from xla_adapters.replay.errors import CannotReplay
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 # Numbers that operators bring along by themselves (the alpha of an addition): one that is equal to a number of the
 # optimizer may be either.
 _OPERATORS_OWN = (0.0, 1.0, -1.0, 2.0, 0.5)
+
+
+_grad = attrgetter("grad")
 
 
 @dataclass
@@ -129,10 +134,14 @@ class Recording:
     _state: list[torch.Tensor] = field(default_factory=list)
     _ids: frozenset[int] = frozenset()
     _read: list[tuple[int, int]] = field(default_factory=list)
+    _order: list[int] = field(default_factory=list)
     _changing: list[tuple[int, Place | str | Number]] = field(default_factory=list)
     _written: list[int] = field(default_factory=list)
     _outputs: list[int] = field(default_factory=list)
     _placed: list[tuple[int, Place]] = field(default_factory=list)
+    _parameters: list[torch.Tensor] = field(default_factory=list)
+    _leaves_with: list[torch.Tensor] = field(default_factory=list)
+    _leaves_without: list[torch.Tensor] = field(default_factory=list)
     _layouts: list[str] = field(default_factory=list)
     _glance: Glance | None = None
     _forms: dict[Hashable, list[int]] = field(default_factory=dict)
@@ -216,8 +225,14 @@ class Recording:
         positions = {id(tensor): position for position, tensor in enumerate(self._state)}
         self._ids = frozenset(positions)
         self._read = [(index, positions[id(tensor)]) for index, tensor in read]
+        self._order = [0] * len(self.sources)
+        for index, position in self._read:
+            self._order[index] = position
         self._written = [positions[id(tensor)] for _, tensor in written]
         self._outputs = [index for index, _ in written]
+        self._parameters = [parameter for fact in self.facts for parameter in fact.parameters()]
+        self._leaves_with = [leaf for leaf, was_there in self.grads if was_there]
+        self._leaves_without = [leaf for leaf, was_there in self.grads if not was_there]
         self._layouts = backend.layouts(self._state) if backend.is_spmd() else []
 
     # ---- replay ------------------------------------------------------------------------------------
@@ -251,9 +266,10 @@ class Recording:
                 return change
         if self.packed is not None and (change := self.packed.obstacle()) is not None:
             return change
-        for leaf, was_there in self.grads:
-            if (leaf.grad is not None) is not was_there:
-                return f"a gradient is {'absent' if was_there else 'present'} that was not when the step was recorded"
+        if not _have_none(self._leaves_without):
+            return "a gradient is present that was not when the step was recorded"
+        if not all(map(is_not, map(_grad, self._leaves_with), repeat(None))):
+            return "a gradient is absent that was not when the step was recorded"
         if self._layouts and backend.layouts(self._state) != self._layouts:
             return "a tensor of the state lies otherwise on the devices"
         if backend.executables_compiled() - self.compiled > backend.executables_kept() // 2:
@@ -272,7 +288,7 @@ class Recording:
     def without_gradients(self) -> bool:
         """Whether no parameter of the modules has a gradient."""
         with torch._C.DisableTorchFunction():
-            return all(parameter.grad is None for fact in self.facts for parameter in fact.parameters())
+            return _have_none(self._parameters)
 
     def new_numbers(self, updates: Sequence[Update]) -> list[tuple[Number, float]]:
         """The inputs that began as numbers and are others in the pass to come, with their values.
@@ -300,15 +316,14 @@ class Recording:
         uploads = backend.upload_numbers([(value, number.value.dtype) for number, value in new])
         for (number, value), upload in zip(new, uploads, strict=True):
             number.value, number.present = upload, value
-        unpack_all(self._ids)
+        unpack_rows(self._ids)
         if self.packed is not None:
             self.packed.pack()
         if self._held is None:
             self._held = HeldValues(self._state, backend)
         values = self._held.present()
-        found: list[Any] = [None] * len(self.sources)
-        for index, position in self._read:
-            found[index] = values[position]
+        # The places of those that change get any value first.
+        found: list[Any] = list(map(values.__getitem__, self._order)) if values else [None] * len(self.sources)
         for index, source in self._changing:
             if isinstance(source, Number):
                 found[index] = source.value
@@ -346,7 +361,7 @@ class Recording:
     def write_back(self, results: Sequence[torch.Tensor], tensors: PassTensors, backend: Backend) -> None:
         """Puts the outputs of the executable where the step puts them."""
         assert self._held is not None
-        self._held.write(self._written, [backend.inner(results[index]) for index in self._outputs])
+        self._held.write(self._written, list(map(backend.inner, map(results.__getitem__, self._outputs))))
         others: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for index, place in self._placed:
@@ -406,6 +421,10 @@ class Recording:
 
 
 _ByPosition: TypeAlias = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
+
+
+def _have_none(leaves: Iterable[torch.Tensor]) -> bool:
+    return all(map(is_, map(_grad, leaves), repeat(None)))
 
 
 def _form(tensor: torch.Tensor) -> Hashable:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from xla_adapters.compiling import as_if_compiling
 from xla_adapters.errors import MODEL_FAILURES, XLAAdapterError
 from xla_adapters.optimizers import stand_in_for
+from xla_adapters.packed_state import watch
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.host_counts import HostCounts
 from xla_adapters.replay.host_state import OwnStep, addition_to_step, copied, is_container, same, step_of
@@ -154,9 +155,16 @@ class UpdateRecipe:
         for kind in self._kinds:
             kind.counts = {name: HostCounts(values) for name, values in kind.host.items()}
         self._counts = [counts for kind in self._kinds for counts in kind.counts.values()]
+        self._look_up()
         self._version = self._versions()
+        watch([optimizer])
         self._skipped: set[Callable[..., Any]] = set()
         self._idles_with_groups = False
+
+    def _look_up(self) -> None:
+        self._owners = [owner for owner, _, _ in self._tensors]
+        self._names = [name for _, name, _ in self._tensors]
+        self._held = [tensor for _, _, tensor in self._tensors]
 
     def _hidden(self) -> str | None:
         """What the optimizer does or keeps that its numbers do not tell, in words; None if nothing."""
@@ -231,11 +239,12 @@ class UpdateRecipe:
             # By their places: a tensor's hash is Python.
             or not all(map(is_, state, self._keys))
             or not all(map(is_, state.values(), self._values))
-            or any(values.get(key) is not tensor for values, key, tensor in self._tensors)
+            or not all(map(is_, map(dict.get, self._owners, self._names), self._held))
             or list(map(len, self._members)) != self._lengths
         ):
             return f"the state of {name} was replaced"
-        if self._versions() != self._version:
+        # Those that are ahead nobody has touched.
+        if not all(counts.is_ahead for counts in self._counts) and self._versions() != self._version:
             # By passes of other signatures, say: all parameters of a kind must be alike still.
             if not all(counts.are_alike() for counts in self._counts):
                 return f"step counts of {name} were changed"
@@ -259,7 +268,11 @@ class UpdateRecipe:
             groups[kind.group]["params"].append(kind.stand_in)
             if kind.members[0]:
                 state[kind.stand_in] = {
-                    name: kind.state[name] if name in kind.state else _copy(value)
+                    name: kind.state[name]
+                    if name in kind.state
+                    else kind.counts[name].value
+                    if name in kind.counts
+                    else value
                     for name, value in kind.members[0].items()
                 }
         stand_in = self._stand_in(groups, state)
@@ -291,6 +304,7 @@ class UpdateRecipe:
                 kind.rebound = rebound
                 anew = {(id(member), name) for member in kind.members for name in rebound}
                 self._tensors = [entry for entry in self._tensors if (id(entry[0]), entry[1]) not in anew]
+                self._look_up()
         return Update(
             numbers=tuple(listener.numbers),
             operators=tuple(listener.operators),
@@ -374,14 +388,11 @@ class UpdateRecipe:
 
     def accept(self) -> None:
         """Takes the step counts as they are for its own doing."""
-        self._version = self._versions()
+        if not all(counts.is_ahead for counts in self._counts):
+            self._version = self._versions()
 
     def _versions(self) -> int:
         return sum(counts.version for counts in self._counts)
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _first_line(error: BaseException) -> str:
