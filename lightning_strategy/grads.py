@@ -31,7 +31,8 @@ def accumulated(trainer: Trainer, module: LightningModule) -> dict[str, torch.Te
     """The gradients that the next batch adds to, by the names of their parameters."""
     if module.automatic_optimization and not trainer.fit_loop._should_accumulate():
         return {}
-    return {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
+    # Not themselves: those of a replay may lie elsewhere until they are used.
+    return {name: value.grad.detach() for name, value in module.named_parameters() if value.grad is not None}
 
 
 def put_back(module: LightningModule, gradients: Mapping[str, torch.Tensor]) -> None:

@@ -134,13 +134,8 @@ class PackedState:
 
     def _bring_back(self) -> None:
         backend = self._backend
-        hosts = backend.to_host(self._values)
-        parts: list[torch.Tensor] = []
-        for row, host in zip(self._rows, hosts, strict=True):
-            for tensor, part in zip(row, host.split([tensor.numel() for tensor in row]), strict=True):
-                parts.append(part.reshape(tensor.shape))
         with torch._C.DisableTorchFunctionSubclass():
-            backend.write(self._tensors, backend.to_device_together(parts))
+            backend.write(self._tensors, apart(self._values, self._rows, backend))
             backend.forget_writes(self._tensors)
             values = [backend.snapshot(tensor) for tensor in self._tensors]
             # Not these themselves: what writes in place may change them.
@@ -149,6 +144,23 @@ class PackedState:
         # Last of all: whoever was interrupted before does it again.
         unmark(self._tensors)
         self._is_packed = False
+
+
+def apart(
+    values: Sequence[torch.Tensor], rows: Sequence[Sequence[torch.Tensor]], backend: Backend
+) -> list[torch.Tensor]:
+    """What rows hold, each tensor by itself: a copy to the host, and one to the device.
+
+    Args:
+        values: the rows.
+        rows: for each one tensors that have the shapes.
+        backend: the seam.
+    """
+    parts: list[torch.Tensor] = []
+    for row, host in zip(rows, backend.to_host(values), strict=True):
+        for tensor, part in zip(row, host.split([tensor.numel() for tensor in row]), strict=True):
+            parts.append(part.reshape(tensor.shape))
+    return backend.to_device_together(parts)
 
 
 def mark(tensors: Iterable[torch.Tensor], holder: Holder) -> None:

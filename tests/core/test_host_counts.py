@@ -25,11 +25,14 @@ def counted(dtype: torch.dtype = torch.float32, *, to: float = 2) -> tuple[list[
 def test_all_of_them_are_set(dtype: torch.dtype) -> None:
     tensors, counts = counted(dtype)
     counts.set(torch.tensor(3, dtype=dtype))
-    assert counts.is_ahead and set(map(type, tensors)) == {PackedTensor}
-    assert counts.value.item() == 3 and counts.is_ahead
+    assert counts.is_ahead
+    assert set(map(type, tensors)) == {PackedTensor}
+    assert counts.value.item() == 3
+    assert counts.is_ahead
     before = counts.version
     assert [tensor.item() for tensor in tensors] == [3] * 3
-    assert not counts.is_ahead and set(map(type, tensors)) == {torch.Tensor}
+    assert not counts.is_ahead
+    assert set(map(type, tensors)) == {torch.Tensor}
     # Whoever has some of them too sees by it that they changed.
     assert counts.version == before + len(tensors)
     assert counts.value.item() == 3
@@ -79,7 +82,8 @@ def test_those_that_others_have_too() -> None:
     some = HostCounts(tensors[1:])
     assert some.value.item() == 2
     some.set(torch.tensor(4.0))
-    assert some.is_ahead and not all_of_them.is_ahead
+    assert some.is_ahead
+    assert not all_of_them.is_ahead
     assert not all_of_them.are_alike()
     assert not some.is_ahead
     assert [tensor.item() for tensor in tensors] == [2, 4, 4]

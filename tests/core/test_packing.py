@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -72,9 +72,9 @@ class Step:
         decayed = apply("multiply", parameter, decay)
         self.out(apply("add", decayed, apply("multiply", change, rate)))
 
-    def packed(self, **options: int) -> PackedModule | None:
+    def packed(self, gradients: Sequence[int] = (), **options: int) -> PackedModule | None:
         owners = [Owner(state, frozenset(self.parameters)) for state in self.owners]
-        return packed(self.program.module(self.outputs), owners, **{"fewest": 2, **options})
+        return packed(self.program.module(self.outputs), owners, gradients, **{"fewest": 2, **options})
 
 
 def assert_the_same(step: Step, found: PackedModule) -> None:
@@ -86,10 +86,13 @@ def assert_the_same(step: Step, found: PackedModule) -> None:
     expected = evaluate(whole, given)
     rows = [np.concatenate([given[number].reshape(-1) for number, _ in row]) for row in found.rows]
     results = evaluate(found.module, [*(given[number] for number in found.inputs), *rows])
-    assert [len(results), sorted(found.inputs)] == [len(found.outputs) + len(rows), list(found.inputs)]
+    behind = len(found.outputs) + len(rows)
+    assert [len(results), sorted(found.inputs)] == [behind + len(found.gradients), list(found.inputs)]
     for output, result in zip(found.outputs, results, strict=False):
         np.testing.assert_array_equal(result, expected[output])
-    for row, result in zip(found.rows, results[len(found.outputs) :], strict=True):
+    for gradients, result in zip(found.gradients, results[behind:], strict=True):
+        np.testing.assert_array_equal(result, np.concatenate([expected[output].reshape(-1) for output in gradients]))
+    for row, result in zip(found.rows, results[len(found.outputs) : behind], strict=True):
         np.testing.assert_array_equal(result, np.concatenate([expected[output].reshape(-1) for _, output in row]))
 
 
@@ -281,3 +284,63 @@ def test_what_else_is_transposed_stays() -> None:
     for _ in range(2):
         step.momentum(3, 2, gradient=step.program.transpose(step.program.apply("tanh", step.given(2, 3))))
     assert step.packed() is None
+
+
+def test_gradients_that_an_update_reads_are_its_row() -> None:
+    step = Step()
+    gradients = []
+    for sizes in SIZES:
+        gradient = step.program.apply("multiply", step.given(*sizes), step.given(*sizes))
+        gradients.append(step.out(gradient))
+        step.momentum(*sizes, gradient=gradient)
+    kept = step.packed()
+    found = step.packed(gradients)
+    assert kept is not None
+    assert found is not None
+    assert kept.gradients == ()
+    assert found.gradients == (tuple(gradients),)
+    assert len(kept.outputs) == len(found.outputs) + len(SIZES)
+    # They are put in a row once.
+    assert len(read(found.module).called) == len(read(kept.module).called)
+    assert_the_same(step, found)
+
+
+def test_gradients_that_an_update_reads_otherwise_are_a_row_of_their_own() -> None:
+    step = Step()
+    gradients = [step.out(step.program.apply("tanh", step.given(*sizes))) for sizes in SIZES]
+    for sizes in SIZES:
+        step.momentum(*sizes)
+    found = step.packed(gradients[1:])
+    assert found is not None
+    assert found.gradients == (tuple(gradients[1:]),)
+    assert gradients[0] in found.outputs
+    assert_the_same(step, found)
+
+
+def test_large_gradients_and_single_ones_stay_what_they_are() -> None:
+    step = Step()
+    for sizes in SIZES:
+        step.momentum(*sizes)
+    large, small = (step.out(step.program.apply("tanh", step.given(count))) for count in (40, 3))
+    for gradients, largest in (((large,), 40), ((large, small), 39)):
+        found = step.packed(gradients, largest=largest)
+        assert found is not None
+        assert found.gradients == ()
+        assert_the_same(step, found)
+    found = step.packed((large, small), largest=40)
+    assert found is not None
+    assert found.gradients == ((large, small),)
+    assert "2 gradients 1" in str(found)
+
+
+def test_a_gradient_that_is_handed_out_twice() -> None:
+    step = Step()
+    gradients = []
+    for sizes in SIZES:
+        gradient = step.program.apply("tanh", step.given(*sizes))
+        gradients += [step.out(gradient), step.out(gradient)]
+        step.momentum(*sizes, gradient=gradient)
+    found = step.packed(gradients)
+    assert found is not None
+    assert len(found.gradients) == 1
+    assert_the_same(step, found)

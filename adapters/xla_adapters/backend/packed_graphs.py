@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -18,6 +19,7 @@ from xla_adapters.packing import Owner, PackedModule, packed
 
 logger = logging.getLogger("xla_adapters")
 
+_Wanted: TypeAlias = tuple[list[Owner], list[int]]
 # Graphs that are kept, for the case that their executable was forgotten.
 _KEPT = 64
 
@@ -40,11 +42,11 @@ class PackedGraphs(BlockGraphs):
 
     def __init__(self) -> None:
         super().__init__()
-        # By the name of a graph, whose state it was found for, and what was found: None if there is nothing to pack.
-        self._packed: dict[bytes, tuple[list[Owner], PackedModule | None]] = {}
+        # By the name of a graph, what it was looked for, and what was found: None if there is nothing to pack.
+        self._packed: dict[bytes, tuple[_Wanted, PackedModule | None]] = {}
 
     def packed_module(
-        self, name: bytes, outputs: Sequence[torch.Tensor], owners: Sequence[Owner]
+        self, name: bytes, outputs: Sequence[torch.Tensor], owners: Sequence[Owner], gradients: Sequence[int]
     ) -> PackedModule | None:
         """The pending graph with its optimizers' state in rows; None if that is not worth while, or not for the device.
 
@@ -54,17 +56,21 @@ class PackedGraphs(BlockGraphs):
             name: of the graph's executable.
             outputs: of the graph.
             owners: the optimizers, by positions of the graph's inputs and outputs.
+            gradients: positions of outputs that may be in rows, too.
         """
         if self.is_spmd() or self.hardware() != "CPU":
             return None
-        if name not in self._packed or self._packed[name][0] != list(owners):
+        wanted = list(owners), list(gradients)
+        if name not in self._packed or self._packed[name][0] != wanted:
             make_room(self._packed, _KEPT)
-            self._packed[name] = list(owners), self._find(outputs, owners)
+            self._packed[name] = wanted, self._find(outputs, *wanted)
         return self._packed[name][1]
 
-    def _find(self, outputs: Sequence[torch.Tensor], owners: Sequence[Owner]) -> PackedModule | None:
+    def _find(
+        self, outputs: Sequence[torch.Tensor], owners: Sequence[Owner], gradients: Sequence[int]
+    ) -> PackedModule | None:
         try:
-            module = packed(self.graph_text(outputs), owners)
+            module = packed(self.graph_text(outputs), owners, gradients)
         except NotUnderstood as reason:
             logger.info("an optimizer's state is not packed: %s", reason)
             return None

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from xla_adapters.hlo_graph import wire
 from xla_adapters.hlo_graph.graph import DIMENSIONS, SLICE_SIZES, Graph, read
 from xla_adapters.hlo_graph.order import Item, ordered
-from xla_adapters.hlo_graph.shapes import array_shape, dimensions, element_type, tuple_shape
+from xla_adapters.hlo_graph.shapes import array_shape, count, dimensions, element_type, tuple_shape
 from xla_adapters.hlo_graph.writing import COUNT, Body, Numbers, copied_computations, program_shape, written_module
 from xla_adapters.packing.forms import Form, Member, Owner, Ref
-from xla_adapters.packing.members import find_members
+from xla_adapters.packing.members import PRECISE, find_members
 
 # Tensors with more elements take longer to compute than what handing them over costs, and are left as they are: their
 # gradients would be copied, and those of all parameters kept until the last is there.
@@ -29,26 +29,36 @@ class PackedModule:
         inputs: what its first inputs were in the graph before, by number; then come the rows.
         outputs: likewise.
         rows: for each row its tensors, in order: the number that each was as an input, and as an output.
+        gradients: for each row of gradients, which come behind the others, what its tensors were among the outputs.
     """
 
     module: bytes
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     rows: tuple[tuple[tuple[int, int], ...], ...]
+    gradients: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         tensors = sum(map(len, self.rows))
-        return f"{tensors} tensors of optimizers' state are {len(self.rows)} rows of numbers"
+        gradients = sum(map(len, self.gradients))
+        more = f", {gradients} gradients {len(self.gradients)}" if gradients else ""
+        return f"{tensors} tensors of optimizers' state are {len(self.rows)} rows of numbers{more}"
 
 
 def packed(
-    module: bytes, owners: Sequence[Owner], *, fewest: int = _FEWEST, largest: int = _LARGEST
+    module: bytes,
+    owners: Sequence[Owner],
+    gradients: Sequence[int] = (),
+    *,
+    fewest: int = _FEWEST,
+    largest: int = _LARGEST,
 ) -> PackedModule | None:
     """The same program, in which small tensors of an optimizer's state are few inputs and outputs.
 
     Args:
         module: an HloModuleProto, of one device and not yet optimized.
         owners: the optimizers.
+        gradients: the numbers of outputs that may be in rows, too.
         fewest: the least number of tensors to do it for.
         largest: the most elements of a tensor that is moved.
 
@@ -70,7 +80,12 @@ def packed(
         order, stuck = _order(graph, groups)
     if stuck or sum(len(form.states) * len(members) for form, members in groups) < fewest:
         return None
-    return _Writer(graph, groups, order).written()
+    return _Writer(graph, groups, order, [item for item in gradients if _is_small(graph, item, largest)]).written()
+
+
+def _is_small(graph: Graph, output: int, largest: int) -> bool:
+    shape = graph.nodes[graph.nodes[graph.root].operands[output]].shape
+    return element_type(shape) in PRECISE and count(shape) <= largest
 
 
 def _order(graph: Graph, groups: Sequence[tuple[Form, list[Member]]]) -> tuple[list[Item], set[Item]]:
@@ -85,7 +100,13 @@ def _order(graph: Graph, groups: Sequence[tuple[Form, list[Member]]]) -> tuple[l
 class _Writer:
     """Writes a graph with rows in place of tensors."""
 
-    def __init__(self, graph: Graph, groups: Sequence[tuple[Form, list[Member]]], order: Sequence[Item]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        groups: Sequence[tuple[Form, list[Member]]],
+        order: Sequence[Item],
+        gradients: Sequence[int],
+    ) -> None:
         self._graph = graph
         self._groups = groups
         self._order = order
@@ -97,7 +118,24 @@ class _Writer:
         gone_in = {item for member in moved for item in member.inputs}
         gone_out = {item for member in moved for item in member.outputs}
         self._inputs = [item for item in range(len(graph.inputs)) if item not in gone_in]
+        self._rows: dict[tuple[int, ...], int] = {}
+        self._gradients = self._gradient_rows(gradients)
+        gone_out.update(item for row in self._gradients for item in row)
         self._outputs = [item for item in range(len(self._results)) if item not in gone_out]
+
+    def _gradient_rows(self, gradients: Sequence[int]) -> list[tuple[int, ...]]:
+        """Which are in a row: those that an update reads in one as they are there, then what is left."""
+        left = {self._results[item]: item for item in reversed(gradients)}
+        rows: list[tuple[int, ...]] = []
+        for form, members in self._groups:
+            for slot in range(len(form.leaves)):
+                leaves = [member.leaves[slot] for member in members]
+                if all(leaf in left for leaf in leaves) and len(set(leaves)) == len(leaves):
+                    rows.append(tuple(left.pop(leaf) for leaf in leaves))
+        kinds: dict[int, list[int]] = {}
+        for place, item in sorted(left.items(), key=lambda entry: entry[1]):
+            kinds.setdefault(element_type(self._graph.nodes[place].shape), []).append(item)
+        return rows + [tuple(row) for row in kinds.values() if len(row) > 1]
 
     def written(self) -> PackedModule:
         """The module."""
@@ -124,12 +162,19 @@ class _Writer:
         results = [entry.at[self._results[item]] for item in self._outputs]
         results += [row for number in range(len(self._groups)) for row in new_rows[number]]
         result_shapes = [graph.nodes[self._results[item]].shape for item in self._outputs] + row_shapes
+        for gradients in self._gradients:
+            leaves = [self._results[item] for item in gradients]
+            shapes = [graph.nodes[leaf].shape for leaf in leaves]
+            kind = element_type(shapes[0])
+            result_shapes.append(array_shape(kind, sum(map(count, shapes))))
+            results.append(self._row(kind, leaves))
         self._finish([*given, *row_shapes], results, tuple_shape(result_shapes))
         return PackedModule(
             module=written_module(self._texts, self._name, self._identity, self._program_shape),
             inputs=tuple(self._inputs),
             outputs=tuple(self._outputs),
             rows=tuple(rows),
+            gradients=tuple(self._gradients),
         )
 
     def _finish(self, given: Sequence[bytes], results: Sequence[int], shape: bytes) -> None:
@@ -142,7 +187,7 @@ class _Writer:
     def _wanted(self) -> set[int]:
         """The nodes that are still read."""
         graph = self._graph
-        wanted = {self._results[item] for item in self._outputs}
+        wanted = {self._results[item] for items in (self._outputs, *self._gradients) for item in items}
         for number, place in reversed(self._order):
             if number >= 0:
                 form, members = self._groups[number]
@@ -160,7 +205,7 @@ class _Writer:
         entry, length = self._entry, _length(members)
         values: dict[Ref, int] = {("state", slot): row for slot, row in enumerate(states)}
         for slot, kind in enumerate(form.leaves):
-            values["leaf", slot] = self._row(kind, members, slot)
+            values["leaf", slot] = self._row(kind, [member.leaves[slot] for member in members])
         for number, operation in enumerate(form.together):
             operands = [self._operand(entry, ref, values, (length,), entry.at) for ref in operation.operands]
             shape = array_shape(operation.kind, length)
@@ -173,24 +218,26 @@ class _Writer:
                 entry.at.setdefault(place, 0)
         return [values[ref] for ref in form.results]
 
-    def _row(self, kind: int, members: Sequence[Member], slot: int) -> int:
+    def _row(self, kind: int, leaves: Sequence[int]) -> int:
         """Tensors one behind the other.
 
         By a call, so that each is in memory first: some are products (gradients of `torch.nn.Linear`, clipped and then
         transposed), which XLA would contract with the sums that read the row, where it does not otherwise.
         """
-        length = array_shape(kind, _length(members))
-        leaves = [member.leaves[slot] for member in members]
-        given = [self._graph.nodes[leaf].shape for leaf in leaves]
-        body = Body((), self._numbers, ())
-        parts = [
-            body.add("reshape", array_shape(kind, member.size), [body.parameter(number, shape)])
-            for number, (member, shape) in enumerate(zip(members, given, strict=True))
-        ]
-        root = body.add("concatenate", length, parts, wire.numbers(DIMENSIONS, [0]))
-        identity = self._numbers.next()
-        self._texts.append(body.computation(f"row.{identity}", identity, root, program_shape(given, length)))
-        return self._entry.call((identity, length), [self._entry.at[leaf] for leaf in leaves])
+        key = tuple(leaves)
+        if key not in self._rows:
+            given = [self._graph.nodes[leaf].shape for leaf in leaves]
+            length = array_shape(kind, sum(map(count, given)))
+            body = Body((), self._numbers, ())
+            parts = [
+                body.add("reshape", array_shape(kind, count(shape)), [body.parameter(number, shape)])
+                for number, shape in enumerate(given)
+            ]
+            root = body.add("concatenate", length, parts, wire.numbers(DIMENSIONS, [0]))
+            identity = self._numbers.next()
+            self._texts.append(body.computation(f"row.{identity}", identity, root, program_shape(given, length)))
+            self._rows[key] = self._entry.call((identity, length), [self._entry.at[leaf] for leaf in leaves])
+        return self._rows[key]
 
     def _operand(
         self, body: Body, ref: Ref, values: dict[Ref, int], sizes: tuple[int, ...], numbers: Mapping[int, int]

@@ -53,7 +53,7 @@ _SUMS = frozenset(("add", "subtract"))
 _AGAIN = frozenset(("multiply", "reshape"))
 # Numbers that are as precise in memory as while XLA computes with them: others are rounded when they are put in a row,
 # and else perhaps not (`xla_allow_excess_precision`). All whole numbers, F32 and F64.
-_PRECISE = frozenset((*range(1, 10), 11, 12))
+PRECISE = frozenset((*range(1, 10), 11, 12))
 # As far as what an update reads is looked at.
 _DEEPEST = 16
 
@@ -193,7 +193,7 @@ class _Update:
                 again = graph.nodes[operand].opcode in _AGAIN
                 if not self._is_flat(operand) or self._reads_parameter(operand):
                     continue
-                if not all(element_type(graph.nodes[item].shape) in _PRECISE for item in self._operands[operand]):
+                if not all(element_type(graph.nodes[item].shape) in PRECISE for item in self._operands[operand]):
                     continue
                 if again or all(user in inside for user in graph.users[operand]):
                     inside.add(operand)
@@ -305,7 +305,7 @@ class _Update:
         if any(map(self._is_laid_out, member.leaves)):
             return None
         read = [graph.nodes[place].shape for place in (*self._states, *member.leaves, *taken)]
-        if not all(element_type(shape) in _PRECISE for shape in read):
+        if not all(element_type(shape) in PRECISE for shape in read):
             return None
         return Form(
             self._number,

@@ -34,6 +34,11 @@ class HostCounts:
         return self._value is not None
 
     @property
+    def ahead(self) -> torch.Tensor | None:
+        """That value, as it was given to `set`."""
+        return self._value
+
+    @property
     def value(self) -> torch.Tensor:
         """What all of them are, in a tensor of its own."""
         value = self._value

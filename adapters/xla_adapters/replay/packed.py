@@ -1,15 +1,16 @@
-"""`run_packed`: a recorded pass as a call of an executable that has the optimizers' state in rows."""
+"""`run_packed`: a recorded pass as a call of an executable that has the optimizers' state in rows, and gradients."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
 
 from xla_adapters.backend import Backend
-from xla_adapters.packed_state import PackedState, watch
+from xla_adapters.packed_gradients import PackedGradients, form_of
+from xla_adapters.packed_state import PackedState, apart, watch
 from xla_adapters.packing import Owner, PackedModule
 from xla_adapters.replay.pending import PendingGraph
 from xla_adapters.replay.places import Place
@@ -31,8 +32,11 @@ def run_packed(recording: Recording, graph: PendingGraph, backend: Backend) -> b
         Whether it did; if not, nothing has changed.
     """
     owners = [_owner(recording, recipe) for recipe in recording.recipes]
+    if not any(owner.state for owner in owners):
+        return False
     name = graph.name
-    module = backend.packed_module(name, graph.outputs, owners) if any(owner.state for owner in owners) else None
+    gradients, former = _gradients(recording, graph, backend)
+    module = backend.packed_module(name, graph.outputs, owners, list(gradients))
     if module is None:
         return False
     rows = [[_tensor(recording.sources[given]) for given, _ in row] for row in module.rows]
@@ -53,8 +57,12 @@ def run_packed(recording: Recording, graph: PendingGraph, backend: Backend) -> b
     taken = [*graph.donors.values(), *feed[len(module.inputs) :]]
     with state.lock:
         results = backend.run_graph(call.name, [feed[position] for position in call.order], taken=taken)
-        _fill(graph, module, results, backend)
-        backend.write([state.row(number) for number in numbers], results[len(module.outputs) :])
+        first, last = len(module.outputs), len(module.outputs) + len(module.rows)
+        leaves = [[gradients[output] for output in row] for row in module.gradients]
+        # Of this pass each is a tensor of its own: who it was given to while it was traced is not known.
+        behind = apart(results[last:], leaves, backend) if leaves else []
+        _fill(graph, module, results, behind, backend)
+        backend.write([state.row(number) for number in numbers], results[first:last])
         state.tensors_left()
     watch(recipe.optimizer for recipe, owner in zip(recording.recipes, owners, strict=True) if owner.state)
     backend.finish_replayed()
@@ -63,6 +71,9 @@ def run_packed(recording: Recording, graph: PendingGraph, backend: Backend) -> b
     recording.sources = [sources[position] for position in call.order]
     recording.donated = [index for index, position in enumerate(call.order) if position in set(donated)]
     recording.targets = [*(recording.targets[output] for output in module.outputs), *([place] for place in places)]
+    if leaves:
+        recording.gradients = PackedGradients.of(leaves, former, state.lock, backend)
+        recording.targets += [[Place("gradients", owner=recording.gradients, name=row)] for row in range(len(leaves))]
     now = {output: index for index, output in enumerate(module.outputs)}
     recording.kept = {key: _renumbered(kept, now) for key, kept in recording.kept.items()}
     recording.executable = call.name
@@ -97,6 +108,32 @@ def _owner(recording: Recording, recipe: UpdateRecipe) -> Owner:
     )
 
 
+def _gradients(
+    recording: Recording, graph: PendingGraph, backend: Backend
+) -> tuple[dict[int, torch.Tensor], dict[Hashable, torch.Tensor]]:
+    """The outputs that are gradients which the pass leaves behind, with whose they are; and values that it takes.
+
+    Those of parameters that it updates: of the same form, and gone when it is over.
+    """
+    handed_out = {leaf for kept in recording.kept.values() for leaf in kept.leaves if isinstance(leaf, int)}
+    given = {
+        id(source.owner): index
+        for index, source in enumerate(recording.sources)
+        if isinstance(source, Place) and source.kind == "tensor" and index in graph.donors
+    }
+    found: dict[int, torch.Tensor] = {}
+    former: dict[Hashable, torch.Tensor] = {}
+    for output, places in enumerate(recording.targets):
+        if len(places) != 1 or places[0].kind != "grad" or output in handed_out:
+            continue
+        leaf = places[0].owner
+        form = form_of(leaf)
+        if id(leaf) in given and id(leaf) in recording.fresh_grads and form_of(graph.outputs[output]) == form:
+            found[output] = leaf
+            former[form] = backend.inner(graph.feed[given[id(leaf)]])
+    return found, former
+
+
 def _tensor(source: object) -> torch.Tensor:
     assert isinstance(source, Place)
     tensor = source.owner
@@ -104,10 +141,17 @@ def _tensor(source: object) -> torch.Tensor:
     return tensor
 
 
-def _fill(graph: PendingGraph, module: PackedModule, results: Sequence[torch.Tensor], backend: Backend) -> None:
-    """Gives all that is pending a value: that of the rows any that has its form."""
+def _fill(
+    graph: PendingGraph,
+    module: PackedModule,
+    results: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    backend: Backend,
+) -> None:
+    """Gives all that is pending a value: that of the optimizers' rows any that has its form."""
     values = dict(zip(module.outputs, results, strict=False))
     values.update({output: graph.feed[given] for row in module.rows for given, output in row})
+    values.update(zip((output for row in module.gradients for output in row), gradients, strict=True))
     backend.fill(graph.outputs, [values[index] for index in range(len(graph.outputs))])
 
 

@@ -29,8 +29,8 @@ class Place:
     Attributes:
         kind: `"tensor"` (the owner itself, whose value changes), `"grad"` (of the owner), `"buffer"` (of the
             owner, a module, which the step binds anew), `"bound"` (an attribute of the owner), `"state"` (an entry of
-            the owner, an optimizer's state), `"packed"` (a row of the owner, a `PackedState`), `"batch"` or `"extra"`
-            (at the position `name`).
+            the owner, an optimizer's state), `"packed"` (a row of the owner, a `PackedState`), `"gradients"` (a row of
+            the owner, `PackedGradients`, which is written alone), `"batch"` or `"extra"` (at the position `name`).
         owner: the tensor, module, object or dictionary.
         name: of the buffer, attribute or entry, or the position.
     """

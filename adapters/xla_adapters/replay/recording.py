@@ -15,18 +15,20 @@ import torch
 from torch.utils._pytree import TreeSpec
 
 from xla_adapters.backend import Backend
-from xla_adapters.packed_state import PackedState, unpack_rows
+from xla_adapters.packed_gradients import PackedGradients
+from xla_adapters.packed_state import PackedState, unpack, unpack_rows
 from xla_adapters.replay.bound import HostChange
 from xla_adapters.replay.code_facts import CodeFacts
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.facts import ModuleFacts
+from xla_adapters.replay.foresight import Update
 from xla_adapters.replay.glance import Glance
 from xla_adapters.replay.held import HeldValues
 from xla_adapters.replay.own_buffers import copies_of_taken, give_own_buffers
 from xla_adapters.replay.places import PassTensors, Place
 from xla_adapters.replay.run_ahead import RunAhead
 from xla_adapters.replay.tensor_facts import TensorFacts
-from xla_adapters.replay.update import Update, UpdateRecipe
+from xla_adapters.replay.update import UpdateRecipe
 
 if TYPE_CHECKING:
     from xla_adapters.replay.together import Form
@@ -106,6 +108,7 @@ class Recording:
         graph: its text, if several passes are to be one executable.
         form: how they are; or why they cannot be.
         packed: the optimizers' state, if the executable has it in rows.
+        gradients: those that the pass leaves behind, likewise.
     """
 
     sources: list[Place | str | Number]
@@ -128,6 +131,7 @@ class Recording:
     graph: bytes = b""
     form: Form | str | None = None
     packed: PackedState | None = None
+    gradients: PackedGradients | None = None
     compiled: int = 0
     uses: int = 0
     _held: HeldValues | None = None
@@ -139,6 +143,8 @@ class Recording:
     _written: list[int] = field(default_factory=list)
     _outputs: list[int] = field(default_factory=list)
     _placed: list[tuple[int, Place]] = field(default_factory=list)
+    _gradient_rows: list[int] = field(default_factory=list)
+    _accumulated: list[torch.Tensor] = field(default_factory=list)
     _parameters: list[torch.Tensor] = field(default_factory=list)
     _leaves_with: list[torch.Tensor] = field(default_factory=list)
     _leaves_without: list[torch.Tensor] = field(default_factory=list)
@@ -220,7 +226,11 @@ class Recording:
         self._changing = [(index, source) for index, source in enumerate(self.sources) if not _is_fixed(source)]
         targets = [(index, place) for index, places in enumerate(self.targets) for place in places]
         written = [(index, place.owner) for index, place in targets if place.kind == "tensor"]
-        self._placed = [(index, place) for index, place in targets if place.kind != "tensor"]
+        self._placed = [(index, place) for index, place in targets if place.kind not in ("tensor", "gradients")]
+        self._gradient_rows = [index for index, place in targets if place.kind == "gradients"]
+        used = [place for _, place in self._placed if place.kind == "grad" and id(place.owner) not in self.fresh_grads]
+        used += [source for source in self.sources if isinstance(source, Place) and source.kind == "grad"]
+        self._accumulated = list({id(place.owner): place.owner for place in used}.values())
         self._state = list({id(tensor): tensor for _, tensor in (*read, *written)}.values())
         positions = {id(tensor): position for position, tensor in enumerate(self._state)}
         self._ids = frozenset(positions)
@@ -317,6 +327,7 @@ class Recording:
         for (number, value), upload in zip(new, uploads, strict=True):
             number.value, number.present = upload, value
         unpack_rows(self._ids)
+        unpack(map(_grad, self._accumulated))
         if self.packed is not None:
             self.packed.pack()
         if self._held is None:
@@ -376,6 +387,8 @@ class Recording:
             else:
                 others.append(place.get(tensors))
                 values.append(results[index])
+        if self.gradients is not None:
+            self.gradients.leave([results[index] for index in self._gradient_rows])
         backend.write(others, values)
         self._ahead.written(lambda: self._forget_writes(others, backend))
         for leaf in self.dropped_grads:

@@ -22,6 +22,7 @@ from xla_adapters.errors import MODEL_FAILURES, XLAAdapterError
 from xla_adapters.optimizers import stand_in_for
 from xla_adapters.packed_state import watch
 from xla_adapters.replay.errors import CannotReplay
+from xla_adapters.replay.foresight import Foresight, Update
 from xla_adapters.replay.host_counts import HostCounts
 from xla_adapters.replay.host_state import OwnStep, addition_to_step, copied, is_container, same, step_of
 
@@ -30,21 +31,6 @@ _ANY_SHAPE = (ASGD, NAdam, RAdam, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, R
 _SIMPLE = (bool, int, float, str, type(None))
 # The attributes that a stand-in has of its own.
 _APART = ("param_groups", "state")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Update:
-    """The host's part of one update.
-
-    Attributes:
-        numbers: the Python numbers that reach operators, in order.
-        operators: the operators, in order: another sequence is another graph.
-        advance: brings step counts and the like to their state behind the update.
-    """
-
-    numbers: tuple[float, ...]
-    operators: tuple[Callable[..., Any], ...]
-    advance: Callable[[], None]
 
 
 class _Listener(TorchFunctionMode):
@@ -157,6 +143,7 @@ class UpdateRecipe:
         self._counts = [counts for kind in self._kinds for counts in kind.counts.values()]
         self._look_up()
         self._version = self._versions()
+        self._foresight = Foresight(self._play)
         watch([optimizer])
         self._skipped: set[Callable[..., Any]] = set()
         self._idles_with_groups = False
@@ -261,16 +248,23 @@ class UpdateRecipe:
         Raises:
             CannotReplay: the optimizer reads values of tensors, or keeps more on the host than it tells.
         """
+        if not self._is_torchs:
+            return self._play(None)
+        return self._foresight.next(self.optimizer, [counts.ahead for counts in self._counts])
+
+    def _play(self, given: Sequence[torch.Tensor] | None) -> Update:
         optimizer = self.optimizer
         groups = self._groups_without_parameters()
         state: defaultdict[Any, Any] = defaultdict(dict)
+        values = [counts.value for counts in self._counts] if given is None else [value.clone() for value in given]
+        value_of = dict(zip(map(id, self._counts), values, strict=True))
         for kind in self._kinds:
             groups[kind.group]["params"].append(kind.stand_in)
             if kind.members[0]:
                 state[kind.stand_in] = {
                     name: kind.state[name]
                     if name in kind.state
-                    else kind.counts[name].value
+                    else value_of[id(kind.counts[name])]
                     if name in kind.counts
                     else value
                     for name, value in kind.members[0].items()
@@ -305,10 +299,12 @@ class UpdateRecipe:
                 anew = {(id(member), name) for member in kind.members for name in rebound}
                 self._tensors = [entry for entry in self._tensors if (id(entry[0]), entry[1]) not in anew]
                 self._look_up()
+        more = any(changed) or any(kind.numbers or kind.rebound for kind in self._kinds)
         return Update(
             numbers=tuple(listener.numbers),
             operators=tuple(listener.operators),
             advance=lambda: self._advance(state, changed),
+            counts=None if more else tuple(state[kind.stand_in][name] for kind in self._kinds for name in kind.counts),
         )
 
     def _groups_without_parameters(self) -> list[dict[str, Any]]:

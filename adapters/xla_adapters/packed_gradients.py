@@ -1,0 +1,150 @@
+"""`PackedGradients`: gradients that a replay leaves behind in rows of numbers, until somebody uses one of them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from xla_adapters.backend import Backend
+from xla_adapters.packed_state import apart, mark, unmark
+
+_all: weakref.WeakSet[PackedGradients] = weakref.WeakSet()
+_grad = attrgetter("grad")
+
+
+class _Left:
+    """Gradients that a replay has left behind.
+
+    Nothing here leads to the parameters, which lead here through C++: they would never be collected.
+    """
+
+    def __init__(self, lock: threading.RLock, backend: Backend) -> None:
+        self.lock = lock
+        self.values: list[torch.Tensor] = []
+        self.stand_ins: list[torch.Tensor] = []
+        self.hooks: list[RemovableHandle] = []
+        self._backend = backend
+        self._rows: list[list[torch.Tensor]] = []
+
+    def begin(self, rows: Sequence[Sequence[torch.Tensor]], hooks: Sequence[RemovableHandle]) -> None:
+        """From here on there are these stand-ins."""
+        self._rows = [list(row) for row in rows]
+        self.stand_ins = [tensor for row in rows for tensor in row]
+        self.hooks = list(hooks)
+        mark(self.stand_ins, self)
+
+    def unpack(self) -> None:
+        """Gives the stand-ins their numbers; they are plain tensors then."""
+        with self.lock:
+            if not self.stand_ins:
+                return
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                self._backend.write(self.stand_ins, apart(self.values, self._rows, self._backend))
+                self._backend.forget_writes(self.stand_ins)
+            # Last of all: whoever was interrupted before does it again.
+            unmark(self.stand_ins)
+            for hook in self.hooks:
+                hook.remove()
+            self.stand_ins, self.values, self.hooks, self._rows = [], [], [], []
+
+
+class PackedGradients:
+    """Gradients that lie in rows behind each replay of a step that leaves them to whoever looks for them.
+
+    The parameters have stand-ins (`PackedTensor`) as long as nobody does. Autograd, which adds to a gradient without
+    asking anybody, has them brought back first, too; so does the end of this object.
+
+    Args:
+        rows: the parameters of each row, in order.
+        values: for each dtype and shape of theirs any value on the device (as `Backend.inner`); best one whose buffer
+            is gone, so that what uses it fails.
+        lock: held by a replay.
+        backend: the seam.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[torch.Tensor]],
+        values: Mapping[Hashable, torch.Tensor],
+        lock: threading.RLock,
+        backend: Backend,
+    ) -> None:
+        self._rows = [list(row) for row in rows]
+        self._leaves = [leaf for row in rows for leaf in row]
+        self._any = dict(values)
+        self._lock = lock
+        self._backend = backend
+        self._left = _Left(lock, backend)
+        self._holders: list[int] = []
+        self._nodes: list[Any] = []
+        _all.add(self)
+        weakref.finalize(self, self._left.unpack).atexit = False
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Sequence[torch.Tensor]],
+        values: Mapping[Hashable, torch.Tensor],
+        lock: threading.RLock,
+        backend: Backend,
+    ) -> PackedGradients:
+        """The one that has these rows already, or a new one."""
+        ids = [list(map(id, row)) for row in rows]
+        of_lock = (item for item in list(_all) if item._lock is lock)
+        known = (item for item in of_lock if [list(map(id, row)) for row in item._rows] == ids)
+        return next(known, None) or cls(rows, values, lock, backend)
+
+    def leave(self, values: Sequence[torch.Tensor]) -> None:
+        """A step leaves these rows behind.
+
+        Who holds a gradient of a step before keeps it as it was.
+        """
+        with self._lock:
+            if not self._is_untouched():
+                self._left.unpack()
+                self._stand_in()
+            self._left.values = list(values)
+
+    def _is_untouched(self) -> bool:
+        left = self._left
+        with torch._C.DisableTorchFunction():
+            return (
+                bool(left.stand_ins)
+                and all(map(is_, map(_grad, self._leaves), left.stand_ins))
+                and list(map(sys.getrefcount, left.stand_ins)) == self._holders
+            )
+
+    def _stand_in(self) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            rows = [[torch._to_functional_tensor(self._any[form_of(leaf)]) for leaf in row] for row in self._rows]
+            if not self._nodes:
+                self._nodes = list(map(_accumulation, self._leaves))
+            left = self._left
+            hooks = [node.register_prehook(lambda _: left.unpack()) for node in self._nodes]
+            left.begin(rows, hooks)
+            for leaf, stand_in in zip(self._leaves, left.stand_ins, strict=True):
+                leaf.grad = stand_in
+        # Without the names that they have here.
+        del stand_in
+        rows.clear()
+        self._holders = list(map(sys.getrefcount, left.stand_ins))
+
+
+def form_of(tensor: torch.Tensor) -> Hashable:
+    """What another value of the same kind has in common with a tensor's."""
+    return tensor.dtype, tensor.shape
+
+
+def _accumulation(leaf: torch.Tensor) -> Any:
+    """What adds to its gradient (the node of `torch.autograd.graph.get_gradient_edge`)."""
+    with torch.enable_grad():
+        function = leaf.view_as(leaf).grad_fn
+    assert function is not None
+    return function.next_functions[0][0]
