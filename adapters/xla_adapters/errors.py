@@ -58,7 +58,7 @@ class DeviceOutOfMemoryError(XLAAdapterError, RuntimeError):
 
 
 class DiscardedTensorError(XLAAdapterError, RuntimeError):
-    """A tensor was used that a discarded step had made: it never got a value."""
+    """A tensor was used that has no value: a discarded step had made it, or it was written where no step sees it."""
 
 
 class ConcurrentStepError(XLAAdapterError, RuntimeError):

@@ -13,10 +13,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from xla_adapters.backend import Backend
+from xla_adapters.errors import DiscardedTensorError
+from xla_adapters.location import current_location
 from xla_adapters.packed_state import apart, mark, unmark
 
 _all: weakref.WeakSet[PackedGradients] = weakref.WeakSet()
 _grad = attrgetter("grad")
+_use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 class _Left:
@@ -32,12 +35,14 @@ class _Left:
         self.hooks: list[RemovableHandle] = []
         self._backend = backend
         self._rows: list[list[torch.Tensor]] = []
+        self._marks: tuple[list[int], list[int]] = ([], [])
 
     def begin(self, rows: Sequence[Sequence[torch.Tensor]], hooks: Sequence[RemovableHandle]) -> None:
         """From here on there are these stand-ins."""
         self._rows = [list(row) for row in rows]
         self.stand_ins = [tensor for row in rows for tensor in row]
         self.hooks = list(hooks)
+        self._marks = self._backend.storage_marks(self.stand_ins)
         mark(self.stand_ins, self)
 
     def unpack(self) -> None:
@@ -45,14 +50,19 @@ class _Left:
         with self.lock:
             if not self.stand_ins:
                 return
+            stand_ins, hooks = self.stand_ins, self.hooks
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                self._backend.write(self.stand_ins, apart(self.values, self._rows, self._backend))
-                self._backend.forget_writes(self.stand_ins)
-            # Last of all: whoever was interrupted before does it again.
-            unmark(self.stand_ins)
-            for hook in self.hooks:
-                hook.remove()
+                are_lost = self._backend.storage_marks(stand_ins) != self._marks
+                if not are_lost:
+                    self._backend.write(stand_ins, apart(self.values, self._rows, self._backend))
+                    self._backend.forget_writes(stand_ins)
             self.stand_ins, self.values, self.hooks, self._rows = [], [], [], []
+            # Last of all: those that stay marked where this is interrupted have their numbers.
+            unmark(stand_ins)
+            for hook in hooks:
+                hook.remove()
+            if are_lost:
+                raise DiscardedTensorError(_added_to())
 
 
 class PackedGradients:
@@ -82,7 +92,9 @@ class PackedGradients:
         self._lock = lock
         self._backend = backend
         self._left = _Left(lock, backend)
+        # Of each stand-in: who holds it in Python, and who in C++ (a parameter's `grad` is there).
         self._holders: list[int] = []
+        self._uses: list[int] = []
         self._nodes: list[Any] = []
         _all.add(self)
         weakref.finalize(self, self._left.unpack).atexit = False
@@ -107,19 +119,27 @@ class PackedGradients:
         Who holds a gradient of a step before keeps it as it was.
         """
         with self._lock:
-            if not self._is_untouched():
-                self._left.unpack()
-                self._stand_in()
+            with torch._C.DisableTorchFunction():
+                if not self._is_at_hand():
+                    self._left.unpack()
+                    self._stand_in()
             self._left.values = list(values)
 
-    def _is_untouched(self) -> bool:
-        left = self._left
-        with torch._C.DisableTorchFunction():
-            return (
-                bool(left.stand_ins)
-                and all(map(is_, map(_grad, self._leaves), left.stand_ins))
-                and list(map(sys.getrefcount, left.stand_ins)) == self._holders
-            )
+    def _is_at_hand(self) -> bool:
+        """Whether the stand-ins are the parameters' gradients, and nobody else has one of them."""
+        stand_ins = self._left.stand_ins
+        if not stand_ins or list(map(sys.getrefcount, stand_ins)) != self._holders:
+            return False
+        present = list(map(_grad, self._leaves))
+        dropped = [position for position, grad in enumerate(present) if grad is None]
+        uses = list(map(_use_count, stand_ins))
+        for position in dropped:
+            uses[position] += 1
+        if uses != self._uses or not all(map(is_, map(_or_other, present, stand_ins), stand_ins)):
+            return False
+        for position in dropped:
+            self._leaves[position].grad = stand_ins[position]
+        return True
 
     def _stand_in(self) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -135,6 +155,19 @@ class PackedGradients:
         del stand_in
         rows.clear()
         self._holders = list(map(sys.getrefcount, left.stand_ins))
+        self._uses = list(map(_use_count, left.stand_ins))
+
+
+def _or_other(grad: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+    return stand_in if grad is None else grad
+
+
+def _added_to() -> str:
+    return (
+        "a gradient that a replayed step left behind was made another tensor's, too, and added to by a backward pass "
+        f"from there, which replays cannot see (found at {current_location()}). Give the other one a copy: "
+        "other.grad = parameter.grad.clone()"
+    )
 
 
 def form_of(tensor: torch.Tensor) -> Hashable:

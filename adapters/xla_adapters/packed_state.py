@@ -19,6 +19,10 @@ _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 _watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
+# Autograd asks for the size of what it is given to begin with, and for no number of it, before it goes on in C++.
+_METADATA = METADATA - {torch.Tensor.size}
+
+
 class Holder(Protocol):
     """What has the numbers of packed tensors."""
 
@@ -35,7 +39,7 @@ class PackedTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA:
+        if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         unpack(tensors_in((args, kwargs)))
@@ -86,9 +90,13 @@ class PackedState:
 
     def obstacle(self) -> str | None:
         """Why the tensors cannot be packed any more, in words; None if they can."""
-        if self._is_packed or not any(map(has_alias, self._tensors)):
+        if self._is_packed:
             return None
-        return "a view of a tensor of the optimizer's state is held, which would not see what a replay writes"
+        if any(type(tensor) not in (torch.Tensor, PackedTensor) for tensor in self._tensors):
+            return "a tensor of the optimizer's state is of a class of its own"
+        if any(map(has_alias, self._tensors)):
+            return "a view of a tensor of the optimizer's state is held, which would not see what a replay writes"
+        return None
 
     def pack(self) -> None:
         """Moves the numbers to the rows, if they are not there."""
@@ -141,9 +149,9 @@ class PackedState:
             # Not these themselves: what writes in place may change them.
             self._kept = [backend.twin(value) for value in values]
             self._same = backend.handles(values)
-        # Last of all: whoever was interrupted before does it again.
-        unmark(self._tensors)
         self._is_packed = False
+        # Last of all: those that stay marked where this is interrupted have their numbers.
+        unmark(self._tensors)
 
 
 def apart(
@@ -188,8 +196,13 @@ def unpack(tensors: Iterable[torch.Tensor], *, but: Holder | None = None) -> Non
     for tensor in tensors:
         if type(tensor) is PackedTensor:
             holder = vars(tensor).get("_packed_in")
-            if holder is not None and holder is not but:
+            if holder is not None and holder is but:
+                continue
+            if holder is not None:
                 holder.unpack()
+            if type(tensor) is PackedTensor:
+                # Left over where that was interrupted.
+                unmark([tensor])
 
 
 def unpack_all() -> None:

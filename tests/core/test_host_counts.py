@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from xla_adapters.packed_state import PackedTensor
+from xla_adapters.replay import host_counts
 from xla_adapters.replay.host_counts import HostCounts
 
 
@@ -107,6 +108,30 @@ def test_a_view_that_is_held_sees_each_value() -> None:
     counts.set(torch.tensor(2.0))
     assert not counts.is_ahead
     assert view.tolist() == [2.0]
+
+
+def test_one_of_a_class_of_its_own_keeps_it() -> None:
+    tensors = [torch.tensor(1.0), torch.nn.Parameter(torch.tensor(1.0))]
+    counts = HostCounts(tensors)
+    counts.set(torch.tensor(2.0))
+    assert not counts.is_ahead
+    assert list(map(type, tensors)) == [torch.Tensor, torch.nn.Parameter]
+    assert [tensor.item() for tensor in tensors] == [2, 2]
+
+
+def test_an_interrupt_while_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, counts = counted()
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(host_counts, "unmark", interrupted)
+        tensors[0].tolist()
+    assert [tensor.item() for tensor in tensors] == [2] * 3
+    counts.set(torch.tensor(3.0))
+    assert [tensor.item() for tensor in tensors] == [3] * 3
+    assert set(map(type, tensors)) == {torch.Tensor}
 
 
 def test_one_that_has_got_other_memory() -> None:

@@ -19,6 +19,7 @@ from tests.core.support import pack_small_states
 from tests.isolation import isolated
 from xla_adapters import CompiledStep, XLAConfig, get_backend
 from xla_adapters.config import StepReplay
+from xla_adapters.errors import DiscardedTensorError
 from xla_adapters.packed_state import PackedTensor
 
 
@@ -199,6 +200,131 @@ def test_who_holds_one_keeps_it() -> None:
         return on_host(first), on_host(second), on_host(gradients(twin))
 
     assert_same(run, replays=4)
+
+
+@isolated
+def test_another_parameter_that_has_it_keeps_it() -> None:
+    """It holds it in C++ alone."""
+    other = torch.nn.Parameter(torch.zeros(8, 4, device="xla"))
+
+    def run(twin: Twin) -> Any:
+        twin.run(5)
+        other.grad = next(iter(twin.model.parameters())).grad
+        twin.run(1)
+        return on_host(other.grad), on_host(gradients(twin))
+
+    assert_same(run, replays=3)
+
+
+@isolated
+def test_what_is_added_by_way_of_another_parameter_is_not_lost_in_silence() -> None:
+    pack_small_states()
+    twin = leaving("auto")
+    assert get_backend().replay_works
+    twin.run(5)
+    other = torch.nn.Parameter(torch.ones(8, 4, device="xla"))
+    other.grad = next(iter(twin.model.parameters())).grad
+    (other * 1000).sum().backward()
+    with pytest.raises(DiscardedTensorError, match=r"test_packed_gradients\.py:.*grad\.clone"):
+        gradients(twin)[0].sum()
+
+
+@isolated
+def test_gradients_are_where_backward_begins() -> None:
+    def run(twin: Twin) -> Any:
+        found = []
+        for form in range(3):
+            twin.run(5 if form == 0 else 2)
+            source = torch.ones(8, 4, device="xla", requires_grad=True)
+            gradient = next(iter(twin.model.parameters())).grad
+            assert gradient is not None
+            result = source * 3
+            if form == 0:
+                result.backward(gradient)
+            elif form == 1:
+                torch.autograd.backward([result], [gradient])
+            else:
+                (source.grad,) = torch.autograd.grad(result, source, grad_outputs=[gradient])
+            found.append(on_host(source.grad))
+        return found
+
+    assert_same(run, replays=6)
+
+
+@pytest.mark.parametrize("together", [1, 2])
+@isolated
+def test_a_gradient_is_the_batch_of_another_step(together: int) -> None:
+    config = XLAConfig(steps_per_execution=together)
+    double = CompiledStep(lambda gradient: gradient * 2, config=config)
+
+    def run(twin: Twin) -> Any:
+        twin.run(4)
+        found = []
+        for _ in range(5):
+            twin.run(1)
+            found.append(on_host(double(gradients(twin)[0])))
+        return found
+
+    assert_same(run, replays=6)
+
+
+@pytest.mark.parametrize("together", [1, 2])
+@isolated
+def test_another_step_adds_to_them(together: int) -> None:
+    pack_small_states()
+    assert get_backend().replay_works
+
+    def run(replay: StepReplay) -> Any:
+        twin = leaving(replay)
+        count = together if replay == "auto" else 1
+
+        def add(inputs: torch.Tensor) -> torch.Tensor:
+            loss = twin.model[4](torch.tanh(twin.model[0](inputs))).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        adds = CompiledStep(add, config=XLAConfig(step_replay=replay, steps_per_execution=count))
+        twin.run(4)
+        for number in range(6):
+            for part in range(2):
+                adds(torch.full((6, 4), 0.1 * number + part))
+            twin.run(1)
+        adds(torch.ones(6, 4))
+        return adds, on_host(gradients(twin)), [on_host(value) for value in twin.state().values()]
+
+    retraced, replayed = run(False), run("auto")
+    assert replayed[0].replays >= 4, replayed[0].reasons
+    assert retraced[1:] == replayed[1:]
+
+
+@isolated
+def test_gradients_dropped_behind_the_step_cost_no_transfer() -> None:
+    pack_small_states()
+    assert get_backend().replay_works
+    twin = Twin("auto")
+    parameters = list(twin.model.parameters())
+
+    def step(inputs: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(twin.model(inputs), classes)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 0.5)
+        twin.optimizer.step()
+        return loss.detach()
+
+    twin.step = CompiledStep(step, seed=twin._seed)
+    for number in range(8):
+        if number == 4:
+            first = gradients(twin)
+            del first
+            twin.optimizer.zero_grad()
+            counting = xla_adapters.count()
+            counters = counting.__enter__()
+        twin.run(1)
+        assert len(gradients(twin)) == len(parameters)
+        twin.optimizer.zero_grad()
+    counting.__exit__(None, None, None)
+    assert twin.step.replays >= 5, twin.step.reasons
+    assert counters.transfers_to_host == 0
 
 
 @isolated

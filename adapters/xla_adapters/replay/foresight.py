@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from xla_adapters.replay.host_state import copied, is_container
+from xla_adapters.replay.values import copied, is_simple
 
 # So many are computed at once. By itself, between two steps that the device executes, one takes five times as long.
 _UPDATES = 8
@@ -70,12 +70,11 @@ class Foresight:
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]] | None:
-    """All that groups hold beside their parameters; None if that is a tensor, whose value nobody knows."""
+    """All that groups hold beside their parameters; None if not all of it is plain, to be compared and kept."""
     groups = [{**group, "params": None} for group in optimizer.param_groups]
     for group in groups:
         for name, value in group.items():
-            if isinstance(value, torch.Tensor):
+            if not is_simple(value):
                 return None
-            if is_container(value):
-                group[name] = copied(value)
+            group[name] = copied(value)
     return groups

@@ -69,8 +69,8 @@ class HostCounts:
                 self._value = value
                 return
             unpack(self._tensors)
-            if any(map(has_alias, self._tensors)):
-                # Nobody tells when such a view is read.
+            if any(type(tensor) is not torch.Tensor or has_alias(tensor) for tensor in self._tensors):
+                # Nobody tells when a view of it is read, and who has a class of its own is to keep it.
                 self._write(value)
                 return
             mark(self._tensors, self)
@@ -81,8 +81,9 @@ class HostCounts:
         with self._lock:
             if self._value is not None:
                 self._write(self._value)
-                unmark(self._tensors)
                 self._value = None
+                # Last of all: those that stay marked where this is interrupted have their numbers.
+                unmark(self._tensors)
 
     def _write(self, value: torch.Tensor) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():

@@ -326,8 +326,7 @@ class Recording:
         uploads = backend.upload_numbers([(value, number.value.dtype) for number, value in new])
         for (number, value), upload in zip(new, uploads, strict=True):
             number.value, number.present = upload, value
-        unpack_rows(self._ids)
-        unpack(map(_grad, self._accumulated))
+        self.unpack(tensors)
         if self.packed is not None:
             self.packed.pack()
         if self._held is None:
@@ -343,6 +342,13 @@ class Recording:
             else:
                 found[index] = backend.seed_input()
         return found
+
+    def unpack(self, tensors: PassTensors) -> None:
+        """Has tensors hold their own numbers that lie where the pass reads or adds to, and are another step's."""
+        unpack_rows(self._ids)
+        unpack(map(_grad, self._accumulated))
+        places = (source for _, source in self._changing if isinstance(source, Place) and source.kind != "packed")
+        unpack(place.get(tensors) for place in places)
 
     @staticmethod
     def _value(place: Place, tensors: PassTensors, backend: Backend) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from xla_adapters.backend import Backend
 from xla_adapters.errors import DeviceOutOfMemoryError
 from xla_adapters.interrupts import InterruptGuard, at_edge
+from xla_adapters.packed_state import unpack
 from xla_adapters.replay.foresight import Update
 from xla_adapters.replay.own_buffers import copies_of_taken, give_own_buffers
 from xla_adapters.replay.places import PassTensors, Place
@@ -168,7 +169,9 @@ class StepsTogether:
             self.settle("a tensor that the step works on was replaced by another one")
         if self._passes and not self._state.isdisjoint(map(storage_of, tensors.batch)):
             self.settle("the batch is part of what they change")
+        unpack(tensors.batch)
         if not self._passes:
+            recording.unpack(tensors)
             self._recording, self._form = recording, form
             self._start = self._beginning(recording, form, tensors)
             self._lies = {place.key: place.get(tensors) for place in form.replaceable}

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.overrides import TorchFunctionMode
@@ -78,8 +80,10 @@ def _listen(values: Iterable[Any], numbers: list[float]) -> torch.Tensor | None:
                 raise CannotReplay("it makes a tensor on the device")
             elif value.ndim == 0:
                 numbers.append(float(value))
-        elif type(value) is float or type(value) is int:
-            numbers.append(float(value))
+        elif isinstance(value, Real):
+            # Of numpy's, too; `bool` is one of these.
+            if not isinstance(value, (bool, np.bool_)):
+                numbers.append(float(value))
         elif isinstance(value, (list, tuple)):
             inside = _listen(value, numbers)
             met = inside if met is None else met
