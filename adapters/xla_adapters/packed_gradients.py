@@ -131,11 +131,15 @@ class PackedGradients:
         if not stand_ins or list(map(sys.getrefcount, stand_ins)) != self._holders:
             return False
         present = list(map(_grad, self._leaves))
-        dropped = [position for position, grad in enumerate(present) if grad is None]
         uses = list(map(_use_count, stand_ins))
+        if all(map(is_, present, stand_ins)):
+            return uses == self._uses
+        # Whoever drops them between two steps has them again.
+        dropped = [position for position, grad in enumerate(present) if grad is None]
         for position in dropped:
             uses[position] += 1
-        if uses != self._uses or not all(map(is_, map(_or_other, present, stand_ins), stand_ins)):
+            present[position] = stand_ins[position]
+        if uses != self._uses or not all(map(is_, present, stand_ins)):
             return False
         for position in dropped:
             self._leaves[position].grad = stand_ins[position]
@@ -156,10 +160,6 @@ class PackedGradients:
         rows.clear()
         self._holders = list(map(sys.getrefcount, left.stand_ins))
         self._uses = list(map(_use_count, left.stand_ins))
-
-
-def _or_other(grad: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
-    return stand_in if grad is None else grad
 
 
 def _added_to() -> str:

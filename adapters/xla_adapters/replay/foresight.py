@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from xla_adapters.replay.values import copied, is_simple
-
 # So many are computed at once. By itself, between two steps that the device executes, one takes five times as long.
 _UPDATES = 8
+_CONSTANT = frozenset({bool, int, float, str, type(None)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Foresight:
 
     def __init__(self, play: Callable[[Sequence[torch.Tensor] | None], Update]) -> None:
         self._play = play
-        self._settings: list[dict[str, Any]] | None = None
+        self._settings: _Settings | None = None
         # With the counts before each.
         self._updates: deque[tuple[tuple[torch.Tensor, ...], Update]] = deque()
 
@@ -54,12 +54,12 @@ class Foresight:
             optimizer: whose settings it has.
             counts: as the last update left them; None for those that somebody used since.
         """
-        settings = _settings(optimizer)
-        is_steady = settings is not None and settings == self._settings
+        is_steady = self._settings is not None and self._settings.are_of(optimizer)
         if is_steady and self._updates and all(map(is_, counts, self._updates[0][0])):
             return self._updates.popleft()[1]
         self._updates.clear()
-        self._settings = settings
+        if not is_steady:
+            self._settings = _Settings.of(optimizer)
         update = last = self._play(None)
         if is_steady and all(value is not None for value in counts):
             while last.counts is not None and len(self._updates) < _UPDATES:
@@ -69,12 +69,34 @@ class Foresight:
         return update
 
 
-def _settings(optimizer: Optimizer) -> list[dict[str, Any]] | None:
-    """All that groups hold beside their parameters; None if not all of it is plain, to be compared and kept."""
-    groups = [{**group, "params": None} for group in optimizer.param_groups]
-    for group in groups:
-        for name, value in group.items():
-            if not is_simple(value):
-                return None
-            group[name] = copied(value)
-    return groups
+@dataclass(frozen=True)
+class _Settings:
+    """All that an optimizer's groups hold."""
+
+    names: list[str]
+    types: list[type]
+    values: list[Any]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> _Settings | None:
+        """As they are now; None if they can be other ones and not tell, or cannot be compared."""
+        groups = optimizer.param_groups
+        plain = (value for group in groups for name, value in group.items() if name != "params")
+        if not all(map(_stays, plain)):
+            return None
+        return cls(*_found(groups))
+
+    def are_of(self, optimizer: Optimizer) -> bool:
+        """Whether they are the same still, told in loops that run in C."""
+        names, types, values = _found(optimizer.param_groups)
+        # Types first: of these here the comparison is nobody's Python.
+        return names == self.names and types == self.types and values == self.values
+
+
+def _found(groups: Sequence[dict[str, Any]]) -> tuple[list[str], list[type], list[Any]]:
+    values = list(chain.from_iterable(map(dict.values, groups)))
+    return list(chain.from_iterable(groups)), list(map(type, values)), values
+
+
+def _stays(value: Any) -> bool:
+    return all(map(_stays, value)) if type(value) is tuple else type(value) in _CONSTANT

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, eq, is_, itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -36,7 +36,7 @@ class Glance:
     """
 
     def __init__(self, shown: Iterable[Seen]) -> None:
-        self._fetches: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
+        self._owners: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         self._sized: list[dict[str, Any]] = []
         self._groups: list[dict[Any, Any]] = []
         self._tensors: list[torch.Tensor] = []
@@ -44,11 +44,12 @@ class Glance:
             item.show(self)
         self._empty = [group for group in self._groups if not group]
         self._filled = [group for group in self._groups if group]
-        self._objects = self._find_objects()
+        self._fetches = [(itemgetter(*names), owners) for names, owners in self._owners.items()]
+        self._objects = list(self._find_objects())
         self._keys = list(chain.from_iterable(self._filled))
         self._sizes = list(map(len, self._sized))
         self._found_traits = list(map(_traits, self._tensors))
-        attributes = chain.from_iterable(fetch(owner) for fetch, owner in self._fetches)
+        attributes = chain.from_iterable(self._find_attributes())
         known = set(map(id, self._groups))
         containers = [item for item in attributes if type(item) in _CONTAINERS and id(item) not in known]
         # Nothing in a tuple of plain values can change.
@@ -60,7 +61,7 @@ class Glance:
         """What stands under these names."""
         if names:
             # With one name it would hand out the value, and no tuple of values.
-            self._fetches.append((itemgetter(*names, names[0]), owner))
+            self._owners.setdefault((*names, names[0]), []).append(owner)
 
     def size(self, owner: dict[str, Any]) -> None:
         """How many attributes there are."""
@@ -79,21 +80,27 @@ class Glance:
 
     def touched(self) -> bool:
         """Whether anything is another than when this was made."""
-        if any(self._empty) or list(map(len, self._sized)) != self._sizes:
+        if (
+            any(self._empty)
+            or not all(map(eq, map(len, self._sized), self._sizes))
+            # With as many keys there are as many values.
+            or list(chain.from_iterable(self._filled)) != self._keys
+        ):
             return True
         try:
-            objects = self._find_objects()
+            are_same = all(map(is_, self._find_objects(), self._objects))
         except KeyError:
             return True
         return (
-            len(objects) != len(self._objects)
-            or not all(map(is_, objects, self._objects))
-            or list(chain.from_iterable(self._filled)) != self._keys
+            not are_same
             # Modes, types, shapes and dictionaries of hooks: nothing whose comparison is anybody's Python.
-            or list(map(_traits, self._tensors)) != self._found_traits
+            or not all(map(eq, map(_traits, self._tensors), self._found_traits))
             or any(differs(container, copy) for container, copy in self._containers)
         )
 
-    def _find_objects(self) -> list[Any]:
-        found = [fetch(owner) for fetch, owner in self._fetches]
-        return [*chain.from_iterable(found), *chain.from_iterable(map(dict.values, self._filled))]
+    def _find_attributes(self) -> Iterator[tuple[Any, ...]]:
+        return chain.from_iterable(map(fetch, owners) for fetch, owners in self._fetches)
+
+    def _find_objects(self) -> Iterator[Any]:
+        # One after the other, and none kept: what is allocated would be so where the caches are cold.
+        return chain.from_iterable(chain(self._find_attributes(), map(dict.values, self._filled)))

@@ -145,6 +145,7 @@ class Recording:
     _placed: list[tuple[int, Place]] = field(default_factory=list)
     _gradient_rows: list[int] = field(default_factory=list)
     _accumulated: list[torch.Tensor] = field(default_factory=list)
+    _given: list[Place] = field(default_factory=list)
     _parameters: list[torch.Tensor] = field(default_factory=list)
     _leaves_with: list[torch.Tensor] = field(default_factory=list)
     _leaves_without: list[torch.Tensor] = field(default_factory=list)
@@ -230,6 +231,11 @@ class Recording:
         self._gradient_rows = [index for index, place in targets if place.kind == "gradients"]
         used = [place for _, place in self._placed if place.kind == "grad" and id(place.owner) not in self.fresh_grads]
         used += [source for source in self.sources if isinstance(source, Place) and source.kind == "grad"]
+        self._given = [
+            source
+            for _, source in self._changing
+            if isinstance(source, Place) and source.kind not in ("grad", "packed")
+        ]
         self._accumulated = list({id(place.owner): place.owner for place in used}.values())
         self._state = list({id(tensor): tensor for _, tensor in (*read, *written)}.values())
         positions = {id(tensor): position for position, tensor in enumerate(self._state)}
@@ -347,8 +353,7 @@ class Recording:
         """Has tensors hold their own numbers that lie where the pass reads or adds to, and are another step's."""
         unpack_rows(self._ids)
         unpack(map(_grad, self._accumulated))
-        places = (source for _, source in self._changing if isinstance(source, Place) and source.kind != "packed")
-        unpack(place.get(tensors) for place in places)
+        unpack([place.get(tensors) for place in self._given])
 
     @staticmethod
     def _value(place: Place, tensors: PassTensors, backend: Backend) -> torch.Tensor:
