@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 from lightning_strategy import XLAEagerStrategy
+from tests.core.support import pack_small_states
 from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import (
     CLASSES,
@@ -26,6 +27,7 @@ from tests.lightning_strategy.scenarios import (
     loader,
 )
 from xla_adapters import TensorReadError, XLAConfig
+from xla_adapters.packed_state import PackedTensor
 
 
 def assert_steps(run: Outcome, batches: int, *, graphs: int = 1, loaders: int = 1) -> None:
@@ -265,6 +267,32 @@ def test_gradients_stay_for_a_user_who_looks_at_them_behind_the_update() -> None
     ours, _ = fit_both(SeesGradients)
     assert ours.counters.compiles == 1
     assert ours.counters.executions == 12
+
+
+class SeesSomeGradients(Classifier):
+    """Looks at them behind every third batch; `kinds` are their classes before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: list[type] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        gradients = [parameter.grad for parameter in self.parameters()]
+        self.kinds += {type(gradient) for gradient in gradients}
+        if batch_idx % 3 == 2:
+            self.kept += [gradient.abs().sum() for gradient in gradients if gradient is not None]
+
+
+@isolated
+def test_gradients_that_lie_in_rows_are_there_for_a_user_who_looks() -> None:
+    pack_small_states()
+    ours, plain = fit_both(SeesSomeGradients)
+    assert ours.counters.compiles == 1
+    assert ours.counters.executions >= 12
+    assert PackedTensor in ours.module.kinds
+    assert set(plain.module.kinds) == {torch.Tensor}
+    kept = [[float(value) for value in outcome.module.kept] for outcome in (ours, plain)]
+    assert_close(*kept, 1e-5)
 
 
 class KeepsLossesInStep(Classifier):
