@@ -36,6 +36,8 @@ class _Left:
         self._backend = backend
         self._rows: list[list[torch.Tensor]] = []
         self._marks: tuple[list[int], list[int]] = ([], [])
+        self.is_packed = False
+        self._is_written = False
 
     def begin(self, rows: Sequence[Sequence[torch.Tensor]], hooks: Sequence[RemovableHandle]) -> None:
         """From here on there are these stand-ins."""
@@ -43,26 +45,45 @@ class _Left:
         self.stand_ins = [tensor for row in rows for tensor in row]
         self.hooks = list(hooks)
         self._marks = self._backend.storage_marks(self.stand_ins)
+        self._is_written = False
+        self.is_packed = True
         mark(self.stand_ins, self)
 
     def unpack(self) -> None:
-        """Gives the stand-ins their numbers; they are plain tensors then."""
+        """Gives the stand-ins their numbers; they are plain tensors then.
+
+        Raises:
+            DiscardedTensorError: autograd has added to one where nobody saw it. All others have their numbers.
+        """
         with self.lock:
-            if not self.stand_ins:
-                return
-            stand_ins, hooks = self.stand_ins, self.hooks
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                are_lost = self._backend.storage_marks(stand_ins) != self._marks
-                if not are_lost:
-                    self._backend.write(stand_ins, apart(self.values, self._rows, self._backend))
-                    self._backend.forget_writes(stand_ins)
-            self.stand_ins, self.values, self.hooks, self._rows = [], [], [], []
-            # Last of all: those that stay marked where this is interrupted have their numbers.
-            unmark(stand_ins)
-            for hook in hooks:
+            lost: list[int] = []
+            if self.is_packed:
+                with torch.no_grad(), torch._C.DisableTorchFunction():
+                    lost = self._bring_back()
+                self.is_packed = False
+            # Last of all, and again if this is interrupted: those that are still marked have their numbers.
+            unmark(self.stand_ins, self)
+            for hook in self.hooks:
                 hook.remove()
-            if are_lost:
-                raise DiscardedTensorError(_added_to())
+            self.stand_ins, self.values, self.hooks, self._rows = [], [], [], []
+        if lost:
+            raise DiscardedTensorError(_added_to())
+
+    def _bring_back(self) -> list[int]:
+        """Returns the positions of those that were written to."""
+        backend = self._backend
+        lost: list[int] = []
+        if not self._is_written:
+            (names, writes), (former, before) = backend.storage_marks(self.stand_ins), self._marks
+            marks = enumerate(zip(names, writes, former, before, strict=True))
+            lost = [at for at, (name, count, name_then, then) in marks if (name, count) != (name_then, then)]
+        values = apart(self.values, self._rows, backend)
+        # From here on it is this that has written.
+        self._is_written = True
+        kept = [at for at in range(len(values)) if at not in lost]
+        backend.write([self.stand_ins[at] for at in kept], [values[at] for at in kept])
+        backend.forget_writes([self.stand_ins[at] for at in kept])
+        return lost
 
 
 class PackedGradients:
@@ -96,6 +117,7 @@ class PackedGradients:
         self._holders: list[int] = []
         self._uses: list[int] = []
         self._nodes: list[Any] = []
+        self._are_at_hand = False
         _all.add(self)
         weakref.finalize(self, self._left.unpack).atexit = False
 
@@ -113,22 +135,28 @@ class PackedGradients:
         known = (item for item in of_lock if [list(map(id, row)) for row in item._rows] == ids)
         return next(known, None) or cls(rows, values, lock, backend)
 
-    def leave(self, values: Sequence[torch.Tensor]) -> None:
-        """A step leaves these rows behind.
+    def begin_pass(self) -> None:
+        """A pass is about to be executed that leaves gradients behind. Who holds one of those that are there keeps it.
 
-        Who holds a gradient of a step before keeps it as it was.
+        Raises:
+            DiscardedTensorError: autograd has added to one where nobody saw it.
         """
+        with self._lock, torch._C.DisableTorchFunction():
+            self._are_at_hand = self._find_at_hand()
+            if not self._are_at_hand:
+                self._left.unpack()
+
+    def leave(self, values: Sequence[torch.Tensor]) -> None:
+        """The pass has left these rows behind."""
         with self._lock:
-            with torch._C.DisableTorchFunction():
-                if not self._is_at_hand():
-                    self._left.unpack()
-                    self._stand_in()
+            if not self._are_at_hand:
+                self._stand_in()
             self._left.values = list(values)
 
-    def _is_at_hand(self) -> bool:
+    def _find_at_hand(self) -> bool:
         """Whether the stand-ins are the parameters' gradients, and nobody else has one of them."""
         stand_ins = self._left.stand_ins
-        if not stand_ins or list(map(sys.getrefcount, stand_ins)) != self._holders:
+        if not self._left.is_packed or list(map(sys.getrefcount, stand_ins)) != self._holders:
             return False
         present = list(map(_grad, self._leaves))
         uses = list(map(_use_count, stand_ins))

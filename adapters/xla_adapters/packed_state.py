@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from xla_adapters.backend import Backend
+from xla_adapters.errors import DiscardedTensorError
 from xla_adapters.nested_values import tensors_in
 from xla_adapters.waiting_steps import METADATA, storage_of
 
@@ -139,6 +140,8 @@ class PackedState:
         with self.lock:
             if self._is_packed:
                 self._bring_back()
+            # Last of all, and again if this is interrupted: those that are still marked have their numbers.
+            unmark(self._tensors, self)
 
     def _bring_back(self) -> None:
         backend = self._backend
@@ -150,8 +153,6 @@ class PackedState:
             self._kept = [backend.twin(value) for value in values]
             self._same = backend.handles(values)
         self._is_packed = False
-        # Last of all: those that stay marked where this is interrupted have their numbers.
-        unmark(self._tensors)
 
 
 def apart(
@@ -179,11 +180,12 @@ def mark(tensors: Iterable[torch.Tensor], holder: Holder) -> None:
         tensor.__class__ = PackedTensor
 
 
-def unmark(tensors: Iterable[torch.Tensor]) -> None:
-    """Makes them plain tensors again."""
+def unmark(tensors: Iterable[torch.Tensor], holder: Holder) -> None:
+    """Makes those of them plain tensors again whose numbers this had."""
     for tensor in tensors:
-        tensor.__class__ = torch.Tensor
-        vars(tensor).pop("_packed_in", None)
+        if vars(tensor).get("_packed_in") is holder:
+            tensor.__class__ = torch.Tensor
+            del vars(tensor)["_packed_in"]
 
 
 def unpack(tensors: Iterable[torch.Tensor], *, but: Holder | None = None) -> None:
@@ -196,19 +198,24 @@ def unpack(tensors: Iterable[torch.Tensor], *, but: Holder | None = None) -> Non
     for tensor in tensors:
         if type(tensor) is PackedTensor:
             holder = vars(tensor).get("_packed_in")
-            if holder is not None and holder is but:
-                continue
-            if holder is not None:
+            if holder is not None and holder is not but:
                 holder.unpack()
-            if type(tensor) is PackedTensor:
-                # Left over where that was interrupted.
-                unmark([tensor])
 
 
 def unpack_all() -> None:
-    """Has all tensors hold their own numbers."""
+    """Has all tensors hold their own numbers.
+
+    Raises:
+        DiscardedTensorError: some are lost; all others are there.
+    """
+    lost: DiscardedTensorError | None = None
     for holder in list(_holders):
-        holder.unpack()
+        try:
+            holder.unpack()
+        except DiscardedTensorError as error:
+            lost = lost or error
+    if lost is not None:
+        raise lost
 
 
 def unpack_rows(among: Set[int]) -> None:

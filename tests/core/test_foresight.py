@@ -95,14 +95,27 @@ def test_settings_that_cannot_be_compared(value: Any, plays: Plays) -> None:
     assert plays.calls == 6
 
 
-def test_settings_that_are_changed_in_place(plays: Plays) -> None:
-    plays.optimizer.param_groups[0]["list"] = [1, 2]
+@pytest.mark.parametrize("value", [[1, 2], ([1, 2], 3)])
+def test_settings_that_are_changed_in_place(value: Any, plays: Plays) -> None:
+    plays.optimizer.param_groups[0]["list"] = value
     for _ in range(4):
         plays.step()
     calls = plays.calls
-    plays.optimizer.param_groups[0]["list"][0] = 3
+    plays.step()
+    assert plays.calls == calls
+    (value if isinstance(value, list) else value[0])[0] = 3
     plays.step()
     assert plays.calls == calls + 1
+
+
+def test_names_of_parameters_are_no_obstacle() -> None:
+    plays = Plays(torch.optim.AdamW([("weight", torch.zeros(1))], betas=(0.9, 0.99)))
+    assert "param_names" in plays.optimizer.param_groups[0]
+    for _ in range(10):
+        plays.step()
+    assert plays.calls == 10
+    plays.step()
+    assert plays.calls == 10 + 9
 
 
 def _halved(twin: Twin, number: int) -> Any:

@@ -122,7 +122,7 @@ def test_one_of_a_class_of_its_own_keeps_it() -> None:
 def test_an_interrupt_while_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, counts = counted()
 
-    def interrupted(_: object) -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

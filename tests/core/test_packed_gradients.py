@@ -17,7 +17,7 @@ import xla_adapters
 from tests.core.replay_twins import CLASSES, Twin, assert_twins
 from tests.core.support import pack_small_states
 from tests.isolation import isolated
-from xla_adapters import CompiledStep, XLAConfig, get_backend
+from xla_adapters import CompiledStep, XLAConfig, get_backend, packed_gradients
 from xla_adapters.config import StepReplay
 from xla_adapters.errors import DiscardedTensorError
 from xla_adapters.packed_state import PackedTensor
@@ -225,8 +225,39 @@ def test_what_is_added_by_way_of_another_parameter_is_not_lost_in_silence() -> N
     other = torch.nn.Parameter(torch.ones(8, 4, device="xla"))
     other.grad = next(iter(twin.model.parameters())).grad
     (other * 1000).sum().backward()
+    first, second = gradients(twin)[:2]
     with pytest.raises(DiscardedTensorError, match=r"test_packed_gradients\.py:.*grad\.clone"):
-        gradients(twin)[0].sum()
+        second.sum()
+    # The others are there.
+    assert second.abs().sum().item() > 0
+    assert not are_packed(twin)
+    assert first is other.grad
+
+
+@isolated
+def test_an_interrupt_while_they_are_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written by then is no sign that they are lost."""
+    backend = get_backend()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def run(twin: Twin) -> Any:
+        twin.run(5)
+        if are_packed(twin):
+            for function in ("write", "forget_writes"):
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(backend, function, interrupted)
+                    gradients(twin)[0].sum()
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(packed_gradients, "unmark", interrupted)
+                gradients(twin)[0].sum()
+        found = on_host(gradients(twin))
+        assert not are_packed(twin)
+        twin.run(2)
+        return found, on_host(gradients(twin))
+
+    assert_same(run, replays=4)
 
 
 @isolated

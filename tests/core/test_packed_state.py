@@ -18,7 +18,7 @@ import xla_adapters
 from tests.core.replay_twins import Twin, assert_twins
 from tests.core.support import pack_small_states
 from tests.isolation import isolated
-from xla_adapters import get_backend
+from xla_adapters import get_backend, packed_state
 from xla_adapters.packed_state import PackedTensor
 
 
@@ -159,6 +159,31 @@ def test_whoever_uses_it_finds_it(use: Callable[[Twin], Any], tmp_path: Path, mo
 
     assert_twins(run, replays=7)
     assert seen[:2] == seen[2:]
+
+
+@isolated
+def test_a_step_that_takes_it_back_while_another_thread_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two instructions of the other thread's, that is."""
+    pack_small_states()
+    twin = Twin("auto")
+    twin.run(5)
+    assert are_packed(twin)
+    expected = [moment.tolist() for moment in moments(twin)]
+    (state,) = packed_state._states
+    unpack = state.unpack
+    state.pack()
+
+    def unpack_and_pack() -> None:
+        unpack()
+        monkeypatch.undo()
+        state.pack()
+
+    found = []
+    for moment in moments(twin):
+        monkeypatch.setattr(state, "unpack", unpack_and_pack)
+        found.append(moment.tolist())
+        state.pack()
+    assert found == expected
 
 
 @isolated

@@ -79,12 +79,11 @@ class _Settings:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> _Settings | None:
-        """As they are now; None if they can be other ones and not tell, or cannot be compared."""
-        groups = optimizer.param_groups
-        plain = (value for group in groups for name, value in group.items() if name != "params")
-        if not all(map(_stays, plain)):
-            return None
-        return cls(*_found(groups))
+        """As they are now; None if they cannot be compared."""
+        names, types, values = _found(optimizer.param_groups)
+        plain = [name == "params" or _stays(value) for name, value in zip(names, values, strict=True)]
+        # Lists may be changed in place.
+        return cls(names, types, list(map(_kept, values))) if all(plain) else None
 
     def are_of(self, optimizer: Optimizer) -> bool:
         """Whether they are the same still, told in loops that run in C."""
@@ -98,5 +97,11 @@ def _found(groups: Sequence[dict[str, Any]]) -> tuple[list[str], list[type], lis
     return list(chain.from_iterable(groups)), list(map(type, values)), values
 
 
+def _kept(value: Any) -> Any:
+    if type(value) is list:
+        return list(map(_kept, value))
+    return tuple(map(_kept, value)) if type(value) is tuple else value
+
+
 def _stays(value: Any) -> bool:
-    return all(map(_stays, value)) if type(value) is tuple else type(value) in _CONSTANT
+    return all(map(_stays, value)) if type(value) in (tuple, list) else type(value) in _CONSTANT

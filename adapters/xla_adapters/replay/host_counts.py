@@ -82,8 +82,8 @@ class HostCounts:
             if self._value is not None:
                 self._write(self._value)
                 self._value = None
-                # Last of all: those that stay marked where this is interrupted have their numbers.
-                unmark(self._tensors)
+            # Last of all, and again if this is interrupted: those that are still marked have their numbers.
+            unmark(self._tensors, self)
 
     def _write(self, value: torch.Tensor) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():

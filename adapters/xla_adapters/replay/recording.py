@@ -333,6 +333,8 @@ class Recording:
         for (number, value), upload in zip(new, uploads, strict=True):
             number.value, number.present = upload, value
         self.unpack(tensors)
+        if self.gradients is not None:
+            self.gradients.begin_pass()
         if self.packed is not None:
             self.packed.pack()
         if self._held is None:
