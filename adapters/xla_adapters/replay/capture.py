@@ -19,10 +19,11 @@ from xla_adapters.replay.code_facts import CodeFacts
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.facts import ModuleFacts, facts_of
 from xla_adapters.replay.foresight import Update
+from xla_adapters.replay.number import Number
 from xla_adapters.replay.packed import run_packed
 from xla_adapters.replay.pending import PendingGraph, written_places
-from xla_adapters.replay.places import Place
-from xla_adapters.replay.recording import Kept, Number, Recording
+from xla_adapters.replay.places import Kept, Place
+from xla_adapters.replay.recording import Recording
 from xla_adapters.replay.request import Request
 from xla_adapters.replay.tensor_facts import TensorFacts, hooks_of
 from xla_adapters.replay.update import UpdateRecipe

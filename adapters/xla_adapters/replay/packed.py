@@ -13,8 +13,8 @@ from xla_adapters.packed_gradients import PackedGradients, form_of
 from xla_adapters.packed_state import PackedState, apart, watch
 from xla_adapters.packing import Owner, PackedModule
 from xla_adapters.replay.pending import PendingGraph
-from xla_adapters.replay.places import Place
-from xla_adapters.replay.recording import Kept, Recording
+from xla_adapters.replay.places import Kept, Place
+from xla_adapters.replay.recording import Recording
 from xla_adapters.replay.update import UpdateRecipe
 
 logger = logging.getLogger("xla_adapters")

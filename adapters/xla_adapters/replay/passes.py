@@ -16,9 +16,10 @@ from xla_adapters.errors import DeviceOutOfMemoryError
 from xla_adapters.interrupts import InterruptGuard, at_edge
 from xla_adapters.replay.foresight import Update
 from xla_adapters.replay.garbage import without_collecting
+from xla_adapters.replay.number import Number
 from xla_adapters.replay.places import PassTensors, Place
 from xla_adapters.replay.promised import PromisedTensor
-from xla_adapters.replay.recording import Number, Recording
+from xla_adapters.replay.recording import Recording
 from xla_adapters.replay.together import StepsTogether
 from xla_adapters.rng import StepSeed
 from xla_adapters.step_scope import ScopeReport

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import TreeSpec
 
 
 @dataclass
@@ -67,3 +68,16 @@ class Place:
             found = (tensors.batch if self.kind == "batch" else tensors.extras)[int(self.name)]
         assert isinstance(found, torch.Tensor)
         return found
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A value that the step hands out: where its tensors come from.
+
+    Attributes:
+        spec: of the nesting.
+        leaves: outputs by position, places, or plain values.
+    """
+
+    spec: TreeSpec
+    leaves: tuple[int | Place | tuple[Any], ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
-from torch.utils._pytree import TreeSpec
 
 from xla_adapters.backend import Backend
 from xla_adapters.packed_gradients import PackedGradients
@@ -24,8 +22,9 @@ from xla_adapters.replay.facts import ModuleFacts
 from xla_adapters.replay.foresight import Update
 from xla_adapters.replay.glance import Glance
 from xla_adapters.replay.held import HeldValues
+from xla_adapters.replay.number import Number, cast
 from xla_adapters.replay.own_buffers import copies_of_taken, give_own_buffers
-from xla_adapters.replay.places import PassTensors, Place
+from xla_adapters.replay.places import Kept, PassTensors, Place
 from xla_adapters.replay.run_ahead import RunAhead
 from xla_adapters.replay.tensor_facts import TensorFacts
 from xla_adapters.replay.update import UpdateRecipe
@@ -39,48 +38,6 @@ _OPERATORS_OWN = (0.0, 1.0, -1.0, 2.0, 0.5)
 
 
 _grad = attrgetter("grad")
-
-
-@dataclass
-class Number:
-    """An input that began as a Python number.
-
-    Attributes:
-        value: on the device.
-        of_update: whether it came into the graph with an optimizer's update.
-        roles: the numbers of the optimizer that it may be, by position.
-        constant: whether it may be something else too, that does not change.
-        present: the value it has on the host.
-    """
-
-    value: torch.Tensor
-    of_update: bool = False
-    roles: tuple[int, ...] = ()
-    constant: bool = True
-    present: float = 0.0
-
-    def next(self, numbers: Sequence[float]) -> float:
-        """Its value in the pass to come, given the optimizer's numbers."""
-        dtype = self.value.dtype
-        values = {_cast(numbers[role], dtype) for role in self.roles}
-        if self.constant:
-            values.add(self.present)
-        if len(values) != 1:
-            raise CannotReplay("two numbers of the step were equal, shared an input of its graph, and are not any more")
-        return values.pop()
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A value that the step hands out: where its tensors come from.
-
-    Attributes:
-        spec: of the nesting.
-        leaves: outputs by position, places, or plain values.
-    """
-
-    spec: TreeSpec
-    leaves: tuple[int | Place | tuple[Any], ...]
 
 
 @dataclass
@@ -204,7 +161,7 @@ class Recording:
             number.roles = tuple(
                 role
                 for role in range(len(second) if number.of_update else 0)
-                if _cast(second[role], dtype) == now and _cast(first[role], dtype) == before
+                if cast(second[role], dtype) == now and cast(first[role], dtype) == before
             )
             if not number.roles and now != before:
                 return f"a Python number in the graph changes from pass to pass ({before:g}, {now:g})"
@@ -459,11 +416,6 @@ def _form(tensor: torch.Tensor) -> Hashable:
 
 def _is_fixed(source: Place | str | Number) -> TypeGuard[Place]:
     return isinstance(source, Place) and source.kind == "tensor"
-
-
-def _cast(value: float, dtype: torch.dtype) -> float:
-    # The first is what nearly all are, and a twentieth of what a tensor costs.
-    return ctypes.c_float(value).value if dtype == torch.float32 else float(torch.tensor(value, dtype=dtype))
 
 
 def _numbers(updates: Sequence[Update]) -> list[float]:

@@ -18,10 +18,11 @@ from xla_adapters.errors import DeviceOutOfMemoryError
 from xla_adapters.interrupts import InterruptGuard, at_edge
 from xla_adapters.packed_state import unpack
 from xla_adapters.replay.foresight import Update
+from xla_adapters.replay.number import Number
 from xla_adapters.replay.own_buffers import copies_of_taken, give_own_buffers
 from xla_adapters.replay.places import PassTensors, Place
 from xla_adapters.replay.promised import PromisedTensor
-from xla_adapters.replay.recording import Number, Recording
+from xla_adapters.replay.recording import Recording
 from xla_adapters.step_scope import ScopeReport
 from xla_adapters.waiting_steps import StateWatch, storage_of
 
