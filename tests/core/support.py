@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 import xla_adapters
 from xla_adapters import packing
 from xla_adapters.backend import packed_graphs
+from xla_adapters.packed_state import PackedTensor
 
 
 class Net(nn.Module):
@@ -122,6 +123,13 @@ def unchanged(model: nn.Module, *optimizers: torch.optim.Optimizer, executions: 
     assert not changed, f"changed: {changed}"
     assert counters.eager_ops == 0
     assert max(executed) <= executions, f"compiles, executions, eager operations: {executed}"
+
+
+def are_all_packed(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether tensors lie in rows; fails if some do and some do not."""
+    kinds = set(map(type, tensors))
+    assert len(kinds) == 1, "some are packed and some are not"
+    return kinds == {PackedTensor}
 
 
 def pack_states(fewest: int) -> None:

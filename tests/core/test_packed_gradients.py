@@ -15,12 +15,11 @@ from torch import nn
 
 import xla_adapters
 from tests.core.replay_twins import CLASSES, Twin, assert_twins
-from tests.core.support import pack_small_states
+from tests.core.support import are_all_packed, pack_small_states
 from tests.isolation import isolated
 from xla_adapters import CompiledStep, XLAConfig, get_backend, packed_gradients
 from xla_adapters.config import StepReplay
 from xla_adapters.errors import DiscardedTensorError
-from xla_adapters.packed_state import PackedTensor
 
 
 def leaving(replay: StepReplay) -> Twin:
@@ -45,9 +44,7 @@ def gradients(twin: Twin) -> list[torch.Tensor]:
 
 
 def are_packed(twin: Twin) -> bool:
-    kinds = set(map(type, gradients(twin)))
-    assert len(kinds) == 1, "some are packed and some are not"
-    return kinds == {PackedTensor}
+    return are_all_packed(gradients(twin))
 
 
 def on_host(value: Any) -> Any:

@@ -16,10 +16,10 @@ import torch_xla.core.xla_model as xm
 
 import xla_adapters
 from tests.core.replay_twins import Twin, assert_twins
-from tests.core.support import pack_small_states
+from tests.core.support import are_all_packed, differences, pack_small_states
 from tests.isolation import isolated
-from xla_adapters import get_backend, packed_state
-from xla_adapters.packed_state import PackedTensor
+from xla_adapters import CompiledStep, XLAConfig, get_backend, packed_state
+from xla_adapters.config import StepReplay
 
 
 def moments(twin: Twin) -> list[torch.Tensor]:
@@ -28,9 +28,7 @@ def moments(twin: Twin) -> list[torch.Tensor]:
 
 
 def are_packed(twin: Twin) -> bool:
-    kinds = set(map(type, moments(twin)))
-    assert len(kinds) == 1, "some are packed and some are not"
-    return kinds == {PackedTensor}
+    return are_all_packed(moments(twin))
 
 
 @isolated
@@ -248,6 +246,31 @@ def test_steps_of_two_sizes_have_the_same_rows() -> None:
             assert (counters.compiles, counters.executions, counters.transfers_to_host) == (0, 4, 0)
 
     assert_twins(run, replays=8)
+
+
+@isolated
+def test_steps_that_wait_for_each_other_update_it_too() -> None:
+    """They have it as it is, and another step of the same optimizer in rows."""
+    pack_small_states()
+    assert get_backend().replay_works
+
+    def run(replay: StepReplay) -> Twin:
+        twin = Twin(replay)
+        together = CompiledStep(
+            twin.step._function,
+            config=XLAConfig(step_replay=replay, steps_per_execution=1 if replay is False else 2),
+            seed=twin._seed,
+        )
+        single = twin.step
+        for number in range(8):
+            twin.step = (single, together)[number % 2]
+            twin.run(4, size=6 - 2 * (number % 2))
+        if replay:
+            assert min(single.replays, together.replays) >= 8, (single.reasons, together.reasons)
+        return twin
+
+    retraced, replayed = run(False), run("auto")
+    assert differences(retraced.state(), replayed.state()) == []
 
 
 @isolated

@@ -170,8 +170,9 @@ class StepsTogether:
             self.settle("a tensor that the step works on was replaced by another one")
         if self._passes and not self._state.isdisjoint(map(storage_of, tensors.batch)):
             self.settle("the batch is part of what they change")
-        unpack(tensors.batch)
-        if not self._passes:
+        if self._passes:
+            unpack(tensors.batch)
+        else:
             recording.unpack(tensors)
             self._recording, self._form = recording, form
             self._start = self._beginning(recording, form, tensors)

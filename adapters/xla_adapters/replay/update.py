@@ -14,7 +14,6 @@ from numbers import Real
 from operator import is_
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.overrides import TorchFunctionMode
@@ -80,10 +79,9 @@ def _listen(values: Iterable[Any], numbers: list[float]) -> torch.Tensor | None:
                 raise CannotReplay("it makes a tensor on the device")
             elif value.ndim == 0:
                 numbers.append(float(value))
-        elif isinstance(value, Real):
-            # Of numpy's, too; `bool` is one of these.
-            if not isinstance(value, (bool, np.bool_)):
-                numbers.append(float(value))
+        elif isinstance(value, Real) and not isinstance(value, bool):
+            # Of numpy's, too.
+            numbers.append(float(value))
         elif isinstance(value, (list, tuple)):
             inside = _listen(value, numbers)
             met = inside if met is None else met
@@ -260,19 +258,14 @@ class UpdateRecipe:
         optimizer = self.optimizer
         groups = self._groups_without_parameters()
         state: defaultdict[Any, Any] = defaultdict(dict)
-        values = [counts.value for counts in self._counts] if given is None else [value.clone() for value in given]
-        value_of = dict(zip(map(id, self._counts), values, strict=True))
+        counts = iter(
+            [counts.value for counts in self._counts] if given is None else [value.clone() for value in given]
+        )
         for kind in self._kinds:
             groups[kind.group]["params"].append(kind.stand_in)
             if kind.members[0]:
-                state[kind.stand_in] = {
-                    name: kind.state[name]
-                    if name in kind.state
-                    else value_of[id(kind.counts[name])]
-                    if name in kind.counts
-                    else value
-                    for name, value in kind.members[0].items()
-                }
+                host = {name: next(counts) for name in kind.counts}
+                state[kind.stand_in] = {**kind.members[0], **kind.state, **host}
         stand_in = self._stand_in(groups, state)
         listener = _Listener(self._skipped)
         try:
