@@ -10,7 +10,7 @@ from hf_trainer.framework_patches import as_if_compiling
 from hf_trainer.own_code import StepCode
 from hf_trainer.replay import obstacle_within, request_of
 from hf_trainer.trainer_hooks import TrainerHooks
-from xla_adapters.program import ReplayRequest, discarding
+from xla_adapters.program import Discarding, ReplayRequest
 from xla_adapters.transfers import to_host_in_one_transfer
 
 
@@ -73,7 +73,7 @@ class EvaluationHooks(TrainerHooks):
                     inputs = self._found_by_step(inputs)
                     replay = self._evaluation_replay(model, inputs, (prediction_loss_only, repr((args, kwargs))))
                 self._steps.begin_evaluation_step(inputs, phase, replay)
-            with discarding(self._steps), as_if_compiling():
+            with Discarding(self._steps), as_if_compiling():
                 loss, logits, labels = self._steps.evaluation.outputs(compute)
         finally:
             self._keep_inputs_on_host = keeps_on_host

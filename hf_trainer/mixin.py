@@ -27,7 +27,7 @@ from hf_trainer.training_hooks import TrainingHooks
 from xla_adapters import XLAConfig, get_backend
 from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.modes import eager
-from xla_adapters.program import discarding
+from xla_adapters.program import Discarding
 from xla_adapters.random_algorithm import use_random_algorithm
 from xla_adapters.rollback import release_retired
 from xla_adapters.run_stats import RunStats
@@ -191,5 +191,5 @@ class XLATrainerMixin(
             return super().predict(*args, **kwargs)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        with discarding(self._steps):
+        with Discarding(self._steps):
             return super()._inner_training_loop(*args, **kwargs)

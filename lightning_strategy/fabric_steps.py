@@ -19,7 +19,7 @@ from xla_adapters import StepProgram, StepScope, StepSeed, XLAConfig, get_backen
 from xla_adapters.compiling import as_if_compiling
 from xla_adapters.errors import ConfigError, RuntimeOrderError
 from xla_adapters.modes import EagerScope, LazyScope
-from xla_adapters.program import discarding
+from xla_adapters.program import Discarding
 from xla_adapters.random_algorithm import resume_random_algorithm
 from xla_adapters.step import Step
 
@@ -147,7 +147,7 @@ class FabricSteps:
                 where=f"step {self.count}",
             )
             on_discard.callback(kept.put_back)
-            with discarding(program), as_if_compiling():
+            with Discarding(program), as_if_compiling():
                 yield
                 program.close()
             on_discard.pop_all()
@@ -165,7 +165,7 @@ class FabricSteps:
         """Under dynamo: clipping and the update are graphs of their own."""
         program = self._program("train", name)
         program.open(phase=name, where=f"step {self.count}")
-        with discarding(program):
+        with Discarding(program):
             yield
             program.close()
 

@@ -11,7 +11,7 @@ import torch
 
 from xla_adapters import StepProgram, StepSeed, XLAConfig, get_backend
 from xla_adapters.compiling import as_if_compiling
-from xla_adapters.program import ReplayRequest, discarding
+from xla_adapters.program import Discarding, ReplayRequest
 
 _TRAIN_HINT = " (in on_train_batch_end, or in an on_..._epoch_end hook)"
 _EVAL_HINT = " (in on_..._batch_end or on_..._epoch_end; compile_eval=False runs evaluation steps eagerly)"
@@ -186,11 +186,9 @@ class StepDriver:
 
     # ---- leaving early -------------------------------------------------------------------------
 
-    @contextmanager
-    def discarding(self) -> Iterator[None]:
+    def discarding(self) -> Discarding:
         """Discards the step under way if the body raises, and raises what the error means in a step."""
-        with discarding(self):
-            yield
+        return Discarding(self)
 
     def abort(self) -> None:
         """Leaves nothing behind of a step that does not come to its end."""

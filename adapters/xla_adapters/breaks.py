@@ -148,3 +148,8 @@ _warned: set[tuple[str, str, int]] = set()
 
 def _tensors(count: int) -> str:
     return "1 tensor" if count == 1 else f"{count} tensors"
+
+
+def profiler_name(scope: object) -> str:
+    """What messages call a profiler scope."""
+    return f"the profiler scope {getattr(scope, 'name', '?')!r}"

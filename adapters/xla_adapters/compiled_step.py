@@ -13,7 +13,7 @@ from xla_adapters.backend import get_backend
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ConfigError
 from xla_adapters.nested_values import as_dicts, replaced, tensors_in
-from xla_adapters.program import ReplayRequest, StepProgram, discarding
+from xla_adapters.program import Discarding, ReplayRequest, StepProgram
 from xla_adapters.replay.code_facts import CodeFacts
 from xla_adapters.replay.loop_code import own_code
 from xla_adapters.replay.own_code import OwnCode
@@ -108,18 +108,18 @@ class CompiledStep(Generic[_Result]):
             (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
             for leaf in leaves
         )
-        program.open(
-            inputs=(args, kwargs),
-            seed=self._seed() if self._seed is not None else None,
-            replay=ReplayRequest(
-                key=(str(spec), key, self._generation),
-                batch=batch,
-                modules=self._modules if code is None else [*self._modules, *code.modules],
-                obstacle=obstacle,
-                change=change,
-            ),
-        )
-        with discarding(program):
+        with Discarding(program):
+            program.open(
+                inputs=(args, kwargs),
+                seed=self._seed() if self._seed is not None else None,
+                replay=ReplayRequest(
+                    key=(str(spec), key, self._generation),
+                    batch=batch,
+                    modules=self._modules if code is None else [*self._modules, *code.modules],
+                    obstacle=obstacle,
+                    change=change,
+                ),
+            )
             if program.is_replaying:
                 result = program.promise("result")
             else:

@@ -14,15 +14,16 @@ from types import TracebackType
 import torch
 
 from xla_adapters.backend import Backend, SeamEvent, get_backend
-from xla_adapters.breaks import BreakPolicy, classify_read
+from xla_adapters.breaks import BreakPolicy, classify_read, profiler_name
 from xla_adapters.claim import claim_process, release_process
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import BreakKind, ConcurrentStepError, DeviceOutOfMemoryError, XLAAdapterError
 from xla_adapters.graph_limit import check_pending_graph, graphs_of
-from xla_adapters.interrupts import InterruptGuard, at_edge
+from xla_adapters.interrupts import InterruptGuard, at_edge, finish_interrupted_exits
 from xla_adapters.location import location_of
 from xla_adapters.modules import ModuleGuard
 from xla_adapters.packed_state import unpack_all
+from xla_adapters.process_state import ProcessState
 from xla_adapters.rng import StepSeed
 from xla_adapters.rollback import StepJournal
 from xla_adapters.sums import sums_as_products
@@ -90,7 +91,7 @@ class StepScope:
         self._restores = ExitStack()
         self._profiler_scopes: list[object] = []
         self._totals_before = (0, 0.0)
-        self._seeds_before: tuple[int, torch.Tensor] | None = None
+        self._before: ProcessState | None = None
         self._break_met = False
         self._is_open = False
         self._executing = self._executed = False
@@ -132,27 +133,25 @@ class StepScope:
         if self._is_open:
             raise ConcurrentStepError(f"the step {self.name!r} is open already")
         outer = _current.scope
-        if outer is None:
-            settle("a step is traced")
-            unpack_all()
-        self._is_open = True
         if outer is not None:
+            self._is_open = True
             self._outer = outer
             assert outer._watch is not None
             self._outer_journal = outer._watch.journal
             self._journal = outer._watch.journal = StepJournal(self._backend, enclosing=self._outer_journal)
             return
-        try:
-            claim_process(self)
-        except ConcurrentStepError:
-            self._is_open = False
-            raise
+        # First of all: whoever is interrupted below would leave the process claimed.
         self._interrupts.install()
         try:
+            settle("a step is traced")
+            unpack_all()
+            claim_process(self)
+            self._is_open = True
             self._start_tracing()
         except BaseException:
-            self._stop_tracing()
-            self._interrupts.remove()
+            if self._is_open:
+                self._stop_tracing()
+            self._interrupts.finish()
             raise
         _current.scope = self
 
@@ -222,6 +221,13 @@ class StepScope:
         """Stops tracing, forgets the graph, and puts everything back as it was before the scope."""
         if not self._is_open:
             return
+        try:
+            # While it is still watched: a context may write what it has to put back.
+            finish_interrupted_exits()
+        finally:
+            self._put_back()
+
+    def _put_back(self) -> None:
         if self._outer is not None:
             was_traced = self._outer.is_open
             self._leave_inner()
@@ -239,10 +245,8 @@ class StepScope:
                 self._journal.undo(discard=True)
             finally:
                 self._backend.set_eager(eager)
-            if self._seeds_before is not None:
-                # The device's too: left as it is, it would be a value of the discarded graph.
-                self._backend.set_seed(self._seeds_before[0])
-                torch.set_rng_state(self._seeds_before[1])
+            if self._before is not None:
+                self._before.put_back()
         finally:
             self._interrupts.finish()
 
@@ -310,9 +314,9 @@ class StepScope:
         restores.enter_context(backend.intercept(self._on_seam_event))
         backend.set_execution_allowed(not self.forbids_breaks)
         self._totals_before = backend.compile_totals()
-        self._seeds_before = (backend.seed(), torch.get_rng_state())
+        self._before = ProcessState(backend)
         # Its present state too: what was drawn lazily since the last step would make this one another graph.
-        backend.set_seed(self._seeds_before[0] if self._seed is None else self._seed.value())
+        backend.set_seed(self._before.seed if self._seed is None else self._seed.value())
         self.watch_into(self._journal)
 
     def _stop_tracing(self) -> None:
@@ -393,7 +397,7 @@ class StepScope:
             if subject in self._profiler_scopes:
                 self._profiler_scopes.remove(subject)
             else:
-                what = f"{_profiler_name(subject)} was opened before the step and is closed inside"
+                what = f"{profiler_name(subject)} was opened before the step and is closed inside"
                 self._policy.meet(BreakKind.PROFILER_SCOPE, what, self._backend)
         else:
             kind = classify_read()
@@ -439,9 +443,5 @@ class StepScope:
 
     def _refuse_open_profiler_scopes(self) -> None:
         if self._profiler_scopes:
-            what = f"{_profiler_name(self._profiler_scopes[-1])} was opened inside and is still open"
+            what = f"{profiler_name(self._profiler_scopes[-1])} was opened inside and is still open"
             self._policy.meet(BreakKind.PROFILER_SCOPE, what, self._backend)
-
-
-def _profiler_name(scope: object) -> str:
-    return f"the profiler scope {getattr(scope, 'name', '?')!r}"

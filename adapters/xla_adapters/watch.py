@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from xla_adapters.backend import get_backend
 from xla_adapters.convolutions import CONVOLUTIONS
@@ -225,15 +225,17 @@ class StepWatch(TorchFunctionMode):
                 self._journal_leaves(value)
 
     def detach(self) -> None:
-        """Leaves the mode, wherever it stands in the thread's stack of modes."""
-        above: list[TorchFunctionMode] = []
-        while torch.overrides._len_torch_function_stack() > 0:  # type: ignore[attr-defined]
-            mode = torch.overrides._pop_mode()
-            if mode is self:
-                break
-            above.append(mode)
-        for mode in reversed(above):
-            torch.overrides._push_mode(mode)
+        """Leaves the mode, wherever it stands in the thread's stack of modes.
+
+        It stands there twice where Ctrl-C came while a backward was leaving it.
+        """
+        modes = _get_current_function_mode_stack()
+        if self in modes:
+            for _ in modes:
+                _pop_mode()
+            for mode in modes:
+                if mode is not self:
+                    _push_mode(mode)
 
 
 def _sets_number_by_mask(args: tuple[Any, ...]) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import accelerate.data_loader
@@ -134,6 +137,53 @@ def test_exception_leaves_everything_as_before(where: str, error: BaseException,
     assert trainer.state.global_step == 5
     assert trainer._steps.train.graphs == 1
     assert _patchable() == before
+
+
+class InterruptsUpdate(TrainerCallback):
+    """Ctrl-C while the optimizer steps, once."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.was_replaying = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 8 and not self.was_replaying:
+            sys.settrace(self._trace)
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> None:
+        if (
+            frame.f_code is torch.optim.Optimizer._cuda_graph_capture_health_check.__code__
+            and self.trainer._steps.train.is_replaying
+        ):
+            self.was_replaying = True
+            signal.raise_signal(signal.SIGINT)
+
+
+@isolated
+def test_an_update_that_is_interrupted_in_a_replayed_step() -> None:
+    """The optimizer was emptied for it, and has its parameters again."""
+    get_backend().initialize()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before, snapshot, interrupts = _patchable(), Snapshot(), InterruptsUpdate()
+    trainer = hf_trainer.Trainer(
+        model=Classifier(dropout=0.2),
+        args=arguments(max_steps=10),
+        train_dataset=vector_samples(80),
+        callbacks=[snapshot, interrupts],
+    )
+    snapshot.trainer = interrupts.trainer = trainer
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert interrupts.was_replaying, (trainer._steps.train.replay_reasons, trainer._steps.train.replays)
+    after = _state(trainer)
+    assert snapshot.state.keys() == after.keys()
+    assert all(torch.equal(snapshot.state[name], after[name]) for name in after)
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    assert held == {id(parameter) for parameter in trainer.model.parameters()}
+    assert _patchable() == before
+    trainer.train()
+    assert trainer.state.global_step == 10
 
 
 @isolated

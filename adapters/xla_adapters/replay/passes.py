@@ -65,6 +65,7 @@ class ReplayPass:
         self._promised: list[tuple[torch.Tensor, int]] = []
         self._restores = ExitStack()
         self._interrupts = InterruptGuard()
+        self._emptied: Optimizer | None = None
         self._groups: list[dict[str, Any]] = []
         self._depth = 0
         self._is_open = False
@@ -88,11 +89,13 @@ class ReplayPass:
     @at_edge
     def open(self) -> None:
         """Begins the pass. Optimizers that step in it update nothing: the executable does."""
+        self._interrupts.install()
         self._is_open = True
         if self._recording.recipes:
             self._restores.callback(register_optimizer_step_pre_hook(self._empty).remove)
             self._restores.callback(register_optimizer_step_post_hook(self._refill).remove)
 
+    @at_edge
     def _empty(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         recipe = next((recipe for recipe in self._recording.recipes if recipe.optimizer is optimizer), None)
         if recipe is not None:
@@ -100,13 +103,20 @@ class ReplayPass:
             self._depth += 1
             if self._depth == 1:
                 idle = recipe.idle_groups()
-                self._groups, optimizer.param_groups = optimizer.param_groups, idle
+                self._emptied, self._groups = optimizer, optimizer.param_groups
+                optimizer.param_groups = idle
 
+    @at_edge
     def _refill(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(recipe.optimizer is optimizer for recipe in self._recording.recipes):
             self._depth -= 1
             if not self._depth:
-                optimizer.param_groups, self._groups = self._groups, []
+                self._put_groups_back()
+
+    def _put_groups_back(self) -> None:
+        if self._emptied is not None:
+            self._emptied.param_groups = self._groups
+            self._emptied, self._groups = None, []
 
     def promise(self, name: str) -> Any:
         """A value that the step hands out, before it is computed."""
@@ -129,38 +139,41 @@ class ReplayPass:
         """Calls the executable and puts its results where the step puts them."""
         if not self._is_open:
             return ScopeReport(compiles=0, compile_seconds=0.0)
-        self._interrupts.install()
-        self._restores.close()
-        with without_collecting():
-            return self._execute()
+        try:
+            with (
+                without_collecting(),
+                torch.no_grad(),
+                torch._C.DisableTorchFunction(),
+                self._recording.rows_held,
+            ):
+                return self._execute()
+        finally:
+            self._interrupts.finish()
 
     def _execute(self) -> ScopeReport:
         recording, backend, tensors = self._recording, self._backend, self._tensors
-        with torch.no_grad(), torch._C.DisableTorchFunction(), recording.rows_held:
-            try:
-                backend.set_seed(backend.seed() if self._seed is None else self._seed.value())
-                if self._together is not None:
-                    return self._wait(self._together)
-                inputs = recording.inputs(tensors, self._numbers, backend)
-                # The next trace is held against the numbers that the graph's inputs have now.
-                recording.updates = list(self._updates)
-                backend.compute(inputs)
-                recording.own_buffers(inputs, tensors, backend)
-                results = recording.run(inputs, backend)
-                self._executed = True
-                self._done()
-                recording.write_back(results, tensors, backend)
-                for tensor, index in self._promised:
-                    tensor.__class__ = torch.Tensor
-                    backend.write([tensor], [results[index]])
-                for update in self._updates:
-                    update.advance()
-                recording.compiled = backend.executables_compiled()
-                recording.take_outputs(results)
-                self._is_open = False
-                backend.finish_replayed()
-            finally:
-                self._interrupts.finish()
+        self._restores.close()
+        backend.set_seed(backend.seed() if self._seed is None else self._seed.value())
+        if self._together is not None:
+            return self._wait(self._together)
+        inputs = recording.inputs(tensors, self._numbers, backend)
+        # The next trace is held against the numbers that the graph's inputs have now.
+        recording.updates = list(self._updates)
+        backend.compute(inputs)
+        recording.own_buffers(inputs, tensors, backend)
+        results = recording.run(inputs, backend)
+        self._executed = True
+        self._done()
+        recording.write_back(results, tensors, backend)
+        for tensor, index in self._promised:
+            tensor.__class__ = torch.Tensor
+            backend.write([tensor], [results[index]])
+        for update in self._updates:
+            update.advance()
+        recording.compiled = backend.executables_compiled()
+        recording.take_outputs(results)
+        self._is_open = False
+        backend.finish_replayed()
         return ScopeReport(compiles=0, compile_seconds=0.0)
 
     def _wait(self, together: StepsTogether) -> ScopeReport:
@@ -177,6 +190,9 @@ class ReplayPass:
         if self._is_open:
             self._is_open = False
             self._restores.close()
+            # Where the optimizer's own step has raised.
+            self._put_groups_back()
+            self._interrupts.finish()
 
     def translate(self, error: BaseException) -> Exception | None:
         """What an error raised in the pass means, or `None` if it is not the backend's."""

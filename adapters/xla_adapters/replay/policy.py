@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,7 +66,7 @@ class StepReplay:
     together: StepsTogether | None = None
     replays: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
-    _plans: dict[Hashable, _Plan] = field(default_factory=dict)
+    _plans: OrderedDict[Hashable, _Plan] = field(default_factory=OrderedDict)
     _told: set[str] = field(default_factory=set)
     _executables: set[bytes] = field(default_factory=set)
 
@@ -142,8 +143,8 @@ class StepReplay:
         plan.replayed += 1
 
     def _plan_of(self, key: Hashable) -> _Plan:
-        plan = self._plans.pop(key, None) or _Plan()
-        self._plans[key] = plan
+        plan = self._plans.setdefault(key, _Plan())
+        self._plans.move_to_end(key)
         if len(self._plans) > _SIGNATURES:
             del self._plans[next(iter(self._plans))]
         return plan
