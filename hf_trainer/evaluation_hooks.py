@@ -10,7 +10,8 @@ from hf_trainer.framework_patches import as_if_compiling
 from hf_trainer.own_code import StepCode
 from hf_trainer.replay import obstacle_within, request_of
 from hf_trainer.trainer_hooks import TrainerHooks
-from xla_adapters.program import Discarding, ReplayRequest
+from xla_adapters.discarding import Discarding
+from xla_adapters.program import ReplayRequest
 from xla_adapters.transfers import to_host_in_one_transfer
 
 
@@ -66,19 +67,19 @@ class EvaluationHooks(TrainerHooks):
             return loss, logits, labels
 
         try:
-            if compiled:
-                phase = "evaluation, loss only" if prediction_loss_only else "evaluation"
-                replay = None
-                if self._may_replay_evaluation():
-                    inputs = self._found_by_step(inputs)
-                    replay = self._evaluation_replay(model, inputs, (prediction_loss_only, repr((args, kwargs))))
-                self._steps.begin_evaluation_step(inputs, phase, replay)
-            with Discarding(self._steps), as_if_compiling():
-                loss, logits, labels = self._steps.evaluation.outputs(compute)
+            replay, phase = None, "evaluation, loss only" if prediction_loss_only else "evaluation"
+            if compiled and self._may_replay_evaluation():
+                inputs = self._found_by_step(inputs)
+                replay = self._evaluation_replay(model, inputs, (prediction_loss_only, repr((args, kwargs))))
+            with Discarding(self._steps):
+                if compiled:
+                    self._steps.begin_evaluation_step(inputs, phase, replay)
+                with as_if_compiling():
+                    loss, logits, labels = self._steps.evaluation.outputs(compute)
+                if compiled:
+                    self._steps.evaluation.close()
         finally:
             self._keep_inputs_on_host = keeps_on_host
-        if compiled:
-            self._steps.evaluation.close()
         if self.args.world_size > 1:
             return loss, logits, labels
         results: tuple[Any, Any, Any] = to_host_in_one_transfer((loss, logits, labels))

@@ -13,8 +13,8 @@ from transformers.utils.generic import ModelOutput
 
 from hf_trainer.framework_patches import as_if_compiling
 from xla_adapters import StepProgram, get_backend
+from xla_adapters.discarding import Discarding
 from xla_adapters.modes import eager
-from xla_adapters.program import Discarding
 from xla_adapters.transfers import to_host_in_one_transfer, uploading
 
 
@@ -39,10 +39,11 @@ def compiled_forward(model: torch.nn.Module, program: StepProgram, *, results_on
         with uploading():
             args, kwargs = _upload(args), _upload(kwargs)
         phase, cache = _phase(model, kwargs)
-        program.open(inputs=_tensors_only(kwargs), phase=phase, facts={"cache": cache})
-        with Discarding(program), torch.no_grad(), as_if_compiling():
-            results = forward(*args, **kwargs)
-        program.close()
+        with Discarding(program):
+            program.open(inputs=_tensors_only(kwargs), phase=phase, facts={"cache": cache})
+            with torch.no_grad(), as_if_compiling():
+                results = forward(*args, **kwargs)
+            program.close()
         return _loss_and_logits_on_host(results) if results_on_host else results
 
     model.forward = compiled

@@ -26,8 +26,8 @@ from hf_trainer.step_driver import StepDriver
 from hf_trainer.training_hooks import TrainingHooks
 from xla_adapters import XLAConfig, get_backend
 from xla_adapters.checkpoint import CheckpointConfig
+from xla_adapters.discarding import Discarding
 from xla_adapters.modes import eager
-from xla_adapters.program import Discarding
 from xla_adapters.random_algorithm import use_random_algorithm
 from xla_adapters.rollback import release_retired
 from xla_adapters.run_stats import RunStats
@@ -138,8 +138,9 @@ class XLATrainerMixin(
         if self._session_depth:
             yield
             return
-        self._session_depth += 1
         with ExitStack() as stack:
+            stack.callback(setattr, self, "_session_depth", 0)
+            self._session_depth = 1
             stack.enter_context(trainer_patches())
             stack.enter_context(eager(self.xla_config.eager_by_default))
             stack.enter_context(self._sharded())
@@ -148,7 +149,6 @@ class XLATrainerMixin(
             try:
                 yield
             finally:
-                self._session_depth -= 1
                 self._steps.abort()
                 release_retired()
 

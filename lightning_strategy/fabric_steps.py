@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,9 +17,9 @@ from lightning_strategy.kept_metrics import KeptMetrics
 from lightning_strategy.sharding import ModuleSharding
 from xla_adapters import StepProgram, StepScope, StepSeed, XLAConfig, get_backend, in_step
 from xla_adapters.compiling import as_if_compiling
+from xla_adapters.discarding import Discarding
 from xla_adapters.errors import ConfigError, RuntimeOrderError
 from xla_adapters.modes import EagerScope, LazyScope
-from xla_adapters.program import Discarding
 from xla_adapters.random_algorithm import resume_random_algorithm
 from xla_adapters.step import Step
 
@@ -139,19 +139,24 @@ class FabricSteps:
         program = self._program(kind, name)
         gradients = "present" if kind == "train" and self._gradients_present() else "absent"
         kept = KeptMetrics(metric for metric in (found() for found in self._metrics) if metric is not None)
-        with ExitStack() as on_discard:
-            program.open(
-                inputs=inputs,
-                phase=f"gradients {gradients}" if kind == "train" else "evaluation",
-                seed=self._step_seed(kind),
-                where=f"step {self.count}",
-            )
-            on_discard.callback(kept.put_back)
-            with Discarding(program), as_if_compiling():
-                yield
+        seed, discarding = self._step_seed(kind), Discarding(program)
+        try:
+            with discarding:
+                program.open(
+                    inputs=inputs,
+                    phase=f"gradients {gradients}" if kind == "train" else "evaluation",
+                    seed=seed,
+                    where=f"step {self.count}",
+                )
+                with as_if_compiling():
+                    yield
                 program.close()
-            on_discard.pop_all()
-        self._passed(kind)
+        finally:
+            # Ctrl-C while it compiles leaves the step done.
+            if discarding.discarded:
+                kept.put_back()
+            else:
+                self._passed(kind)
 
     @contextmanager
     def _uncompiled(self, kind: StepKind) -> Iterator[None]:
@@ -164,8 +169,8 @@ class FabricSteps:
     def own_graph(self, name: str) -> Iterator[None]:
         """Under dynamo: clipping and the update are graphs of their own."""
         program = self._program("train", name)
-        program.open(phase=name, where=f"step {self.count}")
         with Discarding(program):
+            program.open(phase=name, where=f"step {self.count}")
             yield
             program.close()
 

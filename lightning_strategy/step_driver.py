@@ -11,7 +11,8 @@ import torch
 
 from xla_adapters import StepProgram, StepSeed, XLAConfig, get_backend
 from xla_adapters.compiling import as_if_compiling
-from xla_adapters.program import Discarding, ReplayRequest
+from xla_adapters.discarding import Discarding
+from xla_adapters.program import ReplayRequest
 
 _TRAIN_HINT = " (in on_train_batch_end, or in an on_..._epoch_end hook)"
 _EVAL_HINT = " (in on_..._batch_end or on_..._epoch_end; compile_eval=False runs evaluation steps eagerly)"
@@ -123,8 +124,8 @@ class StepDriver:
     def dynamo_update(self, where: str) -> Iterator[None]:
         """Clipping and update under dynamo: one graph of their own."""
         self._before_step()
-        self.update.open(phase="update", where=where)
         with self.discarding():
+            self.update.open(phase="update", where=where)
             yield
             self.update.close()
         self._after_step()
@@ -178,9 +179,10 @@ class StepDriver:
                 self._backend.finish_step()
             return
         self._before_step()
-        program.open(inputs=batch, phase=name, seed=seed, where=where, replay=replay)
-        with self.computing():
-            yield program
+        with self.discarding():
+            program.open(inputs=batch, phase=name, seed=seed, where=where, replay=replay)
+            with self.computing():
+                yield program
             program.close()
         self._after_step()
 

@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_flatten
 
 from xla_adapters.backend import get_backend
 from xla_adapters.config import XLAConfig
+from xla_adapters.discarding import Discarding
 from xla_adapters.errors import ConfigError
 from xla_adapters.nested_values import as_dicts, replaced, tensors_in
-from xla_adapters.program import Discarding, ReplayRequest, StepProgram
+from xla_adapters.program import ReplayRequest, StepProgram
 from xla_adapters.replay.code_facts import CodeFacts
 from xla_adapters.replay.loop_code import own_code
 from xla_adapters.replay.own_code import OwnCode
@@ -108,10 +109,11 @@ class CompiledStep(Generic[_Result]):
             (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
             for leaf in leaves
         )
+        seed = self._seed() if self._seed is not None else None
         with Discarding(program):
             program.open(
                 inputs=(args, kwargs),
-                seed=self._seed() if self._seed is not None else None,
+                seed=seed,
                 replay=ReplayRequest(
                     key=(str(spec), key, self._generation),
                     batch=batch,

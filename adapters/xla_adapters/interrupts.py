@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import sys
 import threading
 from types import CodeType, FrameType
 from typing import Any
 
-_CONTEXT_EDGES: frozenset[CodeType] = frozenset(
-    getattr(contextlib._GeneratorContextManager, name).__code__ for name in ("__enter__", "__exit__")
-)
 _EDGES: set[CodeType] = set()
 
 
@@ -19,24 +14,6 @@ def at_edge(function: Any) -> Any:
     """Marks a function that must not be interrupted: it opens or closes a step."""
     _EDGES.add(function.__code__)
     return function
-
-
-def finish_interrupted_exits() -> None:
-    """Has contexts undo what they have to, where the error in flight has interrupted their own `__exit__`.
-
-    What `contextlib.contextmanager` makes of a generator would otherwise do it when the error is let go of: torch would
-    put a mode of a step that is long over back on its stack.
-    """
-    error = sys.exc_info()[1]
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback = error.__traceback__
-        while traceback is not None:
-            if traceback.tb_frame.f_code in _CONTEXT_EDGES:
-                traceback.tb_frame.f_locals["self"].gen.close()
-            traceback = traceback.tb_next
-        error = error.__context__
 
 
 class InterruptGuard:
@@ -64,9 +41,9 @@ class InterruptGuard:
     def remove(self) -> None:
         """Puts the previous handler back."""
         if self._installed and threading.current_thread() is threading.main_thread():
-            self._installed = False
             if signal.getsignal(signal.SIGINT) == self._handle:
                 signal.signal(signal.SIGINT, self._previous)
+            self._installed = False
 
     def finish(self) -> None:
         """Puts the previous handler back and hands on what was held back from it.
@@ -80,7 +57,8 @@ class InterruptGuard:
             self._previous(*held_back)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        current = frame
+        # A handler that was set meanwhile may hand on to this one when its step is over.
+        current = frame if self._installed else None
         while current is not None:
             if current.f_code in _EDGES:
                 self._held_back = (number, frame)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +12,6 @@ import torch
 from xla_adapters.backend import get_backend
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import UnsupportedOptionError
-from xla_adapters.interrupts import at_edge
 from xla_adapters.mapped_memory import MappedMemory
 from xla_adapters.random_algorithm import use_random_algorithm
 from xla_adapters.replay.bound import Owner
@@ -46,34 +44,6 @@ class StepExecution(Protocol):
     def close(self) -> ScopeReport: ...
     def abort(self) -> None: ...
     def translate(self, error: BaseException) -> Exception | None: ...
-
-
-class Discardable(Protocol):
-    """What may be under way when an error comes: a program, or several together."""
-
-    def abort(self) -> object: ...
-    def translate(self, error: BaseException) -> Exception | None: ...
-
-
-class Discarding:
-    """Discards what is under way if the body raises, and raises what the error means in a step."""
-
-    def __init__(self, steps: Discardable) -> None:
-        self._steps = steps
-
-    def __enter__(self) -> None:
-        pass
-
-    @at_edge
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            return
-        translated = self._steps.translate(error)
-        self._steps.abort()
-        if translated is not None:
-            raise translated from error
 
 
 @dataclass(frozen=True, kw_only=True)

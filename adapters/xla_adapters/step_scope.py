@@ -17,13 +17,13 @@ from xla_adapters.backend import Backend, SeamEvent, get_backend
 from xla_adapters.breaks import BreakPolicy, classify_read, profiler_name
 from xla_adapters.claim import claim_process, release_process
 from xla_adapters.config import XLAConfig
+from xla_adapters.discarding import Discarding
 from xla_adapters.errors import BreakKind, ConcurrentStepError, DeviceOutOfMemoryError, XLAAdapterError
 from xla_adapters.graph_limit import check_pending_graph, graphs_of
-from xla_adapters.interrupts import InterruptGuard, at_edge, finish_interrupted_exits
+from xla_adapters.interrupts import InterruptGuard, at_edge
 from xla_adapters.location import location_of
 from xla_adapters.modules import ModuleGuard
 from xla_adapters.packed_state import unpack_all
-from xla_adapters.process_state import ProcessState
 from xla_adapters.rng import StepSeed
 from xla_adapters.rollback import StepJournal
 from xla_adapters.sums import sums_as_products
@@ -91,7 +91,7 @@ class StepScope:
         self._restores = ExitStack()
         self._profiler_scopes: list[object] = []
         self._totals_before = (0, 0.0)
-        self._before: ProcessState | None = None
+        self._seeds_before: tuple[int, torch.Tensor] | None = None
         self._break_met = False
         self._is_open = False
         self._executing = self._executed = False
@@ -140,11 +140,11 @@ class StepScope:
             self._outer_journal = outer._watch.journal
             self._journal = outer._watch.journal = StepJournal(self._backend, enclosing=self._outer_journal)
             return
-        # First of all: whoever is interrupted below would leave the process claimed.
+        settle("a step is traced")
+        unpack_all()
+        # Whoever is interrupted below would leave the process claimed.
         self._interrupts.install()
         try:
-            settle("a step is traced")
-            unpack_all()
             claim_process(self)
             self._is_open = True
             self._start_tracing()
@@ -221,13 +221,6 @@ class StepScope:
         """Stops tracing, forgets the graph, and puts everything back as it was before the scope."""
         if not self._is_open:
             return
-        try:
-            # While it is still watched: a context may write what it has to put back.
-            finish_interrupted_exits()
-        finally:
-            self._put_back()
-
-    def _put_back(self) -> None:
         if self._outer is not None:
             was_traced = self._outer.is_open
             self._leave_inner()
@@ -245,13 +238,18 @@ class StepScope:
                 self._journal.undo(discard=True)
             finally:
                 self._backend.set_eager(eager)
-            if self._before is not None:
-                self._before.put_back()
+            if self._seeds_before is not None:
+                # The device's too: left as it is, it would be a value of the discarded graph.
+                self._backend.set_seed(self._seeds_before[0])
+                torch.set_rng_state(self._seeds_before[1])
+            # Weights cast in it are values of the discarded graph as well.
+            torch.clear_autocast_cache()
         finally:
             self._interrupts.finish()
 
     @at_edge
     def __enter__(self) -> StepScope:
+        self._discarding = Discarding(self)
         self.open()
         return self
 
@@ -261,11 +259,8 @@ class StepScope:
     ) -> None:
         if error is None:
             self.close()
-            return
-        translated = self.translate(error)
-        self.abort()
-        if translated is not None:
-            raise translated from error
+        else:
+            self._discarding.__exit__(kind, error, traceback)
 
     def translate(self, error: BaseException) -> XLAAdapterError | None:
         """What an error of the backend means here, or `None` if it is something else."""
@@ -314,9 +309,9 @@ class StepScope:
         restores.enter_context(backend.intercept(self._on_seam_event))
         backend.set_execution_allowed(not self.forbids_breaks)
         self._totals_before = backend.compile_totals()
-        self._before = ProcessState(backend)
+        self._seeds_before = (backend.seed(), torch.get_rng_state())
         # Its present state too: what was drawn lazily since the last step would make this one another graph.
-        backend.set_seed(self._before.seed if self._seed is None else self._seed.value())
+        backend.set_seed(self._seeds_before[0] if self._seed is None else self._seed.value())
         self.watch_into(self._journal)
 
     def _stop_tracing(self) -> None:
@@ -345,17 +340,20 @@ class StepScope:
         self._watch = StepWatch(journal, self._on_read, self._on_dynamic)
         self._watch.__enter__()  # type: ignore[no-untyped-call]
 
+    @at_edge
     def drop_watch(self) -> None:
         """Ends the watch; what is written from here on is not recorded."""
         if self._watch is not None:
             self._watch.detach()
             self._watch = None
 
+    @at_edge
     def pause_watch(self) -> None:
         """Looks away until `resume_watch`."""
         if self._watch is not None:
             self._watch.detach()
 
+    @at_edge
     def resume_watch(self) -> None:
         """Looks again."""
         if self._watch is not None:

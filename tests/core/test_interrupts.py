@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import signal
 import sys
@@ -14,17 +15,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import xla_adapters
 from tests.core.support import Loop, differences, flags, state_of
 from tests.isolation import isolated
+from xla_adapters.discarding import Discarding
+from xla_adapters.program import StepProgram
 
 Place = tuple[str, int, str]
 
 _CORE = str(Path(inspect.getfile(xla_adapters)).parent)
 # What a step enters and leaves while its body runs, and what enters and leaves it.
 _EDGES = (
-    *(f"{_CORE}/{name}.py" for name in ("interrupts", "program", "step", "updates", "watch", "waiting_steps")),
+    *(
+        f"{_CORE}/{name}.py"
+        for name in ("discarding", "interrupts", "program", "step", "updates", "watch", "waiting_steps")
+    ),
     *(f"{_CORE}/replay/{name}.py" for name in ("garbage", "passes")),
     *(inspect.getfile(module) for module in (contextlib, torch.overrides, torch.autograd.grad_mode)),
     inspect.getfile(torch.amp.autocast),
@@ -36,14 +43,14 @@ class Tracer:
 
     def __init__(self, target: Place | None = None) -> None:
         self.places: set[Place] = set()
-        self._target = target
+        self.target = target
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> Tracer:
         place = frame.f_code.co_filename, frame.f_lineno, event
-        if self._target is None:
+        if self.target is None:
             self.places.add(place)
-        elif place == self._target:
-            self._target = None
+        elif place == self.target:
+            self.target = None
             signal.raise_signal(signal.SIGINT)
         return self
 
@@ -57,6 +64,13 @@ class Tracer:
             sys.settrace(None)
 
 
+class Other(TorchFunctionMode):
+    """A mode of somebody else's, who is around the steps."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 def passed(run: Callable[[], object]) -> set[Place]:
     """The places of a run."""
     tracer = Tracer()
@@ -65,37 +79,47 @@ def passed(run: Callable[[], object]) -> set[Place]:
     return tracer.places
 
 
-def interrupted(run: Callable[[], object], place: Place) -> None:
-    """Runs with Ctrl-C at a place; it may be held back until the end."""
-    with contextlib.suppress(KeyboardInterrupt), Tracer(place).tracing():
-        run()
-
-
 def switches() -> dict[str, Any]:
     """What is the process's, and must be put back."""
     return flags() | {
         "gradients": torch.is_grad_enabled(),
-        "autocast": (
-            torch.is_autocast_enabled("xla"),
-            torch.autocast_increment_nesting(),
-            torch.autocast_decrement_nesting(),
-        ),
+        "autocast": (torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")),
+        "nesting": (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()),
+        "autocast's cache": torch.is_autocast_cache_enabled(),
         "handler": signal.getsignal(signal.SIGINT),
+        "modes": _get_current_function_mode_stack(),
+        "collecting": gc.isenabled(),
+        "compiling": torch.compiler._is_compiling_flag,
     }
 
 
-def check(run: Callable[[], object], loop: Loop, places: list[Place]) -> int:
-    """Interrupts a run at each place; returns how often that discarded it."""
+def check(run: Callable[[], object], loop: Loop, places: list[Place], around: Any = None) -> int:
+    """Interrupts a run at each place, in a context; returns how often that discarded it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    switches_before, discarded = switches(), 0
-    for place in places:
-        before = state_of(loop.model, loop.optimizer)
-        interrupted(run, place)
-        assert switches() == switches_before, place
-        changed = differences(before, state_of(loop.model, loop.optimizer))
-        discarded += not changed
-        # All of the step, or nothing.
-        assert not changed or {"optimizer 0 0 step", "model first.weight"} <= set(changed), place
+    discarded = interrupted = 0
+    # Of a long training: its gradients may have come to be zero, and weights decay all the same.
+    whole = {"optimizer 0 0 step", "model first.weight", "model last.weight"}
+    with around or contextlib.nullcontext():
+        switches_before = switches()
+        for place in places:
+            before = state_of(loop.model, loop.optimizer)
+            tracer = Tracer(place)
+            try:
+                with tracer.tracing():
+                    run()
+            except KeyboardInterrupt:
+                # Whoever holds the error holds what it has interrupted.
+                with_error = switches()
+            else:
+                with_error = switches_before
+            assert with_error == switches() == switches_before, place
+            interrupted += tracer.target is None
+            changed = differences(before, state_of(loop.model, loop.optimizer))
+            discarded += not changed
+            # All of the step, or nothing.
+            assert not changed or whole <= set(changed), (place, changed)
+    # A few come by chance, or once only: what is logged or looked up the first time.
+    assert interrupted > 0.9 * len(places)
     return discarded
 
 
@@ -116,13 +140,13 @@ def loop_of_steps() -> tuple[Loop, Callable[[], object]]:
     return loop, run
 
 
-@isolated
+@isolated(timeout=600)
 def test_where_a_traced_step_enters_and_leaves() -> None:
     with xla_adapters.eager():
         loop, run = loop_of_steps()
         places = sorted(place for place in passed(run) if place[0] in _EDGES)
         assert len(places) > 200
-        assert check(run, loop, places) > 100
+        assert check(run, loop, places, Other()) > 100
         run()
 
 
@@ -133,11 +157,11 @@ def test_everywhere_in_a_traced_step() -> None:
         loop, run = loop_of_steps()
         places = sorted(passed(run))
         assert len(places) > 1500
-        assert check(run, loop, places) > 1000
+        assert check(run, loop, places, Other()) > 1000
         run()
 
 
-@isolated
+@isolated(timeout=600)
 def test_everywhere_in_a_replayed_step() -> None:
     with xla_adapters.eager():
         loop = Loop()
@@ -161,19 +185,61 @@ def test_everywhere_in_a_replayed_step() -> None:
         run()
         places = sorted(passed(run))
         assert len(places) > 300
-        check(run, loop, places)
+        assert check(run, loop, places) > 100
         run()
 
 
 @isolated
 def test_autocast_forgets_what_it_cast_in_a_discarded_step() -> None:
-    with xla_adapters.eager():
+    def loss_of(*, discarded_before: bool) -> float:
         loop = Loop()
-        losses = []
         with torch.autocast("xla", torch.bfloat16):
-            with pytest.raises(ValueError, match="mine"), xla_adapters.step():
+            if discarded_before:
+                with pytest.raises(ValueError, match="mine"), xla_adapters.step():
+                    loop.forward()
+                    raise ValueError("mine")
+            with xla_adapters.step(seed=xla_adapters.StepSeed(seed=1, step=0)):
+                loss = loop.body()
+        return loss.item()
+
+    with xla_adapters.eager():
+        assert loss_of(discarded_before=True) == loss_of(discarded_before=False)
+
+
+@isolated
+def test_a_step_that_raises_inside_an_autocast_leaves_it_in_order() -> None:
+    """Its edges stand at another depth than the place where it is discarded."""
+    with xla_adapters.eager():
+        loop, program = Loop(), StepProgram("step", xla_adapters.XLAConfig())
+        program.open()
+        with torch.autocast("xla", torch.bfloat16), torch.no_grad():
+            with pytest.raises(ValueError, match="mine"), Discarding(program):
                 loop.forward()
                 raise ValueError("mine")
-            with xla_adapters.step():
-                losses.append(loop.body())
-        assert losses[0].isfinite().item()
+            assert torch.is_autocast_enabled("xla")
+            assert not torch.is_grad_enabled()
+        assert switches()["nesting"] == (1, 0)
+        assert not program.is_open
+
+
+@isolated
+def test_a_handler_set_in_a_step_that_hands_on_to_that_before() -> None:
+    """It holds nothing back any more when the step is over."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with xla_adapters.eager():
+        loop = Loop()
+        with xla_adapters.step():
+            before: Any = signal.getsignal(signal.SIGINT)
+            signal.signal(signal.SIGINT, lambda number, frame: before(number, frame))
+            loop.body()
+        backend = xla_adapters.get_backend()
+        finish = backend.finish_step
+
+        def interrupted_finish() -> None:
+            signal.raise_signal(signal.SIGINT)
+            finish()
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(backend, "finish_step", interrupted_finish)
+            with pytest.raises(KeyboardInterrupt), xla_adapters.step():
+                loop.body()

@@ -12,6 +12,7 @@ import accelerate.data_loader
 import accelerate.utils.operations
 import pytest
 import torch
+import torch._dynamo
 import transformers.trainer_pt_utils
 from transformers import TrainerCallback
 
@@ -42,6 +43,7 @@ def _patchable() -> dict[str, Any]:
         "execution_allowed": get_backend().execution_allowed(),
         "graph_name": get_backend().graph_name(),
         "modes": torch.overrides._len_torch_function_stack(),
+        "gradients": torch.is_grad_enabled(),
     }
 
 
@@ -140,10 +142,11 @@ def test_exception_leaves_everything_as_before(where: str, error: BaseException,
 
 
 class InterruptsUpdate(TrainerCallback):
-    """Ctrl-C while the optimizer steps, once."""
+    """Ctrl-C while the optimizer steps, once, where it calls a function."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Any) -> None:
         self.trainer: Any = None
+        self._code = function.__code__
         self.was_replaying = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -151,20 +154,20 @@ class InterruptsUpdate(TrainerCallback):
             sys.settrace(self._trace)
 
     def _trace(self, frame: FrameType, event: str, arg: object) -> None:
-        if (
-            frame.f_code is torch.optim.Optimizer._cuda_graph_capture_health_check.__code__
-            and self.trainer._steps.train.is_replaying
-        ):
+        if frame.f_code is self._code and self.trainer._steps.train.is_replaying:
             self.was_replaying = True
             signal.raise_signal(signal.SIGINT)
 
 
 @isolated
-def test_an_update_that_is_interrupted_in_a_replayed_step() -> None:
+@pytest.mark.parametrize(
+    "function", [torch.optim.Optimizer._cuda_graph_capture_health_check, torch._dynamo.graph_break]
+)
+def test_an_update_that_is_interrupted_in_a_replayed_step(function: Any) -> None:
     """The optimizer was emptied for it, and has its parameters again."""
     get_backend().initialize()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    before, snapshot, interrupts = _patchable(), Snapshot(), InterruptsUpdate()
+    before, snapshot, interrupts = _patchable(), Snapshot(), InterruptsUpdate(function)
     trainer = hf_trainer.Trainer(
         model=Classifier(dropout=0.2),
         args=arguments(max_steps=10),

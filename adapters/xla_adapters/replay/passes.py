@@ -153,6 +153,7 @@ class ReplayPass:
     def _execute(self) -> ScopeReport:
         recording, backend, tensors = self._recording, self._backend, self._tensors
         self._restores.close()
+        self._put_groups_back()
         backend.set_seed(backend.seed() if self._seed is None else self._seed.value())
         if self._together is not None:
             return self._wait(self._together)

@@ -255,10 +255,10 @@ class StepsTogether:
 
     @at_edge
     def _execute(self, *, together: bool) -> None:
-        passes, self._passes = self._passes, []
-        self._watch.end()
         self._interrupts.install()
         try:
+            passes, self._passes = self._passes, []
+            self._watch.end()
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 self._upload(passes)
                 self._backend.flush()
