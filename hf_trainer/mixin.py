@@ -112,7 +112,7 @@ class XLATrainerMixin(
         if given is not None:
             check_arguments(given, self.xla_config)
         check_optimizer((kwargs.get("optimizers") or (None, None))[0], kwargs.get("optimizer_cls_and_kwargs"))
-        self._session_depth = 0
+        self._in_session = False
         self._held = ExitStack()
         self.run_stats = RunStats()
         self._queued_for_counting = []
@@ -135,12 +135,12 @@ class XLATrainerMixin(
     @contextmanager
     def _session(self) -> Iterator[None]:
         """The patches and the eager mode that a run needs; nests, and undoes itself."""
-        if self._session_depth:
+        if self._in_session:
             yield
             return
         with ExitStack() as stack:
-            stack.callback(setattr, self, "_session_depth", 0)
-            self._session_depth = 1
+            stack.callback(setattr, self, "_in_session", False)
+            self._in_session = True
             stack.enter_context(trainer_patches())
             stack.enter_context(eager(self.xla_config.eager_by_default))
             stack.enter_context(self._sharded())

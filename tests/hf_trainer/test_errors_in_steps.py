@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import accelerate.data_loader
 import accelerate.utils.operations
@@ -394,3 +395,18 @@ def test_out_of_memory_without_auto_find_batch_size(
     )
     with pytest.raises(xla_adapters.errors.DeviceOutOfMemoryError, match="batch smaller"):
         trainer.train()
+
+
+@isolated
+def test_a_run_that_does_not_begin_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one has its patches and its eager mode all the same."""
+    get_backend().initialize()
+    before = _patchable()
+    trainer = hf_trainer.Trainer(model=Classifier(), args=arguments(max_steps=3), train_dataset=vector_samples(24))
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="mine"):
+        patched.setattr(trainer, "_sharded", Mock(side_effect=ValueError("mine")))
+        trainer.train()
+    assert _patchable() == before
+    trainer.train()
+    assert trainer._steps.train.passes == 3
+    assert _patchable() == before

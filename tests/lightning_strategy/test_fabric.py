@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -446,6 +447,33 @@ def test_an_exception_in_the_step_leaves_everything_as_it_was() -> None:
 
     ours.train(2, seed=1)
     assert ours.losses == undisturbed.losses
+
+
+@isolated
+def test_an_interrupt_while_the_step_is_executed_leaves_it_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are new: so is what its metrics hold, and the next one draws other numbers."""
+    undisturbed = xla_loop(dropout=0.5)
+    undisturbed.train(3)
+    ours = xla_loop(dropout=0.5)
+    metric = ours.fabric.to_device(torchmetrics.SumMetric())
+    backend = xla_adapters.get_backend()
+    finish = backend.finish_step
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupted_finish() -> None:
+        signal.raise_signal(signal.SIGINT)
+        finish()
+
+    for index, batch in enumerate(ours.fabric.setup_dataloaders(loader(3))):
+        with monkeypatch.context() as patched:
+            if index == 1:
+                patched.setattr(backend, "finish_step", interrupted_finish)
+            with pytest.raises(KeyboardInterrupt) if index == 1 else nullcontext(), ours.step():
+                ours.update(batch)
+                metric.update(1)
+    assert ours.fabric.strategy.step_count == 3
+    assert metric.compute().item() == 3
+    assert all(map(torch.equal, undisturbed.weights, ours.weights))
 
 
 @isolated
