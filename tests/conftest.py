@@ -77,7 +77,8 @@ def _native_threads() -> dict[str, str]:
     known = {str(thread.native_id) for thread in threading.enumerate()}
     names = {}
     for task in set(os.listdir(_TASKS)) - known:
-        with contextlib.suppress(FileNotFoundError):
+        # It may end before its name is opened, or before it is read.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             names[task] = (_TASKS / task / "comm").read_text().strip()
     return names
 
