@@ -35,7 +35,7 @@ class Shape:
     length: int = 64
 
 
-class _Classified(nn.Module):
+class Classified(nn.Module):
     """An image model with its loss, called as those of transformers are."""
 
     def __init__(self, net: nn.Module) -> None:
@@ -93,7 +93,7 @@ def _vision(name: str, function: str) -> Model:
     def make(shape: Shape) -> nn.Module:
         import torchvision
 
-        return _Classified(getattr(torchvision.models, function)(num_classes=CLASSES))
+        return Classified(getattr(torchvision.models, function)(num_classes=CLASSES))
 
     return Model(name, make, vision=True)
 

@@ -64,7 +64,11 @@ def run(name: str, make: Callable[[], nn.Module], batches: Sequence[zoo.Batch], 
         # Moving to XLA makes two parameters of one that two modules share.
         model.tie_weights()
     clock = Clock(plan, pass_on, backend.wait)
-    return clock.timing(_drive(_device_step(name, model), "xla", batches, clock))
+    step = _device_step(name, model)
+    timing = clock.timing(_drive(step, "xla", batches, clock))
+    if isinstance(step, CompiledStep) and step.replays < plan.steps * plan.rounds:
+        raise RuntimeError(f"replayed {step.replays} times only: {step.reasons}")
+    return timing
 
 
 def _drive(step: Step, device: str, batches: Sequence[zoo.Batch], clock: Clock) -> list[float]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import compile_time, host_overhead, memory, model_table, models, report, rolled, timed_loops, timed_runs
 from benchmarks.clock import Plan, Timing
@@ -85,6 +86,35 @@ def test_jax_trains_the_same_model() -> None:
     assert len(jax.losses) == plan.total
     assert jax.losses == pytest.approx(ours.losses, abs=2e-5)
     assert jax.losses[-1] != pytest.approx(jax.losses[0], abs=1e-3)
+
+
+class _Image(nn.Module):
+    """Classifies images; says so in each pass, if asked to."""
+
+    def __init__(self, *, loud: bool) -> None:
+        super().__init__()
+        self.loud = loud
+        self.linear = nn.Linear(3 * 8 * 8, model_table.CLASSES)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        if self.loud:
+            print(pixels.shape)
+        return self.linear(pixels.flatten(1))
+
+
+@isolated
+@pytest.mark.parametrize("loud", [False, True])
+def test_image_models_are_replayed_or_said_not_to_be(loud: bool) -> None:
+    plan, images = Plan(warmup=5, steps=2, rounds=1), model_table.MODELS[0]
+    batches = images.batches(plan.total, model_table.Shape(batch=2, pixels=8))
+    run = functools.partial(
+        timed_loops.run, STEP, lambda: model_table.Classified(_Image(loud=loud)), batches, plan, lambda: None
+    )
+    if loud:
+        with pytest.raises(RuntimeError, match="replayed 0 times only: .* it calls print"):
+            run()
+    else:
+        assert run().executions == 1
 
 
 @isolated

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import random
 import time
+from collections import OrderedDict, deque
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain, islice, zip_longest
+from types import SimpleNamespace
+from typing import Any, TypedDict
 
 import pytest
 import torch
@@ -26,6 +29,21 @@ _KNOWLEDGE = Knowledge(packages=("torch.",))
 class Pair:
     left: torch.Tensor
     right: torch.Tensor
+
+
+class Named(TypedDict):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class ByAttribute(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+class Noting(dict[str, Any]):
+    def __setitem__(self, name: str, value: Any) -> None:
+        SEEN.append(name)
+        super().__setitem__(name, value)
 
 
 class Counter:
@@ -149,6 +167,37 @@ class Model(nn.Module):
     def grows_default(self, batch: Any, index: int) -> Any:
         return grown(batch["x"]).mean()
 
+    def safe_containers(self, batch: Any, index: int) -> Any:
+        loss = batch["x"].mean() * self.rate
+        named = Named(left=loss, right=loss * 2)
+        ordered = OrderedDict(left=loss, right=named["right"])
+        recent = deque([loss, ordered["left"]], maxlen=2)
+        total = sum(chain(recent, islice(recent, 1)))
+        for left, right in zip_longest(recent, recent):
+            total = total + left * right
+        return SimpleNamespace(loss=ByAttribute(left=total).left).loss
+
+    def keeps_a_list_in_a_namespace(self, batch: Any, index: int) -> Any:
+        SimpleNamespace(log=self.history).log.append(1)
+        return batch["x"].mean()
+
+    def keeps_a_list_in_a_dictionary(self, batch: Any, index: int) -> Any:
+        ByAttribute(log=self.history).log.append(1)
+        return batch["x"].mean()
+
+    def finds_another_module_of_that_name(self, batch: Any, index: int) -> Any:
+        return SimpleNamespace(linear=self.noisy).linear(batch["x"]).mean()
+
+    def makes_a_dictionary_of_its_own(self, batch: Any, index: int) -> Any:
+        found = Noting()
+        found["x"] = batch["x"].mean()
+        return found["x"]
+
+    def chains_what_is_changed(self, batch: Any, index: int) -> Any:
+        for kept in chain([self.history]):
+            kept.append(1)
+        return batch["x"].mean()
+
     def sets_item(self, batch: Any, index: int) -> Any:
         self.weights["a"] = 0.5
         return batch["x"].mean()
@@ -240,6 +289,11 @@ _UNSAFE = {
     "grows_through_dict": "puts a list",
     "grows_through_a_kept_one": "puts a list",
     "grows_default": "it changes a list",
+    "keeps_a_list_in_a_namespace": "it reads SimpleNamespace",
+    "keeps_a_list_in_a_dictionary": "it reads ByAttribute",
+    "finds_another_module_of_that_name": "it puts a module into SimpleNamespace",
+    "makes_a_dictionary_of_its_own": "it calls Noting",
+    "chains_what_is_changed": "it changes a list",
     "sets_item": "it changes a dict",
     "grows_global": "it changes a list",
     "prints": "it calls print",
@@ -263,7 +317,7 @@ _UNSAFE = {
 
 
 @isolated
-@pytest.mark.parametrize("name", ["safe_plain", "safe_helpers", "safe_decorated", "safe_super"])
+@pytest.mark.parametrize("name", ["safe_plain", "safe_helpers", "safe_decorated", "safe_super", "safe_containers"])
 def test_without_effects(name: str) -> None:
     assert _examine(name).facts
 

@@ -24,7 +24,7 @@ from xla_adapters.replay.outside import (
     Method,
     Super,
     Value,
-    is_plain_record,
+    is_record,
     name_of,
 )
 from xla_adapters.replay.pure_calls import READING_METHODS, is_pure
@@ -146,10 +146,15 @@ class Calls(LibraryCalls):
             if item.name in READING_METHODS:
                 return self._element(Value((item.container,)), node, frame)
             raise self._fail(node, frame, f"it changes {name_of(item.container)} by {item.name}")
+        if is_record(item):
+            if any(isinstance(part, torch.nn.Module) for part in given.outside):
+                # What is read of a record is looked for in what it was given.
+                raise self._fail(node, frame, f"it puts a module into {name_of(item)}")
+            return given
         if is_pure(function):
             # A sorted list of modules is one of modules.
             return given if isinstance(function, type) or getattr(function, "__module__", "") == "builtins" else FRESH
-        if isinstance(item, type) and (is_plain_record(item) or self._is_known_module(item)):
+        if isinstance(item, type) and self._is_known_module(item):
             return given
         if isinstance(item, type) and dataclasses.is_dataclass(item) and self._knowledge.covers(item):
             # A library's record.

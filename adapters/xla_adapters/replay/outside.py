@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -178,8 +179,16 @@ OF_MODULES: Mapping[Any, Callable[[Any], Iterable[Any]]] = {
 }
 
 
-def is_plain_record(cls: type) -> bool:
-    """Whether a class is a named tuple or dataclass without code of its own."""
+# What dictionaries are made of, and what each class has.
+_OF_DICT = (types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType)
+
+
+def is_record(cls: Any) -> bool:
+    """Whether something is the class of a namespace, named tuple, dataclass or dictionary without code of its own."""
+    if not isinstance(cls, type) or cls is dict:
+        return False
+    if cls is types.SimpleNamespace:
+        return True
     code = (types.FunctionType, property, classmethod, staticmethod)
     if any(isinstance(member, code) and not name.startswith("_") for name, member in vars(cls).items()):
         return False
@@ -192,6 +201,11 @@ def is_plain_record(cls: type) -> bool:
         isinstance(field.default_factory, types.FunctionType) for field in dataclasses.fields(cls)
     ):
         return False
+    if issubclass(cls, dict):
+        # One whose keys are attributes, say, or a `TypedDict`.
+        own = [member for base in cls.__mro__[:-2] for member in vars(base).values()]
+        is_code = [callable(member) or hasattr(member, "__get__") for member in own]
+        return all(isinstance(member, _OF_DICT) for member in itertools.compress(own, is_code))
     named_tuple = issubclass(cls, tuple) and hasattr(cls, "_fields")
     return named_tuple or (dataclasses.is_dataclass(cls) and not hasattr(cls, "__post_init__"))
 

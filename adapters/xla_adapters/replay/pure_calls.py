@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import collections
 import contextlib
 import functools
+import itertools
 import math
 import operator
 import types
@@ -27,6 +29,14 @@ _CREATION = (
 )
 # Others call methods, read attributes, or change what they are given.
 _OPERATORS = "add sub mul matmul truediv floordiv mod pow neg pos abs lt le eq ne ge gt is_ is_not and_ or_ xor "
+# Of the standard library: they hold what they are given, or hand it out one by one.
+_CONTAINERS = (
+    collections.OrderedDict,
+    collections.deque,
+    itertools.chain,
+    itertools.islice,
+    itertools.zip_longest,
+)
 # Objects of these only switch modes.
 CONTEXTS = (
     torch.no_grad,
@@ -60,7 +70,7 @@ def _functions() -> frozenset[int]:
     found += [value for value in vars(math).values() if callable(value)]
     found += [getattr(operator, name) for name in _OPERATORS.split()]
     found += [value for name, value in vars(torch).items() if name.startswith("_foreach_")]
-    found += [*CONTEXTS, torch.autograd.grad, torch.func.functional_call, torch.cuda.amp.autocast]
+    found += [*_CONTAINERS, *CONTEXTS, torch.autograd.grad, torch.func.functional_call, torch.cuda.amp.autocast]
     return frozenset(map(id, found))
 
 
