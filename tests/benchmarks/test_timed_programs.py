@@ -111,7 +111,7 @@ def test_image_models_are_replayed_or_said_not_to_be(loud: bool) -> None:
         timed_loops.run, STEP, lambda: model_table.Classified(_Image(loud=loud)), batches, plan, lambda: None
     )
     if loud:
-        with pytest.raises(RuntimeError, match="replayed 0 times only: .* it calls print"):
+        with pytest.raises(RuntimeError, match=r"replayed 0 times only: .* it calls print"):
             run()
     else:
         assert run().executions == 1
