@@ -67,7 +67,8 @@ class EvaluationHooks(TrainerHooks):
             return loss, logits, labels
 
         try:
-            replay, phase = None, "evaluation, loss only" if prediction_loss_only else "evaluation"
+            phase = "evaluation, loss only" if prediction_loss_only else "evaluation"
+            replay = None
             if compiled and self._may_replay_evaluation():
                 inputs = self._found_by_step(inputs)
                 replay = self._evaluation_replay(model, inputs, (prediction_loss_only, repr((args, kwargs))))

@@ -139,9 +139,9 @@ class FabricSteps:
         program = self._program(kind, name)
         gradients = "present" if kind == "train" and self._gradients_present() else "absent"
         kept = KeptMetrics(metric for metric in (found() for found in self._metrics) if metric is not None)
-        seed, discarding = self._step_seed(kind), Discarding(program)
+        seed, passes = self._step_seed(kind), program.passes
         try:
-            with discarding:
+            with Discarding(program):
                 program.open(
                     inputs=inputs,
                     phase=f"gradients {gradients}" if kind == "train" else "evaluation",
@@ -152,11 +152,11 @@ class FabricSteps:
                     yield
                 program.close()
         finally:
-            # Ctrl-C while it compiles leaves the step done.
-            if discarding.discarded:
-                kept.put_back()
-            else:
+            # Not by whether there is an error: Ctrl-C while it compiles leaves the step done.
+            if program.passes > passes:
                 self._passed(kind)
+            else:
+                kept.put_back()
 
     @contextmanager
     def _uncompiled(self, kind: StepKind) -> Iterator[None]:

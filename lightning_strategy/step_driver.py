@@ -146,8 +146,14 @@ class StepDriver:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Around the user's own part of a step."""
+        with self.discarding(), self._traced():
+            yield
+
+    @staticmethod
+    @contextmanager
+    def _traced() -> Iterator[None]:
         # Backward in this thread also where no step is open: see StepScope.
-        with self.discarding(), as_if_compiling(), torch.autograd.set_multithreading_enabled(False):
+        with as_if_compiling(), torch.autograd.set_multithreading_enabled(False):
             yield
 
     # ---- evaluation ----------------------------------------------------------------------------
@@ -181,9 +187,9 @@ class StepDriver:
         self._before_step()
         with self.discarding():
             program.open(inputs=batch, phase=name, seed=seed, where=where, replay=replay)
-            with self.computing():
+            with self._traced():
                 yield program
-            program.close()
+                program.close()
         self._after_step()
 
     # ---- leaving early -------------------------------------------------------------------------

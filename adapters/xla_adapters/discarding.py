@@ -13,26 +13,21 @@ class Discardable(Protocol):
     """What may be under way when an error comes: a program, or several together."""
 
     def abort(self) -> object:
-        """Discards it; returns whether there was something to discard, if that is known."""
+        """Discards it."""
 
     def translate(self, error: BaseException) -> Exception | None:
         """What an error means in it, or `None` if it is something else."""
 
 
 class Discarding:
-    """Discards what is under way if the body raises, and raises what the error means in a step.
-
-    Attributes:
-        discarded: whether a pass was; not if the body raised behind its execution (Ctrl-C while it compiles).
-    """
+    """Discards what is under way if the body raises, and raises what the error means in a step."""
 
     def __init__(self, steps: Discardable) -> None:
         self._steps = steps
         self._modes = TorchModes()
-        self.discarded = False
 
-    def __enter__(self) -> Discarding:
-        return self
+    def __enter__(self) -> None:
+        pass
 
     @at_edge
     def __exit__(
@@ -43,7 +38,7 @@ class Discarding:
         translated = self._steps.translate(error)
         finish_interrupted_exits(error)
         try:
-            self.discarded = bool(self._steps.abort())
+            self._steps.abort()
         finally:
             self._modes.put_back()
         if translated is not None:

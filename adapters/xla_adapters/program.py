@@ -303,6 +303,8 @@ class StepProgram:
         if execution is None:
             return False
         execution.abort()
+        # Ctrl-C while it compiles leaves the pass done.
+        self.passes += execution.executed
         return not execution.executed
 
     def translate(self, error: BaseException) -> Exception | None:

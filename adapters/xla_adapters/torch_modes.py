@@ -9,6 +9,7 @@ from types import CodeType
 import torch
 import torch.overrides
 import torch.utils._python_dispatch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 _CONTEXT_EDGES: frozenset[CodeType] = frozenset(
     getattr(contextlib._GeneratorContextManager, name).__code__ for name in ("__enter__", "__exit__")
@@ -44,6 +45,17 @@ class TorchModes:
 def _autocast_nesting() -> int:
     # There is no way to ask. In one go, so that Ctrl-C does not come in between.
     return int([*map(_call, _UP_AND_DOWN)][-1])
+
+
+def leave_function_mode(mode: TorchFunctionMode) -> None:
+    """Takes a mode off this thread's stack, wherever it stands, and however often."""
+    modes = _get_current_function_mode_stack()
+    if mode in modes:
+        for _ in modes:
+            _pop_mode()
+        for other in modes:
+            if other is not mode:
+                _push_mode(other)
 
 
 def finish_interrupted_exits(error: BaseException) -> None:

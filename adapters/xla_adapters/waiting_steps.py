@@ -10,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from xla_adapters.location import current_location
+from xla_adapters.torch_modes import leave_function_mode
 
 
 class Waiting(Protocol):
@@ -94,12 +95,8 @@ class StateWatch(TorchFunctionMode):
 
     def _remove(self) -> None:
         # From another thread it stays, and finds nothing to watch over.
-        if self._thread == threading.get_ident() and self in _get_current_function_mode_stack():
-            above = []
-            while (mode := _pop_mode()) is not self:
-                above.append(mode)
-            for mode in reversed(above):
-                _push_mode(mode)
+        if self._thread == threading.get_ident():
+            leave_function_mode(self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 from xla_adapters.backend import get_backend
 from xla_adapters.convolutions import CONVOLUTIONS
@@ -16,6 +16,7 @@ from xla_adapters.lowerings import LOWERINGS, norm_with_torchs_variance
 from xla_adapters.rollback import StepJournal
 from xla_adapters.sharding.attention import ATTENTION
 from xla_adapters.sharding.norms import NORMS
+from xla_adapters.torch_modes import leave_function_mode
 from xla_adapters.transfers import upload_scalar
 
 _Tensor = torch.Tensor
@@ -229,13 +230,7 @@ class StepWatch(TorchFunctionMode):
 
         It stands there twice where Ctrl-C came while a backward was leaving it.
         """
-        modes = _get_current_function_mode_stack()
-        if self in modes:
-            for _ in modes:
-                _pop_mode()
-            for mode in modes:
-                if mode is not self:
-                    _push_mode(mode)
+        leave_function_mode(self)
 
 
 def _sets_number_by_mask(args: tuple[Any, ...]) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -447,6 +448,16 @@ def test_an_exception_in_the_step_leaves_everything_as_it_was() -> None:
 
     ours.train(2, seed=1)
     assert ours.losses == undisturbed.losses
+
+
+@isolated
+def test_a_step_that_does_not_begin_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = xla_loop()
+    with monkeypatch.context() as patched:
+        patched.setattr("xla_adapters.program.use_random_algorithm", Mock(side_effect=ValueError("no")))
+        with pytest.raises(ValueError, match="no"), ours.step():
+            pass
+    assert ours.fabric.strategy.step_count == 0
 
 
 @isolated
