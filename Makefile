@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # With the frameworks that benchmarks compare with.
 BENCH_STAMP := $(VENV)/.installed-bench
 
-.PHONY: demo demo-digits demo-lightning test test-apart test-rest test-slow lint bench clean
+.PHONY: demo demo-digits demo-lightning test test-apart test-rest test-slow test-untuned test-untuned-apart test-untuned-rest lint docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.byte_lm
@@ -17,8 +17,8 @@ demo-digits: $(STAMP)
 demo-lightning: $(STAMP)
 	$(BIN)/python -m examples.lightning_digits
 
-# In two processes: most tests are one process that computes on little more than one core.
-APART := tests/hf_trainer tests/core
+# In two processes of about the same length: most tests are one process that computes on little more than one core.
+APART := tests/hf_trainer tests/lightning_strategy $(if $(SLOW),tests/benchmarks tests/crash)
 PYTEST = $(BIN)/python -m pytest $(if $(SLOW),-m slow)
 
 test: $(STAMP)
@@ -33,14 +33,33 @@ test-apart:
 test-rest:
 	$(PYTEST) $(addprefix --ignore=,$(APART))
 
+# Once more without the tuning for CPU devices: the step as other devices trace it. What is left out tests the tuning.
+UNTUNED := tests/parity tests/runtime tests/replay/test_replay.py tests/sharding/test_distribute.py \
+	tests/tracing/test_step_scope.py tests/tracing/test_optimizers.py tests/tracing/test_scans.py \
+	$(addprefix --ignore=tests/runtime/,test_random_algorithm.py test_runtime_order.py)
+UNTUNED_APART := tests/hf_trainer/test_training.py tests/lightning_strategy/test_training.py
+
+test-untuned: $(STAMP)
+	+$(MAKE) --no-print-directory -j2 --output-sync=target test-untuned-apart test-untuned-rest
+
+test-untuned-apart:
+	XLA_ADAPTERS_CPU_TUNING=0 $(BIN)/python -m pytest $(UNTUNED_APART)
+
+test-untuned-rest:
+	XLA_ADAPTERS_CPU_TUNING=0 $(BIN)/python -m pytest $(UNTUNED)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# All of them, whatever an earlier one missed.
-BENCHMARKS := step_counts "step_counts --lightning" modes architectures sharding checkpoint "crash --peers" \
-	host_overhead models memory compile_time
+# Offline; a warning is an error.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
+
+# All of them, even if an earlier one missed a target.
+BENCHMARKS := step_counts "step_counts --lightning" modes architectures "architectures --bf16" ecosystem sharding checkpoint "crash --peers" \
+	replay_coverage verification host_overhead models memory compile_time
 
 bench: $(BENCH_STAMP)
 	@missed=; for benchmark in $(BENCHMARKS); do \
@@ -58,4 +77,4 @@ $(BENCH_STAMP): $(STAMP)
 	touch $(BENCH_STAMP)
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs build

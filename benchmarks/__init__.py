@@ -1,8 +1,7 @@
 """Programs that measure this package, each `python -m benchmarks.NAME`.
 
-Importing this package sets what must be set before torch_xla and transformers are imported, for
-benchmarks run where there may be no accelerator, no network and no terminal; what the environment
-says already is left as it is.
+Importing this package sets environment variables that torch_xla and transformers read at import, for machines without
+accelerator, network or terminal. Variables that are already set are not changed.
 """
 
 import os

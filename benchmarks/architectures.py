@@ -1,8 +1,8 @@
 """Which architectures of transformers train as one graph per step; `python -m benchmarks.architectures`.
 
-Each is built from a tiny config and trained for a few steps by `hf_trainer.Trainer` in
-`eager+compile` with `on_graph_break="error"`, in a process of its own, and again by a plain loop of
-CPU torch over the same weights and batches. Dropout is off, so that the losses can be compared.
+Each is built from a tiny config and trained for a few steps by `hf_trainer.Trainer` in `eager+compile` with
+`on_graph_break="error"`, in its own process, and compared with a plain loop on the CPU with the same weights and
+batches. Dropout is off, so that the losses can be compared. With `--bf16` both run under bfloat16 autocast.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from benchmarks import report, zoo
 from benchmarks.children import run_in_child
 from benchmarks.snapshots import StepSnapshots
 from benchmarks.training import LEARNING_RATE, Batches, arguments, only_item
+from benchmarks.zoo_batches import Batch
 from hf_trainer import Trainer
-from xla_adapters import count, get_backend
+from xla_adapters import count, get_runtime
 from xla_adapters.errors import GraphBreakError
 
 TOLERANCE = 1e-4
+BF16_TOLERANCE = 2e-2
 WANTED = 20
 
 
@@ -50,7 +52,7 @@ class Row:
     seconds: float | None = None
     reason: str | None = None
 
-    def judge(self) -> None:
+    def judge(self, tolerance: float = TOLERANCE) -> None:
         """Says what is wrong with what was counted, unless the run failed and has its reason."""
         if self.reason is not None:
             return
@@ -59,7 +61,7 @@ class Row:
             wrong.append(f"{self.compiles} compiles")
         if self.executions_per_step != 1:
             wrong.append(f"{self.executions_per_step} executions in a step")
-        if self.difference is None or not self.difference <= TOLERANCE:
+        if self.difference is None or not self.difference <= tolerance:
             wrong.append(f"losses differ by {self.difference}")
         self.reason = "; ".join(wrong) or None
 
@@ -69,7 +71,7 @@ class Row:
         return self.reason is None
 
 
-def train(architecture: zoo.Architecture, steps: int, xla_mode: str = "eager+compile") -> Row:
+def train(architecture: zoo.Architecture, steps: int, xla_mode: str = "eager+compile", bf16: bool = False) -> Row:
     """Runs in a child."""
     row = Row(architecture.name)
     model = architecture.build()
@@ -78,12 +80,12 @@ def train(architecture: zoo.Architecture, steps: int, xla_mode: str = "eager+com
     batches = architecture.batches(steps)
     snapshots = StepSnapshots()
     try:
-        # The seam tries itself out once in a process, with two tiny graphs that are none of the training's.
-        _ = get_backend().replay_works
+        # The first access to `replay_works` executes two tiny graphs, which must not be counted.
+        _ = get_runtime().replay_works
         with tempfile.TemporaryDirectory() as folder, count() as counters:
             trainer = Trainer(
                 model,
-                arguments(folder),
+                arguments(folder, bf16=bf16),
                 train_dataset=Batches(batches),
                 data_collator=only_item,
                 callbacks=[snapshots],
@@ -100,15 +102,16 @@ def train(architecture: zoo.Architecture, steps: int, xla_mode: str = "eager+com
     row.eager_ops = int(sum(step["eager_ops"] for step in snapshots.steps))
     row.first_loss, row.last_loss = snapshots.losses[0], snapshots.losses[-1]
     # After the run on XLA: a backward on the CPU before it would start torch's threads too early for it.
-    expected = plain_losses(reference, batches, [_loss_arguments(trainer, batch) for batch in batches])
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+        expected = plain_losses(reference, batches, [_loss_arguments(trainer, batch) for batch in batches])
     if len(expected) == len(snapshots.losses):
         row.difference = max(abs(a - b) for a, b in zip(expected, snapshots.losses, strict=True))
-    row.judge()
+    row.judge(BF16_TOLERANCE if bf16 else TOLERANCE)
     return row
 
 
-def _loss_arguments(trainer: transformers.Trainer, batch: zoo.Batch) -> zoo.Batch:
-    """What transformers' Trainer hands to the model's loss: the number of labels to average over.
+def _loss_arguments(trainer: transformers.Trainer, batch: Batch) -> Batch:
+    """The arguments that transformers' Trainer passes to the model's loss: the number of labels to average over.
 
     Counted by transformers' own rule. Where that is not the number of labels predicted (it counts
     GPT-2's first label, which is never predicted), the mean is off in every trainer alike.
@@ -119,7 +122,7 @@ def _loss_arguments(trainer: transformers.Trainer, batch: zoo.Batch) -> zoo.Batc
     return {} if labels is None else {"num_items_in_batch": labels}
 
 
-def plain_losses(model: torch.nn.Module, batches: list[zoo.Batch], loss_arguments: list[zoo.Batch]) -> list[float]:
+def plain_losses(model: torch.nn.Module, batches: list[Batch], loss_arguments: list[Batch]) -> list[float]:
     """The losses of an ordinary loop on the CPU with the trainer's defaults: AdamW, clipping at 1."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     losses = []
@@ -141,9 +144,9 @@ def _graph_break(error: GraphBreakError) -> str:
     return f"{lines[0]}; {where[0] if where else 'no line known'}"
 
 
-def measure(architecture: zoo.Architecture, steps: int, timeout: float) -> Row:
+def measure(architecture: zoo.Architecture, steps: int, timeout: float, bf16: bool = False) -> Row:
     """Trains in a child; whatever goes wrong there stands in the row."""
-    outcome = run_in_child(functools.partial(train, architecture, steps), timeout=timeout)
+    outcome = run_in_child(functools.partial(train, architecture, steps, bf16=bf16), timeout=timeout)
     row: Row = outcome.value if outcome.ok else Row(architecture.name, reason=outcome.short_error)
     row.seconds = outcome.seconds
     return row
@@ -192,17 +195,21 @@ def main(command: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=240, help="seconds per architecture")
     parser.add_argument("--at-least", type=int, default=WANTED, help="how many must be ok")
+    parser.add_argument("--bf16", action="store_true", help="under bfloat16 autocast, ours and the CPU's")
     options = parser.parse_args(command)
     chosen = zoo.named(options.only)
     for architecture in chosen:
         architecture.load_classes()
     rows = []
     for number, architecture in enumerate(chosen, start=1):
-        row = measure(architecture, options.steps, options.timeout)
+        row = measure(architecture, options.steps, options.timeout, options.bf16)
         rows.append(row)
         state = "ok" if row.ok else f"not ok: {row.reason}"
         print(f"[{number}/{len(chosen)}] {row.name} ({row.seconds:.0f} s): {state}", file=sys.stderr, flush=True)
-    made = report.Report("architectures", settings={"steps": options.steps, "learning_rate": LEARNING_RATE})
+    tolerance = BF16_TOLERANCE if options.bf16 else TOLERANCE
+    made = report.Report(
+        "architectures", settings={"steps": options.steps, "learning_rate": LEARNING_RATE, "bf16": options.bf16}
+    )
     made.results["rows"] = [asdict(row) | {"ok": row.ok} for row in rows]
     good = [row for row in rows if row.ok]
     made.target(
@@ -211,8 +218,12 @@ def main(command: list[str] | None = None) -> int:
     unexplained = sum(1 for row in rows if not row.ok and not row.reason)
     made.target("architectures that fail without a reason", unexplained, "exactly", 0)
     differences = [row.difference for row in good if row.difference is not None]
-    made.target("largest loss difference among those", max(differences, default=None), "at most", TOLERANCE)
-    print(f"{len(rows)} architectures, {options.steps} steps each, xla_mode='eager+compile', on_graph_break='error'\n")
+    made.target("largest loss difference among those", max(differences, default=None), "at most", tolerance)
+    precision = "bfloat16 autocast" if options.bf16 else "float32"
+    print(
+        f"{len(rows)} architectures, {options.steps} steps each, {precision}, xla_mode='eager+compile', "
+        "on_graph_break='error'\n"
+    )
     print(table_of(rows))
     print(f"\n{len(good)} of {len(rows)} are ok. Counted: see `Row` in benchmarks/architectures.py.")
     return made.finish(options)

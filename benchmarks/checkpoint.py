@@ -1,15 +1,15 @@
-"""What a checkpoint costs: how long the loop is blocked, how long until it is there; `python -m benchmarks.checkpoint`.
+"""The cost of checkpoints: how long the loop is blocked, and how long a save takes; `python -m benchmarks.checkpoint`.
 
-A state of parameters and two moments of AdamW on the device, written by
+A state of parameters and AdamW's two moments on the device, written by
   ours, async / ours, sync    `AsyncSaver` and `CheckpointStore`: flushed, read back from the disk and compared;
   torch.save, safetensors     the functions, on tensors copied to the host;
   DCP                         `torch.distributed.checkpoint.save` on tensors copied to the host;
   Lightning                   `TorchCheckpointIO.save_checkpoint`, likewise.
-None of the last four flushes or reads anything back (DCP flushes). Then the same amount saved by trainers in a
-training, stock and ours, on the device (see `benchmarks.checkpoint_trainers`). The limits: the copy to the host alone,
-which any save must wait for, and the same bytes written to the disk and flushed. All of them run in every round;
-before each the disk is let finish what it has to do. Medians over the rounds, per gigabyte (10^9 bytes). What an async
-save blocks is compared with the copy to the host of the same round, in the same process.
+The last four do not read anything back, and only DCP flushes. Then trainers, stock and ours, save the same amount in a
+training on the device (see `benchmarks.checkpoint_trainers`). For comparison: the copy to the host alone, which any
+save must wait for, and the same bytes written to the disk and flushed. All of them run in every round; before each,
+pending disk writes are flushed. Medians over the rounds, per gigabyte (10^9 bytes). The time that an async save blocks
+is compared with the copy to the host in the same round and process.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from torch.distributed import checkpoint as dcp
 from benchmarks import report
 from benchmarks.checkpoint_trainers import TRAINERS, players
 from benchmarks.children import run_in_child
-from benchmarks.turns import take_turns
-from xla_adapters import get_backend, initialize
+from benchmarks.interleaved import run_interleaved
+from xla_adapters import get_runtime, initialize
 from xla_adapters.checkpoint import AsyncSaver, CheckpointStore, snapshot
 
 State = dict[str, torch.Tensor]
@@ -51,7 +51,7 @@ def state_of(megabytes: int) -> State:
 
 
 def write_and_flush(state: State, folder: Path) -> None:
-    """The disk's own speed."""
+    """Writes and flushes the same bytes: the disk's own speed."""
     with (folder / "raw").open("wb", buffering=0) as stream:
         for tensor in state.values():
             stream.write(memoryview(tensor.numpy()).cast("B"))
@@ -75,7 +75,7 @@ def write_lightning(state: State, folder: Path) -> None:
 
 
 def peer(write: Callable[[State, Path], None], state: State, folder: Path) -> tuple[float, float]:
-    """Copies and writes; the loop is blocked all the time."""
+    """Copies and writes with one of the peers; the loop is blocked for the whole time."""
     started = time.perf_counter()
     write(snapshot(state), folder)
     seconds = time.perf_counter() - started
@@ -84,7 +84,7 @@ def peer(write: Callable[[State, Path], None], state: State, folder: Path) -> tu
 
 def copy_only(state: State, folder: Path) -> tuple[float, float]:
     started = time.perf_counter()
-    get_backend().to_host(list(state.values()))
+    get_runtime().transfers.to_host(list(state.values()))
     seconds = time.perf_counter() - started
     return seconds, seconds
 
@@ -123,8 +123,8 @@ def measure(megabytes: int, rounds: int, where: Path) -> dict[str, list[tuple[fl
     """Runs in a child: seconds blocked and in all, of every run in every round."""
     initialize()
     state = state_of(megabytes)
-    get_backend().flush()
-    get_backend().wait()
+    get_runtime().tracing.flush()
+    get_runtime().device.wait()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in RUNS}
     for number in range(rounds):
         for name in RUNS if number % 2 == 0 else reversed(RUNS):
@@ -162,7 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         }
         runs = players(trainers, options.megabytes, options.rounds, where)
-        outcomes |= take_turns(runs, options.rounds, timeout=120, say=lambda text: print(text, file=sys.stderr))
+        outcomes |= run_interleaved(runs, options.rounds, timeout=120, say=lambda text: print(text, file=sys.stderr))
     failed = [f"{name}: {outcome.error}" for name, outcome in outcomes.items() if not outcome.ok]
     if failed:
         print("\n".join(failed), file=sys.stderr)

@@ -1,9 +1,9 @@
-"""What a checkpoint costs in a training: the trainers' own saves, for `benchmarks.checkpoint`.
+"""The cost of checkpoints in a training, for `benchmarks.checkpoint`: times the saves of trainers.
 
-Each trainer trains the same network on the device and saves after every step; the time is that of its method which
-saves (`Trainer._save_checkpoint` of transformers, `Trainer.save_checkpoint` of Lightning), called by its loop or in a
-hook of it. Before it the device and the disk are let finish what they have to do, and the state is copied to the host
-a few times, for comparison. All trainers live at once, each in a process of its own, and save in turns.
+Each trainer trains the same network on the device and saves after every step. Timed is its method that saves
+(`Trainer._save_checkpoint` of transformers, `Trainer.save_checkpoint` of Lightning). Before it, pending work of device
+and disk is finished, and the state is copied to the host a few times for comparison. All trainers run at the same time,
+each in its own process, and save alternately.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
 import hf_trainer
+from benchmarks.interleaved import Pause
 from benchmarks.lightning_counts import LiftedAccelerator
-from benchmarks.turns import PassOn
 from lightning_strategy import XLAEagerStrategy
 from lightning_strategy.checkpoints import XLAEagerCheckpointIO
-from xla_adapters import get_backend, initialize
+from xla_adapters import get_runtime, initialize
 
 _LAYERS, _BATCH = 8, 4
 # One differs from the next by half.
@@ -41,12 +41,12 @@ STOCK_HF, STOCK_LIGHTNING = "transformers.Trainer", "Lightning's Trainer"
 
 @dataclass(frozen=True)
 class Times:
-    """Of one save, in seconds.
+    """The times of one save, in seconds.
 
     Attributes:
         copy: of the state to the host, alone.
-        blocked: until the training may go on.
-        total: until the checkpoint is there.
+        blocked: until the training continues.
+        total: until the checkpoint is complete.
     """
 
     copy: float
@@ -77,26 +77,26 @@ class _Pretrained(PreTrainedModel):  # type: ignore[no-untyped-call]
 
 
 def width_of(megabytes: int) -> int:
-    """Of a network whose weights and two moments are so many megabytes."""
+    """The width of a network whose weights and two moments take so many megabytes."""
     return int((megabytes * 10**6 / 4 / 3 / _LAYERS) ** 0.5)
 
 
 class _Clock:
     """Times saves, and gives the turn away after each; the first is a warm-up."""
 
-    def __init__(self, pass_on: PassOn) -> None:
+    def __init__(self, pause: Pause) -> None:
         self.times: list[Times] = []
-        self._pass_on, self._warm = pass_on, False
+        self._pause, self._warm = pause, False
 
     def save(self, state: Iterable[torch.Tensor], save: Callable[[], None], settle: Callable[[], None]) -> None:
-        backend, tensors = get_backend(), list(state)
-        backend.flush()
-        backend.wait()
+        runtime, tensors = get_runtime(), list(state)
+        runtime.tracing.flush()
+        runtime.device.wait()
         os.sync()
         copies = []
         for _ in range(_COPIES + 1):
             started = time.perf_counter()
-            backend.to_host(tensors)
+            runtime.transfers.to_host(tensors)
             copied = time.perf_counter()
             copies.append(copied - started)
         # All but the first find memory that the process has, as a save does that is not the first.
@@ -108,7 +108,7 @@ class _Clock:
         if self._warm:
             self.times.append(Times(copy, blocked - copied, ended - copied))
         self._warm = True
-        self._pass_on()
+        self._pause()
 
 
 def _tensors(model: nn.Module, optimizer: Any) -> Iterable[torch.Tensor]:
@@ -119,10 +119,10 @@ def _tensors(model: nn.Module, optimizer: Any) -> Iterable[torch.Tensor]:
         )
 
 
-def huggingface(pass_on: PassOn, *, width: int, rounds: int, where: Path, checkpoint: Any = None) -> list[Times]:
+def huggingface(pause: Pause, *, width: int, rounds: int, where: Path, checkpoint: Any = None) -> list[Times]:
     """transformers' Trainer on the device; ours if `checkpoint` says how it saves."""
-    initialize()
-    clock = _Clock(pass_on)
+    initialize(eager=False)
+    clock = _Clock(pause)
     base: Any = transformers.Trainer if checkpoint is None else partial(hf_trainer.Trainer, checkpoint=checkpoint)
 
     args = TrainingArguments(
@@ -145,7 +145,7 @@ def huggingface(pass_on: PassOn, *, width: int, rounds: int, where: Path, checkp
         optimizer = trainer.optimizer
         while hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer
-        settle = trainer._settle if checkpoint is not None else _nothing
+        settle = trainer._xla.checkpoints.settle if checkpoint is not None else _nothing
         clock.save(_tensors(trainer.model, optimizer), lambda: stock(model, trial), settle)
 
     trainer._save_checkpoint = save
@@ -176,10 +176,10 @@ class _Saves(L.Callback):
         self._clock.save(_tensors(pl_module, trainer.optimizers[0]), save, settle)
 
 
-def lightning(pass_on: PassOn, *, width: int, rounds: int, where: Path, checkpoint: Any = None) -> list[Times]:
+def lightning(pause: Pause, *, width: int, rounds: int, where: Path, checkpoint: Any = None) -> list[Times]:
     """Lightning's Trainer on the device, with its own strategy; with ours if `checkpoint` says how it saves."""
-    initialize()
-    clock = _Clock(pass_on)
+    initialize(eager=False)
+    clock = _Clock(pause)
     chosen: dict[str, Any] = {"strategy": XLAEagerStrategy(checkpoint=checkpoint)}
     if checkpoint is None:
         chosen = {"strategy": SingleDeviceXLAStrategy(device=0), "accelerator": LiftedAccelerator(), "devices": 1}
@@ -210,8 +210,8 @@ TRAINERS: dict[str, Callable[..., list[Times]]] = {
 }
 
 
-def players(names: Iterable[str], megabytes: int, rounds: int, where: Path) -> dict[str, Callable[[PassOn], Any]]:
-    """For `take_turns`: these trainers, each in a folder of its own."""
+def players(names: Iterable[str], megabytes: int, rounds: int, where: Path) -> dict[str, Callable[[Pause], Any]]:
+    """The trainers for `run_interleaved`, each with its own folder."""
     width = width_of(megabytes)
     return {
         name: partial(TRAINERS[name], width=width, rounds=rounds, where=Path(tempfile.mkdtemp(dir=where)))

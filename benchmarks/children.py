@@ -1,7 +1,7 @@
 """Runs each measurement in a forked child: XLA's state is per process and cannot be reset.
 
-The parent imports everything and never computes with torch, so a child costs a fraction of a second
-where a new interpreter costs many.
+The parent imports everything and never computes with torch, so a forked child starts in a fraction of a second; a new
+interpreter would need many seconds for the imports.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ class Child:
             _be_child(function, self._output, self._result, env or {})
 
     def ended(self) -> bool:
-        """Whether it runs no more."""
+        """Whether the child has ended."""
         if self._status is None:
             done, status = os.waitpid(self._pid, os.WNOHANG)
             if done:
@@ -76,7 +76,7 @@ class Child:
         return self._status is not None
 
     def kill(self, why: str) -> None:
-        """Ends it if it runs still; `why` is the error then."""
+        """Kills the child if it is still running; `why` is then the error of its outcome."""
         if self.ended():
             return
         # The group does not exist yet if the child was not scheduled since the fork.
@@ -88,7 +88,7 @@ class Child:
         self._killed = why
 
     def outcome(self) -> Outcome:
-        """How it ended, once it has; its files are gone then."""
+        """The outcome of an ended child; to be called once, since it deletes the child's files."""
         assert self._status is not None
         value, error = None, None
         if self._killed:
@@ -109,15 +109,26 @@ class Child:
 
 
 def run_in_child(function: Callable[[], Any], *, timeout: float, env: Mapping[str, str] | None = None) -> Outcome:
-    """Runs a function in a forked child, killed after `timeout` seconds; never raises for its sake."""
+    """Runs a function in a forked child, which is killed after `timeout` seconds; its errors are in the outcome."""
+    (outcome,) = run_in_children([function], timeout=timeout, env=env)
+    return outcome
+
+
+def run_in_children(
+    functions: Sequence[Callable[[], Any]], *, timeout: float, env: Mapping[str, str] | None = None
+) -> list[Outcome]:
+    """As `run_in_child`, for several functions at the same time."""
     deadline = time.monotonic() + timeout
-    child = Child(function, env)
+    children: list[Child] = []
     try:
-        while not child.ended() and time.monotonic() < deadline:
+        for function in functions:
+            children.append(Child(function, env))
+        while not all(child.ended() for child in children) and time.monotonic() < deadline:
             time.sleep(0.01)
     finally:
-        child.kill(f"still running after {timeout:.0f} s, killed")
-    return child.outcome()
+        for child in children:
+            child.kill(f"still running after {timeout:.0f} s, killed")
+    return [child.outcome() for child in children]
 
 
 def _be_child(function: Callable[[], Any], output: str, result: str, env: Mapping[str, str]) -> None:
@@ -130,7 +141,7 @@ def _be_child(function: Callable[[], Any], output: str, result: str, env: Mappin
     try:
         value = function()
     except SystemExit as left:
-        # By its code: a subclass, as Lightning's for SIGTERM, prints as its name alone.
+        # With the exit code, since subclasses (as Lightning's for SIGTERM) print only their name.
         error = f"{traceback.format_exc()}\nthe process left with exit code {left.code}"
     except BaseException:  # noqa: BLE001 (reported to the parent, whatever it is)
         error = traceback.format_exc()
@@ -139,5 +150,5 @@ def _be_child(function: Callable[[], Any], output: str, result: str, env: Mappin
     with open(result + ".part", "wb") as stream:
         pickle.dump((value, error), stream)
     os.rename(result + ".part", result)
-    # Not sys.exit: what the parent registered to run at its exit is the parent's.
+    # Not sys.exit, which would run the parent's exit handlers.
     os._exit(0)

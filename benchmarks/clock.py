@@ -1,4 +1,4 @@
-"""`Clock`: what the steps of a run cost, between the pauses in which other runs have their turn."""
+"""`Clock`: times the steps of a run, in blocks between which other runs compute (`benchmarks.interleaved`)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.turns import PassOn
-from xla_adapters import get_backend
-from xla_adapters.backend import Metrics
+from benchmarks.interleaved import Pause
+from xla_adapters import get_runtime
+from xla_adapters.runtime import Metrics
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How many steps.
+    """The number of steps of a run.
 
     Attributes:
-        warmup: before anything is timed; what is compiled should be compiled in these.
-        steps: of a block.
-        rounds: blocks.
+        warmup: steps before the first block; all compiling should happen in these.
+        steps: steps per block.
+        rounds: number of blocks.
     """
 
     warmup: int = 8
@@ -30,26 +30,26 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """All steps of a run."""
+        """The total number of steps of a run."""
         return self.warmup + self.steps * self.rounds
 
 
 @dataclass
 class Timing:
-    """One run. Milliseconds are per step, medians over the blocks.
+    """The result of one run. Milliseconds are per step, medians over the blocks.
 
     Attributes:
-        host_ms: CPU of the main thread.
-        process_ms: CPU of all threads.
-        wall_ms: on the wall.
-        blocks: the three of each block.
+        host_ms: CPU time of the main thread.
+        process_ms: CPU time of all threads.
+        wall_ms: wall time.
+        blocks: (host, process, wall) of each block.
         first_step_seconds, first_step_cpu_seconds: from the start of the clock to the end of the first step.
-        warmup_seconds: to the end of the warm-up.
+        warmup_seconds: from the start of the clock to the end of the warm-up.
         compiles, compile_seconds: of graphs, from the start of the clock to the end of the last block.
-        compiles_while_timed: of them, in the blocks.
+        compiles_while_timed: graphs compiled in the blocks.
         executions: per step of the blocks.
-        warmup_peak_mb, steps_peak_mb: the most memory the process had, above what it began with.
-        losses: of each step, or their mean.
+        warmup_peak_mb, steps_peak_mb: peak memory of the process above its memory at the start, in MiB.
+        losses: the loss of each step, or only their mean.
     """
 
     host_ms: float
@@ -69,25 +69,25 @@ class Timing:
 
     @property
     def mean_loss(self) -> float | None:
-        """Over all steps."""
+        """The mean loss of all steps."""
         return statistics.mean(self.losses) if self.losses else None
 
 
 class Clock:
-    """Told of the end of each step; begins when it is made.
+    """Times steps. It starts when it is created, and must be told of the end of each step.
 
     Args:
-        plan: how many there will be.
-        pass_on: lets other runs have their turn.
-        wait: blocks until everything that was begun is computed.
-        xla: whether torch_xla's counters are read.
+        plan: the number of steps.
+        pause: called after the warm-up and each block; other runs compute meanwhile.
+        wait: waits for the device.
+        xla: whether to read torch_xla's counters.
     """
 
-    def __init__(self, plan: Plan, pass_on: PassOn, wait: Callable[[], None], *, xla: bool = True) -> None:
+    def __init__(self, plan: Plan, pause: Pause, wait: Callable[[], None], *, xla: bool = True) -> None:
         self.plan = plan
-        self._pass_on = pass_on
+        self._pause = pause
         self._wait = wait
-        self._read: Callable[[], Metrics] | None = get_backend().metrics if xla else None
+        self._read: Callable[[], Metrics] | None = get_runtime().counters.metrics if xla else None
         self._done = 0
         self._blocks: list[tuple[float, float, float]] = []
         self._metrics = [self._read()] if self._read else []
@@ -97,7 +97,7 @@ class Clock:
         self._first = self._warm = self._start
 
     def step_done(self) -> None:
-        """A step has ended."""
+        """Must be called at the end of each step."""
         self._done += 1
         if self._done == 1:
             self._wait()
@@ -116,11 +116,11 @@ class Clock:
             self._metrics.append(self._read())
         if self._done in (self.plan.warmup, self.plan.total):
             self._peaks.append(self._memory.taken())
-        self._pass_on()
+        self._pause()
         self._began = _now()
 
     def timing(self, losses: Sequence[float]) -> Timing:
-        """What was measured."""
+        """The result, after the last step."""
         if len(self._blocks) != self.plan.rounds:
             raise RuntimeError(f"{self._done} steps were done, of {self.plan.total}")
         host, process, wall = (statistics.median(block[kind] for block in self._blocks) for kind in range(3))
@@ -150,7 +150,7 @@ def _now() -> tuple[float, float, float]:
 
 
 class _Peak:
-    """The most memory this process had, above what it had when this was made; Linux can begin anew."""
+    """Peak memory of this process above that at creation; on Linux the peak is reset by each `taken()`."""
 
     _REFS = Path("/proc/self/clear_refs")
 
@@ -159,7 +159,7 @@ class _Peak:
         self._base = self._most()
 
     def taken(self) -> float:
-        """Megabytes, since the last time this was asked."""
+        """The peak in MiB since the last call."""
         found = self._most() - self._base
         self._begin_anew()
         return found

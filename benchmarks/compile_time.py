@@ -1,14 +1,14 @@
-"""How long a training takes to get going, by depth; `python -m benchmarks.compile_time`.
+"""The start-up time of a training, by depth; `python -m benchmarks.compile_time`.
 
-Every run is a process of its own that trains a transformer for a few steps; medians over the repeats, in turns:
-  first step   from the start of the training (the model is made) to the end of the first step, and the CPU of all
-               threads in it: tracing and compiling;
-  warm-up      to the end of the step from which nothing compiles any more;
+Each run trains a transformer for a few steps in its own process. Medians over the repeats, which are interleaved:
+  first step   wall and CPU time (all threads) from the creation of the model to the end of the first step: tracing
+               and compiling;
+  warm-up      wall time to the end of the last step that compiles something;
   compiler     seconds in the XLA compiler (torch_xla counts them; JAX does not), and graphs compiled.
-HF stock, HF traced, HF replayed are transformers' Trainer and ours; the others loops by hand, see
-`benchmarks.host_overhead`. What is "compiled fast" is so by `initialize(fast_compile=True)`. The runs of
-`benchmarks.rolled` are made only if they are named. torch_xla loads no compiled graph from a file on the CPU: each
-process compiles anew.
+"HF stock", "HF traced" and "HF replayed" are transformers' Trainer and ours; the others are hand-written loops, see
+`benchmarks.host_overhead`. "Compiled fast" means `initialize(fast_compile=True)`. The runs of
+`benchmarks.loops_in_graphs` only run if they are named. On the CPU torch_xla has no persistent cache of compiled
+graphs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import statistics
 import sys
 from dataclasses import asdict, replace
 
-from benchmarks import report, rolled
+from benchmarks import loops_in_graphs, report
 from benchmarks.clock import Plan, Timing
 from benchmarks.deep_models import DROPOUT, FAMILIES, GPT2, Size, sizes
 from benchmarks.timed_loops import COMPILE, OPENXLA, STEP
@@ -26,8 +26,8 @@ from benchmarks.timed_trainers import HF_REPLAYED, HF_RUNS, HF_STOCK, HF_TRACED
 
 HF_FAST = HF_REPLAYED + COMPILED_FAST
 RUNS = (*HF_RUNS, HF_FAST, COMPILE, *OPENXLA, STEP, JAX)
-_NAMED_ONLY = (*rolled.RUNS, *(name + COMPILED_FAST for name in rolled.RUNS))
-# Layers, and how many times as many may take how many times as long.
+_NAMED_ONLY = (*loops_in_graphs.RUNS, *(name + COMPILED_FAST for name in loops_in_graphs.RUNS))
+# Depths that are compared, and the limit of the ratio of their compile times.
 _DEPTHS, _GROWTH = (12, 48), 2.0
 _KINDS = {
     "first_step_seconds": "first step s",
@@ -40,7 +40,7 @@ Timings = dict[str, list[Timing]]
 
 
 def median(timings: Timings, name: str, kind: str) -> float | None:
-    """Of a run, over the repeats."""
+    """The median of a figure over the repeats."""
     values = [getattr(timing, kind) for timing in timings.get(name, [])]
     return statistics.median(values) if values and None not in values else None
 

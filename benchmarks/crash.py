@@ -1,18 +1,17 @@
 """Trainings killed at random moments, resumed, and compared bit by bit; `python -m benchmarks.crash`.
 
-Trainings under dropout save after every second step. Each life begins with what the one before left, and is ended by
-SIGKILL from another process at a random moment (of a seed) between its first loss and its end. Counted is whether the
-life after it
-  resumed    came to a further loss, or to its end;
-  identical  and noted no loss that differs by a bit from that of the training that nobody killed.
-A life that did not resume, or not identically, leaves its folder; the next begins anew. Then, in the last checkpoint of
-a training that was left alone, single bits are flipped, one at a time, in files and places of the same seed; caught is
-what raises when a training is to go on from that checkpoint by its path. Under `fsdp` eight CPU devices train, and what
-they save, in parts or whole, is gone on from on the same mesh. With `--grace`, ours are sent SIGTERM, and SIGKILL after
-at most so many seconds, unless they have saved and ended by themselves.
+The trainings use dropout and save after every second step. Each process resumes from the checkpoints of the previous
+one, and is killed with SIGKILL at a random (seeded) moment between its first loss and its end. Counted is whether the
+next process
+  resumed    reached a further loss, or the end;
+  identical  and all of its losses equal those of an undisturbed training, bit for bit.
+After a failure the next process starts with an empty folder. Then single bits are flipped, one at a time, in the last
+checkpoint of an undisturbed training; a flip is "caught" if resuming from that checkpoint raises. With `fsdp`, eight
+CPU devices train, save whole or sharded checkpoints, and resume on the same mesh. With `--grace`, ours get SIGTERM
+first, and SIGKILL after at most so many seconds, unless they have saved and ended by themselves.
 
-With `--peers`, transformers' and Lightning's own trainers too, on the plain CPU, where they do best (on XLA neither
-restores the random numbers of dropout). All runs are forked from one process that has imported everything.
+`--peers` adds transformers' and Lightning's own trainers, on the plain CPU, where they do best (on XLA neither restores
+the random numbers of dropout). All runs are forked from one process that has imported everything.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ _ENDED = "the process left with exit code 143"
 
 @dataclass
 class Result:
-    """How one kind of training came off.
+    """The counts for one kind of training.
 
     Attributes:
-        kills: of its lives.
-        in_a_save: kills that left something half written, which only ours can tell.
-        ended: of those killed, by SIGTERM: they saved and ended in time.
-        resumed, identical: kills after which the next life did.
-        bits, caught: flipped, and noticed.
-        seconds: median of a life.
-        errors: of lives that did not resume, each kind once.
+        kills: number of processes killed.
+        in_a_save: kills during a save (known only for ours, which leave a temporary folder).
+        ended: processes that saved and ended in time after SIGTERM.
+        resumed, identical: kills after which the next process resumed, and with identical losses.
+        bits, caught: bits flipped, and those that were noticed.
+        seconds: median life of a process.
+        errors: of processes that did not resume, each kind once.
     """
 
     run: str
@@ -66,10 +65,10 @@ class Result:
 
 
 def whole(run: Callable[..., None], where: Path) -> tuple[dict[int, str], float]:
-    """The losses of a training that nobody kills, and the seconds from the first to its end.
+    """The losses of an undisturbed training, and the seconds from its first loss to its end.
 
     Raises:
-        RuntimeError: it does not come to its end.
+        RuntimeError: the training failed.
     """
     journal = where / "whole.txt"
 
@@ -81,7 +80,7 @@ def whole(run: Callable[..., None], where: Path) -> tuple[dict[int, str], float]
     seconds = []
     first: dict[int, str] = {}
     for _ in range(2):
-        # Twice, for the disk's caches; and what is not repeatable when left alone cannot be blamed on a kill.
+        # Twice: the first run warms the disk's caches, and the second shows that the training is repeatable.
         shutil.rmtree(where / "whole", ignore_errors=True)
         journal.unlink(missing_ok=True)
         outcome = run_in_child(partial(_timed, child, journal), timeout=_TIMEOUT)
@@ -94,7 +93,7 @@ def whole(run: Callable[..., None], where: Path) -> tuple[dict[int, str], float]
 
 
 def _timed(child: Callable[[], float], journal: Path) -> float:
-    """Seconds from the first loss to the end; the file is born with the first."""
+    """Seconds from the first loss to the end; the journal file is created with the first loss."""
     born: list[float] = []
 
     def watch() -> None:
@@ -107,19 +106,19 @@ def _timed(child: Callable[[], float], journal: Path) -> float:
 
 
 def kill(name: str, kills: int, seed: int, where: Path, grace: float | None = None) -> Result:
-    """Kills one kind of training that many times.
+    """Kills one kind of training repeatedly.
 
     Args:
-        name: of `RUNS`.
-        kills: how often.
-        seed: of the moments.
+        name: one of `RUNS`.
+        kills: number of kills.
+        seed: of the random moments.
         where: an empty folder.
-        grace: seconds that SIGKILL follows SIGTERM by, at most; None sends SIGKILL alone.
+        grace: most seconds between SIGTERM and SIGKILL; None sends only SIGKILL.
     """
     run, result, chosen = RUNS[name], Result(name), random.Random(seed)
     expected, lifetime = whole(run, where)
     life, lives, folder = 0, [], where / "0"
-    # Whether the life before this one was killed, and is judged by it.
+    # Whether the previous process was killed, so that this one shows whether it can resume.
     pending = False
     while result.kills < kills or pending:
         journal = where / f"{folder.name}.txt"
@@ -159,7 +158,7 @@ def kill(name: str, kills: int, seed: int, where: Path, grace: float | None = No
             life += 1
             folder = where / str(life)
             if was_killed:
-                # It is judged by nobody: what it left is not gone on from.
+                # The last kill is not counted, since no process resumes after it.
                 result.kills -= 1
                 result.ended -= ended
                 pending = False
@@ -168,7 +167,7 @@ def kill(name: str, kills: int, seed: int, where: Path, grace: float | None = No
 
 
 def flip(name: str, bits: int, seed: int, where: Path) -> tuple[int, list[str]]:
-    """Flips single bits of the last checkpoint; returns how many were noticed, and where those were that were not."""
+    """Flips single bits of the last checkpoint; returns how many were noticed, and where the others were."""
     run, chosen = RUNS[name], random.Random(seed)
     folder = where / "whole"
     checkpoint = folder / "last.ckpt" if (folder / "last.ckpt").exists() else folder / f"checkpoint-{STEPS}"

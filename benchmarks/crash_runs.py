@@ -1,4 +1,4 @@
-"""The trainings that `benchmarks.crash` and the tests kill: each notes every loss, and goes on from what is there."""
+"""The trainings that `benchmarks.crash` and tests kill: each writes all losses to a journal, and resumes if it can."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WHOLE = ShardingConfig(scheme="fsdp")
 
 
 def network() -> nn.Sequential:
-    """With dropout, so that random numbers count."""
+    """The network of all trainings, with dropout, so that random numbers matter."""
     return nn.Sequential(
         nn.Linear(FEATURES, WIDTH),
         nn.Tanh(),
@@ -68,7 +68,7 @@ class _Network(PreTrainedModel):  # type: ignore[no-untyped-call]
 
 
 def note(journal: Path, step: int, loss: float) -> None:
-    """Writes a loss down, bit for bit."""
+    """Appends a loss to the journal, exactly (in hexadecimal)."""
     with journal.open("a") as stream:
         stream.write(f"{step} {loss.hex()}\n")
 
@@ -111,7 +111,7 @@ def _start(sharding: ShardingConfig | None) -> None:
     if sharding is not None:
         # The process is a child, and has no runtime yet.
         os.environ["CPU_NUM_DEVICES"] = str(DEVICES)
-    initialize(spmd=sharding is not None)
+    initialize(spmd=sharding is not None, eager=False)
 
 
 def huggingface(
@@ -245,14 +245,14 @@ RUNS = {**OURS, **PEERS}
 
 @dataclass(frozen=True)
 class Noted:
-    """A loss that was noted, and how long after the first."""
+    """A loss in the journal, and the seconds since the first."""
 
     step: int
     loss: str
 
 
 def losses(journal: Path, start: int = 0) -> list[Noted]:
-    """What was noted from a byte of the journal on. A line that was cut off is none."""
+    """The losses in the journal from a byte on; an incomplete last line is ignored."""
     if not journal.exists():
         return []
     lines = journal.read_bytes()[start:].decode().split("\n")[:-1]
@@ -260,12 +260,12 @@ def losses(journal: Path, start: int = 0) -> list[Noted]:
 
 
 def die_after(seconds: float, journal: Path, *, grace: float | None = None) -> None:
-    """Has this process killed that long after its next loss is noted, by a process that needs nothing of it.
+    """Starts a separate process that kills this one some time after its next loss.
 
     Args:
-        seconds: from the loss on.
-        journal: where losses are noted.
-        grace: SIGTERM comes first, and SIGKILL so many seconds after it.
+        seconds: from the loss to the kill.
+        journal: the file of losses.
+        grace: if given, SIGTERM is sent first, and SIGKILL so many seconds later.
     """
     victim, before = os.getpid(), journal.stat().st_size if journal.exists() else 0
     if os.fork() != 0:
@@ -282,7 +282,7 @@ def die_after(seconds: float, journal: Path, *, grace: float | None = None) -> N
 
 
 def loads(run: Callable[..., None], folder: Path, path: Path) -> str | None:
-    """What a training says that is to go on from a checkpoint; None if it says nothing."""
+    """The error of a training that resumes from a checkpoint; None if there is none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

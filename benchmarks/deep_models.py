@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks import zoo
 from benchmarks.training import token_batches
+from benchmarks.zoo_batches import Batch
 
 DROPOUT = 0.1
 GPT2 = "gpt2"
@@ -33,11 +33,11 @@ class Size:
         return f"{self.layers}x{self.width}" if self.family == GPT2 else f"{self.family} {self.layers}x{self.width}"
 
     def model(self) -> transformers.PreTrainedModel:
-        """With random weights, the same at each call."""
+        """The model with random weights, the same at each call."""
         torch.manual_seed(0)
         return FAMILIES[self.family](self)
 
-    def batches(self, number: int) -> list[zoo.Batch]:
+    def batches(self, number: int) -> list[Batch]:
         """Random tokens that predict themselves."""
         return token_batches(number, (self.batch, self.length), self.vocabulary)
 
@@ -59,7 +59,7 @@ def _gpt2(size: Size) -> transformers.PreTrainedModel:
 
 
 def _common(size: Size, grows: int) -> dict[str, Any]:
-    """What most configurations call the same."""
+    """Configuration options that most families share."""
     return {
         "vocab_size": size.vocabulary,
         "hidden_size": size.width,

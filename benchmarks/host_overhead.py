@@ -1,21 +1,21 @@
-"""What a training step costs the host, by depth and width; `python -m benchmarks.host_overhead`.
+"""Host overhead per training step, by depth and width; `python -m benchmarks.host_overhead`.
 
-Runs, each in a process of its own, which take turns: after the warm-up every run does a block of steps
-in each round, while the others wait.
-  HF, Lightning stock        transformers.Trainer and Lightning's Trainer on XLA, with their own parts;
-  HF, Lightning traced       the same Trainers with ours, step_replay=False;
-  HF, Lightning replayed     ours as they are;
-  lazy loop                  a loop by hand with torch_xla.sync() at each step;
-  torch_xla.compile          the loop's body in it;
-  openxla+lazy, +compile, +dynamo   forward and backward by torch.compile(backend="openxla"); the update
-                             lazily, in torch_xla.compile, or by dynamo too;
-  CompiledStep               the loop's body in ours;
-  CompiledStep x5            the same, five steps in one execution;
-  executable                 what CompiledStep compiled, called with its own results: nothing around it;
-  JAX                        the same model in JAX alone, its step jitted, its state donated.
-"on 1 core": the process is pinned to one core from its start. Host CPU is that of the main thread,
-process CPU that of all threads; milliseconds per step, medians over the blocks. Nothing is logged while
-it is timed. HF's mean loss is lower: transformers divides by all labels, the first of each row included.
+Each run is in its own process. After the warm-up, the runs alternate in blocks of steps.
+  HF, Lightning stock        transformers.Trainer and Lightning's Trainer on XLA, without this package;
+  HF, Lightning traced       ours with step_replay=False;
+  HF, Lightning replayed     ours with defaults;
+  lazy loop                  a hand-written loop with torch_xla.sync() after each step;
+  torch_xla.compile          the loop's body in torch_xla.compile;
+  openxla+lazy, +compile, +dynamo   forward and backward in torch.compile(backend="openxla"); the update
+                             lazily, in torch_xla.compile, or in torch.compile, too;
+  CompiledStep               the loop's body in our CompiledStep;
+  CompiledStep x5            the same, five steps per execution;
+  executable                 only the executable of CompiledStep, called with its own results;
+  JAX                        the same model in JAX, with a jitted step and donated state.
+"on 1 core": the process is pinned to one core from its start. "Host CPU" is that of the main thread, "process CPU" that
+of all threads; milliseconds per step, medians over the blocks. During timing nothing is logged and no replay is
+verified (see `benchmarks.verification`). HF's mean loss is lower, because transformers divides by all labels, including
+the first of each row.
 """
 
 from __future__ import annotations
@@ -44,22 +44,28 @@ PINNED = tuple(name + ON_ONE_CORE for name in (HF_REPLAYED, LIGHTNING_REPLAYED, 
 RUNS = (*DEVICE_RUNS, *PINNED)
 DEPTHS = "2x128,6x64,12x32,24x32,48x32"
 _PAIRS = ((HF_REPLAYED, HF_STOCK), (LIGHTNING_REPLAYED, LIGHTNING_STOCK))
-# Parts of stock's host CPU and wall, of JAX's process CPU and of the best openxla's that ours may cost.
-_HOST_LIMIT, _JAX_LIMIT, _OPENXLA_LIMIT = 1 / 15, 1.1, 0.8
+# Parts of JAX's process CPU and of the best openxla's that ours may cost.
+_JAX_LIMIT, _OPENXLA_LIMIT = 1.1, 0.8
 
 
 def _wall_limit(size: Size) -> float | None:
     if size.layers == 2 and size.width == 128:
         return 0.35
-    return 0.1 if size.layers >= 12 and size.width == 32 else None
+    return 0.13 if size.layers >= 12 and size.width == 32 else None
+
+
+def _host_limit(size: Size) -> float | None:
+    if size.layers == 2 and size.width == 128:
+        return 1 / 4
+    return 1 / 12 if size.layers >= 12 else None
 
 
 def add_targets(made: report.Report, size: Size, found: Found) -> None:
-    """What ours must reach; what was not measured is missed."""
+    """Adds our targets; a figure that was not measured misses its target."""
     for ours, stock in _PAIRS:
-        if size.layers >= 12:
-            value = found.ratio(ours, stock, "host_ms")
-            made.target(f"{size} {ours}: host CPU to {stock}", value, "at most", _HOST_LIMIT)
+        host = _host_limit(size)
+        if host is not None:
+            made.target(f"{size} {ours}: host CPU to {stock}", found.ratio(ours, stock, "host_ms"), "at most", host)
         limit = _wall_limit(size)
         if limit is not None:
             made.target(f"{size} {ours}: wall to {stock}", found.ratio(ours, stock, "wall_ms"), "at most", limit)
@@ -72,7 +78,7 @@ def add_targets(made: report.Report, size: Size, found: Found) -> None:
 
 
 def table_of(found: dict[Size, Found], names: Sequence[str]) -> str:
-    """The runs for a person; what is missing stands below."""
+    """The runs as a table, followed by the failed ones."""
     kinds = ("host_ms", "process_ms", "wall_ms", "compiles", "executions", "mean_loss")
     rows = [
         (str(size), name, *(one.get(name, kind) for kind in kinds)) for size, one in found.items() for name in names
@@ -102,7 +108,7 @@ def main(command: list[str] | None = None) -> int:
         found[size] = measure_transformer(names, size, plan, options.timeout)
         made.results["models"][str(size)] = found[size].plain()
         add_targets(made, size, found[size])
-        # What is there is kept, should the rest be cut off.
+        # Saved after each size, in case the program is killed.
         made.save(options)
     print(str(__doc__).split("\n\n", 1)[1])
     print(f"{plan}\n")

@@ -1,6 +1,6 @@
-"""GPT-2 in JAX alone: the same model, loss, clipping and AdamW as `benchmarks.deep_models` in torch.
+"""GPT-2 in pure JAX, with the same model, loss, clipping and AdamW as `benchmarks.deep_models` in torch.
 
-Imported in a child only: JAX starts threads, and a process with threads is not to be forked.
+Import it only in a child process: JAX starts threads, and a process with threads must not be forked.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import transformers
 
 from benchmarks.clock import Clock, Plan, Timing
 from benchmarks.deep_models import Size
+from benchmarks.interleaved import Pause
 from benchmarks.training import LEARNING_RATE, MAX_NORM
-from benchmarks.turns import PassOn
 
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8
 Params = dict[str, jax.Array]
@@ -96,10 +96,10 @@ def first_state(model: transformers.PreTrainedModel) -> Any:
     return (params, *zeros, jnp.zeros((), jnp.float32), jax.random.key(0))
 
 
-def run(size: Size, plan: Plan, pass_on: PassOn) -> Timing:
+def run(size: Size, plan: Plan, pause: Pause) -> Timing:
     """Trains; runs in a child."""
     state = first_state(size.model())
-    clock = Clock(plan, pass_on, lambda: jax.block_until_ready(state), xla=False)
+    clock = Clock(plan, pause, lambda: jax.block_until_ready(state), xla=False)
     losses: list[jax.Array] = []
     for batch in size.batches(plan.total):
         tokens, labels = (jax.device_put(batch[name].numpy().astype(np.int32)) for name in ("input_ids", "labels"))

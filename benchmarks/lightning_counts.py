@@ -1,13 +1,12 @@
-"""What a Lightning step costs on the device: stock beside ours; `python -m benchmarks.step_counts --lightning`.
+"""Device counters per training step of Lightning, stock and ours; `python -m benchmarks.step_counts --lightning`.
 
-Both fit the same small classifier on the same batches, every loss logged: Lightning's
-SingleDeviceXLAStrategy with only the check for a TPU lifted (stock) and XLAEagerStrategy (ours), each
-run in a process of its own, in turns. Counted are graphs compiled and executed, copies from the device
-to the host, and operations executed one by one:
-  compiles    in the whole of `fit`, setup and teardown included;
-  per step    from one training batch's begin to the next one's, or to the validation or the end of
-              the epoch that comes first: its logging and the next upload are inside, what Lightning
-              reads when it loads the validation's data anew is not. A step is a batch;
+Both fit the same small classifier on the same batches and log every loss: Lightning's SingleDeviceXLAStrategy without
+its check for a TPU (stock), and XLAEagerStrategy (ours), each in its own process. Counted are graphs compiled and
+executed, copies from the device to the host, and operations executed eagerly:
+  compiles    in the whole of `fit`, including setup and teardown;
+  per step    from the start of a training batch to the start of the next one, or of the validation, or to the end of
+              the epoch: with its logging and the next upload, without Lightning's reads as it loads validation data.
+              A step is a batch;
   after exit  where `training_step` raises: from the begin of that batch until `fit` has raised;
   difference  the largest between a logged loss and that of the plain CPU.
 """
@@ -33,8 +32,8 @@ from benchmarks import report
 from benchmarks.children import run_in_child
 from benchmarks.snapshots import difference
 from lightning_strategy import XLAEagerStrategy
-from xla_adapters import count, get_backend, initialize
-from xla_adapters.backend import Metrics
+from xla_adapters import count, get_runtime, initialize
+from xla_adapters.runtime import Metrics
 
 CPU, STOCK, OURS = "plain CPU", "SingleDeviceXLAStrategy", "XLAEagerStrategy"
 COUNTS = ("compiles", "executions", "transfers_to_host", "eager_ops")
@@ -138,7 +137,7 @@ class Classifier(L.LightningModule):
         self.log("val_loss", self._loss(batch))
 
     def on_validation_model_zero_grad(self) -> None:
-        # The first hook of a validation: `on_validation_start` comes behind the loading of its data.
+        # The first hook of a validation: `on_validation_start` comes after its data is loaded.
         self._before_validation()
         super().on_validation_model_zero_grad()
 
@@ -195,7 +194,7 @@ class Losses(Logger):
         self.values += [float(value) for name, value in metrics.items() if name.endswith("loss")]
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """There are none."""
+        """Does nothing: there are no hyper-parameters."""
 
 
 class Snapshots(L.Callback):
@@ -212,12 +211,12 @@ class Snapshots(L.Callback):
     def end(self) -> None:
         """A step ends here, if one is under way."""
         if self.begin is not None:
-            self.steps.append(difference(self.begin, get_backend().metrics()))
+            self.steps.append(difference(self.begin, get_runtime().counters.metrics()))
             self.begin = None
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.end()
-        self.begin = get_backend().metrics()
+        self.begin = get_runtime().counters.metrics()
 
     def on_train_epoch_end(self, *_: Any) -> None:
         self.end()
@@ -242,7 +241,7 @@ class Run:
 def train(scenario: Scenario, strategy: str, steps: int) -> Run:
     """Runs in a child."""
     if strategy != CPU:
-        initialize()
+        initialize(eager=False)
     run, losses, snapshots = Run(scenario.name, strategy), Losses(), Snapshots()
     L.seed_everything(0, verbose=False)
     options: dict[str, Any] = {
@@ -260,15 +259,18 @@ def train(scenario: Scenario, strategy: str, steps: int) -> Run:
     if strategy == CPU:
         fit(L.Trainer(accelerator="cpu", **options))
     else:
-        chosen: dict[str, Any] = {"strategy": XLAEagerStrategy()}
+        chosen: dict[str, Any]
         if strategy == STOCK:
             chosen = {"strategy": SingleDeviceXLAStrategy(device=0), "accelerator": LiftedAccelerator(), "devices": 1}
+        else:
+            # To construct it makes the process eager.
+            chosen = {"strategy": XLAEagerStrategy()}
         trainer = L.Trainer(callbacks=[snapshots], **chosen, **options)
         with count() as counters:
             fit(trainer)
             if scenario.fails:
                 assert snapshots.begin is not None
-                run.after_exit = difference(snapshots.begin, get_backend().metrics())
+                run.after_exit = difference(snapshots.begin, get_runtime().counters.metrics())
         run.compiles = counters.compiles
         done = snapshots.steps
         run.per_step = {name: sum(step[name] for step in done) / len(done) for name in COUNTS}
@@ -311,7 +313,7 @@ def measure(steps: int, timeout: float, say: Callable[[str], None]) -> list[Run]
 
 
 def table_of(runs: list[Run]) -> str:
-    """The runs for a person; errors stand below."""
+    """The runs as a table, followed by errors."""
     headers = ["scenario", "strategy", "compiles", "exec per step", "to host", "eager"]
     headers += ["exec after exit", "compiles after exit", "difference"]
     rows = [
@@ -331,7 +333,7 @@ def table_of(runs: list[Run]) -> str:
 
 
 def add_targets(made: report.Report, runs: list[Run]) -> None:
-    """What ours must reach; a run that crashed misses all of it."""
+    """Adds our targets; a run that crashed misses all of them."""
     scenarios = {scenario.name: scenario for scenario in SCENARIOS}
     for run in runs:
         if run.strategy != OURS:

@@ -1,11 +1,11 @@
 """Peak memory of a training with and without replay; `python -m benchmarks.memory`.
 
-The same training by HF's Trainer, stock's and ours, by Lightning's with ours, and by loops by hand, each
-run in a process of its own: the most memory that the process had, megabytes above what it began with,
-before the model was made. On the CPU that is the device's memory too.
-  warm-up    the first steps: with what the compiler takes;
-  steps      those that follow.
-Medians over the repeats. A traced step is traced in each pass, a replayed one calls its executable.
+The same training with HF's Trainer (stock and ours), with Lightning's Trainer and our strategy, and with hand-written
+loops, each in its own process. Figures are the peak memory of the process in MiB, above that before the model was made.
+On the CPU this includes the device's memory.
+  warm-up    the first steps, including the compiler's memory;
+  steps      the steps after it.
+Medians over the repeats. "Traced" runs trace each call of the step, "replayed" ones call its executable.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Timings = dict[str, list[Timing]]
 
 
 def peak(timings: Timings, name: str, phase: str) -> float | None:
-    """Of a run, in megabytes."""
+    """The peak of a run in one phase, in MiB."""
     found = timings.get(name)
     return statistics.median(getattr(timing, phase) for timing in found) if found else None
 
@@ -42,7 +42,7 @@ def whole(timings: Timings, name: str) -> float | None:
 
 
 def add_targets(made: report.Report, size: Size, timings: Timings) -> None:
-    """What replay may cost, in the steps and in all."""
+    """Limits for the memory of replay, in the steps and in the whole run."""
     for ours, traced in _PAIRS:
         steps = [peak(timings, name, "steps_peak_mb") for name in (ours, traced)]
         made.target(f"{size} {ours}: peak of the steps to {traced}", divided(*steps), "at most", _LIMIT)

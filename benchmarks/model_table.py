@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks import zoo
 from benchmarks.training import token_batches
+from benchmarks.zoo_batches import Batch
 
 CLASSES = 1000
 # Of the transformers: between those of the tests and those people train on accelerators.
@@ -22,7 +22,7 @@ _WIDTH, _LAYERS, _HEADS, _VOCABULARY = 256, 4, 4, 1024
 
 @dataclass(frozen=True)
 class Shape:
-    """What the models are fed.
+    """The sizes of the models' inputs.
 
     Attributes:
         batch: rows.
@@ -70,11 +70,11 @@ class Model:
         return None
 
     def build(self, shape: Shape) -> nn.Module:
-        """With random weights, the same at each call."""
+        """The model with random weights, the same at each call."""
         torch.manual_seed(0)
         return self.make(shape)
 
-    def batches(self, number: int, shape: Shape) -> list[zoo.Batch]:
+    def batches(self, number: int, shape: Shape) -> list[Batch]:
         """Random batches, the same at each call; images come from a few, which are repeated."""
         if not self.images:
             return token_batches(number, (shape.batch, shape.length), _VOCABULARY)

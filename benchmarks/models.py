@@ -1,15 +1,15 @@
-"""Training throughput over models, beside every peer; `python -m benchmarks.models`.
+"""Training throughput of several models, ours and peers; `python -m benchmarks.models`.
 
-One step is forward, loss, backward, clipping and AdamW, float32, in a loop by hand. Runs, each in a
-process of its own, which take turns:
+One step is forward, loss, backward, clipping and AdamW, float32, in a hand-written loop. The runs alternate in blocks
+of steps, each in its own process:
   ours            CompiledStep;
   lazy loop       torch_xla.sync() at each step;
   openxla+lazy, +compile, +dynamo   forward and backward by torch.compile(backend="openxla"); the update
                   lazily, in torch_xla.compile, or by dynamo too: the best counts;
   plain CPU       torch without XLA, its update fused;
   inductor        the same with torch.compile around model and loss.
-Rows per second of wall, medians over the blocks; "to X" is ours divided by X. What is asked for is to be
-ahead of the XLA peers; whether the XLA compiler or torch's kernels are faster on this CPU is shown too.
+Rows per second of wall time, medians over the blocks; "to X" is ours divided by X. The target is to be faster than the
+XLA peers; the table also shows whether XLA or torch's kernels are faster on this CPU.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dataclasses import asdict
 
 from benchmarks import report, timed_loops
 from benchmarks.clock import Plan, Timing
+from benchmarks.interleaved import Pause
 from benchmarks.model_table import MODELS, Model, Shape, named
 from benchmarks.timed_loops import CPU, INDUCTOR, LAZY, OPENXLA, STEP
 from benchmarks.timed_runs import Found, add_options, chosen, divided, measure
-from benchmarks.turns import PassOn
 
 RUNS = (STEP, LAZY, *OPENXLA, CPU, INDUCTOR)
 
@@ -37,21 +37,21 @@ def measure_model(model: Model, names: Sequence[str], shape: Shape, plan: Plan, 
     return measure(runs, plan.rounds, timeout, model.name, {})
 
 
-def _run(name: str, model: Model, shape: Shape, plan: Plan, pass_on: PassOn) -> Timing:
+def _run(name: str, model: Model, shape: Shape, plan: Plan, pause: Pause) -> Timing:
     # Here and not in the parent, which must not compute with torch.
     batches = model.batches(plan.total, shape)
-    return timed_loops.run(name, functools.partial(model.build, shape), batches, plan, pass_on)
+    return timed_loops.run(name, functools.partial(model.build, shape), batches, plan, pause)
 
 
 def add_targets(made: report.Report, model: Model, found: Found) -> None:
-    """Ahead of every XLA peer; what was not measured is missed."""
+    """Adds the targets: faster than every XLA peer; a figure that was not measured misses its target."""
     ours = found.get(STEP, "wall_ms")
     for peer, wall in ((LAZY, found.get(LAZY, "wall_ms")), ("the best openxla", found.best(OPENXLA, "wall_ms"))):
         made.target(f"{model.name}: throughput to {peer}", divided(wall, ours), "at least", 1)
 
 
 def table_of(found: dict[Model, Found], shape: Shape) -> str:
-    """The models for a person; what is missing stands below."""
+    """The models as a table, followed by the failed runs."""
     rows, lines = [], []
     for model, one in found.items():
         walls = {name: one.get(name, "wall_ms") for name in (STEP, LAZY, CPU, INDUCTOR)}

@@ -1,7 +1,6 @@
 """Throughput of the modes on a small decoder; `python -m benchmarks.modes`.
 
-Runs, each in a process of its own, one after another in every round, so that a machine that is busy
-now and idle later is so for all of them:
+Each run is in its own process, and every round has all runs, so that changes in the machine's load affect all of them:
   eager, lazy, eager+compile, eager+dynamo   our Trainer with that `xla_mode`;
   stock lazy                                 transformers.Trainer on XLA, optim="adamw_torch";
   plain CPU                                  a loop of torch on the CPU without XLA: no Trainer around it.
@@ -27,10 +26,11 @@ import torch
 import transformers
 
 import hf_trainer
-from benchmarks import report, zoo
+from benchmarks import report
 from benchmarks.children import run_in_child
 from benchmarks.training import LEARNING_RATE, Batches, arguments, only_item, token_batches
-from xla_adapters import get_backend, initialize
+from benchmarks.zoo_batches import Batch
+from xla_adapters import get_runtime, initialize
 
 OUR_MODES = ("eager", "lazy", "eager+compile", "eager+dynamo")
 STOCK, PLAIN = "stock lazy", "plain CPU"
@@ -67,7 +67,7 @@ class Settings:
         )
         return transformers.LlamaForCausalLM(config)
 
-    def batches(self) -> list[zoo.Batch]:
+    def batches(self) -> list[Batch]:
         """Random tokens that predict themselves."""
         return token_batches(self.warmup + self.steps, (self.batch, self.length), self.vocabulary)
 
@@ -116,19 +116,19 @@ class Stopwatch(transformers.TrainerCallback):
 
 def run_trainer(name: str, settings: Settings) -> Timing:
     """Runs in a child: our Trainer in a mode, or the stock one."""
-    initialize()
-    backend = get_backend()
+    initialize(eager=False)
+    runtime = get_runtime()
 
     def compiled() -> tuple[int, float]:
         # Eager operations are compiled too, one by one; they count as graphs do.
-        metrics = backend.metrics()
+        metrics = runtime.counters.metrics()
         return metrics.compiles + metrics.eager_compiles, metrics.compile_seconds
 
     def wait() -> None:
         # A lazy trainer may leave the last step pending at this point: then it is not done.
-        if not backend.eager() and backend.pending_count():
-            backend.flush()
-        backend.wait()
+        if not runtime.tracing.eager() and runtime.tracing.pending_count():
+            runtime.tracing.flush()
+        runtime.device.wait()
 
     stopwatch = Stopwatch(settings.warmup, settings.steps, wait, compiled)
     total = settings.warmup + settings.steps
@@ -165,7 +165,7 @@ def run_plain(settings: Settings) -> Timing:
 
 @dataclass
 class Result:
-    """All rounds of one run."""
+    """The timings of all rounds of one run."""
 
     name: str
     timings: list[Timing] = field(default_factory=list)
@@ -184,10 +184,10 @@ class Result:
 
 
 def measure(names: list[str], settings: Settings, rounds: int, timeout: float) -> dict[str, Result]:
-    """All runs, interleaved."""
+    """Measures all runs, interleaved."""
     results = {name: Result(name) for name in names}
     for number in range(1, rounds + 1):
-        # Every other round backwards: whoever comes first finds a machine that has just rested.
+        # Every other round is in reverse order, since the first run finds a machine that has just rested.
         for name in names if number % 2 else reversed(names):
             if results[name].error is not None:
                 continue

@@ -1,4 +1,4 @@
-"""What a benchmark says: tables, targets with their limits, a JSON file, an exit code."""
+"""The output of a benchmark: tables, targets with limits, a JSON file, an exit code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Target:
         name: what is measured.
         value: what was measured; `None` if it could not be, which misses the target.
         comparison: how value and limit must stand.
-        limit: what was asked for.
+        limit: the value to compare with.
     """
 
     name: str
@@ -158,7 +158,7 @@ def _processor() -> str:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """With the options every benchmark has."""
+    """An argument parser with the options that all benchmarks share."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
     made.add_argument("--check", action="store_true", help="print every target; exit with 1 if one is missed")

@@ -1,14 +1,14 @@
-"""How much a sharded step sends: the recipes by hand beside `auto_sharding`; `python -m benchmarks.sharding`.
+"""The communication volume of sharded steps: templates and `auto_sharding`; `python -m benchmarks.sharding`.
 
-For each model, width and memory cap, on 8 CPU devices: `dp`, `fsdp`, `tp` and `2d` (every mesh they make sense on, with
-the same norms and attention as ours) and the automatic plan. All are compiled as training steps (AdamW, float32) and
-none is executed; of the optimised HLO are read the bytes that each device sends per step and what it keeps in memory.
+For each model, width and memory cap, on 8 CPU devices: `dp`, `fsdp`, `tp` and `2d` (on every mesh that suits them, with
+our norms and attention) and the automatic plan. Each training step (AdamW, float32) is compiled but not executed. The
+bytes that each device sends per step, and the memory it needs, are read from the optimised HLO.
 
 A cap is a multiple of the fully sharded state (parameters, gradients, Adam's averages: 16 bytes per parameter, divided
-by the devices) plus what the step of `fsdp` keeps beside the state, so that `fsdp` fits at 1.0. `by hand` is the recipe
-that sends least of those that fit.
+by the number of devices), plus the memory of the `fsdp` step besides its state, so that `fsdp` fits at 1.0. `by hand`
+is the template with the smallest volume of those that fit.
 
-Last, the time to plan by the depth of the model.
+At the end, the planning time by depth of the model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from xla_adapters.errors import ConfigError  # noqa: E402
 from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan  # noqa: E402
 from xla_adapters.sharding.automatic import MEASURED_PLANS, state_bytes  # noqa: E402
 from xla_adapters.sharding.candidates import measured  # noqa: E402
-from xla_adapters.sharding.measure import KeptPlans  # noqa: E402
+from xla_adapters.sharding.measure import PlanCache  # noqa: E402
 from xla_adapters.sharding.planner import Topology, plan_model  # noqa: E402
 from xla_adapters.sharding.sharder import make_plan  # noqa: E402
 from xla_adapters.sharding.templates import template  # noqa: E402
@@ -51,7 +51,7 @@ RECIPES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A compiled step: megabytes that a device sends and keeps."""
+    """A compiled step: megabytes (1e6 bytes) per device that it sends (`wire`) and needs in memory."""
 
     name: str
     wire: float
@@ -75,27 +75,27 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """What the automatic plan sends, to what the best recipe by hand that fits sends."""
+        """Volume of the automatic plan divided by that of the best template that fits; None if either is missing."""
         return None if self.by_hand is None or self.auto is None else self.auto.wire / self.by_hand.wire
 
 
 def _row(written: dict[str, Any]) -> Row:
-    """What `--json` wrote."""
+    """Reads a row that `--json` wrote."""
     values = {name: value for name, value in written.items() if name != "ratio"}
     steps = {name: None if values[name] is None else Step(**values[name]) for name in ("by_hand", "auto")}
     return Row(**{**values, **steps})
 
 
-def recipes_by_hand(model: Any, batch: Any, kept: KeptPlans) -> list[Step]:
-    """Every recipe, compiled."""
+def compiled_templates(model: Any, batch: Any, kept: PlanCache) -> list[Step]:
+    """Compiles every template."""
     plans = [template(name, model, Mesh.data_and_model(*shape)) for name, shape in RECIPES]
     found = measured(plans, model, batch, Topology.preset("cpu"), as_if_compiling, kept)
     if len(found) < len(plans):
-        raise RuntimeError("a recipe could not be compiled; the log says why")
+        raise RuntimeError("a template could not be compiled; the log says why")
     return [_step(candidate.plan) for candidate in found]
 
 
-def compile_together(model: Any, batch: Any, budgets: list[float | None], kept: KeptPlans) -> None:
+def compile_together(model: Any, batch: Any, budgets: list[float | None], kept: PlanCache) -> None:
     """Compiles in one process what the automatic plans for these budgets want first: each would start its own."""
     plans: list[ShardingPlan] = [template(name, model, Mesh.data_and_model(*shape)) for name, shape in RECIPES]
     for budget in budgets:
@@ -111,7 +111,7 @@ def compile_together(model: Any, batch: Any, budgets: list[float | None], kept: 
                 around=as_if_compiling,
             )[:MEASURED_PLANS]
         except ConfigError:
-            # Predicted not to fit: the recipes remain.
+            # No plan is predicted to fit; only the templates are compiled.
             continue
     measured(plans, model, batch, Topology.preset("cpu"), as_if_compiling, kept)
 
@@ -129,7 +129,7 @@ def _step(plan: ShardingPlan) -> Step:
 
 
 def automatic(model: Any, batch: Any, budget: float | None, folder: Path) -> Step:
-    """What `auto_sharding=True` takes, with this memory budget in megabytes."""
+    """The step that `auto_sharding=True` chooses, with this memory budget in megabytes."""
     config = ShardingConfig(memory_budget=None if budget is None else int(budget * 1e6))
     plan = make_plan(model, config, DEVICES, example=lambda: batch, around=as_if_compiling, folder=folder)
     return _step(plan)
@@ -141,8 +141,8 @@ def rows_of(model_name: str, width: int, caps: list[str]) -> tuple[list[Row], li
     state = sum(state_bytes(parameter, DEVICES) for parameter in model.parameters()) / 1e6
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        kept = KeptPlans(Path(folder))
-        hand = recipes_by_hand(model, batch, kept)
+        kept = PlanCache(Path(folder))
+        hand = compiled_templates(model, batch, kept)
         (fsdp,) = [step for step in hand if step.name.startswith("fsdp")]
         rest = max(0.0, fsdp.memory - state)
         budgets = {cap: None if cap == "none" else float(cap) * state + rest for cap in caps}
@@ -239,7 +239,7 @@ def table_of(rows: list[Row]) -> str:
 
 
 def targets(made: report.Report, rows: list[Row]) -> None:
-    """Those of the plan: within the cap, never above the best recipe, 0.8 of it, predicted within a tenth."""
+    """Adds the targets: within the cap, never above the best template, 0.8 of it on average, predictions within 10%."""
     feasible = [row for row in rows if row.by_hand is not None]
     planned = [row for row in feasible if row.auto is not None]
     refused = len(feasible) - len(planned)
@@ -249,11 +249,11 @@ def targets(made: report.Report, rows: list[Row]) -> None:
         abs(row.auto.predicted_wire - row.auto.wire) <= 0.1 * row.auto.wire  # type: ignore[operator, union-attr]
         for row in planned
     ]
-    made.target("caps that a recipe fits and auto refuses", refused, "exactly", 0)
+    made.target("caps that a template fits and auto refuses", refused, "exactly", 0)
     made.target("plans above their cap", over, "exactly", 0)
-    made.target("sent, auto : best by hand, the worst", max(ratios, default=None), "at most", 1.0)
+    made.target("communication volume, auto : best template, the worst", max(ratios, default=None), "at most", 1.0)
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
-    made.target("sent, auto : best by hand, geometric mean", mean, "at most", 0.8)
+    made.target("communication volume, auto : best template, geometric mean", mean, "at most", 0.8)
     made.target("predicted within 10% of measured, of all", sum(near) / len(near) if near else None, "at least", 0.9)
 
 

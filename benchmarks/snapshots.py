@@ -1,4 +1,4 @@
-"""Counts a training run at the edges of its steps, through the same callbacks for every trainer."""
+"""`StepSnapshots`: reads the device counters at the start and end of each step, with callbacks that any trainer has."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from xla_adapters import get_backend
-from xla_adapters.backend import Metrics
+from xla_adapters import get_runtime
+from xla_adapters.runtime import Metrics
 
 
 def difference(before: Metrics, after: Metrics) -> dict[str, float]:
-    """What happened between two readings."""
+    """The counts between two readings."""
     older, newer = asdict(before), asdict(after)
     return {name: newer[name] - older[name] for name in newer}
 
 
 @dataclass
 class StepSnapshots(TrainerCallback):
-    """Reads the counters where steps begin, end, and are logged. Reading them moves no data.
+    """Reads the counters where steps begin, end, and are logged; this transfers no data.
 
     Attributes:
-        steps: per step, from `on_step_begin` to `on_step_end`: the step alone.
-        logged: per step, from `on_step_begin` to `on_log`: with what logging it cost.
-        losses: as logged.
+        steps: counts of each step from `on_step_begin` to `on_step_end`, without logging.
+        logged: counts of each step from `on_step_begin` to `on_log`, with logging.
+        losses: the logged losses.
     """
 
     steps: list[dict[str, float]] = field(default_factory=list)
@@ -35,12 +35,12 @@ class StepSnapshots(TrainerCallback):
     _begin: Metrics | None = None
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._begin = get_backend().metrics()
+        self._begin = get_runtime().counters.metrics()
         self.first = self.first or self._begin
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         assert self._begin is not None
-        self.last = get_backend().metrics()
+        self.last = get_runtime().counters.metrics()
         self.steps.append(difference(self._begin, self.last))
 
     def on_log(
@@ -48,12 +48,12 @@ class StepSnapshots(TrainerCallback):
     ) -> None:
         if logs is None or "loss" not in logs or self._begin is None:
             return
-        self.last = get_backend().metrics()
+        self.last = get_runtime().counters.metrics()
         self.logged.append(difference(self._begin, self.last))
         self.losses.append(float(logs["loss"]))
 
     def between(self) -> dict[str, float]:
-        """From the first step's begin to the last step's end, its logging included."""
+        """Counts from the start of the first step to the log of the last one."""
         assert self.first is not None
         assert self.last is not None
         return difference(self.first, self.last)

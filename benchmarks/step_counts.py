@@ -1,8 +1,8 @@
-"""What a training step costs on the device: transformers' Trainer beside ours; `python -m benchmarks.step_counts`.
+"""Device counters per training step, of transformers' Trainer and ours; `python -m benchmarks.step_counts`.
 
-Both train the same tiny models on the same batches in lazy XLA (stock) and `eager+compile` (ours),
-logging at every step, each run in a process of its own. Counted are graphs compiled and executed,
-copies from the device to the host, and operations executed one by one:
+Both train the same tiny models on the same batches, in lazy mode (stock) and `eager+compile` (ours), and log at every
+step, each in its own process. Counted are graphs compiled and executed, copies from the device to the host, and
+operations executed eagerly:
   in all       the whole of `train()`;
   per step     from the begin of the first step to the log of the last one, divided by the steps;
   in the step  from `on_step_begin` to `on_step_end`, the step with most of each: logging is outside.
@@ -48,7 +48,7 @@ class Run:
 
 def train(architecture: zoo.Architecture, trainer: str, steps: int) -> Run:
     """Runs in a child."""
-    initialize()
+    initialize(eager=False)
     run = Run(architecture.name, trainer)
     snapshots = StepSnapshots()
     options: dict[str, Any] = {"optim": "adamw_torch"} if trainer == STOCK else {}
@@ -79,13 +79,13 @@ def train(architecture: zoo.Architecture, trainer: str, steps: int) -> Run:
 
 
 def measure(architecture: zoo.Architecture, trainer: str, steps: int, timeout: float) -> Run:
-    """Trains in a child; a crash there is the row."""
+    """Trains in a child; if it crashes, the row has the error."""
     outcome = run_in_child(functools.partial(train, architecture, trainer, steps), timeout=timeout)
     return outcome.value if outcome.ok else Run(architecture.name, trainer, error=outcome.short_error)
 
 
 def table_of(runs: list[Run]) -> str:
-    """The runs for a person; errors stand below."""
+    """The runs as a table, followed by errors."""
     headers = ["model", "trainer"]
     for where in ("in all", "per step", "in the step"):
         headers += [
@@ -102,7 +102,7 @@ def table_of(runs: list[Run]) -> str:
 
 
 def add_targets(made: report.Report, runs: list[Run]) -> None:
-    """What ours must reach; a run that crashed misses all of it."""
+    """Adds our targets; a run that crashed misses all of them."""
     for run in runs:
         if run.trainer != OURS:
             continue

@@ -1,4 +1,4 @@
-"""All runs that are timed, by name, for a transformer; and how a program takes them side by side."""
+"""All timed runs of a transformer by name, and functions that run them interleaved."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks import rolled, timed_loops, timed_trainers
+from benchmarks import loops_in_graphs, timed_loops, timed_trainers
 from benchmarks.clock import Plan, Timing
 from benchmarks.deep_models import GPT2, Size
-from benchmarks.turns import PassOn, take_turns
+from benchmarks.interleaved import Pause, run_interleaved
 from xla_adapters import initialize
-from xla_adapters.backend.compiler_flags import keep_no_barriers, leave_temporary_memory_whole
-from xla_adapters.backend.host_memory import LARGEST_PIECE
+from xla_adapters.cpu.process.compiler_flags import keep_no_barriers, leave_temporary_memory_whole
+from xla_adapters.cpu.process.host_memory import LARGEST_PIECE
 
 JAX = "JAX"
 ON_ONE_CORE = " on 1 core"
@@ -27,22 +27,22 @@ DEVICE_RUNS = (*timed_trainers.RUNS, *timed_loops.XLA_RUNS, JAX)
 
 @dataclass
 class Found:
-    """What runs of one model came to.
+    """The results of the runs of one model.
 
     Attributes:
-        timings: by the name of the run.
-        failed: why the others have none.
+        timings: by name of the run.
+        failed: by name of a run without timing, the reason.
     """
 
     timings: dict[str, Timing] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def get(self, name: str, what: str) -> float | None:
-        """A figure of a run, if it was measured."""
+        """A figure of a run; None if it was not measured."""
         return getattr(self.timings[name], what) if name in self.timings else None
 
     def best(self, names: Sequence[str], what: str) -> float | None:
-        """The least among runs."""
+        """The smallest value of a figure among runs; None if none was measured."""
         return min((value for name in names if (value := self.get(name, what)) is not None), default=None)
 
     def ratio(self, name: str, other: str, what: str) -> float | None:
@@ -50,17 +50,17 @@ class Found:
         return divided(self.get(name, what), self.get(other, what))
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """The results as plain values for JSON."""
         return {"timings": {name: asdict(timing) for name, timing in self.timings.items()}, "failed": self.failed}
 
 
 def divided(one: float | None, other: float | None) -> float | None:
-    """One by the other, if both are known."""
+    """The quotient; None if a value is missing."""
     return None if one is None or not other else one / other
 
 
 def missing(name: str, size: Size) -> str | None:
-    """Why a run cannot be made here, if so."""
+    """Why a run is not possible here (a missing package, say); None if it is."""
     if name.removesuffix(ON_ONE_CORE) != JAX:
         return None
     if importlib.util.find_spec("jax") is None:
@@ -68,14 +68,14 @@ def missing(name: str, size: Size) -> str | None:
     return None if size.family == GPT2 else f"not measured: {JAX}'s model is {GPT2}"
 
 
-def run(name: str, size: Size, plan: Plan, pass_on: PassOn) -> Timing:
+def run(name: str, size: Size, plan: Plan, pause: Pause) -> Timing:
     """Runs in a child.
 
     Args:
         name: one of `DEVICE_RUNS`, or of the loops on the host; with `ON_ONE_CORE` behind it, on one core;
             with `COMPILED_FAST`, after `initialize(fast_compile=True)`.
         size: the model.
-        plan, pass_on: see `Clock`.
+        plan, pause: see `Clock`.
     """
     if name.endswith(ON_ONE_CORE):
         # Before the runtime starts its threads.
@@ -84,37 +84,36 @@ def run(name: str, size: Size, plan: Plan, pass_on: PassOn) -> Timing:
     if name.endswith(COMPILED_FAST):
         name = name.removesuffix(COMPILED_FAST)
         is_ours = name in timed_loops.OURS or (name in timed_trainers.RUNS and name not in timed_trainers.STOCK)
-        initialize(fast_compile=True, keep_memory=None if is_ours else False)
+        initialize(eager=is_ours, fast_compile=True, keep_memory=None if is_ours else False)
     if name == JAX:
         from benchmarks import jax_gpt2
 
-        # What importing ours has said to XLA is not for its peers. Those on torch_xla take back what is said of memory
-        # as they start, and have no barriers.
+        # Importing this package has set XLA flags, which peers must not use.
         leave_temporary_memory_whole(LARGEST_PIECE)
         keep_no_barriers()
-        return jax_gpt2.run(size, plan, pass_on)
-    if name in rolled.RUNS:
-        return rolled.run(name, size.model, size.batches(plan.total), plan, pass_on)
+        return jax_gpt2.run(size, plan, pause)
+    if name in loops_in_graphs.RUNS:
+        return loops_in_graphs.run(name, size.model, size.batches(plan.total), plan, pause)
     group = timed_trainers if name in timed_trainers.RUNS else timed_loops
-    return group.run(name, size.model, size.batches(plan.total), plan, pass_on)
+    return group.run(name, size.model, size.batches(plan.total), plan, pause)
 
 
 def measure(
-    runs: dict[str, Callable[[PassOn], Timing]], rounds: int, timeout: float, title: str, failed: dict[str, str]
+    runs: dict[str, Callable[[Pause], Timing]], rounds: int, timeout: float, title: str, failed: dict[str, str]
 ) -> Found:
-    """Takes runs side by side, and says so.
+    """Runs functions interleaved, with progress messages.
 
     Args:
-        runs: by name.
-        rounds: blocks of each.
-        timeout: seconds for one turn.
-        title: what is measured.
+        runs: functions by name.
+        rounds: number of blocks.
+        timeout: seconds per block.
+        title: what is measured, for the messages.
         failed: runs that are left out, with the reason.
     """
     found = Found(failed=dict(failed))
     for name, why in failed.items():
         say(f"{title}: {name}: {why}")
-    outcomes = take_turns(runs, rounds, timeout=timeout, say=lambda line: say(f"{title}: {line}"))
+    outcomes = run_interleaved(runs, rounds, timeout=timeout, say=lambda line: say(f"{title}: {line}"))
     for name, outcome in outcomes.items():
         if outcome.ok:
             found.timings[name] = outcome.value
@@ -124,19 +123,19 @@ def measure(
 
 
 def measure_transformer(names: Sequence[str], size: Size, plan: Plan, timeout: float) -> Found:
-    """The named runs of a model."""
+    """Measures the named runs of a model."""
     left_out = {name: why for name in names if (why := missing(name, size)) is not None}
     runs = {name: functools.partial(run, name, size, plan) for name in names if name not in left_out}
     return measure(runs, plan.rounds, timeout, str(size), left_out)
 
 
 def say(line: str) -> None:
-    """Progress."""
+    """Prints a progress message to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str], plan: Plan, *, timeout: float) -> None:
-    """What such a program can be told."""
+    """Adds the options for runs and numbers of steps."""
     parser.add_argument("--runs", default=",".join(names), help=f"comma-separated, of: {', '.join(names)}")
     parser.add_argument("--warmup", type=int, default=plan.warmup, help="steps before anything is timed")
     parser.add_argument("--steps", type=int, default=plan.steps, help="steps of a run in each round")
@@ -147,7 +146,7 @@ def add_options(parser: argparse.ArgumentParser, names: Sequence[str], plan: Pla
 def chosen(
     parser: argparse.ArgumentParser, options: argparse.Namespace, known: Sequence[str]
 ) -> tuple[list[str], Plan]:
-    """The runs and the plan that were asked for."""
+    """The runs and the plan from the options."""
     names = [name.strip() for name in options.runs.split(",")]
     if unknown := sorted(set(names) - set(known)):
         parser.error(f"unknown runs: {', '.join(unknown)}; there are {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Trainings that are timed, by the Trainers of HuggingFace and of Lightning: stock's and ours."""
+"""Timed trainings with the Trainers of HuggingFace and Lightning, stock and ours."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning.pytorch.strategies import SingleDeviceXLAStrategy
 from torch.utils.data import DataLoader
 
 import hf_trainer
-from benchmarks import zoo
 from benchmarks.clock import Clock, Plan, Timing
+from benchmarks.interleaved import Pause
 from benchmarks.lightning_counts import LiftedAccelerator
 from benchmarks.training import LEARNING_RATE, MAX_NORM, Batches, arguments, only_item
-from benchmarks.turns import PassOn
+from benchmarks.zoo_batches import Batch
 from lightning_strategy import XLAEagerStrategy
-from xla_adapters import get_backend, initialize
+from xla_adapters import XLAConfig, get_runtime, initialize
 
 HF_STOCK, HF_TRACED, HF_REPLAYED = "HF stock", "HF traced", "HF replayed"
 LIGHTNING_STOCK, LIGHTNING_TRACED, LIGHTNING_REPLAYED = "Lightning stock", "Lightning traced", "Lightning replayed"
@@ -32,23 +32,23 @@ RUNS = (*HF_RUNS, *LIGHTNING_RUNS)
 MakeModel = Callable[[], torch.nn.Module]
 
 
-def run(name: str, make: MakeModel, batches: Sequence[zoo.Batch], plan: Plan, pass_on: PassOn) -> Timing:
+def run(name: str, make: MakeModel, batches: Sequence[Batch], plan: Plan, pause: Pause) -> Timing:
     """Runs in a child.
 
     Args:
         name: one of `RUNS`.
         make: makes the model; called with a batch it returns something with a `loss`.
         batches: as many as the plan has steps.
-        plan, pass_on: see `Clock`.
+        plan, pause: see `Clock`.
     """
     is_stock = name in STOCK
-    initialize(keep_memory=False if is_stock else None)
-    backend = get_backend()
+    initialize(eager=not is_stock, keep_memory=False if is_stock else None)
+    runtime = get_runtime()
     if not is_stock:
-        # It tries out graphs of its own, which are none of the training's.
-        assert backend.replay_works
+        # The first access to `replay_works` executes two tiny graphs, which must not be counted.
+        assert runtime.replay_works
     model = make()
-    clock = Clock(plan, pass_on, backend.wait)
+    clock = Clock(plan, pause, runtime.device.wait)
     run_trainer = _run_hf if name in HF_RUNS else _run_lightning
     return clock.timing(run_trainer(name, model, Batches(list(batches)), clock))
 
@@ -59,6 +59,11 @@ class _HFSteps(transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._clock.step_done()
+
+
+def _config(replayed: bool) -> XLAConfig:
+    # Without verifications, of which so few steps would have many; `benchmarks.verification` measures their cost.
+    return XLAConfig(step_replay="auto" if replayed else False, replay_verify_every=None)
 
 
 def _run_hf(name: str, model: torch.nn.Module, data: Batches, clock: Clock) -> list[float]:
@@ -73,8 +78,8 @@ def _run_hf(name: str, model: torch.nn.Module, data: Batches, clock: Clock) -> l
         if name == HF_STOCK:
             trainer: Any = transformers.Trainer(**common)
         else:
-            trainer = hf_trainer.Trainer(**common, step_replay=name == HF_REPLAYED and "auto")
-        # What is logged is the mean of all steps.
+            trainer = hf_trainer.Trainer(**common, xla_args=_config(name == HF_REPLAYED))
+        # The logged loss is the mean of all steps.
         return [float(trainer.train().training_loss)]
 
 
@@ -101,7 +106,7 @@ class _LightningSteps(L.Callback):
 
 
 def _run_lightning(name: str, model: torch.nn.Module, data: Batches, clock: Clock) -> list[float]:
-    chosen: dict[str, Any] = {"strategy": XLAEagerStrategy(step_replay="auto" if name == LIGHTNING_REPLAYED else False)}
+    chosen: dict[str, Any] = {"strategy": XLAEagerStrategy(_config(name == LIGHTNING_REPLAYED))}
     if name == LIGHTNING_STOCK:
         chosen = {"strategy": SingleDeviceXLAStrategy(device=0), "accelerator": LiftedAccelerator(), "devices": 1}
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")

@@ -1,4 +1,4 @@
-"""Data and arguments that the trainers are compared under."""
+"""Data and training arguments that all compared trainers share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
-from benchmarks.zoo import Batch
+from benchmarks.zoo_batches import Batch
 
 LEARNING_RATE = 1e-3
 # transformers' default.
@@ -16,7 +16,7 @@ MAX_NORM = 1.0
 
 
 class Batches(Dataset[Any]):
-    """Hands out ready batches: one sample is one batch."""
+    """A dataset of ready batches: each sample is a batch."""
 
     def __init__(self, batches: list[Batch]) -> None:
         self._batches = batches
@@ -29,7 +29,7 @@ class Batches(Dataset[Any]):
 
 
 def token_batches(number: int, shape: tuple[int, int], vocabulary: int) -> list[Batch]:
-    """Random tokens that predict themselves, the same at each call."""
+    """Random tokens with themselves as labels; the same at each call."""
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(0, vocabulary, shape, generator=generator) for _ in range(number)]
     return [{"input_ids": ids, "labels": ids.clone()} for ids in tokens]
@@ -42,7 +42,7 @@ def only_item(samples: list[Batch]) -> Batch:
 
 
 def arguments(folder: str, **options: Any) -> TrainingArguments:
-    """One epoch over `Batches` in their order; everything else as transformers has it, but for `options`."""
+    """Arguments for one epoch over `Batches` in order; otherwise transformers' defaults, and `options`."""
     values: dict[str, Any] = {
         "output_dir": folder,
         "per_device_train_batch_size": 1,

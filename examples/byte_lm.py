@@ -1,9 +1,8 @@
-"""Trains a small byte-level language model on Python's standard library, is interrupted, and resumes.
+"""Trains a small byte-level language model on Python's standard library, with an interruption and a resume.
 
     python -m examples.byte_lm
 
-Runs on any PJRT device; on a TPU the same command trains on the TPU. An interruption half way is
-simulated, so that the second half shows a resume from the checkpoint.
+Runs on any PJRT device. Half way the training is stopped, and a new Trainer resumes from the checkpoint.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Digits(L.LightningDataModule):
         self.val, self.test = _dataset(halves[0], halves[2]), _dataset(halves[1], halves[3])
 
     def train_dataloader(self) -> DataLoader[_Batch]:
-        # Without drop_last the last, shorter batch would be a second graph: correct, and announced, but compiled too.
+        # Without drop_last the last, shorter batch would compile a second graph.
         return DataLoader(self.train, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[_Batch]:
@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         counting: AbstractContextManager[Any] = xla_adapters.count() if uses_xla else nullcontext()
         with counting as counted:
             trainer.fit(module, data)
-        # Behind the fit: what was trained last is not what was best.
+        # With the best checkpoint, not the last weights.
         (metrics,) = trainer.test(module, data, ckpt_path=best.best_model_path)
     steps = trainer.global_step
     print(f"\naccuracy on held-out digits: {metrics['test_accuracy']:.1%} after {steps} steps")

@@ -1,9 +1,9 @@
 """Trains a byte-level GPT on Python's standard library in Lightning; stops and resumes where you like.
 
-    python -m examples.lightning_gpt --output-dir runs/gpt             # Ctrl-C saves a checkpoint and leaves
-    python -m examples.lightning_gpt --output-dir runs/gpt --resume    # goes on from the last one
+    python -m examples.lightning_gpt --output-dir runs/gpt             # Ctrl-C saves a checkpoint and ends
+    python -m examples.lightning_gpt --output-dir runs/gpt --resume    # continues from the last checkpoint
 
-A resumed run sees the bytes that the interrupted one would have seen next.
+A resumed run continues with the bytes that the interrupted one would have read next.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _PROMPT = "def read(self, "
 
 
 class RandomBlocks(IterableDataset[torch.Tensor]):
-    """Blocks of a text, without end; which ones depends on their number alone.
+    """An endless stream of random blocks of a text; block n is always the same.
 
     Args:
-        text: as numbers.
-        block: the length of each.
+        text: the bytes of the text, of shape (length,).
+        block: length of a block.
     """
 
     def __init__(self, text: torch.Tensor, block: int) -> None:
@@ -59,7 +59,7 @@ class StdlibBytes(L.LightningDataModule):
         self._batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
-        # From the first block: a run that is resumed leaves out those that were seen.
+        # Starts with the first block; a resumed run skips those that were already seen.
         blocks = RandomBlocks(self._bytes[: -self._held_out], self._block)
         return DataLoader(blocks, batch_size=self._batch_size)
 
@@ -76,7 +76,7 @@ class ByteGPT(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         sizes = {"n_embd": width, "n_layer": layers, "n_head": 4, "n_positions": block, "vocab_size": BYTES}
-        # Blocks begin anywhere in the text, so that hardly one is seen twice in a run of this length.
+        # Without dropout: blocks start anywhere in the text, so the model hardly sees one twice.
         no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         self.gpt = GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=None, eos_token_id=None))
 
@@ -96,7 +96,7 @@ class ByteGPT(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def write(self, prompt: str, length: int) -> str:
-        """Goes on from a prompt."""
+        """Generates text after a prompt."""
         tokens = torch.tensor([list(prompt.encode())], device=self.device)
         written = self.gpt.eval().generate(
             tokens,
@@ -110,10 +110,10 @@ class ByteGPT(L.LightningModule):
 
 
 class Throughput(L.Callback):
-    """Bytes trained per second, without the first step, in which the graph is compiled.
+    """Measures the training throughput, without the first step, which compiles.
 
     Args:
-        tokens: per step.
+        tokens: tokens (bytes) per step.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -128,13 +128,13 @@ class Throughput(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._steps > 1:
-            # The last step may still be executing: its loss waits for it.
+            # Reads the loss to wait for the last step, which may still be executing.
             float(trainer.callback_metrics["loss"])
         self._seconds = time.perf_counter() - self._started
 
     @property
     def per_second(self) -> float:
-        """0 if fewer than two steps were trained."""
+        """Tokens per second; 0 with fewer than two steps."""
         return (self._steps - 1) * self._tokens / self._seconds if self._steps > 1 else 0.0
 
 
@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         every_n_train_steps=options.save_every,
         save_last=True,
         save_on_exception=True,
-        # So that "last.ckpt" is always the last one, and no "last-v1.ckpt" beside it is.
+        # So that "last.ckpt" is overwritten, and no "last-v1.ckpt" is created.
         enable_version_counter=False,
     )
     throughput = Throughput(options.batch * options.block)

@@ -1,4 +1,4 @@
-"""The sources of Python's standard library as a `datasets` corpus: real text that is always there."""
+"""The source code of Python's standard library as a `datasets` corpus: real text that needs no download."""
 
 from __future__ import annotations
 

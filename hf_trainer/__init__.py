@@ -2,17 +2,18 @@
 
 from pathlib import Path
 
+import hf_trainer._requirements  # noqa: F401 (raises)
 from hf_trainer.arguments import XLAArguments
 from hf_trainer.callbacks import XLAStatsCallback
 from hf_trainer.mixin import XLATrainerMixin
 from hf_trainer.optimizers import register_transformers_optimizers
 from hf_trainer.trainer import Seq2SeqTrainer, Trainer
-from xla_adapters.backend import get_backend
-from xla_adapters.location import hide_folder
+from xla_adapters.runtime import prepare
+from xla_adapters.utils.location import hide_folder
 
 __all__ = ["Seq2SeqTrainer", "Trainer", "XLAArguments", "XLAStatsCallback", "XLATrainerMixin"]
 
 hide_folder(Path(__file__).parent)
 register_transformers_optimizers()
 # `transformers.TrainingArguments` start the runtime, before there is a Trainer.
-get_backend().prepare()
+prepare()

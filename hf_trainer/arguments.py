@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -13,15 +12,18 @@ from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import ShardingConfig
 
-_NOT_THE_CORES = ("auto_sharding", "sharding", "safe_checkpoints", "checkpoint")
+# Options that are not fields of `XLAConfig`.
+_NOT_OF_THE_CORE = ("auto_sharding", "sharding", "safe_checkpoints", "checkpoint")
 
 
 @dataclass
 class XLAArguments:
-    """Parse it beside `transformers.TrainingArguments` and hand it to the trainer as `xla_args`.
+    """The XLA options for `HfArgumentParser`.
+
+    Parse it beside `TrainingArguments` and pass it to the trainer as `xla_args`.
 
     Raises:
-        ConfigError: a value is none of those the help text lists.
+        ConfigError: a value is not one of those that the help text lists.
     """
 
     xla_mode: str = field(
@@ -48,24 +50,26 @@ class XLAArguments:
     )
     step_replay: str = field(
         default="auto",
-        metadata={"help": "auto, true or false: a step that was traced twice alike is called without its Python."},
+        metadata={"help": "auto, true or false: run the executable of a step without its Python, once it is known."},
     )
     replay_verify_every: Optional[int] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
-        default=1000, metadata={"help": "Replayed steps after which one is traced again and held against them."}
+        default=1000, metadata={"help": "Every how many replayed steps one is traced again, to compare the results."}
     )
-    steps_per_execution: int = field(
-        default=1, metadata={"help": "How many replayed steps are one call of an executable."}
+    on_replay_mismatch: str = field(
+        default="error",
+        metadata={"help": "error or retrace: what a difference between a traced step and its replay does."},
     )
+    steps_per_execution: int = field(default=1, metadata={"help": "How many replayed steps run as one execution."})
     steps_form: str = field(
         default="loop",
-        metadata={"help": "loop or unrolled: whether that executable holds the step once, or once for each step."},
+        metadata={"help": "loop or unrolled: whether the executable of several steps is a loop, or repeats the step."},
     )
     rng_algorithm: str = field(
         default="auto",
-        metadata={"help": "auto, default, philox or three_fry: what draws random numbers on the device."},
+        metadata={"help": "auto, default, philox or three_fry: the random number generator of the device."},
     )
     auto_sharding: bool = field(
-        default=False, metadata={"help": "Shard the model over all devices, as is planned to cost least."}
+        default=False, metadata={"help": "Shard the model over all devices by the plan with the lowest estimated cost."}
     )
     sharding: Optional[str] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
         default=None,
@@ -73,7 +77,7 @@ class XLAArguments:
     )
     safe_checkpoints: bool = field(
         default=True,
-        metadata={"help": "Commit checkpoints at one instant, and check them when they are resumed from."},
+        metadata={"help": "Commit checkpoints atomically, and verify them when a run resumes."},
     )
     checkpoint: Optional[str] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
         default=None,
@@ -83,14 +87,14 @@ class XLAArguments:
     )
 
     def __post_init__(self) -> None:
-        _check_safe_checkpoints(self.safe_checkpoints)
+        check_safe_checkpoints(self.safe_checkpoints)
         CheckpointConfig.resolve(self.checkpoint)
         self.to_config()
         self.to_sharding()
 
     def to_config(self) -> XLAConfig:
         """The options as the core's checked config."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_THE_CORES}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_OF_THE_CORE}
         for name in ("free_grads", "step_replay"):
             value = values[name]
             if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -108,70 +112,12 @@ class XLAArguments:
         return ShardingConfig.resolve(auto_sharding=self.auto_sharding, sharding=sharding)
 
 
-def resolve_config(xla_args: XLAArguments | XLAConfig | None, options: dict[str, object]) -> XLAConfig:
-    """The config from either way of giving the options.
+def check_safe_checkpoints(value: object) -> bool:
+    """The value of `safe_checkpoints`.
 
     Raises:
-        ConfigError: both ways were used, or a value is not valid.
+        ConfigError: it is not a bool.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    if xla_args is not None and given:
-        raise ConfigError(
-            f"the XLA options were given twice: as xla_args= and as {', '.join(f'{name}=' for name in sorted(given))}"
-        )
-    if isinstance(xla_args, XLAConfig):
-        return xla_args
-    if xla_args is not None:
-        return xla_args.to_config()
-    return XLAArguments(**given).to_config()  # type: ignore[arg-type]
-
-
-def resolve_sharding(
-    xla_args: XLAArguments | XLAConfig | None,
-    *,
-    auto_sharding: bool | Mapping[str, Any] | None,
-    sharding: str | Mapping[str, Any] | ShardingConfig | None,
-) -> ShardingConfig | None:
-    """The sharding options from either way of giving them; None is one device.
-
-    Raises:
-        ConfigError: both ways were used, or a value is not valid.
-    """
-    given = ShardingConfig.resolve(auto_sharding=auto_sharding, sharding=sharding)
-    parsed = xla_args.to_sharding() if isinstance(xla_args, XLAArguments) else None
-    if given is not None and parsed is not None:
-        raise ConfigError("sharding was asked for twice: by xla_args= and by auto_sharding= or sharding=")
-    return given if given is not None else parsed
-
-
-def resolve_safe_checkpoints(xla_args: XLAArguments | XLAConfig | None, given: bool | None) -> bool:
-    """Whether checkpoints are committed by the store, from either way of saying so.
-
-    Raises:
-        ConfigError: both ways were used, or the value is not valid.
-    """
-    if not isinstance(xla_args, XLAArguments):
-        return _check_safe_checkpoints(True if given is None else given)
-    if given is not None:
-        raise ConfigError("the XLA options were given twice: as xla_args= and as safe_checkpoints=")
-    return xla_args.safe_checkpoints
-
-
-def resolve_checkpoint(
-    xla_args: XLAArguments | XLAConfig | None, given: CheckpointConfig | Mapping[str, Any] | str | None
-) -> CheckpointConfig:
-    """How checkpoints are saved, from either way of saying so.
-
-    Raises:
-        ConfigError: both ways were used, or a value is not valid.
-    """
-    parsed = xla_args.checkpoint if isinstance(xla_args, XLAArguments) else None
-    if given is not None and parsed is not None:
-        raise ConfigError("the checkpoint options were given twice: as xla_args= and as checkpoint=")
-    return CheckpointConfig.resolve(given if given is not None else parsed)
-
-
-def _check_safe_checkpoints(value: object) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"safe_checkpoints={value!r} is not a valid value; valid values: True, False")
     return value

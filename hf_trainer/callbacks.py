@@ -1,61 +1,106 @@
-"""The trainer's own callbacks: the edges of the step, and the closing summary."""
+"""The trainer's own callbacks: two that report the loop's events, and one that prints statistics."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
-from xla_adapters.run_stats import RunStats
+from xla_adapters.insight.run_stats import RunStats
 
-if TYPE_CHECKING:
-    from hf_trainer.mixin import XLATrainerMixin
+
+class TrainingEvents(Protocol):
+    """The events of the training loop that the callbacks report; `Bridge` receives them."""
+
+    def training_begins(self) -> None:
+        """The model and the optimizer of a training are there."""
+
+    def optimizer_stepped(self) -> None:
+        """The optimizer has stepped."""
+
+    def substep_ended(self) -> None:
+        """A micro batch without an update has ended."""
+
+    def step_is_done(self, control: TrainerControl) -> None:
+        """An optimizer step and all its callbacks are done."""
+
+    def accumulation_stopped(self) -> None:
+        """The loop stops between two micro batches of an update."""
+
+
+def surround(handler: CallbackHandler, first: TrainerCallback, last: TrainerCallback) -> None:
+    """Calls two callbacks around those of a handler at each event. They are not listed in `handler.callbacks`.
+
+    Args:
+        handler: of a trainer.
+        first: called before the others.
+        last: called after the others.
+    """
+    call_event: Callable[..., TrainerControl] = handler.call_event
+
+    def surrounded(event: str, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        getattr(first, event)(args, state, control, **kwargs)
+        control = call_event(event, args, state, control, **kwargs)
+        getattr(last, event)(args, state, control, **kwargs)
+        return control
+
+    handler.call_event = surrounded  # type: ignore[method-assign]
 
 
 class FirstCallback(TrainerCallback):
-    """Stands before all others, so that these find the step executed."""
+    """Comes before all other callbacks, so that these see the step executed.
 
-    def __init__(self, trainer: XLATrainerMixin) -> None:
-        self._trainer = trainer
+    Args:
+        events: told of each event.
+    """
+
+    def __init__(self, events: TrainingEvents) -> None:
+        self._events = events
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._trainer.weights_are_loaded()
+        self._events.training_begins()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._trainer.close_update()
+        self._events.optimizer_stepped()
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._trainer.close_substep()
+        self._events.substep_ended()
 
 
 class LastCallback(TrainerCallback):
-    """Stands behind all others, to see what they decided."""
+    """Comes after all other callbacks, to see the decisions that they put into `control`.
 
-    def __init__(self, trainer: XLATrainerMixin) -> None:
-        self._trainer = trainer
+    Args:
+        events: told of each event.
+    """
+
+    def __init__(self, events: TrainingEvents) -> None:
+        self._events = events
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._trainer.step_is_done(control)
+        self._events.step_is_done(control)
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if control.should_epoch_stop or control.should_training_stop:
-            self._trainer.drop_open_step()
+            self._events.accumulation_stopped()
 
 
 class XLAStatsCallback(TrainerCallback):
-    """Prints what a training cost when it ends: compiles, executions per step, throughput.
+    """Prints at the end of a training how many compiles it had, how many executions per step, and its throughput.
 
     Attributes:
-        stats: the numbers; the trainer it is given to fills them in.
+        stats: the numbers. The trainer that has the callback sets them.
     """
 
     def __init__(self) -> None:

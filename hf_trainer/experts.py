@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers whose shapes do not depend on where the router sends the tokens."""
+"""Mixture-of-experts layers whose shapes do not depend on the routing of the tokens."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from typing import Any
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-# What transformers picks by itself. It sorts the tokens by expert and multiplies groups of a size
-# that only the routing decides; XLA has neither the histogram nor the grouped product.
+# The default of transformers. It sorts the tokens by expert and multiplies groups whose sizes depend on the routing.
+# XLA has neither the histogram nor the grouped product.
 _DEFAULT = "grouped_mm"
 
 
 def dense_experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Every expert computes every token; the routing weights, zero for most, pick the sum.
+    """Every expert computes every token; the output is the sum weighted by the routing weights, most of which are zero.
 
-    More arithmetic than needed (experts / experts per token), in exchange for one graph of plain
-    matrix products. `experts_implementation="batched_mm"` is the other choice of fixed shape: it
-    copies the weights of the experts chosen for each token.
+    It does more arithmetic than needed, by a factor of experts / experts per token. In exchange it is one graph of
+    plain matrix products. `experts_implementation="batched_mm"` also has fixed shapes; it copies the weights of the
+    chosen experts for each token.
 
     Args:
         self: the experts' module, as transformers' own implementations take it.
         hidden_states: (tokens, width).
-        top_k_index: the experts chosen for each token; ids beyond the last expert choose none.
-        top_k_weights: their weights.
+        top_k_index: (tokens, experts per token), the chosen experts; an id beyond the last expert chooses none.
+        top_k_weights: (tokens, experts per token), their weights.
+
+    Returns:
+        (tokens, width).
     """
     experts = self.num_experts
     chosen = torch.nn.functional.one_hot(top_k_index.clamp(max=experts), experts + 1)[..., :experts]
-    # (tokens, experts); a sum of products, so that the router's gradient is that of the weights chosen.
+    # (tokens, experts). A sum of products, so that the router gets gradients through the chosen weights only.
     routing = (chosen.to(top_k_weights.dtype) * top_k_weights.unsqueeze(-1)).sum(dim=1)
     tokens = hidden_states.expand(experts, *hidden_states.shape)
     if self.has_gate:
@@ -54,7 +57,7 @@ def _linear(experts: Any, inputs: torch.Tensor, name: str) -> torch.Tensor:
 
 @contextmanager
 def experts_of_fixed_shape() -> Iterator[None]:
-    """Puts `dense_experts_forward` in the place of transformers' default, through its own registry."""
+    """Replaces transformers' default implementation by `dense_experts_forward`, in its own registry."""
     overrides = ALL_EXPERTS_FUNCTIONS._local_mapping
     previous = overrides.get(_DEFAULT)
     ALL_EXPERTS_FUNCTIONS[_DEFAULT] = dense_experts_forward

@@ -1,41 +1,68 @@
-"""What must be changed inside transformers, accelerate and torch while our trainer runs, and is undone after.
+"""Patches of transformers, accelerate and torch while our trainer runs; undone afterwards.
 
-Each replacement stands for a behaviour without a public hook; `tests/contract` pins what is replaced.
+Each replaces a behaviour that has no public hook. `tests/contract` pins the names that are replaced.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
+import accelerate.accelerator
 import accelerate.data_loader
 import accelerate.optimizer
 import accelerate.utils.operations
 import torch
 import transformers.trainer
 import transformers.trainer_pt_utils
+from transformers import TrainingArguments
 
 from hf_trainer.experts import experts_of_fixed_shape
 from hf_trainer.loader import DeviceLoader, skip_first_batches
-from xla_adapters import compiling, get_backend
-from xla_adapters.patching import replaced
+from xla_adapters import get_runtime
+from xla_adapters.utils import compiling
+from xla_adapters.utils.patching import replaced
 
 
 def _own_batch(tensor: torch.Tensor) -> torch.Tensor:
-    """What gathering from one process gives: the tensor, with the dimension that gathering adds to scalars."""
+    """The result of gathering from one process: the tensor, with the dimension that gathering adds to scalars."""
     return tensor.clone()[None] if tensor.ndim == 0 else tensor
+
+
+def correct_process_index(args: TrainingArguments) -> None:
+    """Gives the only process the index 0 on its host, without which transformers prints and logs nothing.
+
+    accelerate (1.15) asks torch_xla for it on TPUs only. Elsewhere it reads an environment variable that a launcher
+    sets, and takes -1 without one.
+
+    Args:
+        args: their state is that of the process. Other arguments that are made later set it back.
+    """
+    state = args.distributed_state
+    if state is not None and args.world_size == 1 and state.local_process_index == -1:
+        state.local_process_index = 0
+
+
+def _reduced_in_one_process(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """As `accelerate.utils.reduce`, which syncs the device twice."""
+    return accelerate.utils.operations.recursively_apply(
+        lambda own: own * scale if scale != 1.0 else own.clone(), tensor, error_on_other_type=True
+    )
 
 
 @contextmanager
 def trainer_patches() -> Iterator[None]:
-    """The loader, and gathers that stay on the host when there is nobody to gather from.
+    """Patches for a run of a trainer.
 
-    accelerate looks for the package of an optimizer twice in each step, and has torch look for CUDA's library whenever
-    an optimizer asks for CUDA, which each does in each step; here once for a run.
-
-    Stock, one process: each logged loss is pickled through a rendezvous (10 operations, 7 transfers).
+    - Batches are read by `DeviceLoader`.
+    - In one process, gathers return their argument. Unpatched, each logged loss is pickled through a rendezvous
+      (10 operations, 7 transfers), and objects that are no tensors are refused. Reductions return a copy.
+    - `is_lomo_available` and `torch.cuda.is_available` are looked up once per run. Unpatched, optimizers search for
+      the package and for CUDA's library in each step.
     """
     with (
         replaced(accelerate.data_loader, "MpDeviceLoaderWrapper", DeviceLoader),
@@ -43,7 +70,7 @@ def trainer_patches() -> Iterator[None]:
         replaced(accelerate.optimizer, "is_lomo_available", functools.cache(accelerate.optimizer.is_lomo_available)),
         replaced(torch.cuda, "is_available", functools.cache(torch.cuda.is_available)),
     ):
-        if get_backend().world_size() > 1:
+        if get_runtime().device.world_size() > 1:
             yield
             return
 
@@ -53,20 +80,33 @@ def trainer_patches() -> Iterator[None]:
         def mesh_reduce(tensors: Any, name: str) -> Any:
             return tensors
 
-        with (
-            replaced(accelerate.utils.operations, "_tpu_gather", gather),
-            replaced(transformers.trainer_pt_utils, "nested_xla_mesh_reduce", mesh_reduce),
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(replaced(accelerate.utils.operations, "_tpu_gather", gather))
+            stack.enter_context(replaced(transformers.trainer_pt_utils, "nested_xla_mesh_reduce", mesh_reduce))
+            for module in _with_gather_object():
+                stack.enter_context(replaced(module, "gather_object", lambda gathered: gathered))
+            stack.enter_context(replaced(accelerate.accelerator, "reduce", _reduced_in_one_process))
             yield
+
+
+def _with_gather_object() -> list[ModuleType]:
+    """The modules that have imported accelerate's function by name."""
+    function = accelerate.utils.operations.gather_object
+    return [module for module in list(sys.modules.values()) if _vars(module).get("gather_object") is function]
+
+
+def _vars(module: object) -> dict[str, Any]:
+    # Programs may put other objects there.
+    return getattr(module, "__dict__", {}) if isinstance(module, ModuleType) else {}
 
 
 @contextmanager
 def no_search_for_gradients(model: Callable[[], torch.nn.Module], are_none: Callable[[], bool]) -> Iterator[None]:
-    """Lets the loop's `model.zero_grad()`, which walks over all modules, return where there is nothing to do.
+    """The loop's `model.zero_grad()` returns at once if there are no gradients, instead of walking over all modules.
 
     Args:
-        model: whose.
-        are_none: whether it is known that none of its parameters has a gradient.
+        model: returns the model.
+        are_none: returns whether it is known that no parameter has a gradient.
     """
     zero_grad = torch.nn.Module.zero_grad
 
@@ -80,6 +120,6 @@ def no_search_for_gradients(model: Callable[[], torch.nn.Module], are_none: Call
 
 @contextmanager
 def as_if_compiling() -> Iterator[None]:
-    """Lets models take the path they take under `torch.compile`: fixed shapes, and no tensor read."""
+    """Models take the path that they take under `torch.compile`: fixed shapes, no tensor reads."""
     with compiling.as_if_compiling(), experts_of_fixed_shape():
         yield

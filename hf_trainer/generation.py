@@ -9,28 +9,31 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from transformers import EncoderDecoderModel, GenerationMixin, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from hf_trainer.framework_patches import as_if_compiling
-from xla_adapters import StepProgram, get_backend
-from xla_adapters.discarding import Discarding
-from xla_adapters.modes import eager
-from xla_adapters.transfers import to_host_in_one_transfer, uploading
+from xla_adapters import StepProgram, get_runtime
+from xla_adapters.runtime.modes import eager
+from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
+from xla_adapters.tracing.discarding import Discarding
+from xla_adapters.utils.patching import replaced
 
 
 @contextmanager
-def compiled_forward(model: torch.nn.Module, program: StepProgram, *, results_on_host: bool) -> Iterator[None]:
-    """Each call of the model inside the context is one compiled graph, executed once.
+def compiled_forward(
+    model: torch.nn.Module, program: StepProgram, results: Callable[[Any], Any] = lambda results: results
+) -> Iterator[None]:
+    """Inside the context each call of the model is one compiled graph, executed once.
 
-    Inputs may be on the host: they are uploaded. A call inside an open step becomes part of that step.
+    Inputs on the host are uploaded. A call inside an open step becomes part of that step.
 
     Args:
         model: its `forward` is replaced on the instance, and put back at the exit.
         program: runs and explains the graphs.
-        results_on_host: copy loss and logits to the host, in one transfer.
+        results: called with the results when the graph was executed; returns what the call returns.
     """
     forward: Callable[..., Any] = model.forward
-    had_own_forward = "forward" in vars(model)
 
     @functools.wraps(forward)
     def compiled(*args: Any, **kwargs: Any) -> Any:
@@ -42,55 +45,116 @@ def compiled_forward(model: torch.nn.Module, program: StepProgram, *, results_on
         with Discarding(program):
             program.open(inputs=_tensors_only(kwargs), phase=phase, facts={"cache": cache})
             with torch.no_grad(), as_if_compiling():
-                results = forward(*args, **kwargs)
+                computed = forward(*args, **kwargs)
             program.close()
-        return _loss_and_logits_on_host(results) if results_on_host else results
+        return results(computed)
 
-    model.forward = compiled
-    try:
+    with replaced(model, "forward", compiled):
         yield
-    finally:
-        if had_own_forward:
-            model.forward = forward
-        else:
-            del model.forward
 
 
-def generate(model: Any, inputs: torch.Tensor | None = None, *, program: StepProgram, **kwargs: Any) -> Any:
+def generate(model: Any, *args: Any, program: StepProgram, **kwargs: Any) -> Any:
     """`model.generate`, every strategy of it, with the model on an XLA device.
 
-    Token bookkeeping (growing sequences, beams, stopping) stays on the host, where it costs no
-    compile; the model runs with a static key-value cache, so each token is the same graph. Per token:
-    one execution and two transfers, the logits and the cache's length; beams reorder the cache on the
-    device and cost a few more.
+    Token bookkeeping (growing sequences, beams, stopping) stays on the host, where it costs no compile. The model
+    runs with a static key-value cache, so that each token is the same graph. Each token costs one execution and two
+    transfers: the logits and the length of the cache. Beams reorder the cache on the device and cost a few more.
+    A model that cannot use a static cache (Bert, Blip) has a graph for each length of the text.
+
+    A model with a `generate` of its own (Whisper, Blip) may compute before that loop. Each part of the model that it
+    calls is a graph then, with its results on the host.
 
     Args:
         model: a transformers model on the device.
-        inputs: as for `model.generate`; tensors may be on the host or the device.
+        args: as for `model.generate`; tensors may be on the host or the device.
         program: runs and explains the graphs.
         kwargs: as for `model.generate`.
 
     Returns:
         As `model.generate`, on the host.
     """
-    inputs, kwargs = to_host_in_one_transfer((inputs, kwargs))
-    config = kwargs.get("generation_config") or model.generation_config
-    chosen = kwargs.get("cache_implementation") or config.cache_implementation or kwargs.get("past_key_values")
-    if chosen is None and kwargs.get("use_cache", config.use_cache) is not False:
-        kwargs["cache_implementation"] = "static"
+    args, kwargs = to_host_in_one_transfer((args, kwargs))
     with ExitStack() as stack:
+        if _wants_static_cache(model, kwargs):
+            # In the config, because a model's own `generate` may hand its arguments on to something else.
+            config = kwargs.get("generation_config") or model.generation_config
+            stack.enter_context(replaced(config, "cache_implementation", "static"))
         # Outside the model's own graph nothing is executed operation by operation.
         stack.enter_context(eager(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(warnings.catch_warnings())
         # The inputs are on the host on purpose.
         warnings.filterwarnings("ignore", message=r"You are calling \.generate\(\) with the `input_ids`")
-        stack.enter_context(compiled_forward(model, program, results_on_host=True))
+        if type(model).generate is not GenerationMixin.generate:
+            stack.enter_context(_on_host_outside_of_steps(program))
+            for part in _parts(model):
+                stack.enter_context(compiled_forward(part, program, to_host_in_one_transfer))
+                if isinstance(part, GenerationMixin):
+                    stack.enter_context(replaced(part, "generate", _of(part, program)))
+        stack.enter_context(compiled_forward(model, program, _loss_and_logits_on_host))
         if model.config.is_encoder_decoder:
-            encoder = model.get_encoder()
-            stack.enter_context(compiled_forward(encoder, program, results_on_host=False))
-        generated = model.generate(inputs, **kwargs)
+            stack.enter_context(compiled_forward(model.get_encoder(), program))
+        generated = model.generate(*args, **kwargs)
     return to_host_in_one_transfer(generated) if not isinstance(generated, torch.Tensor) else _to_host(generated)
+
+
+@contextmanager
+def compiled_generation(owner: Any, model: torch.nn.Module, program: StepProgram) -> Iterator[None]:
+    """Inside the context `owner.generate` is the function `generate` above, and calls of the model are compiled.
+
+    Args:
+        owner: the model whose `generate` is replaced on the instance, and put back at the exit.
+        model: the same, or a wrapper of it, that is called without generating.
+        program: runs and explains the graphs.
+    """
+    with (
+        replaced(owner, "generate", _of(owner, program)),
+        compiled_forward(model, program, _loss_and_logits_on_host),
+    ):
+        yield
+
+
+def _of(model: Any, program: StepProgram) -> Callable[..., Any]:
+    """The function `generate` above in place of the model's own."""
+    own = model.generate
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        with replaced(model, "generate", own):
+            return generate(model, *args, program=program, **kwargs)
+
+    return compiled
+
+
+def _wants_static_cache(model: Any, options: Mapping[str, Any]) -> bool:
+    """Whether to generate with a static cache: nothing else is asked for, and the model can use one."""
+    config = options.get("generation_config") or getattr(model, "generation_config", None)
+    if config is None or options.get("use_cache", config.use_cache) is False:
+        return False
+    if options.get("cache_implementation") or config.cache_implementation or options.get("past_key_values") is not None:
+        return False
+    # The others read the length of the cache in Python. An encoder-decoder pair of two models says so of its decoder.
+    decoder = getattr(model, "decoder", None) if isinstance(model, EncoderDecoderModel) else model
+    return bool(getattr(decoder, "_can_compile_fullgraph", False))
+
+
+@contextmanager
+def _on_host_outside_of_steps(program: StepProgram) -> Iterator[None]:
+    """Inside the context, models say outside of steps that they are on the host.
+
+    A `generate` of a model's own makes tensors on the model's device, and combines them with tensors on the host.
+    """
+    device: Any = PreTrainedModel.device
+
+    def where(model: PreTrainedModel) -> torch.device:
+        return device.fget(model) if program.is_open else torch.device("cpu")
+
+    with replaced(PreTrainedModel, "device", property(where)):
+        yield
+
+
+def _parts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The submodules that code of the model may call outside of the model's `forward`."""
+    return [part for part in model.modules() if part is not model]
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,7 +164,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _upload(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(get_backend().device())
+        return value.to(get_runtime().device.torch_device())
     if type(value) is dict:
         return {key: _upload(item) for key, item in value.items()}
     if type(value) in (tuple, list):
@@ -109,15 +173,17 @@ def _upload(value: Any) -> Any:
 
 
 def _phase(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[str, str]:
-    """What this call of the model is, and the state of its cache: both shape the graph."""
+    """A name for this call of the model, and the state of its cache. Each pair has a graph of its own."""
     cache = inputs.get("past_key_values")
     name = type(model).__name__
     if cache is None:
         return f"{name} without cache", "none"
-    # An encoder-decoder cache is two; the decoder's own is the one that fills up.
+    # The cache of an encoder-decoder has two parts. The self-attention part is the one that fills up.
     cache = getattr(cache, "self_attention_cache", cache)
     if getattr(cache, "is_initialized", True):
-        return f"{name}, next tokens", "filled"
+        length = cache.get_seq_length() if hasattr(cache, "get_seq_length") else None
+        # A cache that grows has another shape for each token.
+        return f"{name}, next tokens" + (f" after {length}" if isinstance(length, int) else ""), "filled"
     return f"{name}, first tokens", "empty"
 
 

@@ -1,4 +1,4 @@
-"""`DeviceLoader`: batches for an XLA device, without a thread of its own."""
+"""`DeviceLoader`: yields the batches of a dataloader, and knows its position for an exact resume."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from accelerate import skip_first_batches as skip_by_sampler
 
-from xla_adapters.host_random import HostRandom
-from xla_adapters.rng import ReadingStream
-from xla_adapters.workers import generators_of, renew_workers
+from xla_adapters.data.workers import generators_of, renew_workers
+from xla_adapters.runtime.rng import ReadingStream
+from xla_adapters.utils.host_random import HostRandom
 
 
 class DataPosition:
-    """Where in an epoch's data a training is, and what the data depends on, so that it can be read again."""
+    """The position in an epoch's data, and the random state that the order of the data depends on.
+
+    Saved in a checkpoint, it lets a resumed training read the rest of the epoch as the first run would have.
+    """
 
     def __init__(self) -> None:
         self.taken = 0
@@ -27,7 +30,7 @@ class DataPosition:
         self._goes_on = False
 
     def state(self) -> dict[str, Any] | None:
-        """What to save; None before the first batch."""
+        """The state to save in a checkpoint; None before the first batch."""
         if self._began_with is None or not self._random.has_begun:
             return None
         return {
@@ -40,18 +43,24 @@ class DataPosition:
         }
 
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """The epoch that is begun next goes on from a checkpoint, or follows it."""
+        """The next epoch continues the epoch of a checkpoint, or is the one after it.
+
+        Args:
+            saved: the `state()` in the checkpoint.
+        """
         self._saved = saved
 
     def go_on(self, batches: int, workers: int) -> tuple[int, bool]:
-        """An epoch is begun in its middle.
+        """The next epoch begins in its middle.
 
         Args:
-            batches: to be left out, as transformers counts them (without length, as if there were one epoch only).
-            workers: of the loader.
+            batches: how many to skip, as transformers counts them. For a loader without a length it counts all
+                epochs as one.
+            workers: how many the loader has.
 
-        Returns: how many to leave out; whether they must be read all the same. A sampler can leave batches out, but
-            then nothing is drawn for them, here or in a worker.
+        Returns:
+            How many batches to skip, and whether they must be read nevertheless. A sampler can skip batches without
+            reading them, but then their random numbers are not drawn, here or in a worker.
         """
         self._goes_on = True
         if self._saved is None:
@@ -59,7 +68,11 @@ class DataPosition:
         return self._saved["taken"], bool(workers or self._saved["draws"])
 
     def epoch(self, number: int) -> int:
-        """The epoch that transformers calls `number`, which may have begun to count anew."""
+        """The index of the epoch.
+
+        Args:
+            number: its index in transformers, which counts from 0 again when it resumes a run without a length.
+        """
         if self._goes_on and self._saved is not None:
             self._offset = self._saved["epoch"] - number
         self._epoch = number + self._offset
@@ -69,8 +82,8 @@ class DataPosition:
         """An epoch's data begins.
 
         Args:
-            loader: that reads it.
-            skipped: batches that its sampler leaves out.
+            loader: reads the data.
+            skipped: how many batches its sampler skips.
         """
         self._generators = generators_of(loader)
         if self._saved is not None:
@@ -91,19 +104,18 @@ class DataPosition:
 
 
 class DeviceLoader:
-    """Stands in for accelerate's `MpDeviceLoaderWrapper`.
+    """Replaces accelerate's `MpDeviceLoaderWrapper`.
 
-    That one reads the dataset in a background thread, which swallows the dataset's exceptions (the
-    epoch ends early, as if all were well), syncs the device at each batch, and keeps the last-batch
-    flag in thread-local state where the evaluation loop does not see it. Here batches are read in
-    the thread that trains and stay on the host; the step moves them to the device while it is
-    traced. `dataloader_num_workers` parallelises the reading.
+    accelerate's class reads the dataset in a background thread, which swallows the dataset's exceptions (the epoch
+    ends early and looks normal), syncs the device at each batch, and keeps the last-batch flag in thread-local state
+    where the evaluation loop does not see it. This class reads batches in the thread that trains and leaves them on
+    the host; the step moves them to the device while it is traced. Use `dataloader_num_workers` to read in parallel.
 
     Args:
         dataloader: accelerate's prepared loader.
-        device: the device the batches are meant for.
-        position: of the data, if another loader of it has one already.
-        skip: how many batches are read and left out.
+        device: the device on which the batches will be used.
+        position: of another loader of the same data, to continue from; None for the begin.
+        skip: how many batches to read without yielding them.
     """
 
     def __init__(
@@ -115,7 +127,7 @@ class DeviceLoader:
         self._skip = skip
         self.skipped = 0
         for loader in (dataloader, getattr(dataloader, "base_dataloader", dataloader)):
-            # Pinned memory is CUDA's; torch warns at each epoch that there is none.
+            # Pinned memory needs CUDA; torch would warn in each epoch.
             loader.pin_memory = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -131,7 +143,7 @@ class DeviceLoader:
                 yield batch
 
     def set_epoch(self, epoch: int) -> None:
-        """As that of accelerate's loader."""
+        """As `set_epoch` of accelerate's loader."""
         self.dataloader.set_epoch(self.position.epoch(epoch))
 
     def __len__(self) -> int:
@@ -144,7 +156,12 @@ class DeviceLoader:
 
 
 def skip_first_batches(loader: Any, batches: int = 0) -> Any:
-    """In place of accelerate's function: an epoch's data from its middle, as the whole epoch would have had it."""
+    """Replaces accelerate's function: a loader of the rest of an epoch, with the same samples in the same order.
+
+    Args:
+        loader: of the whole epoch.
+        batches: how many to skip.
+    """
     if not isinstance(loader, DeviceLoader):
         return skip_by_sampler(loader, batches)
     batches, reads = loader.position.go_on(batches, loader.num_workers)

@@ -2,64 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
-from hf_trainer.arguments import (
-    XLAArguments,
-    resolve_checkpoint,
-    resolve_config,
-    resolve_safe_checkpoints,
-    resolve_sharding,
-)
-from hf_trainer.callbacks import FirstCallback, LastCallback, XLAStatsCallback
-from hf_trainer.checkpoint_hooks import CheckpointHooks
-from hf_trainer.evaluation_hooks import EvaluationHooks
-from hf_trainer.framework_patches import no_search_for_gradients, trainer_patches
-from hf_trainer.refusals import check_arguments, check_optimizer, check_runtime
-from hf_trainer.safe_checkpoints import SafeCheckpointHooks
-from hf_trainer.schedule_hooks import ScheduleHooks, check_checkpoint_options, hold_jit_checkpoint
-from hf_trainer.sharded_checkpoints import ShardedCheckpointHooks
-from hf_trainer.sharding_hooks import ShardingHooks
-from hf_trainer.step_driver import StepDriver
-from hf_trainer.training_hooks import TrainingHooks
-from xla_adapters import XLAConfig, get_backend
+import torch
+import transformers
+
+from hf_trainer.arguments import XLAArguments
+from hf_trainer.bridge import Bridge
+from hf_trainer.framework_patches import correct_process_index, trainer_patches
+from hf_trainer.optimizers import OptimizerChoice
+from hf_trainer.options import TrainerOptions
+from hf_trainer.preparation import bfloat16_autocast, prepare_for_xla
+from hf_trainer.refusals import check_arguments, check_optimizer
+from xla_adapters import XLAConfig
 from xla_adapters.checkpoint import CheckpointConfig
-from xla_adapters.discarding import Discarding
-from xla_adapters.modes import eager
-from xla_adapters.random_algorithm import use_random_algorithm
-from xla_adapters.rollback import release_retired
-from xla_adapters.run_stats import RunStats
+from xla_adapters.checkpoint.write_failures import naming_failed_writes
+from xla_adapters.insight.run_stats import RunStats
 from xla_adapters.sharding import ShardingConfig
-from xla_adapters.sharding.sharder import Sharder
+from xla_adapters.sharding.plan import ShardingPlan
+
+if TYPE_CHECKING:
+    _Base = transformers.Trainer
+else:
+    _Base = object
 
 
-class XLATrainerMixin(
-    ScheduleHooks,
-    TrainingHooks,
-    EvaluationHooks,
-    SafeCheckpointHooks,
-    CheckpointHooks,
-    ShardedCheckpointHooks,
-    ShardingHooks,
-):
+class XLATrainerMixin(_Base):
     """Put it before a class derived from `transformers.Trainer`.
 
         class MyTrainer(XLATrainerMixin, SomebodysTrainer): ...
 
+    Its methods are hooks that transformers calls. Each passes the call on to a part of the `Bridge`, which has the
+    logic and the state, or to the next class.
+
     Args:
-        *args, **kwargs: as for the class it is mixed into.
-        xla_args: the XLA options as `XLAArguments` or `XLAConfig`, or singly:
-        xla_mode, on_graph_break, compile_eval, max_graphs, free_grads, accumulation, step_replay,
-        rng_algorithm, steps_per_execution: see `XLAConfig`.
-        auto_sharding: shards the model over all devices, as is planned to cost least. The batch sizes of
-            `TrainingArguments` are those of all devices together (as transformers has it under SPMD).
+        args: positional arguments, as for the class it is mixed into.
+        kwargs: keyword arguments, likewise. The most used options of `XLAConfig` can be given by name.
+        xla_args: the XLA options as a whole, as `XLAArguments` or `XLAConfig`.
+        auto_sharding: shards the model over all devices by the plan with the lowest estimated cost. The batch sizes of
+            `TrainingArguments` are those of all devices together (as in transformers under SPMD).
         sharding: the same by name (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or as a `ShardingConfig`.
-        safe_checkpoints: checkpoints are committed by a `CheckpointStore` and checked when resumed from, which is the
-            default; False leaves both to transformers, as it is in several processes.
-        checkpoint: when else to save them and how, as a `CheckpointConfig` or its options: in the background, before
-            the process is ended, after a time, with a deadline for what hangs.
+        safe_checkpoints: checkpoints are committed by a `CheckpointStore` and verified when a run resumes. This is
+            the default; False leaves both to transformers, as several processes always do.
+        checkpoint: when else to save checkpoints and how, as a `CheckpointConfig` or its options: in the background,
+            before the process is ended, after a time, with a deadline for steps that hang.
 
     Raises:
         ConfigError: an XLA option is not valid, or given twice.
@@ -85,7 +73,7 @@ class XLATrainerMixin(
         checkpoint: CheckpointConfig | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.xla_config = resolve_config(
+        options = TrainerOptions.resolve(
             xla_args,
             {
                 "xla_mode": xla_mode,
@@ -98,98 +86,218 @@ class XLATrainerMixin(
                 "steps_per_execution": steps_per_execution,
                 "rng_algorithm": rng_algorithm,
             },
+            auto_sharding=auto_sharding,
+            sharding=sharding,
+            safe_checkpoints=safe_checkpoints,
+            checkpoint=checkpoint,
         )
-        self.sharding_config = resolve_sharding(xla_args, auto_sharding=auto_sharding, sharding=sharding)
-        self.safe_checkpoints = resolve_safe_checkpoints(xla_args, safe_checkpoints)
-        self.checkpoint_config = resolve_checkpoint(xla_args, checkpoint)
-        self._backend = get_backend()
-        self._sharder = None if self.sharding_config is None else Sharder(self.sharding_config, self.xla_config)
-        self._backend.initialize()
-        check_runtime(self._sharder is not None)
-        # Before anything is drawn on the device.
-        self._random_algorithm = use_random_algorithm(self.xla_config)
+        self._xla = Bridge(self, super(), options)
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
         if given is not None:
             check_arguments(given, self.xla_config)
         check_optimizer((kwargs.get("optimizers") or (None, None))[0], kwargs.get("optimizer_cls_and_kwargs"))
-        self._in_session = False
-        self._held = ExitStack()
-        self.run_stats = RunStats()
-        self._queued_for_counting = []
         with trainer_patches():
             super().__init__(*args, **kwargs)
-        check_checkpoint_options(
-            self.checkpoint_config,
-            safe=self.safe_checkpoints,
-            processes=self.args.world_size,
-            in_parts=self._saves_parts,
-            limit=self.args.save_total_limit,
-        )
-        hold_jit_checkpoint(self.callback_handler.callbacks)
-        self._steps = StepDriver(self.xla_config, self.args.seed)
-        self._last_callback = LastCallback(self)
-        self.callback_handler.callbacks.insert(0, FirstCallback(self))
+        self._xla.connect()
 
-    # ---- a run -----------------------------------------------------------------------------------
+    @property
+    def xla_config(self) -> XLAConfig:
+        """How steps are run."""
+        return self._xla.options.config
 
-    @contextmanager
-    def _session(self) -> Iterator[None]:
-        """The patches and the eager mode that a run needs; nests, and undoes itself."""
-        if self._in_session:
-            yield
-            return
-        with ExitStack() as stack:
-            stack.callback(setattr, self, "_in_session", False)
-            self._in_session = True
-            stack.enter_context(trainer_patches())
-            stack.enter_context(eager(self.xla_config.eager_by_default))
-            stack.enter_context(self._sharded())
-            if self.xla_config.xla_mode == "eager+dynamo":
-                stack.enter_context(self._dynamo())
-            try:
-                yield
-            finally:
-                self._steps.abort()
-                release_retired()
+    @property
+    def sharding_config(self) -> ShardingConfig | None:
+        """How the model is sharded; None on one device."""
+        return self._xla.options.sharding
 
-    @contextmanager
-    def _dynamo(self) -> Iterator[None]:
-        model: Any = self._live_model
-        model.compile(backend=self._backend.dynamo_backend)
-        try:
-            yield
-        finally:
-            model._compiled_call_impl = None
+    @property
+    def safe_checkpoints(self) -> bool:
+        """Whether checkpoints are committed and verified by a `CheckpointStore`."""
+        return self._xla.options.safe_checkpoints
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.train`."""
-        # Callbacks added since the construction stand before the last one again.
-        callbacks = self.callback_handler.callbacks
-        if self._last_callback in callbacks:
-            callbacks.remove(self._last_callback)
-        callbacks.append(self._last_callback)
-        for callback in callbacks:
-            if isinstance(callback, XLAStatsCallback):
-                callback.stats = self.run_stats
-        quick = no_search_for_gradients(lambda: self._live_model, lambda: self._steps.train.left_no_gradients)
-        with self._session(), quick:
-            self.run_stats.start()
-            try:
-                return super().train(*args, **kwargs)
-            finally:
-                self.run_stats.stop()
+    @property
+    def checkpoint_config(self) -> CheckpointConfig:
+        """When else checkpoints are saved, and how."""
+        return self._xla.options.checkpoint
+
+    @property
+    def run_stats(self) -> RunStats:
+        """Compiles, executions and throughput of the last training."""
+        return self._xla.run_stats
+
+    @property
+    def sharding_plan(self) -> ShardingPlan:
+        """How the model is sharded.
+
+        Raises:
+            ConfigError: it is not, or no run has begun yet.
+        """
+        return self._xla.sharding.plan
+
+    # ---- runs ------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.train`. A checkpoint to resume from is verified first.
+
+        Raises:
+            SystemExit: a signal asked for the end, under `save_on="preemption"`; a checkpoint was saved before.
+        """
+        with self._xla.training_run(resume_from_checkpoint) as checkpoint:
+            if checkpoint is None and not args:
+                # An override need not have the argument.
+                return super().train(**kwargs)
+            return super().train(checkpoint, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As `Trainer.evaluate`."""
-        with self._session():
+        with self._xla.session.running():
             metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         return metrics
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.predict`."""
-        with self._session():
+        with self._xla.session.running():
             return super().predict(*args, **kwargs)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        with Discarding(self._steps):
+        with self._xla.training_loop():
             return super()._inner_training_loop(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.evaluation_loop`. The results of each batch come to the host in one transfer."""
+        return self._xla.evaluation.loop(*args, **kwargs)
+
+    # ---- preparation -----------------------------------------------------------------------------
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        correct_process_index(self.args)
+        # For bf16 accelerate would set XLA_USE_BF16 in the environment: too late to take effect, or for the whole
+        # process. `compute_loss_context_manager` does what bf16=True means.
+        return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        """As `Trainer.compute_loss_context_manager`, with bfloat16 autocast under `bf16=True`."""
+        stack = super().compute_loss_context_manager()
+        if self.args.bf16:
+            stack.enter_context(bfloat16_autocast(self))
+        return stack
+
+    get_optimizer_cls_and_kwargs: Any = OptimizerChoice()
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+        prepare_for_xla(self, self.xla_config)
+        return prepared
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        self._xla.sharding.accept_dtensors(model)
+        with self._xla.moves.noting(model):
+            super()._move_model_to_device(model, device)
+
+    def _validate_args(self) -> None:
+        # transformers refuses an optimizer whose parameters are on another device than the model.
+        self._xla.moves.follow(self.optimizer)
+        super()._validate_args()
+
+    # ---- the training step -----------------------------------------------------------------------
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.get_batch_samples`. The loop calls it at the begin of each optimizer step."""
+        self._xla.watch.begin_step()
+        self._xla.steps.new_update()
+        return super().get_batch_samples(*args, **kwargs)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        return self._xla.inputs.item_count(batch_samples, device)
+
+    def _prepare_input(self, data: Any) -> Any:
+        return self._xla.inputs.prepare(data)
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """As `Trainer.training_step`. Opens the compiled step; it is closed when the optimizer has stepped.
+
+        Outside of `train()` nothing would close it, so there it runs operation by operation.
+        """
+        if not self.is_in_train:
+            with self._xla.session.running(), torch.autograd.set_multithreading_enabled(False):
+                return super().training_step(model, inputs, num_items_in_batch)
+        return self._xla.training.step(model, inputs, num_items_in_batch)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
+        """As `Trainer.floating_point_ops`."""
+        return self._xla.training.floating_point_ops(inputs)
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        return self._xla.training.clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        return self._xla.training.grad_norm(model, grad_norm)
+
+    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
+        self._xla.tokens.track(inputs)
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        self._xla.schedule.save_before_evaluation(model, trial)
+        self._xla.loss_sum.log(tr_loss, grad_norm, model, trial, *args, **kwargs)
+        self._xla.schedule.end_if_asked(model, trial)
+
+    # ---- the evaluation step ---------------------------------------------------------------------
+
+    def prediction_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """As `Trainer.prediction_step`, compiled as one graph under `compile_eval`."""
+        with self._xla.watch.evaluation_step():
+            return self._xla.evaluation.step(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._xla.checkpoints.output_dir(trial)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._xla.checkpoints.save(model, trial)
+        self._xla.schedule.saved(trial)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As `Trainer.save_model`. Waits for a checkpoint that is being written.
+
+        Raises:
+            CheckpointWriteError: a file could not be written.
+        """
+        if _internal_call:
+            self._xla.sharded_checkpoints.save_model(output_dir, _internal_call)
+            return
+        self._xla.checkpoints.settle()
+        with naming_failed_writes("the model", str(output_dir or self.args.output_dir)):
+            self._xla.sharded_checkpoints.save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._xla.sharded_checkpoints.save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self._xla.sharded_checkpoints.load_optimizer_and_scheduler(checkpoint)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self._xla.checkpoints.push(checkpoint_folder)
+
+    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        self._xla.checkpoints.finish(trial)
+        return super()._finalize_training(trial, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        with self._xla.weights.loading(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        self._xla.checkpoints.verify_best()
+        with self._xla.weights.loading(self.state.best_model_checkpoint):
+            super()._load_best_model()
+            self._xla.sharding.apply()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        self._xla.weights.after_load(load_result)

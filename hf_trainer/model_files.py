@@ -20,12 +20,15 @@ _PER_SAMPLE = ("ForSequenceClassification", "ForImageClassification", "ForAudioC
 
 
 def load(path: Path, rows: int, length: int | None) -> _Loaded:
-    """The model a configuration describes, a batch with labels, and the context of its forward passes.
+    """Makes a model from its configuration file, and a batch for it.
 
     Args:
         path: of a `config.json`.
         rows: samples in the batch.
-        length: of a sample in tokens; images have the size of the configuration.
+        length: tokens in a sample; None for images, whose size is in the configuration.
+
+    Returns:
+        The model, a batch with labels, and a function that returns the context for forward passes.
 
     Raises:
         ConfigError: the file does not describe a model of transformers, or the length is missing.

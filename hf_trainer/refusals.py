@@ -1,4 +1,4 @@
-"""Options of `TrainingArguments` that cannot work on XLA, refused before anything is built."""
+"""Checks of training arguments and optimizers, before anything is built: raises on what cannot work on XLA."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from xla_adapters import XLAConfig, get_backend
+from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.errors import RuntimeOrderError, UnsupportedOptionError
-from xla_adapters.optimizer_packages import check_supported
+from xla_adapters.tracing.optimizer_packages import check_supported
 
 
 def check_arguments(args: TrainingArguments, config: XLAConfig) -> None:
-    """Raises on what cannot work, naming what can.
+    """Raises if a training argument cannot work on XLA.
 
     Raises:
-        UnsupportedOptionError: with the option and its alternative.
+        UnsupportedOptionError: names the option and an alternative.
     """
     if args.use_cpu or args.device.type != "xla":
         raise UnsupportedOptionError(
@@ -50,14 +50,19 @@ def check_arguments(args: TrainingArguments, config: XLAConfig) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer | None, cls_and_kwargs: tuple[Any, dict[str, Any]] | None) -> None:
-    """Raises if an optimizer handed in asks for a fused CUDA kernel, or is none for XLA.
+    """Raises if an optimizer cannot work on XLA, or asks for a fused CUDA kernel.
+
+    Args:
+        optimizer: as it was passed to the trainer; None if it was not.
+        cls_and_kwargs: the class of one that transformers creates, and its arguments; None if it does not.
 
     Raises:
-        UnsupportedOptionError: with the alternative.
+        UnsupportedOptionError: names an alternative.
     """
     if cls_and_kwargs is not None:
-        # Those that update layer by layer hide the optimizers they do it with.
-        layers = cls_and_kwargs[1].get("optimizer_dict", {}).values()
+        # Layer-wise optimizers hold one optimizer for each parameter. Libraries pass parameter groups by that name.
+        given = cls_and_kwargs[1].get("optimizer_dict")
+        layers = given.values() if isinstance(given, dict) else ()
         for cls in (cls_and_kwargs[0], *map(type, layers)):
             check_supported(cls)
     if cls_and_kwargs is not None and cls_and_kwargs[1].get("fused"):
@@ -76,12 +81,15 @@ def _refuse_fused(where: str) -> None:
 
 
 def check_runtime(shards: bool) -> None:
-    """Raises if the process drives all devices as one, and the trainer does not shard.
+    """Raises if the process uses SPMD and the trainer does not shard.
+
+    Args:
+        shards: whether the trainer shards.
 
     Raises:
-        RuntimeOrderError: with the ways out.
+        RuntimeOrderError: says what to do.
     """
-    if not shards and get_backend().is_spmd():
+    if not shards and get_runtime().device.is_spmd():
         raise RuntimeOrderError(
             "the trainer was created without sharding in a process that runs the XLA devices under SPMD: each of the "
             "devices would compute the same. Give auto_sharding=True or sharding=, or use a process without SPMD"

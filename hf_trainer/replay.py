@@ -1,4 +1,4 @@
-"""What HF's training loop must know of replayed steps: which ones may be, and what stands for their loss."""
+"""Replayed steps in HF's loops: which steps may be replayed, their `CallSpec`, and the loss that stands for theirs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.utils._pytree import tree_flatten
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_trainer.callbacks import FirstCallback
-from hf_trainer.own_code import key_of, overridden
-from xla_adapters.nested_values import as_dicts
-from xla_adapters.program import ReplayRequest
-from xla_adapters.replay.own_code import OwnCode
-from xla_adapters.replay.values import is_simple
+from hf_trainer.user_code import key_of, overridden
+from xla_adapters.replay.call_spec import CallSpec
+from xla_adapters.replay.guards.batch import batch_obstacle
+from xla_adapters.replay.tracked_code import TrackedCode
+from xla_adapters.utils.nested_values import as_dicts
 
-# Methods whose code is the step's. Whoever overrides the first ones surrounds the step with code of his own.
+# Methods that the step consists of. A replay calls the first ones, whose override would surround the step with user
+# code, and does not call the others.
 _AROUND = ("training_step", "_clip_grad_norm", "_get_grad_norm", "floating_point_ops")
 _WITHIN = (
     "compute_loss_context_manager",
@@ -28,13 +28,13 @@ _WITHIN = (
     "_prepare_input",
     "_prepare_context_parallel_inputs",
 )
-# In evaluation this is done in the step.
+# Called inside the evaluation step.
 _WITHIN_EVALUATION = (*_WITHIN, "_get_num_items_in_batch")
-# What the step calls of accelerate.
+# Methods of accelerate that the step calls.
 _OF_ACCELERATOR = ("backward", "clip_grad_norm_", "unwrap_model")
-# Steps until the proof costs a transfer of its own, if nothing is logged before.
+# After so many steps without a log, values are compared by a transfer of their own.
 _PATIENCE = 4
-# Arguments that the step's Python looks at.
+# Training arguments that the step reads.
 _ARGUMENTS = (
     "max_grad_norm",
     "label_smoothing_factor",
@@ -47,10 +47,11 @@ _ARGUMENTS = (
 
 
 class ReplayedLoss:
-    """What a replayed `training_step` returns: the loop adds it to its sum, which the step's graph does itself.
+    """What a replayed `training_step` returns. Adding it to the loop's sum of losses changes nothing, because the
+    executable has already added the loss to the sum.
 
     Args:
-        device: the loop compares it with that of its sum.
+        device: of the loss; the loop compares it with the device of the sum.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,7 +63,7 @@ class ReplayedLoss:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.add, torch.Tensor.add_):
-            # To the sum, which may wait with the step to be computed: whoever dispatches must not look at it.
+            # The sum. It may be a pending output of the step, which a dispatched operation would wait for.
             return args[0]
         raise _missing(getattr(func, "__name__", str(func)))
 
@@ -84,7 +85,7 @@ def obstacle_around(trainer: Any) -> str | None:
         return f"{surrounding} is overridden, and surrounds the step with code of its own"
     for callback in trainer.callback_handler.callbacks:
         hook = getattr(callback.on_pre_optimizer_step, "__func__", None)
-        if hook is not TrainerCallback.on_pre_optimizer_step and not isinstance(callback, FirstCallback):
+        if hook is not TrainerCallback.on_pre_optimizer_step:
             return f"{type(callback).__name__}.on_pre_optimizer_step runs in the middle of the step"
     accelerator = trainer.accelerator
     for name in _OF_ACCELERATOR:
@@ -94,9 +95,9 @@ def obstacle_around(trainer: Any) -> str | None:
 
 
 def _obstacle_in_update(optimizer: Any) -> str | None:
-    """Python beside that of the optimizer's own class."""
+    """Python code in the update besides the `step` of the optimizer's class, which a replay would skip."""
     for hook in (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()):
-        # A step that is open already has hooks of the adapters.
+        # While a step is open, the core has hooks of its own there.
         if not getattr(hook, "__module__", "").startswith("xla_adapters."):
             return "all optimizers have a hook, whose Python a replay would leave out"
     # accelerate wraps the optimizer.
@@ -114,11 +115,11 @@ def _obstacle_in_update(optimizer: Any) -> str | None:
 
 
 def obstacle_within(trainer: Any, *, trains: bool = True) -> str | None:
-    """Why a replay might leave something out, which `step_replay=True` accepts; None if it cannot.
+    """Why a replay might skip user code, which `step_replay=True` permits; None if it cannot.
 
     Args:
         trainer: the trainer.
-        trains: whether it is asked for a training step.
+        trains: whether the step is a training step.
     """
     within = overridden(trainer, _WITHIN if trains else _WITHIN_EVALUATION)
     if within is not None:
@@ -129,30 +130,27 @@ def obstacle_within(trainer: Any, *, trains: bool = True) -> str | None:
     return None
 
 
-def request_of(
+def call_spec(
     trainer: Any,
     model: torch.nn.Module,
     inputs: Any,
-    code: OwnCode,
+    code: TrackedCode,
     *,
     known: tuple[Hashable, ...],
     trains: bool = True,
-) -> ReplayRequest:
-    """What a replay must know of the pass that begins.
+) -> CallSpec:
+    """The description of the call of the step that begins.
 
     Args:
         trainer: the trainer.
         model: what is trained or evaluated.
-        inputs: the batch, on the device, and what else is different each time.
-        code: the user's own in the step.
-        known: what else the step depends on.
+        inputs: the batch on the device, and other values that differ from call to call.
+        code: the user code in the step.
+        known: further values that the step depends on; calls with different ones get different executables.
         trains: whether it is a training step.
     """
     leaves, spec = tree_flatten(as_dicts(inputs))
-    opaque = next((leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and not is_simple(leaf)), None)
-    obstacle = obstacle_within(trainer, trains=trains) or code.obstacle
-    if obstacle is None and opaque is not None:
-        obstacle = f"the batch holds a {type(opaque).__name__}, which cannot be compared with that of another step"
+    obstacle = obstacle_within(trainer, trains=trains) or code.obstacle or batch_obstacle(inputs)
     arguments: tuple[Hashable, ...] = tuple(str(getattr(trainer.args, name, None)) for name in _ARGUMENTS)
     shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
     smoother = trainer.label_smoother
@@ -163,7 +161,7 @@ def request_of(
         *(str(getattr(smoother, name, None)) for name in ("epsilon", "ignore_index")),
         id(model),
     )
-    return ReplayRequest(
+    return CallSpec(
         key=(str(spec), shapes, arguments, known),
         batch=[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)],
         extras=[trainer._tr_loss] if trains else [],
@@ -172,4 +170,6 @@ def request_of(
         patience=_PATIENCE,
         obstacle=obstacle,
         change=code.change,
+        constants=code.tensors,
+        look_again=code.look_again,
     )

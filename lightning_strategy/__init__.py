@@ -2,18 +2,14 @@
 
 from pathlib import Path
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.strategies import StrategyRegistry
-
-from lightning_strategy.fabric import XLAEagerFabricStrategy
+import lightning_strategy._requirements  # noqa: F401 (raises)
+from lightning_strategy.fabric.strategy import XLAEagerFabricStrategy
+from lightning_strategy.registries import register
 from lightning_strategy.stats import XLAStatsCallback
 from lightning_strategy.strategy import XLAEagerStrategy
-from xla_adapters.location import hide_folder
+from xla_adapters.utils.location import hide_folder
 
 __all__ = ["XLAEagerFabricStrategy", "XLAEagerStrategy", "XLAStatsCallback"]
 
 hide_folder(Path(__file__).parent)
-if XLAEagerStrategy.strategy_name not in StrategyRegistry:
-    XLAEagerStrategy.register_strategies(StrategyRegistry)
-if XLAEagerFabricStrategy.strategy_name not in STRATEGY_REGISTRY:
-    XLAEagerFabricStrategy.register_strategies(STRATEGY_REGISTRY)
+register()

@@ -1,4 +1,4 @@
-"""`XLAStatsCallback`: what a training costs, for its loggers and as a closing summary."""
+"""`XLAStatsCallback`: compiles, executions and speed of a training, for its loggers and as a summary at its end."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import lightning as L
 
-from xla_adapters.batches import sample_count, token_count
-from xla_adapters.run_stats import RunStats
+from xla_adapters.data.batches import sample_count, token_count
+from xla_adapters.insight.run_stats import RunStats
 
 
 class XLAStatsCallback(L.Callback):
-    """Logs what training steps cost, and prints the whole when the training ends.
+    """Logs compiles, executions and speed of training steps, and prints a summary when the training ends.
 
-    Every `log_every_n_steps` optimizer steps all loggers of the Trainer get, of the steps since the last
-    time and of what ran between them: `xla/compiles`, `xla/executions`, `xla/executions_per_step`, and,
-    without the time spent compiling, `xla/seconds_per_step` and `xla/tokens_per_second` (or
-    `xla/samples_per_second`, if the batches have no `input_ids`). Only then is the device waited for.
+    Every `log_every_n_steps` optimizer steps it logs to all loggers of the Trainer. The values are about the time since
+    the last log, with everything that ran in it: `xla/compiles`, `xla/executions`, `xla/executions_per_step`, and,
+    without the time spent compiling, `xla/seconds_per_step` and `xla/tokens_per_second` (or `xla/samples_per_second`,
+    if the batches have no `input_ids`). It waits for the device only then.
 
     Attributes:
         stats: the numbers of the whole training.
@@ -40,8 +40,8 @@ class XLAStatsCallback(L.Callback):
         self.stats.count_batch(samples=sample_count(batch), tokens=token_count(batch))
         self.stats.steps = trainer.global_step - self._first_step
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        # Not a remainder: under accumulation a step lasts several batches, with several optimizers a batch is
-        # several steps.
+        # Not a remainder of the step: with accumulation several batches have the same step, with several optimizers a
+        # batch adds several steps.
         if trainer.loggers and every > 0 and trainer.global_step - self._logged_at >= every:
             self._logged_at = trainer.global_step
             self._log(trainer)

@@ -1,10 +1,7 @@
-"""xla-adapters: training steps that are one XLA graph, executed once."""
+"""xla-adapters: runs each PyTorch training step as one XLA graph, compiled once and replayed."""
 
-from xla_adapters.backend import get_backend, initialize
-from xla_adapters.breaks import GraphBreakWarning
-from xla_adapters.compiled_step import CompiledStep
+from xla_adapters import cpu as _cpu  # noqa: F401 (it registers itself)
 from xla_adapters.config import XLAConfig
-from xla_adapters.counters import StepCounters, count
 from xla_adapters.errors import (
     CheckpointSaveError,
     CollectiveReadError,
@@ -12,21 +9,30 @@ from xla_adapters.errors import (
     ConfigError,
     DeviceSyncError,
     DiscardedTensorError,
+    EagerOptimizerWarning,
     GraphBreakError,
+    GraphBreakWarning,
     GraphLimitError,
+    HostOperatorError,
     ProfilerScopeError,
+    ReplayMismatchError,
+    ReplayMismatchWarning,
     RuntimeOrderError,
     TensorReadError,
     UnsupportedOptionError,
     XLAAdapterError,
 )
-from xla_adapters.modes import eager
-from xla_adapters.optimizers import EagerOptimizerWarning, prime, register_eager_optimizer, register_state_init
-from xla_adapters.program import StepProgram
-from xla_adapters.rng import StepSeed
+from xla_adapters.insight.counters import StepCounters, count
+from xla_adapters.replay.compiled_step import CompiledStep
+from xla_adapters.replay.program import StepProgram
+from xla_adapters.replay.safety.promises import replay_safe
+from xla_adapters.runtime import get_runtime, initialize
+from xla_adapters.runtime.modes import eager
+from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.sharding.distribute import distribute_module
-from xla_adapters.step import step
-from xla_adapters.step_scope import StepScope, in_step
+from xla_adapters.tracing.optimizers import prime, register_eager_optimizer, register_state_init
+from xla_adapters.tracing.step import step
+from xla_adapters.tracing.step_scope import StepScope, in_step
 
 __all__ = [
     "CheckpointSaveError",
@@ -40,7 +46,10 @@ __all__ = [
     "GraphBreakError",
     "GraphBreakWarning",
     "GraphLimitError",
+    "HostOperatorError",
     "ProfilerScopeError",
+    "ReplayMismatchError",
+    "ReplayMismatchWarning",
     "RuntimeOrderError",
     "StepCounters",
     "StepProgram",
@@ -53,11 +62,12 @@ __all__ = [
     "count",
     "distribute_module",
     "eager",
-    "get_backend",
+    "get_runtime",
     "in_step",
     "initialize",
     "prime",
     "register_eager_optimizer",
     "register_state_init",
+    "replay_safe",
     "step",
 ]

@@ -1,4 +1,4 @@
-"""The command `xla-adapters`: plans of sharded trainings, and checkpoints, without devices."""
+"""The command `xla-adapters`: plans sharded trainings, manages checkpoints, explains errors; needs no devices."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ import torch
 
 from xla_adapters.checkpoint import commands as checkpoint_commands
 from xla_adapters.errors import ConfigError, XLAAdapterError
+from xla_adapters.insight.explain import entry, explained, text
 from xla_adapters.sharding.config import Scheme, ShardingConfig, TopologyName
 from xla_adapters.sharding.plan import ShardingPlan
 
-# Distributions that know a framework's files register `load(path, rows, length) -> (model, batch, around)` here.
+# Entry point group: a package that can read a framework's model files registers
+# `load(path, rows, length) -> (model, batch, around)` here.
 MODEL_FILES = "xla_adapters.model_files"
 _GIGABYTE = 10**9
 _Around = Callable[[], AbstractContextManager[Any]]
@@ -29,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status.
 
     Args:
-        arguments: those of the process if not given.
+        arguments: of the command line; those of the process if not given.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -50,6 +52,15 @@ def _run_plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def _run_explain(options: argparse.Namespace) -> int:
+    if options.name is not None:
+        print(entry(options.name))
+        return 0
+    for name, cls in explained().items():
+        print(f"{name:26}{text(cls).splitlines()[0]}")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="xla-adapters", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -61,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--mesh", type=_numbers, help="devices along the data and the model axis, e.g. 2x4")
     where.add_argument("--devices", type=int, help="how many devices; the mesh is chosen")
     plan.add_argument("--batch", required=True, type=_numbers, help="samples of all devices, and their length: 16x2048")
-    plan.add_argument("--sharding", default="auto", choices=get_args(Scheme), help="auto plans, the others are recipes")
+    plan.add_argument(
+        "--sharding", default="auto", choices=get_args(Scheme), help="auto plans, the others are templates"
+    )
     plan.add_argument(
         "--topology", default="v5e", choices=get_args(TopologyName), help="what devices and links can do (v5e)"
     )
@@ -72,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--html", help="draw the plan into this file")
     plan.set_defaults(run=_run_plan)
     checkpoint_commands.add_parser(commands)
+    explain = commands.add_parser("explain", help="what an error or a warning means, and what to do")
+    explain.add_argument("name", nargs="?", help="of its class, e.g. TensorReadError; lists them all if not given")
+    explain.set_defaults(run=_run_explain)
     return parser
 
 
@@ -83,7 +99,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _plan(options: argparse.Namespace) -> ShardingPlan:
-    # Late: the planner and its solver take seconds to import.
+    # Imported late: the planner and its solver take seconds to import.
     from xla_adapters.sharding.planner import Topology, evaluate
     from xla_adapters.sharding.sharder import make_plan
 
@@ -102,7 +118,7 @@ def _plan(options: argparse.Namespace) -> ShardingPlan:
         mesh_shape=options.mesh,
         topology=options.topology if automatic else None,
         memory_budget=int(options.memory * _GIGABYTE) if automatic and options.memory is not None else None,
-        # No device is needed to plan, and none is looked for.
+        # Planning needs no device.
         measure_top_k=0 if automatic else None,
     )
     devices = options.devices
@@ -118,7 +134,16 @@ def _plan(options: argparse.Namespace) -> ShardingPlan:
 
 
 def _load(name: str, rows: int, length: int | None) -> tuple[torch.nn.Module, Mapping[str, Any], _Around]:
-    """A model on the meta device, a batch of this size, and the context that its forward passes run in."""
+    """Loads a model on the meta device.
+
+    Args:
+        name: a `.json` file, or `module:factory`.
+        rows: number of samples in the batch.
+        length: of a sample; None if not given.
+
+    Returns:
+        The model, a batch, and a function that returns the context for forward passes.
+    """
     if name.endswith(".json"):
         loaders = list(entry_points(group=MODEL_FILES))
         if not loaders:

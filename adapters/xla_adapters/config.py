@@ -1,4 +1,4 @@
-"""`XLAConfig`: the options both adapters and hand-written loops share."""
+"""`XLAConfig`: the options that both adapters and hand-written loops share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ OnGraphBreak = Literal["error", "warn", "allow"]
 Accumulation = Literal["per_micro_batch", "unrolled"]
 FreeGrads = Literal["auto"] | bool
 StepReplay = Literal["auto"] | bool
+OnReplayMismatch = Literal["error", "retrace"]
 StepsForm = Literal["loop", "unrolled"]
 RngAlgorithm = Literal["auto", "default", "philox", "three_fry"]
 
@@ -28,36 +29,40 @@ class XLAConfig:
     """How training steps are traced and executed.
 
     Args:
-        xla_mode: `"eager"` runs every operation at once, step included. `"eager+compile"` runs
-            everything eagerly but the step, which is one compiled graph. `"eager+dynamo"` compiles
-            the model with `torch.compile(backend="openxla")` and the optimizer step as a graph of
-            its own. `"lazy"` is classic lazy tracing with a sync at each step.
-        on_graph_break: what a read, save or sync inside a step does: `"error"` raises with the
-            line that did it; `"warn"` executes what is pending once, goes on, and says so once per
-            line; `"allow"` does the same in silence.
-        compile_eval: whether evaluation and prediction steps are compiled graphs too.
-        max_graphs: the number of different graphs one step may compile before `GraphLimitError`;
-            `None` for no limit.
-        free_grads: whether gradients are dropped inside the step, so that they are not outputs of
-            its graph (less memory); `"auto"` does so when nothing can look at them afterwards.
-        accumulation: under gradient accumulation, `"per_micro_batch"` executes one graph per micro
-            batch; `"unrolled"` traces all micro batches of an optimizer step into one graph.
-        step_replay: whether a step that was traced twice alike is from then on the call of its executable,
-            without its Python. `"auto"` does so where all that the Python does beside tensors is known;
-            `True` also where it is your own (prints, counters and the like are left out then).
-        replay_verify_every: replays after which a step is traced again and held against them; `None` for never.
-        steps_per_execution: how many replayed steps are one call of an executable. Until the last of them is
-            called, they wait; who uses a tensor that they change has them executed at once, one by one.
-        steps_form: `"loop"` or `"unrolled"`: whether that executable holds the step once and loops over it, or once
-            for each step, which takes so many times as long to compile.
-
-        rng_algorithm: what random numbers on the device are drawn with, in the whole process: `"default"` is the
+        xla_mode: `"eager"` executes every operation immediately, in steps, too. `"eager+compile"` executes everything
+            immediately, except steps, each of which is one compiled graph. `"eager+dynamo"` compiles the model with
+            `torch.compile(backend="openxla")`, and the optimizer step as a separate graph. `"lazy"` is torch_xla's lazy
+            tracing with a sync after each step.
+        on_graph_break: what a read, save or sync inside a step does: `"error"` raises an error with the line of your
+            code; `"warn"` executes what is pending, continues, and warns once per line; `"allow"` does the same
+            without a warning.
+        compile_eval: whether evaluation and prediction steps are compiled graphs, too.
+        max_graphs: how many different graphs a step may compile before `GraphLimitError`; `None` for no limit.
+        free_grads: whether gradients are freed inside the step, so that they are not outputs of its graph (less
+            memory); `"auto"` does so if nothing can read them afterwards.
+        accumulation: with gradient accumulation, `"per_micro_batch"` executes one graph per micro batch;
+            `"unrolled"` traces all micro batches of an optimizer step into one graph.
+        step_replay: whether a step that gave the same graph twice is replayed from then on: its executable is called,
+            and its Python does not run. `"auto"` does so if everything that the Python can reach is known to be safe
+            (see `docs/replay.md`). `True` is your promise that the step depends only on its tensors, on learning rates,
+            and on guarded values; other effects of its Python are lost. `xla_adapters.replay_safe` makes that promise
+            for one function.
+        replay_verify_every: how often a replayed step is traced again and compared with its replay: after 8, 16, 32,
+            ... 1024 replays, then after each `replay_verify_every` replays. Shorter values also limit the first
+            intervals. `None` for never.
+        on_replay_mismatch: what happens if they differ: `"error"` raises `ReplayMismatchError`, which names the
+            difference and the first step that is affected; `"retrace"` warns, and traces all further steps.
+        steps_per_execution: how many replayed steps one executable runs. Steps wait until the last of them is called;
+            if your code uses a tensor that they change, they are executed immediately, one by one.
+        steps_form: whether that executable loops over one copy of the step (`"loop"`), or has a copy for each step
+            (`"unrolled"`), which takes that many times as long to compile.
+        rng_algorithm: the algorithm of random numbers on the device, for the whole process: `"default"` is the
             device's own; `"auto"` is `"three_fry"` on CPU devices, where it is the fastest (see
-            `xla_adapters.dropout`), else `"default"`. Another algorithm draws other numbers. The variable
-            `XLA_RNG_BIT_GENERATOR`, if it is set, wins.
+            `xla_adapters.cpu.lowerings.dropout`), else `"default"`. Algorithms draw different numbers. The environment
+            variable `XLA_RNG_BIT_GENERATOR` has priority.
 
     Raises:
-        ConfigError: a value is not one of those listed.
+        ConfigError: a value is not valid, or two options contradict each other.
     """
 
     xla_mode: XLAMode = "eager+compile"
@@ -68,6 +73,7 @@ class XLAConfig:
     accumulation: Accumulation = "per_micro_batch"
     step_replay: StepReplay = "auto"
     replay_verify_every: int | None = 1000
+    on_replay_mismatch: OnReplayMismatch = "error"
     steps_per_execution: int = 1
     steps_form: StepsForm = "loop"
     rng_algorithm: RngAlgorithm = "auto"
@@ -78,6 +84,7 @@ class XLAConfig:
         _check_choice("compile_eval", self.compile_eval, (True, False))
         _check_choice("free_grads", self.free_grads, ("auto", True, False))
         _check_choice("step_replay", self.step_replay, ("auto", True, False))
+        _check_choice("on_replay_mismatch", self.on_replay_mismatch, get_args(OnReplayMismatch))
         _check_choice("rng_algorithm", self.rng_algorithm, get_args(RngAlgorithm))
         _check_choice("accumulation", self.accumulation, get_args(Accumulation))
         _check_choice("steps_form", self.steps_form, get_args(StepsForm))
@@ -126,11 +133,11 @@ class XLAConfig:
 
     @classmethod
     def resolve(cls, config: XLAConfig | None, options: Mapping[str, Any]) -> XLAConfig:
-        """The config from either way of giving the options: as a whole, or singly.
+        """The config from a whole config, or from single options.
 
         Args:
-            config: the options as a whole.
-            options: single options by name; those that are `None` count as not given.
+            config: all options; None if single options are given.
+            options: single options by name; `None` values count as not given.
 
         Raises:
             ConfigError: both ways were used, or a value is not valid.
@@ -150,17 +157,17 @@ class XLAConfig:
 
     @property
     def may_replay(self) -> bool:
-        """Whether training steps of an adapter may be replayed."""
+        """Whether these options allow an adapter to replay training steps."""
         return self.compiles_step and self.step_replay is not False and self.accumulation == "per_micro_batch"
 
     @property
     def needs_replay(self) -> str | None:
-        """The option, if there is one, that has no effect where steps cannot be replayed."""
+        """The option that has no effect if steps cannot be replayed, for messages; None if there is none."""
         if self.steps_per_execution > 1:
             return f"steps_per_execution={self.steps_per_execution}"
         return "step_replay=True" if self.step_replay is True else None
 
     @property
     def eager_by_default(self) -> bool:
-        """Whether operations outside steps execute at once."""
+        """Whether operations outside of steps are executed immediately."""
         return self.xla_mode != "lazy"

@@ -1,10 +1,14 @@
-"""The exception tree: everything this package raises on purpose derives from `XLAAdapterError`."""
+"""The exceptions and warnings of this package.
+
+Everything it raises on purpose derives from `XLAAdapterError`. A class's docstring is its entry in
+`docs/reference/errors.md`, and what `xla-adapters explain NAME` prints: what it means, and what to do.
+"""
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
-# What tracing somebody's model may raise; each means that this model cannot be traced so.
+# What tracing a user's model may raise; each means that the model cannot be traced in this way.
 MODEL_FAILURES = (
     RuntimeError,
     TypeError,
@@ -18,27 +22,110 @@ MODEL_FAILURES = (
 
 
 class XLAAdapterError(Exception):
-    """Base of every error raised by xla-adapters."""
+    """Base of every error raised by xla-adapters.
+
+    What to do: catch it to catch all of them. The message says what happened, where in your code, and what to do. A
+    note at the end of the traceback names the entry to read.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        named = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)
+        self.add_note(f"more: xla-adapters explain {named.__name__} (or docs/reference/errors.md)")
 
 
 class ConfigError(XLAAdapterError, ValueError):
-    """An option has a value that cannot work; the message lists what can."""
+    """An option has a value that cannot work; the message lists what can.
+
+    What to do: use one of the listed values. Options that contradict each other (`accumulation="unrolled"` with
+    `step_replay=True`, for example) are reported here too: the message names both.
+    """
 
 
 class UnsupportedOptionError(ConfigError):
-    """An option of the host framework cannot work on XLA; the message names the alternative."""
+    """An option of the host framework cannot work on XLA; the message names the alternative.
+
+    Examples are `fp16=True`, fused optimizers that were asked for explicitly, and the FSDP and DeepSpeed flags of
+    `TrainingArguments`. It is raised when the trainer is constructed, before any training.
+
+    What to do: use the alternative that the message names.
+    """
 
 
 class RuntimeOrderError(XLAAdapterError, RuntimeError):
-    """The XLA runtime was touched too early or too late for what is asked of it now."""
+    """The XLA runtime was started before something that must come first.
+
+    The runtime reads its settings once, when it starts. Moving a tensor to the device starts it, and so does creating
+    `transformers.TrainingArguments`.
+
+    What to do: call `xla_adapters.initialize(...)` with the options you need as the first statement of the program.
+    """
 
 
 class GraphLimitError(XLAAdapterError, RuntimeError):
-    """A step was about to compile more different graphs than `max_graphs` allows."""
+    """A step was about to compile more different graphs than `max_graphs` allows.
+
+    Each new combination of shapes, dtypes and Python values in a step is a graph of its own, and is compiled. The step
+    was discarded: parameters and optimizer state are as before it.
+
+    What to do: pad batches to a fixed length, drop the last partial batch, or raise `max_graphs`.
+    """
+
+
+class ReplayMismatchError(XLAAdapterError, RuntimeError):
+    """A verification has shown that a step, traced again, differs from its replays, whose results may be wrong.
+
+    The Python of the step depends on something that no guard compares.
+
+    What to do: go back to the checkpoint that the message names. Then either make the value that changes a tensor on
+    the device or an attribute (both are compared), or train with `step_replay=False`.
+    `on_replay_mismatch="retrace"` warns instead and traces the step from then on.
+
+    Attributes:
+        difference: what differs, in words.
+        trusted_steps: number of steps before the first whose result may be wrong.
+        checkpoint: path of the newest checkpoint saved by then; None if there is none.
+    """
+
+    def __init__(self, step: str, difference: str, *, trusted_steps: int, steps: int, checkpoint: str | None) -> None:
+        self.difference = difference
+        self.trusted_steps = trusted_steps
+        self.checkpoint = checkpoint
+        where = f"go back to {checkpoint}" if checkpoint else "no checkpoint was saved before that"
+        super().__init__(
+            f"the step {step!r}, traced again, computes something else than its replay: {difference} differs. So its "
+            f"Python depends on something that no guard sees. Steps {trusted_steps + 1} to {steps} of this run are not "
+            f"trustworthy: {where}. step_replay=False traces each step; on_replay_mismatch='retrace' goes on, tracing"
+        )
+
+
+class LossError(XLAAdapterError, ValueError):
+    """What a training step returned as its loss is not a tensor with one element; the message names the function.
+
+    What to do: return one number, `loss.mean()` of a number per sample. A model of transformers computes its loss only
+    if the batch has labels.
+    """
+
+
+class IndexRangeError(XLAAdapterError, IndexError):
+    """An index that comes from the batch (a token, a label) is out of the range of what it looks up.
+
+    On the plain CPU this is an IndexError. XLA devices read another row instead. It is found on the host, where the
+    batch's integers are known; the message names the entry of the batch, the position and what is allowed.
+
+    What to do: correct the data, or resize what is looked up (`model.resize_token_embeddings(len(tokenizer))`, or the
+    number of classes). Padding of labels is -100.
+    """
 
 
 class DeviceOutOfMemoryError(XLAAdapterError, RuntimeError):
-    """The device has too little memory for the step; the step was discarded."""
+    """The device has too little memory for the step; the step was discarded.
+
+    Parameters and optimizer state are as before the step. Batch size finders of accelerate and Lightning recognise
+    this error.
+
+    What to do: use a smaller batch and accumulate gradients, checkpoint activations, or shard the model.
+    """
 
     @classmethod
     def of_step(cls, name: str, hardware: str) -> DeviceOutOfMemoryError:
@@ -58,26 +145,44 @@ class DeviceOutOfMemoryError(XLAAdapterError, RuntimeError):
 
 
 class DiscardedTensorError(XLAAdapterError, RuntimeError):
-    """A tensor was used that has no value: a discarded step had made it, or it was written where no step sees it."""
+    """A tensor was used that has no value: a discarded step made it, or code changed it that the step cannot record.
+
+    A step that ends with an exception or Ctrl-C is undone. The tensors that it created are never computed.
+
+    What to do: use what a step creates only after the step has ended normally.
+    """
 
 
 class ConcurrentStepError(XLAAdapterError, RuntimeError):
-    """A step was opened while another thread is inside one, or edges of steps cross."""
+    """A step was opened while another thread is inside one, or steps were left in another order than entered.
+
+    What a step traces belongs to the whole process, so only one thread can be inside a step.
+
+    What to do: run steps in one thread, or guard them with a lock. Do not suspend a generator inside a step.
+    """
 
 
-class BreakKind(str, Enum):
-    """What would have broken the one graph of a step."""
+class BreakKind(StrEnum):
+    """The kinds of graph breaks: operations that would have split the single graph of a step."""
 
     TENSOR_READ = "tensor read"
     CHECKPOINT_SAVE = "checkpoint save"
     DEVICE_SYNC = "device sync"
     COLLECTIVE_READ = "collective read"
     PROFILER_SCOPE = "profiler scope"
+    HOST_OPERATOR = "operator on the host"
     HIDDEN_EXECUTION = "hidden execution"
 
 
 class GraphBreakError(XLAAdapterError, RuntimeError):
     """Something inside a step would have split its graph.
+
+    Raised as itself, it means that an operation needed a value in the middle of the step, usually because the shape of
+    its result depends on values (`nonzero`, boolean indexing). The subclasses name more specific causes. The step was
+    discarded: parameters and optimizer state are as before it.
+
+    What to do: use an operation whose result has a fixed shape (`torch.where`, `masked_fill`), or move the operation
+    after the step. `on_graph_break="warn"` executes what is pending, goes on, and reports each line once.
 
     Attributes:
         kind: what happened.
@@ -93,33 +198,66 @@ class GraphBreakError(XLAAdapterError, RuntimeError):
 
 
 class TensorReadError(GraphBreakError):
-    """A value was read on the host (`.item()`, `.cpu()`, `print`, `bool(t)`, numpy) inside a step."""
+    """A value was read on the host (`.item()`, `.cpu()`, `print`, `bool(t)`, numpy) inside a step.
+
+    The value is not computed yet: reading it would execute half of the step and compile the rest as a second graph.
+
+    What to do: read it after the step, or keep it on the device: `torch.where` instead of `if`, a tensor that
+    accumulates instead of a Python sum. In a Trainer, use `on_step_end` or the log.
+    """
 
     kind = BreakKind.TENSOR_READ
 
 
 class CheckpointSaveError(GraphBreakError):
-    """Tensors were saved inside a step: the file would hold a half-done update."""
+    """Tensors were saved inside a step: the file would hold a half-done update.
+
+    What to do: save after the step.
+    """
 
     kind = BreakKind.CHECKPOINT_SAVE
 
 
 class DeviceSyncError(GraphBreakError):
-    """The device was synchronised (`torch_xla.sync`, `mark_step`, `wait_device_ops`) inside a step."""
+    """The device was synchronised (`torch_xla.sync`, `mark_step`, `wait_device_ops`) inside a step.
+
+    What to do: remove the call. The end of the step executes it.
+    """
 
     kind = BreakKind.DEVICE_SYNC
 
 
 class CollectiveReadError(GraphBreakError):
-    """The result of a collective was read on the host inside a step."""
+    """The result of a collective (`gather`, `mesh_reduce`) was read on the host inside a step.
+
+    What to do: gather after the step.
+    """
 
     kind = BreakKind.COLLECTIVE_READ
 
 
 class ProfilerScopeError(GraphBreakError):
-    """A profiler scope was opened or closed across the edge of a step."""
+    """A profiler scope was opened or closed across the edge of a step.
+
+    The step executes at its end, so the scope would measure the wrong time.
+
+    What to do: open and close the scope inside the step, or open it before the step and close it after.
+    """
 
     kind = BreakKind.PROFILER_SCOPE
+
+
+class HostOperatorError(GraphBreakError):
+    """An operator that the device has no kernel for (a Fourier transform, CTC, Cholesky) was called inside a step.
+
+    torch_xla copies its inputs to the host, computes it there, and copies the result back. The message names it; one
+    whose name ends with `_backward` is the backward of a call in the forward.
+
+    What to do: compute it outside of the step (in the dataset, if it needs no weights), or with operators that the
+    device has. `on_graph_break="warn"` executes the step in pieces.
+    """
+
+    kind = BreakKind.HOST_OPERATOR
 
 
 GRAPH_BREAK_ERRORS: dict[BreakKind, type[GraphBreakError]] = {
@@ -131,25 +269,115 @@ GRAPH_BREAK_ERRORS: dict[BreakKind, type[GraphBreakError]] = {
         DeviceSyncError,
         CollectiveReadError,
         ProfilerScopeError,
+        HostOperatorError,
     )
 }
 
 
+class SolverError(XLAAdapterError, RuntimeError):
+    """The solver of the sharding planner failed; the message has its reason.
+
+    What to do: choose a template (`sharding="fsdp"`, say), or give `auto_sharding` another `mesh_shape` or a larger
+    `memory_budget`.
+    """
+
+
 class CheckpointError(XLAAdapterError):
-    """Base of what can go wrong with checkpoints on a disk."""
+    """Base of what can go wrong with checkpoints on a disk.
+
+    Raised as itself, it carries a problem that has no class of its own; the message describes it.
+
+    What to do: `xla-adapters checkpoint list DIR` and `verify DIR` show what is in a folder of checkpoints.
+    """
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is nothing at the path that was asked for."""
+    """There is nothing at the path that was asked for.
+
+    What to do: check the path; `xla-adapters checkpoint list DIR` shows what is there.
+    """
 
 
 class CheckpointDamagedError(CheckpointError, ValueError):
-    """A checkpoint is not what was written; the message names the files and what is wrong with them."""
+    """A checkpoint is not what was written; the message names the files and what is wrong with them.
+
+    A file is missing, was cut short, or has bytes that differ from the manifest.
+
+    What to do: resume from another checkpoint. `resume_from_checkpoint=True` (HF) and `ckpt_path="last"` (Lightning)
+    take the newest valid one. `xla-adapters checkpoint verify DIR` names the valid ones.
+    """
 
 
 class CheckpointWriteError(CheckpointError, OSError):
-    """A checkpoint could not be written; those that were there before still are."""
+    """A checkpoint could not be written; those that were there before still are.
+
+    What to do: the message has the cause, usually a full disk or missing permissions. While a checkpoint is saved the
+    disk needs room for one more than are kept. `xla-adapters checkpoint repair DIR` removes what was left over.
+    """
 
 
 class StallError(XLAAdapterError, RuntimeError):
-    """A step, a save or a barrier did not end before its deadline; the stacks of all threads were printed."""
+    """A step, a save or a barrier did not end before its deadline; the stacks of all threads were printed.
+
+    What to do: look at the printed stacks for what hangs. A compile counts as part of its step: if it is only slow,
+    raise `stall_deadline` of the `CheckpointConfig`.
+    """
+
+
+class GraphBreakWarning(UserWarning):
+    """A graph break that `on_graph_break="warn"` let pass, or that TRL's own code makes; reported once per line.
+
+    What to do: as for `GraphBreakError` and its subclasses. `on_graph_break="allow"` silences it. A break that TRL
+    makes costs an execution per step; nothing need be done.
+    """
+
+
+class EagerOptimizerWarning(UserWarning):
+    """An optimizer that cannot be part of the step's graph runs eagerly, after the step.
+
+    Training is correct but slower: each operation of the optimizer is an execution of its own.
+
+    What to do: nothing, or use an optimizer that can be traced, such as `torch.optim.AdamW`.
+    """
+
+
+class DenseGradientWarning(UserWarning):
+    """An embedding with `sparse=True` has dense gradients, because XLA devices have no sparse tensors.
+
+    What to do: nothing. `sparse=False` is the same there. `torch.optim.SparseAdam` takes sparse gradients only and is
+    refused; `Adam` also moves the rows that a batch does not look up.
+    """
+
+
+class ReplayMismatchWarning(UserWarning):
+    """A step that was traced again computes something else than its replays (`on_replay_mismatch="retrace"`).
+
+    The step is traced from now on. The steps since the last verification may be wrong.
+
+    What to do: as for `ReplayMismatchError`.
+    """
+
+
+class RandomAlgorithmWarning(UserWarning):
+    """Random numbers are drawn with another algorithm than was asked for, or than in the run that is resumed.
+
+    torch_xla reads the algorithm once in a process, when it first draws.
+
+    What to do: create the trainer or strategy before anything draws random numbers on the device. To resume a run
+    exactly, use its `rng_algorithm`.
+    """
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was passed over; the message says which, and why.
+
+    What to do: nothing, if an older checkpoint will do. `xla-adapters checkpoint verify DIR` shows what is wrong.
+    """
+
+
+class CheckpointMismatchWarning(UserWarning):
+    """A run goes on from a checkpoint of other versions, settings or devices; the message is a diff.
+
+    What to do: check that each difference is intended. With any of them the resumed run may differ from the run that
+    was not interrupted.
+    """

@@ -29,6 +29,16 @@ def test_architectures_trains_and_checks(tmp_path: Path, capsys: pytest.CaptureF
     assert "1 of 1 are ok" in printed
 
 
+def test_architectures_under_autocast(tmp_path: Path) -> None:
+    """Attention after rotary embeddings: float32 queries and keys, bfloat16 values."""
+    path = tmp_path / "a.json"
+    command = ["--only", "llama", "--steps", "2", "--at-least", "1", "--bf16", "--check", "--json", str(path)]
+    assert architectures.main(command) == 0
+    rows = _document(path)["results"]["rows"]
+    assert all(row["compiles"] == row["executions_per_step"] == 1 for row in rows)
+    assert all(1e-5 < row["difference"] <= 2e-2 for row in rows)
+
+
 def test_architectures_fails_the_check_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.json"
     command = ["--only", "wav2vec2 (ctc)", "--steps", "1", "--at-least", "1", "--check", "--json", str(path)]

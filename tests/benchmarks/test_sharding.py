@@ -49,6 +49,6 @@ def test_targets_are_of_all_rows_that_are_joined(tmp_path: Path) -> None:
     status = run_in_child(lambda: _run(path, "--models", "", "--join", *map(str, paths)), timeout=60)
     assert status == 1
     targets = {item["name"]: (item["value"], item["met"]) for item in json.loads(path.read_text())["targets"]}
-    assert targets["sent, auto : best by hand, the worst"] == (1.0, True)
-    assert targets["sent, auto : best by hand, geometric mean"] == (pytest.approx(0.4**0.5), True)
+    assert targets["communication volume, auto : best template, the worst"] == (1.0, True)
+    assert targets["communication volume, auto : best template, geometric mean"] == (pytest.approx(0.4**0.5), True)
     assert targets["predicted within 10% of measured, of all"] == (0.5, False)

@@ -15,12 +15,22 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import compile_time, host_overhead, memory, model_table, models, report, rolled, timed_loops, timed_runs
+from benchmarks import (
+    compile_time,
+    host_overhead,
+    loops_in_graphs,
+    memory,
+    model_table,
+    models,
+    report,
+    timed_loops,
+    timed_runs,
+)
 from benchmarks.clock import Plan, Timing
 from benchmarks.deep_models import FAMILIES, Size, sizes
+from benchmarks.interleaved import run_interleaved
 from benchmarks.timed_loops import CPU, EXECUTABLE, INDUCTOR, LAZY, OPENXLA, STEP
 from benchmarks.timed_trainers import HF_REPLAYED, HF_STOCK, HF_TRACED, LIGHTNING_REPLAYED
-from benchmarks.turns import take_turns
 from tests.isolation import isolated
 
 _SMALL = ["--warmup", "5", "--steps", "2", "--rounds", "2"]
@@ -39,11 +49,11 @@ def _timing(ms: float, **options: Any) -> Timing:
 
 
 def _player(log: Path, name: str, turns: int) -> Callable[[Callable[[], None]], str]:
-    def play(pass_on: Callable[[], None]) -> str:
+    def play(pause: Callable[[], None]) -> str:
         for number in range(turns):
             with log.open("a") as stream:
                 stream.write(f"{name}{number} ")
-            pass_on()
+            pause()
         return name
 
     return play
@@ -52,22 +62,22 @@ def _player(log: Path, name: str, turns: int) -> Callable[[Callable[[], None]], 
 def test_runs_take_turns_forth_and_back(tmp_path: Path) -> None:
     log = tmp_path / "log"
     runs = {name: _player(log, name, 3) for name in "ab"}
-    outcomes = take_turns(runs, 2, timeout=30, say=lambda line: None)
+    outcomes = run_interleaved(runs, 2, timeout=30, say=lambda line: None)
     assert log.read_text().split() == ["b0", "a0", "a1", "b1", "b2", "a2"]
     assert {name: outcome.value for name, outcome in outcomes.items()} == {"a": "a", "b": "b"}
 
 
 def test_a_run_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path) -> None:
-    def fails(pass_on: Callable[[], None]) -> None:
-        pass_on()
+    def fails(pause: Callable[[], None]) -> None:
+        pause()
         raise ValueError("no")
 
     runs = {
         "fails": fails,
-        "hangs": lambda pass_on: time.sleep(600),
+        "hangs": lambda pause: time.sleep(600),
         "works": _player(tmp_path / "log", "w", 2),
     }
-    outcomes = take_turns(runs, 1, timeout=1, say=lambda line: None)
+    outcomes = run_interleaved(runs, 1, timeout=1, say=lambda line: None)
     assert outcomes["fails"].short_error == "ValueError: no"
     assert "still running" in str(outcomes["hangs"].error)
     assert outcomes["works"].value == "w"
@@ -81,7 +91,7 @@ def test_a_run_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path) -> No
 def test_jax_trains_the_same_model() -> None:
     size, plan = Size(2, 16, length=8, batch=2, dropout=0.0), Plan(warmup=5, steps=2, rounds=1)
     runs = {name: functools.partial(timed_runs.run, name, size, plan) for name in (timed_runs.JAX, STEP)}
-    outcomes = take_turns(runs, plan.rounds, timeout=200, say=print)
+    outcomes = run_interleaved(runs, plan.rounds, timeout=200, say=print)
     jax, ours = (outcome.value for outcome in outcomes.values())
     assert len(jax.losses) == plan.total
     assert jax.losses == pytest.approx(ours.losses, abs=2e-5)
@@ -111,7 +121,7 @@ def test_image_models_are_replayed_or_said_not_to_be(loud: bool) -> None:
         timed_loops.run, STEP, lambda: model_table.Classified(_Image(loud=loud)), batches, plan, lambda: None
     )
     if loud:
-        with pytest.raises(RuntimeError, match=r"replayed 0 times only: .* it calls print"):
+        with pytest.raises(RuntimeError, match=r"replayed 0 times only: .* it uses print"):
             run()
     else:
         assert run().executions == 1
@@ -273,9 +283,9 @@ def test_unknown_families_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
 @isolated(env={"XLA_FLAGS": ""})
 def test_graphs_that_are_rolled_up_train_alike() -> None:
     size, plan = Size(2, 16, length=8, dropout=0.0), Plan(1, 2, 1)
-    losses = {name: timed_runs.run(name, size, plan, lambda: None).losses for name in rolled.RUNS}
-    for name in (rolled.SCAN, rolled.STACKED):
-        assert losses[name] == pytest.approx(losses[rolled.LAZY_UPDATE], rel=1e-5), name
+    losses = {name: timed_runs.run(name, size, plan, lambda: None).losses for name in loops_in_graphs.RUNS}
+    for name in (loops_in_graphs.SCAN, loops_in_graphs.STACKED):
+        assert losses[name] == pytest.approx(losses[loops_in_graphs.LAZY_UPDATE], rel=1e-5), name
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import xla_adapters
-from tests.core.support import Loop, differences, state_of
 from tests.crash.storages import Operation, Quick, failing, recording
 from tests.isolation import isolated
+from tests.support import Loop, differences, state_of
 from xla_adapters.checkpoint import SAVE_FAILED_EXIT_CODE, AsyncSaver, CheckpointStore, snapshot
 from xla_adapters.errors import CheckpointSaveError, CheckpointWriteError
 
@@ -39,7 +39,7 @@ def test_later_steps_do_not_change_what_is_saved(tmp_path: Path) -> None:
     step = xla_adapters.step()(loop.body)
     step()
     expected = snapshot({"model": loop.model.state_dict(), "optimizer": loop.optimizer.state_dict()})
-    seed = xla_adapters.get_backend().seed()
+    seed = xla_adapters.get_runtime().random.seed()
 
     def write(state: dict[str, Any], folder: Path) -> None:
         assert go.wait(60)
@@ -48,7 +48,7 @@ def test_later_steps_do_not_change_what_is_saved(tmp_path: Path) -> None:
     with AsyncSaver(CheckpointStore(tmp_path)) as saver:
         with xla_adapters.count() as counted:
             saver.save(1, {"model": loop.model.state_dict(), "optimizer": loop.optimizer.state_dict()}, write)
-        assert xla_adapters.get_backend().seed() == seed
+        assert xla_adapters.get_runtime().random.seed() == seed
         assert (counted.executions, counted.transfers_to_host) == (0, 1)
         for _ in range(3):
             step()

@@ -56,9 +56,9 @@ def test_two_processes(tmp_path: Path) -> None:
         assert said[5] == "checkpoint-2"
         assert "there is no such checkpoint" in said[6]
         assert "rank-0 is not what was written" in said[7]
-    assert "rank 1: OSError" in first[4]
+    assert "rank 1: [Errno 28]" in first[4]
     root = tmp_path / "run"
-    assert sorted(path.name for path in root.iterdir()) == ["_damaged-checkpoint-3", "_lock", "checkpoint-2"]
+    assert sorted(path.name for path in root.iterdir()) == ["_damaged-checkpoint-3", "checkpoint-2"]
     assert {path.name for path in (root / "checkpoint-2").iterdir()} >= {"rank-0", "rank-1"}
 
 

@@ -15,7 +15,7 @@ import torch_xla
 
 from benchmarks import children
 from tests.isolation import isolated
-from xla_adapters import get_backend
+from xla_adapters import get_runtime
 from xla_adapters.checkpoint import CheckpointConfig, CheckpointStore, Preemption, SaveReason, SaveSchedule
 
 
@@ -173,10 +173,10 @@ def test_another_source_of_announcements() -> None:
 @isolated
 def test_the_sync_point_of_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no TPU here: what of torch_xla would be called is replaced."""
-    backend, calls = get_backend(), list[Any]()
-    assert backend.preemption_sync_point() is None
-    monkeypatch.setattr(type(backend), "hardware", lambda self: "TPU")
-    assert backend.preemption_sync_point() is None
+    runtime, calls = get_runtime(), list[Any]()
+    assert runtime.device.preemption_sync_point() is None
+    monkeypatch.setattr(type(runtime.device), "hardware", lambda self: "TPU")
+    assert runtime.device.preemption_sync_point() is None
     for name, value in {"process_count": 4, "process_index": 1, "get_master_ip": "10.0.0.1"}.items():
         monkeypatch.setattr(torch_xla.runtime, name, lambda value=value: value)
     for name in ("_ensure_xla_coordinator_initialized", "_activate_preemption_sync_manager"):
@@ -184,7 +184,7 @@ def test_the_sync_point_of_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch_xla._XLAC, name, lambda *args, name=name: calls.append((name, args)))
     assert hasattr(torch_xla._XLAC, "_sync_point_reached")
     monkeypatch.setattr(torch_xla._XLAC, "_sync_point_reached", lambda step: step == 3)
-    reached = backend.preemption_sync_point()
+    reached = runtime.device.preemption_sync_point()
     assert reached is not None
     assert calls == []
     schedule = SaveSchedule(CheckpointConfig(save_on="preemption"), preemption=Preemption(also=reached))

@@ -37,7 +37,7 @@ def writes(text: str) -> Callable[[Path], None]:
 
 
 def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.name != "_lock")
+    return sorted(path.name for path in root.iterdir())
 
 
 def test_save_and_find(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_save_that_raises_leaves_nothing(tmp_path: Path) -> None:
         store.save(1, fail)
     with pytest.raises(KeyboardInterrupt), store.writing(2):
         raise KeyboardInterrupt
-    assert sorted(os.listdir(tmp_path)) == ["_lock", "checkpoint-1"]
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1"]
     assert (Path(store.load(1).path) / "weights").read_text() == "one"
 
 
@@ -268,6 +268,36 @@ def test_two_processes_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert waiting.result().ok, waiting.result().error
     assert "another process saves to" in caplog.text
     assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_one_process_at_a_time_where_each_removes_its_lock(tmp_path: Path) -> None:
+    """None is inside with another one, though each finds the lock that it waited for removed."""
+    counter, turns = tmp_path / "counter", 150
+    counter.write_text("0")
+
+    def count() -> None:
+        for _ in range(turns):
+            with LocalStorage().locked(str(tmp_path)):
+                before = int(counter.read_text())
+                time.sleep(0)
+                counter.write_text(str(before + 1))
+
+    with ThreadPoolExecutor(4) as pool:
+        outcomes = list(pool.map(lambda _: children.run_in_child(count, timeout=60), range(4)))
+    assert all(outcome.ok for outcome in outcomes), outcomes
+    assert int(counter.read_text()) == 4 * turns
+    assert names(tmp_path) == ["counter"]
+
+
+def test_the_lock_of_a_process_that_died_is_removed_by_the_next(tmp_path: Path) -> None:
+    def dies() -> None:
+        with LocalStorage().locked(str(tmp_path)):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    children.run_in_child(dies, timeout=30)
+    assert names(tmp_path) == ["_lock"]
+    CheckpointStore(tmp_path).save(1, writes("one"))
+    assert names(tmp_path) == ["checkpoint-1"]
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import xla_adapters
-from tests.core.support import Loop
 from tests.isolation import isolated
+from tests.support import Loop
 from xla_adapters.checkpoint import (
     CheckpointMismatchWarning,
     CheckpointStore,

@@ -72,6 +72,9 @@ def test_replaced_names_of_accelerate_and_transformers() -> None:
     assert list(inspect.signature(wrapper.__init__).parameters) == ["self", "dataloader", "device"]
     assert inspect.getsource(accelerate.optimizer.AcceleratedOptimizer.step).count("is_lomo_available()") == 2
     assert list(inspect.signature(accelerate.utils.operations._tpu_gather).parameters) == ["tensor"]
+    assert accelerate.accelerator.reduce is accelerate.utils.operations.reduce
+    assert list(inspect.signature(accelerate.utils.operations.reduce).parameters) == ["tensor", "reduction", "scale"]
+    assert "gather_object" in vars(accelerate.utils.operations)
     reduce = transformers.trainer_pt_utils.nested_xla_mesh_reduce
     assert list(inspect.signature(reduce).parameters) == ["tensors", "name"]
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import torchmetrics
 from lightning.fabric import fabric, wrappers
 from lightning.fabric.connector import _Connector, _convert_precision_to_unified_args
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
-from lightning.fabric.utilities import apply_func, seed
+from lightning.fabric.utilities import apply_func, seed, throughput
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import throughput_monitor
 from lightning.pytorch.loops import _FitLoop
-from lightning.pytorch.loops.utilities import _no_grad_context
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer import call, setup
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt, _interrupt
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.logger_connector import logger_connector, result
@@ -62,9 +66,32 @@ def test_callbacks_hear_of_an_exception_before_anybody_else() -> None:
     assert inspect.getsource(_call_and_handle_interrupt).count("trainer._teardown()") == 3
 
 
-def test_evaluation_on_an_xla_accelerator_is_not_inference_mode() -> None:
-    source = inspect.getsource(_no_grad_context)
-    assert "elif isinstance(self.trainer.accelerator, XLAAccelerator):" in source
+def test_hooks_of_callbacks_are_called_through_one_function() -> None:
+    assert parameters(call._call_callback_hooks) == ["trainer", "hook_name", "args", "monitoring_callbacks", "kwargs"]
+    folder = Path(inspect.getfile(Trainer)).parents[1]
+    assert not [path for path in folder.rglob("*.py") if "import _call_callback_hooks" in path.read_text()]
+
+
+def test_a_call_of_the_trainer_has_one_frame_that_names_it() -> None:
+    assert "trainer" in parameters(_call_and_handle_interrupt)
+    for method in (Trainer.fit, Trainer.validate, Trainer.test, Trainer.predict):
+        assert "call._call_and_handle_interrupt(" in inspect.getsource(method)
+
+
+def test_the_throughput_monitors_ask_one_function() -> None:
+    assert parameters(throughput.get_available_flops) == ["device", "dtype"]
+    assert throughput_monitor.get_available_flops is throughput.get_available_flops
+    assert "get_available_flops(fabric.device, dtype)" in inspect.getsource(throughput.ThroughputMonitor)
+
+
+def test_each_accelerator_for_xla_counts_as_tpus() -> None:
+    assert "isinstance(trainer.accelerator, XLAAccelerator)" in inspect.getsource(setup._log_device_info)
+
+
+def test_wrappers_of_checkpoint_plugins_begin_empty() -> None:
+    wrapper = AsyncCheckpointIO()
+    assert isinstance(wrapper, _WrappingCheckpointIO)
+    assert wrapper.checkpoint_io is None
 
 
 def test_replaced_names_of_the_logger_connector() -> None:
@@ -76,6 +103,8 @@ def test_replaced_names_of_the_logger_connector() -> None:
         assert f"self.{name}" in source
     assert parameters(result._ResultCollection._get_cache) == ["result_metric", "on_step"]
     assert parameters(result._ResultMetric.to) == ["self", "args", "kwargs"]
+    assert parameters(result._ResultMetric.update) == ["self", "value", "batch_size"]
+    assert "self.value = self.meta.reduce_fx(self.value, value)" in inspect.getsource(result._ResultMetric.update)
 
 
 def test_replaced_names_of_torchmetrics() -> None:

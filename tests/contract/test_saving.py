@@ -1,4 +1,4 @@
-"""What `hf_trainer.safe_checkpoints` assumes of the way transformers saves."""
+"""What `hf_trainer.checkpoints` assumes of the way transformers saves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from hf_trainer.safe_checkpoints import SETTINGS
+from hf_trainer.checkpoints.stores import SETTINGS
 
 _HOOKS = {
     "_get_output_dir": ["self", "trial"],

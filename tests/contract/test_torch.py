@@ -6,11 +6,14 @@ import inspect
 
 import pytest
 import torch
+import torch._decomp
+import torch.utils.checkpoint
 from torch.library import Library, get_kernel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from tests.isolation import isolated
+from xla_adapters.utils.patching import replaced
 
 _OPTIMIZERS = [
     "ASGD",
@@ -33,6 +36,18 @@ def test_optimizers_initialise_a_group_apart_from_stepping(name: str) -> None:
     parameters = list(inspect.signature(getattr(torch.optim, name)._init_group).parameters)
     assert parameters[:2] == ["self", "group"]
     assert len(parameters) > 2
+
+
+def test_inference_mode_enters_a_context_that_its_exit_leaves() -> None:
+    assert "self._inference_mode_context = " in inspect.getsource(torch.inference_mode.__enter__)
+    assert "self._inference_mode_context.__exit__(" in inspect.getsource(torch.inference_mode.__exit__)
+    assert torch.inference_mode(False).mode is False
+
+
+def test_modes_of_a_thread_can_be_read_and_set() -> None:
+    assert torch.compiler._is_compiling_flag is False
+    with torch.autograd.set_multithreading_enabled(False):
+        assert torch._C._is_multithreading_enabled() is False
 
 
 def test_function_modes_can_be_left_out_of_order() -> None:
@@ -109,3 +124,62 @@ def test_a_kernel_can_be_replaced_for_a_while() -> None:
     assert "aten/sum.dim_IntList/CPU" not in torch.library._impls
     torch.ones(4, 3).sum(0)
     assert len(calls) == 1
+
+
+@isolated
+def test_what_the_decorated_checkpoint_function_calls_can_be_replaced() -> None:
+    module = torch.utils.checkpoint
+    function = module.checkpoint.__wrapped__  # type: ignore[attr-defined]
+    with replaced(function, "__dynamo_disable", lambda *args, **kwargs: (args, kwargs)):
+        assert module.checkpoint(1, 2, three=3) == ((1, 2), {"three": 3})
+    weight = torch.ones(2, requires_grad=True)
+    module.checkpoint(torch.square, weight, use_reentrant=False).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2, 2]
+
+
+@isolated
+def test_torch_has_these_decompositions() -> None:
+    table = torch._decomp.decomposition_table
+    values = torch.randn(2, 6, requires_grad=True)
+    (expected,) = torch.autograd.grad(torch.nn.functional.glu(values).square().sum(), values)
+    found = table[torch.ops.aten.glu_backward.default](2 * torch.nn.functional.glu(values), values, -1)
+    torch.testing.assert_close(found, expected)
+    image, grid = torch.randn(1, 2, 3, 4), torch.rand(1, 2, 2, 2)
+    torch.testing.assert_close(
+        table[torch.ops.aten.grid_sampler_2d.default](image, grid, 0, 0, False),
+        torch.ops.aten.grid_sampler_2d(image, grid, 0, 0, False),
+    )
+
+
+def test_autocast_can_be_left_out_below_a_kernel() -> None:
+    weight = torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (weight @ weight).dtype is torch.bfloat16
+        with torch._C._DisableAutocast():
+            assert (weight @ weight).dtype is torch.float32
+        assert (weight @ weight).dtype is torch.bfloat16
+
+
+def test_activation_checkpointing_asks_these_for_a_device_module() -> None:
+    module = torch.utils.checkpoint
+    assert list(inspect.signature(module._checkpoint_without_reentrant_generator).parameters) == [
+        "fn",
+        "preserve_rng_state",
+        "context_fn",
+        "determinism_check",
+        "debug",
+        "early_stop",
+        "args",
+        "kwargs",
+    ]
+    assert list(inspect.signature(module.CheckpointFunction.forward).parameters) == [
+        "ctx",
+        "run_function",
+        "preserve_rng_state",
+        "args",
+    ]
+    for user in (module._checkpoint_without_reentrant_generator, module.CheckpointFunction.forward):
+        assert "_infer_device_type(*args)" in inspect.getsource(user)
+    # What torch asks of that of the CPU: nothing has been initialised.
+    assert not getattr(torch.cpu, "_initialized", False)

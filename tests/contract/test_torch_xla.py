@@ -1,4 +1,4 @@
-"""The private calls of torch_xla the seam stands on: they exist, and behave as the seam expects."""
+"""The private calls of torch_xla the runtime interface stands on: they exist, and behave as the runtime expects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch_xla.experimental
 import torch_xla.runtime as xr
 
 from tests.isolation import isolated
-from xla_adapters import get_backend
+from xla_adapters import get_runtime
 
 _C = torch_xla._XLAC
 
@@ -268,7 +268,7 @@ def test_dtype_of_a_tensor_that_lost_it_is_named_again_without_an_operation() ->
 
 @isolated
 def test_an_updated_tensor_still_knows_whose_buffer_it_may_take() -> None:
-    """Without it the update of every parameter needs a second buffer."""
+    """Without `_propagate_xla_data` the update of every parameter needs a second buffer."""
     _start()
 
     def alias(tensor: torch.Tensor) -> str:
@@ -279,7 +279,7 @@ def test_an_updated_tensor_still_knows_whose_buffer_it_may_take() -> None:
     before = alias(tensor)
     tensor.addcdiv_(other, other)
     assert alias(tensor) == before != alias(other)
-    get_backend().restate_dtype(tensor)
+    get_runtime().lazy.restate_dtype(tensor)
     assert alias(tensor) == before
     inner = torch._from_functional_tensor(tensor)
     assert alias(torch._from_functional_tensor(torch.ops.aten._to_copy(inner, dtype=inner.dtype))) != before

@@ -106,6 +106,7 @@ def check(form: Form, root: Path, saved: int, storage: Storage | None = None) ->
         assert number in allowed, f"{saved} saves had returned, resumed from number {number}"
         assert newest.step == STEPS[number]
     hidden = {path.name for path in root.iterdir() if path.name.startswith((".", "_"))} if root.is_dir() else set()
+    # The lock of a process that was killed stays until the next save.
     assert hidden <= {"_lock"}, f"left behind: {hidden}"
     if saved < len(STEPS):
         form.save(store, saved)

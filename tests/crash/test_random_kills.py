@@ -18,7 +18,12 @@ IN_SHORT = {
 }
 
 
-@pytest.mark.parametrize("name", IN_SHORT)
+_DEFAULT = "hf_trainer, async"
+
+
+@pytest.mark.parametrize(
+    "name", [_DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in IN_SHORT if name != _DEFAULT)]
+)
 def test_a_kill_and_a_few_bits(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, grace = tmp_path / "crash.json", IN_SHORT[name]
     command = ["--kills", "1", "--bits", "4", "--seed", "1", "--runs", name, "--json", str(path), "--check"]

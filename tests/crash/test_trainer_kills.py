@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 import hf_trainer
 from benchmarks import children
-from hf_trainer import safe_checkpoints
+from hf_trainer.checkpoints import stores
 from tests.crash.storages import Operation, Quick, dying, recording
 from tests.hf_trainer.scenarios import Classifier, arguments, vector_samples
 from tests.isolation import run_in_child
@@ -57,7 +57,7 @@ def train(folder: Path, journal: Path, storage: Storage, *, dies: tuple[str, int
 
     if dies is not None:
         wrap(*dies)
-    vars(safe_checkpoints)["CheckpointStore"] = functools.partial(CheckpointStore, storage=storage)
+    vars(stores)["CheckpointStore"] = functools.partial(CheckpointStore, storage=storage)
     args = arguments(str(folder), max_steps=STEPS, save_strategy="steps", save_steps=2, save_total_limit=2)
     trainer = Killed(Classifier(dropout=0.4), args, train_dataset=vector_samples(24), callbacks=[_Journal(journal)])
     trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
@@ -105,7 +105,7 @@ def goes_on(folder: Path, journal: Path, expected: dict[int, set[str]]) -> None:
     """The last life, which nobody touches."""
     run_in_child(lambda: train(folder, journal, Quick()))
     assert losses(journal) == expected
-    assert sorted(path.name for path in folder.glob("*") if not path.name.startswith("_lock")) == [
+    assert sorted(path.name for path in folder.glob("*")) == [
         "checkpoint-6",
         "checkpoint-8",
     ]

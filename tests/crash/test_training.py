@@ -15,9 +15,9 @@ import torch
 
 import xla_adapters
 from benchmarks import children
-from tests.core.support import Loop
 from tests.crash.storages import dying
 from tests.isolation import run_in_child
+from tests.support import Loop
 from xla_adapters.checkpoint import (
     AsyncSaver,
     CheckpointConfig,
@@ -141,6 +141,7 @@ def test_fifty_kills(asynchronous: bool, tmp_path: Path) -> None:
     survive(50, 2, tmp_path, asynchronous=asynchronous)
 
 
+@pytest.mark.slow
 def test_killed_between_the_operations_of_a_save(tmp_path: Path) -> None:
     """The training that goes on meanwhile is done again, with the same losses."""
     whole, journal = expected(tmp_path), tmp_path / "killed.txt"

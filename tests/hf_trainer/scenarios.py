@@ -1,11 +1,10 @@
-"""Tiny models, data and runs that the trainer's tests share; and the same runs on plain CPU torch.
+"""Tiny models, data and runs shared by the trainer's tests, and the same runs on plain CPU torch.
 
-Everything here computes with torch, so it is only called inside isolated tests.
+Everything here computes with torch, so call it only inside isolated tests.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +18,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingA
 
 import hf_trainer
 import xla_adapters
-from tests.core.support import differences
-from xla_adapters import StepCounters, get_backend
+from benchmarks.plain_cpu import without_xla
+from hf_trainer.step_driver import StepDriver
+from tests.support import differences
+from xla_adapters import StepCounters, get_runtime
+from xla_adapters.replay.verification import FIRST
 
 VOCABULARY = 64
 TOLERANCE = 1e-5
@@ -55,7 +57,7 @@ class Classifier(nn.Module):
     def __init__(self, dropout: float = 0.0, seed: int = 0, width: int = 8) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        # Not Dropout(0): torch_xla 2.9 hands back the wrong outputs for it under torch.compile.
+        # Not Dropout(0): torch_xla 2.9 returns wrong outputs for it under torch.compile.
         drop = nn.Dropout(dropout) if dropout else nn.Identity()
         self.layers = nn.Sequential(nn.Linear(4, width), nn.Tanh(), drop, nn.Linear(width, 3))
 
@@ -101,9 +103,9 @@ class Run:
     """A finished training run.
 
     Attributes:
-        trainer: the trainer, for whatever else is to be checked.
-        counts: what the whole of `train()` cost.
-        steps: what each optimizer step cost, logging not included.
+        trainer: the trainer.
+        counts: compiles, executions and transfers of the whole `train()`.
+        steps: the same of each optimizer step, without logging.
     """
 
     trainer: Any
@@ -123,18 +125,27 @@ class Run:
         return {name: value.detach().cpu() for name, value in self.trainer.model.state_dict().items()}
 
     def assert_one_graph(self, steps: int, *, graphs: int = 1, executions_per_step: int = 1) -> None:
-        """One compile in all, one execution per step, nothing eager and no read inside a step."""
+        """Asserts one compile in all, one execution per step, nothing eager, reads only in verifying steps."""
         assert len(self.steps) == steps
         assert self.counts.compiles == graphs, self.explain()
         assert [step.executions for step in self.steps] == [executions_per_step] * steps, self.explain()
-        assert all(step.eager_ops == step.transfers_to_host == 0 for step in self.steps), self.explain()
+        assert all(step.eager_ops == 0 for step in self.steps), self.explain()
+        verified = steps_of(self.trainer).train.verified
+        reads = [step.transfers_to_host for step in self.steps]
+        assert sorted(reads) == [0] * (steps - verified) + [1] * verified, self.explain()
 
     def explain(self) -> str:
         """The counts and the reason of every compile, for a failing test."""
-        program = self.trainer._steps.train
+        program = steps_of(self.trainer).train
         lines = [f"in all: {self.counts}"]
         lines += [f"step {index}: {step}" for index, step in enumerate(self.steps)]
         return "\n".join(lines + [f"compile: {event}" for event in program.events])
+
+
+def steps_of(trainer: Any) -> StepDriver:
+    """The compiled steps of one of our trainers: of training, of evaluation and of generation."""
+    steps: StepDriver = trainer._xla.steps
+    return steps
 
 
 def arguments(folder: str | None = None, **options: Any) -> TrainingArguments:
@@ -173,41 +184,24 @@ def ours(
     **options: Any,
 ) -> Run:
     """A run of our trainer. Options are those of the trainer."""
-    get_backend().initialize()
+    get_runtime().device.initialize()
     trainer = trainer_class(model=model, args=args or arguments(), train_dataset=data, **options)
     return train(trainer, **(train_options or {}))
 
 
 @contextmanager
-def without_xla() -> Iterator[None]:
-    """Lets transformers and accelerate believe that torch_xla is not installed.
-
-    With torch_xla installed they train on the XLA device even under `use_cpu=True`.
-    """
-    # A CPU backward before the XLA runtime starts would break later XLA backwards.
-    get_backend().initialize()
-    patched = [
-        (module, vars(module)["is_torch_xla_available"])
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] in ("transformers", "accelerate") and "is_torch_xla_available" in vars(module)
-    ]
-    for module, _ in patched:
-        module.is_torch_xla_available = lambda *args, **kwargs: False  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for module, original in patched:
-            module.is_torch_xla_available = original  # type: ignore[attr-defined]
-
-
-@contextmanager
 def on_cpu(
-    model: nn.Module, data: Any, *, args: dict[str, Any] | None = None, **options: Any
+    model: nn.Module,
+    data: Any,
+    *,
+    args: dict[str, Any] | None = None,
+    trainer_class: Callable[..., transformers.Trainer] = transformers.Trainer,
+    **options: Any,
 ) -> Iterator[transformers.Trainer]:
-    """Stock `transformers.Trainer` on plain CPU torch."""
+    """Stock `transformers.Trainer`, or a class derived from it, on plain CPU torch."""
     with without_xla():
-        # pickling of args apart, nothing here may know of XLA
-        trainer = transformers.Trainer(
+        # Nothing here may use XLA.
+        trainer = trainer_class(
             model=model, args=arguments(use_cpu=True, **(args or {})), train_dataset=data, **options
         )
         assert trainer.args.device.type == "cpu"
@@ -216,7 +210,7 @@ def on_cpu(
 
 
 def reference(model: nn.Module, data: Any, *, args: dict[str, Any] | None = None, **options: Any) -> Run:
-    """The run on plain CPU torch that ours is compared with."""
+    """The same run on plain CPU torch, to compare with."""
     with on_cpu(model, data, args=args, **options) as trainer:
         trainer.train()
     return Run(trainer)
@@ -260,16 +254,18 @@ def assert_parity(
 def traced_and_replayed(
     replays: int,
     *,
+    recordings: int = 1,
     make: Any = gpt2,
     data: Any = None,
     args: dict[str, Any],
     replay: bool | str = "auto",
     **options: Any,
 ) -> Run:
-    """The same training traced and replayed, which must agree in all.
+    """Trains twice, traced and replayed, and asserts that both agree in losses, norms, parameters and optimizer state.
 
     Args:
-        replays: how many steps must be replayed.
+        replays: how many steps may be replayed; some of them are traced, to verify the others.
+        recordings: how many cached calls the steps alternate between; each is verified on its own.
         make: makes the model, the same at each call.
         data: the training data.
         args: options of `TrainingArguments`.
@@ -282,14 +278,25 @@ def traced_and_replayed(
     data = data if data is not None else token_samples(32)
     traced = ours(make(), data, args=arguments(**args), step_replay=False, **options)
     replayed = ours(make(), data, args=arguments(**args), **{"step_replay": replay, **options})
-    program = replayed.trainer._steps.train
-    assert traced.trainer._steps.train.replays == 0
-    assert program.replays == replays, program.replay_reasons
+    program = steps_of(replayed.trainer).train
+    assert steps_of(traced.trainer).train.replays == 0
+    assert program.replays == recordings * unverified(replays // recordings), program.replay_reasons
     for name in ("loss", "grad_norm", "learning_rate"):
         assert traced.logged(name) == replayed.logged(name)
     before, after = traced.parameters(), replayed.parameters()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert differences(_optimizer_state(traced), _optimizer_state(replayed)) == []
+    return replayed
+
+
+def unverified(steps: int) -> int:
+    """How many of `steps` replayable steps are replayed; the others are traced to verify them."""
+    replayed = verified = 0
+    for _ in range(steps):
+        if replayed in FIRST and replayed > verified:
+            verified = replayed
+        else:
+            replayed += 1
     return replayed
 
 
@@ -303,7 +310,7 @@ def _optimizer_state(run: Run) -> dict[str, Any]:
 
 
 class Scores(hf_trainer.Trainer):
-    """Evaluates to metrics that were agreed on: the best step is 2, then 8."""
+    """Returns fixed metrics from `evaluate`: the best step is 2, then 8."""
 
     scores: Any = (5, 1, 4, 3, 2)
 
@@ -314,7 +321,7 @@ class Scores(hf_trainer.Trainer):
 
 
 def keeping_the_best(limit: int | None) -> dict[str, Any]:
-    """Options of a run that loads its best step at the end and keeps so many checkpoints."""
+    """Options of a run that loads its best step at the end and keeps `limit` checkpoints."""
     return {
         "save_total_limit": limit,
         "load_best_model_at_end": True,

@@ -1,4 +1,4 @@
-"""Small models of the families that sharding is tested with; every width divides by 8."""
+"""Small models of the families that sharding is tested with. Every width is divisible by 8."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[torch.Generator], dict[str,
 
 
 def model(name: str) -> Any:
-    """The same at each call."""
+    """A model of a family, the same at each call."""
     torch.manual_seed(0)
     return MODELS[name][0]()
 

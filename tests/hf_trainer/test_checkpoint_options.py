@@ -1,4 +1,4 @@
-"""`checkpoint=`: saving in the background, when it is due, before the process is ended; and what ends a hang."""
+"""`checkpoint=`: saves in the background, on a schedule and before the process is ended; deadlines of hanging steps."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 import hf_trainer
 from benchmarks import children
-from hf_trainer import XLAArguments, safe_checkpoints
-from hf_trainer.deferred_writes import DeferredWrites
+from hf_trainer import XLAArguments
+from hf_trainer.checkpoints import safe, stores
+from hf_trainer.checkpoints.deferred_writes import DeferredWrites
 from tests.crash.storages import Quick
 from tests.hf_trainer.scenarios import (
     Classifier,
@@ -37,13 +38,13 @@ from tests.hf_trainer.scenarios import (
     vector_samples,
 )
 from tests.isolation import isolated, run_in_child
-from xla_adapters import ConfigError, get_backend
+from xla_adapters import ConfigError, get_runtime
 from xla_adapters.checkpoint import CheckpointConfig, CheckpointStore, CheckpointWarning
 from xla_adapters.errors import CheckpointWriteError, StallError, UnsupportedOptionError
 
 
 def run(folder: Path, checkpoint: Any = None, *, resume: Any = None, seed: int = 0, **options: Any) -> Run:
-    """Eight steps, saved after each second one. Options are those of the trainer, or of its arguments."""
+    """Eight steps, saved after every second one. Options are those of the trainer, or of its arguments."""
     own = {name: options.pop(name) for name in ("trainer_class", "eval_dataset", "callbacks") if name in options}
     defaults = {"max_steps": 8, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
     return ours(
@@ -64,7 +65,7 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 class _Slow(DeferredWrites):
-    """Writes only when it may; `go` is set by the training."""
+    """A writer that waits until the training sets `go`."""
 
     go = threading.Event()
     begun = 0
@@ -76,7 +77,7 @@ class _Slow(DeferredWrites):
 
 
 class _Lets(TrainerCallback):
-    """Lets the writer write once two more steps are done after the save began."""
+    """Lets the writer continue two steps after the save began."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -96,10 +97,10 @@ class _Lets(TrainerCallback):
 @isolated
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     expected = run(tmp_path / "sync")
-    vars(safe_checkpoints)["DeferredWrites"] = _Slow
+    vars(safe)["DeferredWrites"] = _Slow
     lets = _Lets(tmp_path / "async")
     actual = run(tmp_path / "async", CheckpointConfig(asynchronous=True), callbacks=[lets])
-    # Of the checkpoint that is written nothing is seen yet, nor is one gone that it will make superfluous.
+    # The checkpoint that is being written is not visible yet, and the rotation has not deleted an old one.
     assert lets.seen == [
         (1, []),
         (3, []),
@@ -162,7 +163,7 @@ class _Full(Quick):
 @isolated
 @pytest.mark.parametrize("last", [False, True], ids=["at the next save", "at the end"])
 def test_a_save_that_fails_in_the_background_is_raised(last: bool, tmp_path: Path) -> None:
-    vars(safe_checkpoints)["CheckpointStore"] = functools.partial(CheckpointStore, storage=_Full())
+    vars(stores)["CheckpointStore"] = functools.partial(CheckpointStore, storage=_Full())
     done: list[int] = []
 
     class Notes(TrainerCallback):
@@ -186,7 +187,7 @@ def test_the_best_one_stays_and_is_loaded(limit: int | None, tmp_path: Path) -> 
     assert runs[1].trainer.state.best_model_checkpoint == best
     one, other = (each.parameters() for each in runs)
     assert all(torch.equal(value, other[name]) for name, value in one.items())
-    saved = torch.load(Path(best) / "pytorch_model.bin")
+    saved = safetensors.torch.load_file(Path(best) / "model.safetensors")
     assert all(torch.equal(value, other[name]) for name, value in saved.items())
     for name in checkpoints(tmp_path / "True"):
         state = json.loads((tmp_path / "True" / name / "trainer_state.json").read_text())
@@ -208,7 +209,7 @@ def test_what_is_pushed_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @isolated
 def test_save_model_waits(tmp_path: Path) -> None:
-    vars(safe_checkpoints)["DeferredWrites"] = _Slow
+    vars(safe)["DeferredWrites"] = _Slow
     seen = []
 
     class Saves(TrainerCallback):
@@ -227,7 +228,7 @@ def test_save_model_waits(tmp_path: Path) -> None:
 
     run(tmp_path, {"asynchronous": True}, max_steps=2, callbacks=[Saves()], trainer_class=Known)
     assert seen == [[], ["checkpoint-2"]]
-    assert (tmp_path / "weights" / "pytorch_model.bin").is_file()
+    assert (tmp_path / "weights" / "model.safetensors").is_file()
 
 
 # ---- when it is due ----------------------------------------------------------------------------------
@@ -245,7 +246,7 @@ def test_after_steps_and_after_time(tmp_path: Path) -> None:
     config = CheckpointConfig(every=timedelta(seconds=600))
     run(tmp_path / "never", config, save_strategy="no", save_total_limit=None)
     assert checkpoints(tmp_path / "never") == []
-    # Compiling takes time too, so the first steps may be due.
+    # Compiling takes time too, so a checkpoint may be due after the first steps.
     config = CheckpointConfig(every=timedelta(seconds=1.4))
     run(tmp_path / "time", config, save_strategy="no", save_total_limit=None, callbacks=[Waits()])
     assert "checkpoint-5" in checkpoints(tmp_path / "time")
@@ -266,7 +267,7 @@ def send(number: int = signal.SIGTERM) -> None:
 
 
 class _Sends(hf_trainer.Trainer):
-    """Gets a signal, twice, at a place in the third step."""
+    """Receives a signal twice at one event of the third step."""
 
     place = ""
 
@@ -326,7 +327,7 @@ def _evaluating() -> dict[str, Any]:
 
 @functools.cache
 def _left_alone() -> tuple[list[float], list[float]]:
-    """Losses, which no evaluation changes, and what evaluations find."""
+    """The logged losses, and the logged evaluation losses."""
 
     def child() -> Any:
         with tempfile.TemporaryDirectory() as folder:
@@ -359,7 +360,7 @@ def test_a_signal_ends_the_training_at_the_end_of_the_step(place: str, asynchron
 
 @isolated
 def test_the_sync_point_of_a_tpu_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(get_backend()), "preemption_sync_point", lambda self: lambda step: step == 3)
+    monkeypatch.setattr(type(get_runtime().device), "preemption_sync_point", lambda self: lambda step: step == 3)
     with pytest.raises(SystemExit) as ended:
         run(tmp_path, {"save_on": "preemption"}, save_strategy="no")
     assert ended.value.code == 143
@@ -367,7 +368,7 @@ def test_the_sync_point_of_a_tpu_ends_the_training(tmp_path: Path, monkeypatch: 
 
 
 def test_a_signal_before_an_evaluation_saves_before_it(tmp_path: Path) -> None:
-    """And after it once more: whoever kills the process meanwhile finds the first."""
+    """And again after it. If the process is killed during the evaluation, the first checkpoint is there."""
 
     class Killed(_Sends):
         place = "forward"
@@ -384,7 +385,7 @@ def test_a_signal_before_an_evaluation_saves_before_it(tmp_path: Path) -> None:
 
 
 def test_a_kill_after_the_signal_leaves_what_was_there(tmp_path: Path) -> None:
-    """The process is killed while it saves, as when the time it was given is over."""
+    """The process is killed while it saves, as after the grace period of a preemption."""
 
     class Killed(_Sends):
         place = "forward"
@@ -438,7 +439,7 @@ def test_the_option_of_transformers_goes_on_working(asynchronous: bool, tmp_path
             for callback in self.callback_handler.callbacks:
                 manager = getattr(callback, "jit_manager", None)
                 if manager is not None:
-                    # Three seconds are to tell a SIGTERM from a SIGKILL that follows it.
+                    # Three seconds distinguish the end by SIGTERM from the SIGKILL that follows it.
                     manager._enable_checkpoint()
                     manager.is_checkpoint_requested = False
                     manager.kill_wait = 0
@@ -469,7 +470,7 @@ class _Hangs(_Sends):
         while self.place == place and self.state.global_step >= 2:
             time.sleep(0.01)
 
-    # Those of the base class are called before ours.
+    # Handlers of the base class are called before ours.
     get_batch_samples = hf_trainer.Trainer.get_batch_samples
     prediction_step = hf_trainer.Trainer.prediction_step
 
@@ -520,7 +521,7 @@ def test_the_mean_since_the_last_log_goes_on(tmp_path: Path) -> None:
         resumed = run(tmp_path / "rest", resume=str(tmp_path / f"whole/checkpoint-{step}"), seed=1, **options)
         assert resumed.losses == whole.losses
         assert len(whole.losses) == 2
-        # Of its own steps, as transformers has it.
+        # The mean over the steps of the resumed run, as in transformers.
         (mean,) = resumed.logged("train_loss")
         assert 0 < mean < 2
 
@@ -574,7 +575,7 @@ def test_what_cannot_take_effect_raises(tmp_path: Path) -> None:
 
 
 def test_several_processes() -> None:
-    from hf_trainer.schedule_hooks import check_checkpoint_options
+    from hf_trainer.checkpoints.options import check_checkpoint_options
 
     with pytest.warns(CheckpointWarning, match="2 processes train together"):
         check_checkpoint_options(CheckpointConfig(), safe=True, processes=2, in_parts=False, limit=None)

@@ -1,4 +1,4 @@
-"""Consolidated weights have the names of the model, not of the files transformers writes; it reads both."""
+"""Consolidated weights have the names in the model, not those in the files of transformers, which reads both."""
 
 from __future__ import annotations
 

@@ -11,9 +11,11 @@ import peft
 import pytest
 import torch
 import transformers
+from torch import nn
 
 import hf_trainer
 from tests.hf_trainer.scenarios import (
+    VOCABULARY,
     Classifier,
     Sample,
     arguments,
@@ -22,12 +24,14 @@ from tests.hf_trainer.scenarios import (
     gpt2,
     ours,
     reference,
+    steps_of,
     token_samples,
     train,
     vector_samples,
     without_xla,
 )
 from tests.isolation import isolated
+from xla_adapters.errors import DenseGradientWarning
 
 
 @isolated
@@ -63,7 +67,7 @@ def test_map_style_datasets_with_columns_the_model_does_not_take() -> None:
 
 @isolated
 def test_group_by_length() -> None:
-    """Two lengths are two graphs, whatever the order."""
+    """Two lengths are two graphs, in any order."""
     data = token_samples(8, length=6) + token_samples(8, length=10, seed=1)
     args = {"train_sampling_strategy": "group_by_length", "max_steps": 8}
     run = assert_parity(gpt2, data, args=args, data_collator=_pad)
@@ -83,7 +87,7 @@ def _pad(samples: list[Sample]) -> dict[str, torch.Tensor]:
 
 @isolated
 def test_masks_are_not_looked_into() -> None:
-    """Stock transformers reads the mask on the host in every forward; and the numbers agree with it."""
+    """Stock transformers reads the mask on the host in every forward. The losses agree with it."""
     data = [sample for pair in zip(token_samples(8), token_samples(8, length=5), strict=True) for sample in pair]
     args = {"train_sampling_strategy": "sequential"}
     run = assert_parity(gpt2, data, args=args, data_collator=_pad)
@@ -101,7 +105,7 @@ def test_counting_input_tokens(kind: str) -> None:
     seen = run.trainer.state.num_input_tokens_seen
     assert seen == expected.trainer.state.num_input_tokens_seen == (8 * 8 + 8 * 5)
     assert run.logged("num_input_tokens_seen") == expected.logged("num_input_tokens_seen")
-    # Counting costs no transfer: one per logged step, and the rest at the end.
+    # Counting costs no transfer: there is one per logged step, and one at the end.
     assert run.counts.transfers_to_host <= 4 + 1
     assert all(step.transfers_to_host == 0 for step in run.steps)
 
@@ -179,7 +183,7 @@ def test_logging_now_and_then_reads_now_and_then() -> None:
 
 
 class Weighted(transformers.Trainer):
-    """A user's trainer: a loss, a step and an optimizer of its own."""
+    """A user's trainer that overrides the loss, the step and the optimizer."""
 
     calls: list[str]
 
@@ -225,16 +229,39 @@ def test_other_modes_give_the_same_losses(mode: str) -> None:
         Classifier, vector_samples(24), args=args, eval_dataset=vector_samples(6), xla={"xla_mode": mode}
     )
     if mode == "eager":
-        assert run.trainer._steps.train.graphs == 0
+        assert steps_of(run.trainer).train.graphs == 0
         assert run.counts.compiles == 0
     elif mode == "lazy":
         assert run.counts.eager_ops == 0
     else:
         # Forward and backward of each micro batch come from dynamo, the update is a step of its own.
-        assert run.trainer._steps.optimizer.graphs == 1
+        assert steps_of(run.trainer).optimizer.graphs == 1
 
 
 @isolated
 @pytest.mark.parametrize("mode", ["eager", "lazy", "eager+dynamo"])
 def test_other_modes_train_a_transformer(mode: str) -> None:
     assert_parity(gpt2, token_samples(12), args={"max_steps": 3}, xla={"xla_mode": mode})
+
+
+class _NormedTokens(nn.Module):
+    """Sparse embeddings of limited length, and a head whose weight is divided by its spectral norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, 8, max_norm=0.8, sparse=True)
+        self.head = nn.utils.parametrizations.spectral_norm(nn.Linear(8, VOCABULARY))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embedding(input_ids))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+@isolated
+def test_sparse_embeddings_and_a_spectral_norm() -> None:
+    args = {"optim": "sgd", "max_steps": 6, "max_grad_norm": 0.0}
+    with pytest.warns(DenseGradientWarning):
+        run = assert_parity(_NormedTokens, token_samples(24), args=args)
+    run.assert_one_graph(6)
+    assert steps_of(run.trainer).train.replays > 0

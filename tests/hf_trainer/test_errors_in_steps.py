@@ -1,4 +1,4 @@
-"""Whatever goes wrong inside a step: nothing of it happens, and the process is as before."""
+"""Errors inside a step: the step has no effect, and the state of the process is restored."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from tests.hf_trainer.scenarios import (
     on_cpu,
     ours,
     reference,
+    steps_of,
     vector_samples,
 )
 from tests.isolation import isolated
-from xla_adapters import GraphLimitError, TensorReadError, get_backend
+from xla_adapters import GraphLimitError, TensorReadError, get_runtime
 
 
 def _patchable() -> dict[str, Any]:
@@ -40,12 +41,18 @@ def _patchable() -> dict[str, Any]:
         "_tpu_gather": accelerate.utils.operations._tpu_gather,
         "nested_xla_mesh_reduce": transformers.trainer_pt_utils.nested_xla_mesh_reduce,
         "_is_compiling_flag": torch.compiler._is_compiling_flag,
-        "eager": get_backend().eager(),
-        "execution_allowed": get_backend().execution_allowed(),
-        "graph_name": get_backend().graph_name(),
+        "eager": get_runtime().tracing.eager(),
+        "execution_allowed": get_runtime().tracing.execution_allowed(),
+        "graph_name": get_runtime().tracing.graph_name(),
         "modes": torch.overrides._len_torch_function_stack(),
         "gradients": torch.is_grad_enabled(),
     }
+
+
+def _before_in_lazy_mode() -> dict[str, Any]:
+    """As `_patchable`, in a process that is lazy again: a run that does not put the mode back is seen."""
+    get_runtime().tracing.set_eager(False)
+    return _patchable()
 
 
 def _state(trainer: Any) -> dict[str, torch.Tensor]:
@@ -56,7 +63,7 @@ def _state(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 class Snapshot(TrainerCallback):
-    """Keeps the state as it stands before each step, and counts from there."""
+    """Keeps the state before each step, and counts executions from there."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
@@ -65,7 +72,7 @@ class Snapshot(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.state = _state(self.trainer)
-        self.executions = get_backend().metrics().executions
+        self.executions = get_runtime().counters.metrics().executions
 
 
 class FailsAt(TrainerCallback):
@@ -83,7 +90,7 @@ class FailsAt(TrainerCallback):
 
 
 class FailingTrainer(hf_trainer.Trainer):
-    """Raises in the second half of a loss, once, after the model's forward was traced."""
+    """Raises once in `compute_loss`, after the model's forward was traced."""
 
     error: BaseException | None = None
 
@@ -118,17 +125,16 @@ def _trainer(where: str, error: BaseException, **options: Any) -> Any:
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
 @pytest.mark.parametrize("options", [{}, {"accumulation": "unrolled"}], ids=["plain", "unrolled"])
 def test_exception_leaves_everything_as_before(where: str, error: BaseException, options: dict[str, Any]) -> None:
-    get_backend().initialize()
-    before = _patchable()
     trainer, snapshot = _trainer(where, error, **options)
+    before = _before_in_lazy_mode()
     if options:
         trainer.args.gradient_accumulation_steps = 2
     with pytest.raises(type(error)) as raised:
         trainer.train()
     assert raised.value is error
-    # The read of the state below executes nothing either: nothing is pending.
-    assert get_backend().pending_count() == 0
-    assert get_backend().metrics().executions == snapshot.executions
+    # Nothing is pending, so that reading the state below executes nothing.
+    assert get_runtime().tracing.pending_count() == 0
+    assert get_runtime().counters.metrics().executions == snapshot.executions
     after = _state(trainer)
     assert trainer.state.global_step == 2
     assert snapshot.state.keys() == after.keys()
@@ -138,12 +144,12 @@ def test_exception_leaves_everything_as_before(where: str, error: BaseException,
     # Training starts again in the same process, at the first step, and needs no new graph.
     trainer.train()
     assert trainer.state.global_step == 5
-    assert trainer._steps.train.graphs == 1
+    assert steps_of(trainer).train.graphs == 1
     assert _patchable() == before
 
 
 class InterruptsUpdate(TrainerCallback):
-    """Ctrl-C while the optimizer steps, once, where it calls a function."""
+    """Ctrl-C once while the optimizer steps, where it calls a function."""
 
     def __init__(self, function: Any) -> None:
         self.trainer: Any = None
@@ -155,7 +161,7 @@ class InterruptsUpdate(TrainerCallback):
             sys.settrace(self._trace)
 
     def _trace(self, frame: FrameType, event: str, arg: object) -> None:
-        if frame.f_code is self._code and self.trainer._steps.train.is_replaying:
+        if frame.f_code is self._code and steps_of(self.trainer).train.is_replaying:
             self.was_replaying = True
             signal.raise_signal(signal.SIGINT)
 
@@ -165,10 +171,9 @@ class InterruptsUpdate(TrainerCallback):
     "function", [torch.optim.Optimizer._cuda_graph_capture_health_check, torch._dynamo.graph_break]
 )
 def test_an_update_that_is_interrupted_in_a_replayed_step(function: Any) -> None:
-    """The optimizer was emptied for it, and has its parameters again."""
-    get_backend().initialize()
+    """A replay empties the optimizer for its step. Afterwards it must have its parameters again."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    before, snapshot, interrupts = _patchable(), Snapshot(), InterruptsUpdate(function)
+    snapshot, interrupts = Snapshot(), InterruptsUpdate(function)
     trainer = hf_trainer.Trainer(
         model=Classifier(dropout=0.2),
         args=arguments(max_steps=10),
@@ -176,9 +181,10 @@ def test_an_update_that_is_interrupted_in_a_replayed_step(function: Any) -> None
         callbacks=[snapshot, interrupts],
     )
     snapshot.trainer = interrupts.trainer = trainer
+    before = _before_in_lazy_mode()
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert interrupts.was_replaying, (trainer._steps.train.replay_reasons, trainer._steps.train.replays)
+    assert interrupts.was_replaying, (steps_of(trainer).train.replay_reasons, steps_of(trainer).train.replays)
     after = _state(trainer)
     assert snapshot.state.keys() == after.keys()
     assert all(torch.equal(snapshot.state[name], after[name]) for name in after)
@@ -193,16 +199,15 @@ def test_an_update_that_is_interrupted_in_a_replayed_step(function: Any) -> None
 @isolated
 @pytest.mark.parametrize("event", ["on_optimizer_step", "on_step_end", "on_log"])
 def test_exception_behind_the_step_keeps_the_step(event: str) -> None:
-    """The update is done then; but the process is restored all the same."""
-    get_backend().initialize()
-    before = _patchable()
+    """The update is done, but the state of the process is restored."""
     trainer, snapshot = _trainer(event, ValueError("mine"))
+    before = _before_in_lazy_mode()
     with pytest.raises(ValueError, match="mine"):
         trainer.train()
     after = _state(trainer)
     assert any(not torch.equal(snapshot.state[name], after[name]) for name in after)
     assert _patchable() == before
-    assert get_backend().pending_count() == 0
+    assert get_runtime().tracing.pending_count() == 0
     trainer.train()
     assert trainer.state.global_step == 5
 
@@ -231,7 +236,7 @@ def test_callbacks_may_read_tensors_outside_the_step(event: str) -> None:
     run = ours(Classifier(), vector_samples(16), callbacks=[reads])
     assert_close(run.losses, expected.losses)
     assert_close(reads.values, expected_reads.values)
-    assert run.trainer._steps.train.graphs == 1
+    assert steps_of(run.trainer).train.graphs == 1
 
 
 @isolated
@@ -255,7 +260,7 @@ def test_read_inside_the_step_works_under_warn() -> None:
     assert len([warning for warning in warned if warning.category is xla_adapters.GraphBreakWarning]) == 1
     assert_close(run.losses, expected.losses)
     assert_close(reads.values, expected_reads.values)
-    # What is pending at the read, and the rest; and neither is computed twice.
+    # One execution at the read, one for the rest of the step. Nothing is computed twice.
     assert [step.executions for step in run.steps] == [2] * 4
 
 
@@ -273,7 +278,7 @@ def test_callbacks_may_read_gradients_in_on_optimizer_step() -> None:
     assert_close(run.losses, expected.losses)
     for ours_, theirs in zip(reads.values, expected_reads.values, strict=True):
         assert_close(ours_, theirs)
-    # Said so explicitly, gradients are freed in the step all the same.
+    # With free_grads=True gradients are freed in the step in spite of the callback.
     gone = Reads("on_optimizer_step", _norms)
     ours(Classifier(), vector_samples(16), callbacks=[gone], free_grads=True)
     assert gone.values == [None] * 4
@@ -302,7 +307,7 @@ def test_dataset_exceptions_reach_the_user(workers: int) -> None:
 
 
 def _two_lengths() -> list[Sample]:
-    """Batches of 4 vectors, then a partial one of 2."""
+    """Batches of 4 vectors, then a partial batch of 2."""
     return vector_samples(10)
 
 
@@ -329,12 +334,12 @@ def test_max_graphs_discards_the_step() -> None:
         trainer.train()
     after = _state(trainer)
     assert all(torch.equal(snapshot.state[name], after[name]) for name in after)
-    assert trainer._steps.train.graphs == 1
+    assert steps_of(trainer).train.graphs == 1
 
 
 @isolated
 def test_max_graphs_counts_graphs() -> None:
-    """As many graphs as allowed are no error."""
+    """Exactly the allowed number of graphs is no error."""
     one_shape = ours(Classifier(), vector_samples(8), args=arguments(max_steps=6), max_graphs=1)
     assert len(one_shape.losses) == 6
     two_shapes = ours(Classifier(), _two_lengths(), args=arguments(max_steps=6), max_graphs=2)
@@ -346,9 +351,9 @@ def test_max_graphs_counts_graphs() -> None:
 @pytest.mark.parametrize("runs_out_at", [0, 2])
 def test_auto_find_batch_size(runs_out_at: int, step_replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Running out of memory discards the step and halves the batch."""
-    backend = get_backend()
-    execution = "run_graph" if step_replay else "finish_step"
-    execute = getattr(backend, execution)
+    runtime = get_runtime()
+    part, execution = (runtime.executables, "run") if step_replay else (runtime.tracing, "finish_step")
+    execute = getattr(part, execution)
     trainer: Any = None
 
     def run_if_it_fits(*args: Any, **options: Any) -> Any:
@@ -356,8 +361,8 @@ def test_auto_find_batch_size(runs_out_at: int, step_replay: bool, monkeypatch: 
             raise RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.")
         return execute(*args, **options)
 
-    assert backend.replay_works
-    monkeypatch.setattr(backend, execution, run_if_it_fits)
+    assert runtime.replay_works
+    monkeypatch.setattr(part, execution, run_if_it_fits)
     options = {"train_sampling_strategy": "sequential", "max_steps": 4}
     trainer = hf_trainer.Trainer(
         model=Classifier(),
@@ -373,13 +378,13 @@ def test_auto_find_batch_size(runs_out_at: int, step_replay: bool, monkeypatch: 
     assert trainer.state.global_step == 4
     assert trainer.state.train_batch_size == 4
     if runs_out_at == 0:
-        # The failed step left no trace: the losses are those of a run that began with the smaller batch.
+        # The failed step had no effect: the losses are those of a run that began with the smaller batch.
         expected = reference(Classifier(), vector_samples(32), args=options)
         assert_close([entry["loss"] for entry in trainer.state.log_history if "loss" in entry], expected.losses)
 
 
 @isolated
-@pytest.mark.parametrize(("execution", "step_replay"), [("finish_step", False), ("compile_graph", True)])
+@pytest.mark.parametrize(("execution", "step_replay"), [("tracing.finish_step", False), ("executables.compile", True)])
 def test_out_of_memory_without_auto_find_batch_size(
     execution: str, step_replay: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,8 +393,9 @@ def test_out_of_memory_without_auto_find_batch_size(
             "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm."
         )
 
-    assert get_backend().replay_works
-    monkeypatch.setattr(get_backend(), execution, fail)
+    assert get_runtime().replay_works
+    part, _, method = execution.partition(".")
+    monkeypatch.setattr(getattr(get_runtime(), part), method, fail)
     trainer = hf_trainer.Trainer(
         model=Classifier(), args=arguments(), train_dataset=vector_samples(16), step_replay=step_replay
     )
@@ -399,14 +405,13 @@ def test_out_of_memory_without_auto_find_batch_size(
 
 @isolated
 def test_a_run_that_does_not_begin_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one has its patches and its eager mode all the same."""
-    get_backend().initialize()
-    before = _patchable()
+    """The next run has its patches and its eager mode."""
     trainer = hf_trainer.Trainer(model=Classifier(), args=arguments(max_steps=3), train_dataset=vector_samples(24))
+    before = _before_in_lazy_mode()
     with monkeypatch.context() as patched, pytest.raises(ValueError, match="mine"):
-        patched.setattr(trainer, "_sharded", Mock(side_effect=ValueError("mine")))
+        patched.setattr(trainer._xla.sharding, "applied", Mock(side_effect=ValueError("mine")))
         trainer.train()
     assert _patchable() == before
     trainer.train()
-    assert trainer._steps.train.passes == 3
+    assert steps_of(trainer).train.calls == 3
     assert _patchable() == before

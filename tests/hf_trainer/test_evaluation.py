@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from tests.hf_trainer.scenarios import (
     on_cpu,
     ours,
     reference,
+    steps_of,
     token_samples,
     vector_samples,
 )
@@ -32,12 +34,12 @@ def _trainer(model: Any, data: Any, **options: Any) -> hf_trainer.Trainer:
 
 
 def _graphs(trainer: Any) -> int:
-    return int(trainer._steps.evaluation.graphs)
+    return int(steps_of(trainer).evaluation.graphs)
 
 
 @isolated
 def test_loss_is_exact_when_the_last_batch_is_partial() -> None:
-    """Stock on XLA weighs the last batch like a full one."""
+    """Stock on XLA gives the last batch the weight of a full one."""
     data = vector_samples(10)
     with on_cpu(Classifier(), None, eval_dataset=data) as trainer:
         expected = trainer.evaluate()
@@ -48,10 +50,10 @@ def test_loss_is_exact_when_the_last_batch_is_partial() -> None:
         again = trainer.evaluate()
     assert_close([actual["eval_loss"]], [expected["eval_loss"]], 1e-6)
     assert again["eval_loss"] == actual["eval_loss"]
-    # The full shape and the partial one; 3 batches.
+    # Two graphs, for full and partial batches; 3 batches.
     assert (first.compiles, first.executions, first.transfers_to_host) == (2, 3, 3)
     assert (second.compiles, second.executions, second.transfers_to_host, second.eager_ops) == (0, 3, 3, 0)
-    # By hand, sample by sample, and unlike the mean of batch means.
+    # The mean over samples differs from the mean of batch means.
     with torch.no_grad():
         model = Classifier()
         each = [float(model(s["x"][None], torch.tensor([s["labels"]]))["loss"]) for s in data]
@@ -160,6 +162,148 @@ def test_predict() -> None:
     assert trainer.predict(unlabelled).label_ids is None
 
 
+class _Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Samples without a length."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._samples)
+
+
+def _by_hand(data: list[Any]) -> list[float]:
+    """The loss of each sample."""
+    model = Classifier()
+    with torch.no_grad():
+        return [float(model(sample["x"][None], torch.tensor([sample["labels"]]))["loss"]) for sample in data]
+
+
+@isolated
+@pytest.mark.parametrize(
+    ("samples", "options"),
+    [
+        (8, {}),
+        (10, {}),
+        (9, {"prediction_loss_only": True}),
+        (9, {"eval_accumulation_steps": 2}),
+        (10, {"dataloader_drop_last": True}),
+        (1, {}),
+    ],
+)
+def test_loss_of_a_stream_is_that_of_its_samples(samples: int, options: dict[str, Any]) -> None:
+    """Stock gives the last batch the weight of a full one, on every device."""
+    data = vector_samples(samples)
+    trainer = _trainer(Classifier(), _Stream(data), args=arguments(**options))
+    metrics = trainer.evaluate()
+    each = _by_hand(data)
+    # transformers drops no batch of an IterableDataset, whatever dataloader_drop_last says.
+    assert_close([metrics["eval_loss"]], [sum(each) / samples], 1e-6)
+    assert_close([trainer.predict(_Stream(data)).metrics["test_loss"]], [sum(each) / samples], 1e-6)
+    count = metrics["eval_samples_per_second"] * metrics["eval_runtime"]
+    assert count == pytest.approx(samples, rel=0.1)
+
+
+@isolated
+def test_streams_by_name_and_losses_for_metrics() -> None:
+    data = {"one": vector_samples(10), "two": vector_samples(9, seed=1)}
+    seen: list[int] = []
+
+    def metrics(prediction: EvalPrediction) -> dict[str, float]:
+        seen.append(len(prediction.losses))
+        assert len(prediction.losses) == len(prediction.predictions) == len(prediction.label_ids)
+        return {"sum": float(np.sum(prediction.losses))}
+
+    streams = {name: _Stream(samples) for name, samples in data.items()}
+    args = arguments(include_for_metrics=["loss"])
+    actual = _trainer(Classifier(), streams, args=args, compute_metrics=metrics).evaluate()
+    assert seen == [10, 9]
+    for name, samples in data.items():
+        each = _by_hand(samples)
+        assert_close([actual[f"eval_{name}_loss"]], [sum(each) / len(each)], 1e-6)
+        assert_close([actual[f"eval_{name}_sum"]], [sum(each)])
+
+
+@isolated
+def test_batch_eval_metrics_of_a_stream() -> None:
+    sizes: list[tuple[int, int, bool]] = []
+
+    def metrics(prediction: EvalPrediction, compute_result: bool) -> dict[str, float]:
+        sizes.append((len(prediction.losses), len(prediction.label_ids), compute_result))
+        return {"batches": float(len(sizes))} if compute_result else {}
+
+    data = vector_samples(9)
+    args = arguments(batch_eval_metrics=True, include_for_metrics=["loss"])
+    actual = _trainer(Classifier(), _Stream(data), args=args, compute_metrics=metrics).evaluate()
+    assert sizes == [(4, 4, False), (4, 4, False), (1, 1, True)]
+    assert actual["eval_batches"] == 3
+    assert_close([actual["eval_loss"]], [sum(_by_hand(data)) / 9], 1e-6)
+
+
+@isolated
+def test_batches_of_different_sizes() -> None:
+    """From a user's loader, whose sizes accelerate does not know."""
+
+    class Own(hf_trainer.Trainer):
+        def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+            rows = [[0, 1, 2, 3], [4], [5, 6], [7, 8, 9]]
+            return torch.utils.data.DataLoader(data, batch_sampler=rows, collate_fn=self.data_collator)
+
+    data = vector_samples(10)
+    trainer = Own(model=Classifier(), args=arguments(), eval_dataset=data)
+    assert_close([trainer.evaluate()["eval_loss"]], [sum(_by_hand(data)) / 10], 1e-6)
+
+
+@isolated
+def test_a_prediction_step_of_ones_own() -> None:
+    """`super().prediction_step` returns the plain loss to it, and the loop gets its result."""
+    losses: list[torch.Tensor] = []
+
+    class Own(hf_trainer.Trainer):
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss, logits, labels = super().prediction_step(*args, **kwargs)
+            assert type(loss) is torch.Tensor
+            losses.append(loss)
+            return 2 * loss, logits, labels
+
+    data = vector_samples(10)
+    trainer = Own(model=Classifier(), args=arguments(), eval_dataset=_Stream(data))
+    assert_close([trainer.evaluate()["eval_loss"]], [2 * sum(_by_hand(data)) / 10], 1e-6)
+    assert len(losses) == 3
+    assert "prediction_step" not in vars(trainer)
+
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        return torch.tensor(3.0), None, None
+
+    trainer.prediction_step = alone
+    assert trainer.evaluate()["eval_loss"] == 3.0
+    assert trainer.prediction_step is alone
+    trainer.prediction_step = broken = lambda *args, **kwargs: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.evaluate()
+    assert trainer.prediction_step is broken
+
+
+@isolated
+def test_the_best_model_by_a_stream() -> None:
+    args = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "best",
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": False,
+        "max_steps": 6,
+        "learning_rate": 1.0,
+        "optim": "sgd",
+    }
+    data, held_out = vector_samples(24), vector_samples(9, seed=1)
+    # If the dataset has a length, stock on CPU weighs correctly.
+    expected = reference(Classifier(), data, args=args, eval_dataset=held_out)
+    run = ours(Classifier(), data, args=arguments(**args), eval_dataset=_Stream(held_out))
+    assert_close(run.logged("eval_loss"), expected.logged("eval_loss"))
+    assert run.trainer.state.best_global_step == expected.trainer.state.best_global_step
+
+
 @isolated
 def test_evaluation_uncompiled() -> None:
     data = vector_samples(10)
@@ -202,7 +346,7 @@ def test_evaluation_during_training() -> None:
     """It adds its own graphs and none to the training step."""
     args = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 6, "eval_on_start": True}
     run = assert_parity(Classifier, vector_samples(24), args=args, eval_dataset=vector_samples(10, seed=1))
-    assert run.trainer._steps.train.graphs == 1
+    assert steps_of(run.trainer).train.graphs == 1
     assert _graphs(run.trainer) == 2
     assert run.counts.compiles <= 3
     assert [step.executions for step in run.steps] == [1] * 6
@@ -237,7 +381,7 @@ def test_early_stopping_and_best_model() -> None:
     assert run.trainer.state.best_global_step == expected.trainer.state.best_global_step
     best = min(run.logged("eval_loss"))
     assert_close([run.trainer.evaluate()["eval_loss"]], [best], 1e-6)
-    assert run.trainer._steps.train.graphs == 1
+    assert steps_of(run.trainer).train.graphs == 1
 
 
 @isolated
@@ -259,6 +403,6 @@ def test_save_strategies(strategy: str, tmp_path: Any) -> None:
     assert saved == sorted(path.name for path in (tmp_path / "theirs").glob("checkpoint-*"))
     assert saved
     assert run.losses == pytest.approx(expected.losses, abs=1e-5)
-    assert run.trainer._steps.train.graphs == 1, run.explain()
+    assert steps_of(run.trainer).train.graphs == 1, run.explain()
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
         assert (folder / saved[0] / name).is_file()

@@ -1,4 +1,4 @@
-"""Experts of fixed shape give what transformers' own implementation gives."""
+"""Experts of fixed shape agree with transformers' own implementation."""
 
 from __future__ import annotations
 

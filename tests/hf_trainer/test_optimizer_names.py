@@ -9,30 +9,30 @@ import pytest
 import torch
 from transformers.training_args import OptimizerNames
 
-from tests.hf_trainer.scenarios import Classifier, arguments, assert_close, ours, reference, vector_samples
+from tests.hf_trainer.scenarios import Classifier, arguments, assert_close, ours, reference, steps_of, vector_samples
 from tests.isolation import isolated
 from xla_adapters.errors import UnsupportedOptionError
 
-# Replayed, of 8 steps; where the proof took more than two, why.
+# How many of 8 steps are replayed, with the reason where more than two are traced.
 _REPLAYED = {
     "adamw_torch": (6, ""),
     "adamw_torch_fused": (6, ""),
-    "adamw_torch_xla": (5, "creates state in its update"),
-    "adafactor": (5, "the graph is another one"),
     "sgd": (6, ""),
     "adagrad": (6, ""),
     "rmsprop": (6, ""),
-    "schedule_free_adamw": (5, "creates state in its update"),
-    "schedule_free_sgd": (5, "creates state in its update"),
 }
-# Of another course in some step, run eagerly, or updating inside of backward: why they are not replayed all along.
+# Why optimizers that are unknown, run eagerly, or update inside of backward are not replayed.
 _OTHERWISE = {
-    "schedule_free_radam": (2, "takes another course"),
+    **dict.fromkeys(("adamw_torch_xla", "adafactor"), (0, "none of the optimizers whose updates are known")),
+    **dict.fromkeys(
+        ("schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam"),
+        (0, "none of the optimizers whose updates are known"),
+    ),
     "grokadamw": (0, "was executed before its end"),
     "stable_adamw": (0, "was executed before its end"),
     "lomo": (0, "has a hook"),
 }
-# By the package whose absence transformers tells of.
+# By the package that transformers reports as missing.
 _MISSING = {
     "torch_npu": ["adamw_torch_npu_fused"],
     "torchdistx": ["adamw_anyprecision"],
@@ -48,7 +48,7 @@ _MISSING = {
     ],
     "apollo_torch": ["apollo_adamw", "apollo_adamw_layerwise"],
 }
-# Installed, and not for XLA.
+# Installed, but they cannot work on XLA.
 _REFUSED = {"adalomo": "AdaLomo of lomo_optim .* it asks CUDA"}
 
 
@@ -66,7 +66,7 @@ def _train(name: str, replay: bool | str) -> Any:
 def test_replayed_bit_for_bit_and_as_on_the_cpu() -> None:
     for name, (replays, reason) in {**_REPLAYED, **_OTHERWISE}.items():
         replayed, retraced = _train(name, "auto"), _train(name, False)
-        program = replayed.trainer._steps.train
+        program = steps_of(replayed.trainer).train
         assert program.replays == replays, (name, program.replay_reasons)
         if name in _REPLAYED:
             assert [reason in found for found in program.replay_reasons] == ([True] if reason else []), name
@@ -76,7 +76,7 @@ def test_replayed_bit_for_bit_and_as_on_the_cpu() -> None:
         weights = [run.trainer.model.state_dict() for run in (replayed, retraced)]
         for key in weights[0]:
             assert torch.equal(weights[0][key].cpu(), weights[1][key].cpu()), (name, key)
-        # Fused and syncfree kernels are no CPU's; both are AdamW.
+        # The CPU has no fused and syncfree kernels; both are AdamW.
         stock = "adamw_torch" if name.startswith("adamw") else name
         if name == "stable_adamw":
             # transformers' own run asks triton for a GPU, or starts it.
@@ -88,7 +88,7 @@ def test_replayed_bit_for_bit_and_as_on_the_cpu() -> None:
 @isolated
 def test_what_is_not_installed_is_said() -> None:
     for package, names in _MISSING.items():
-        # Whoever adds one to the environment adds it to what is trained above.
+        # If one is added to the environment, add it to the optimizers that are trained above.
         assert importlib.util.find_spec(package) is None, f"{package} is installed now"
         for name in names:
             with pytest.raises((ImportError, ValueError), match=package):

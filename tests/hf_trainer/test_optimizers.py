@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules: one graph over all steps, whatever the learning rate is."""
+"""Optimizers and learning-rate schedules: one graph for all steps and all learning rates."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.hf_trainer.scenarios import (
     gpt2,
     ours,
     reference,
+    steps_of,
     token_samples,
     vector_samples,
     without_xla,
@@ -60,7 +61,7 @@ _NEEDS_EVALUATION = {"reduce_lr_on_plateau", "greedy"}
 @isolated
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "sgd"])
 def test_schedules_are_one_graph(optimizer: str) -> None:
-    """Values of exactly 0 and 1 too, which torch_xla makes constants of the graph if left alone."""
+    """Also with values of exactly 0 and 1, which torch_xla by default makes constants of the graph."""
     data = vector_samples(24)
     for name, options in _SCHEDULES.items():
         args = {"max_steps": 6, "optim": optimizer, **options}
@@ -97,7 +98,7 @@ def test_schedule_that_follows_the_evaluation(schedule: str) -> None:
     }
     run = assert_parity(Classifier, vector_samples(24), args=args, eval_dataset=vector_samples(8, seed=1))
     assert len(set(run.logged("learning_rate"))) > 1
-    assert run.trainer._steps.train.graphs == 1
+    assert steps_of(run.trainer).train.graphs == 1
     assert [step.executions for step in run.steps] == [1] * 6
 
 
@@ -137,7 +138,7 @@ def test_adafactor() -> None:
     run = assert_parity(Classifier, vector_samples(24), args=args)
     run.assert_one_graph(6, graphs=2)
     assert [step.compiles for step in run.steps] == [1, 1, 0, 0, 0, 0]
-    # Matrices have a factored second moment, vectors have not; and embeddings are large.
+    # Matrices have a factored second moment, vectors do not. Embeddings are large.
     assert_parity(gpt2, token_samples(16), args={"optim": "adafactor", "max_steps": 3})
 
 
@@ -188,7 +189,7 @@ def test_optimizer_by_class() -> None:
 
 
 class StepsOnce(torch.optim.LBFGS):
-    """LBFGS as a loop without closures can use it: one direction per step."""
+    """LBFGS for a loop without closures: one direction per step."""
 
     def step(self, closure: Any = None) -> Any:
         grads = [parameter.grad for group in self.param_groups for parameter in group["params"]]
@@ -213,7 +214,7 @@ class StepsOnce(torch.optim.LBFGS):
     ],
 )
 def test_optimizers_that_read_run_eagerly_and_say_so_once(optimizer: Any, options: dict[str, Any]) -> None:
-    # One parameter group: LBFGS knows no other.
+    # LBFGS accepts one parameter group only.
     class OneGroup(hf_trainer.Trainer):
         def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
             self.optimizer = optimizer(self.model.parameters(), **options)
@@ -248,5 +249,5 @@ def test_eager_optimizer_through_cls_and_kwargs() -> None:
     told = [warning for warning in caught if warning.category is EagerOptimizerWarning]
     assert len(told) == 1
     # The forward and backward: one graph, once per step.
-    assert run.trainer._steps.train.graphs <= 1
+    assert steps_of(run.trainer).train.graphs <= 1
     assert len(run.losses) == 4

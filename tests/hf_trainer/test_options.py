@@ -1,4 +1,4 @@
-"""The trainer's options: three ways to give them, and what is refused at construction."""
+"""The trainer's options: three ways to give them, and those that the constructor refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import hf_trainer
 from hf_trainer import XLAArguments
 from tests.hf_trainer.scenarios import Classifier, arguments, gpt2, ours, token_samples, vector_samples
 from tests.isolation import isolated
-from xla_adapters import ConfigError, UnsupportedOptionError, XLAConfig, get_backend
+from xla_adapters import ConfigError, UnsupportedOptionError, XLAConfig, get_runtime
 from xla_adapters.sharding import ShardingConfig
 
 _VALUES: dict[str, Any] = {
@@ -47,7 +47,7 @@ def test_defaults_on_the_command_line() -> None:
 @pytest.mark.parametrize("kind", ["json", "yaml"])
 def test_files(kind: str, free_grads: Any, tmp_path: Path) -> None:
     path = tmp_path / f"options.{kind}"
-    # JSON is YAML.
+    # JSON is valid YAML.
     path.write_text(json.dumps({**_VALUES, "free_grads": free_grads}))
     parser = HfArgumentParser(XLAArguments)
     (parsed,) = parser.parse_json_file(str(path)) if kind == "json" else parser.parse_yaml_file(str(path))
@@ -81,7 +81,7 @@ def test_unknown_values_list_the_valid_ones(name: str, value: Any) -> None:
 
 
 def _construct(**options: Any) -> hf_trainer.Trainer:
-    get_backend().initialize()
+    get_runtime().device.initialize()
     args = options.pop("args", None) or arguments()
     return hf_trainer.Trainer(model=Classifier(), args=args, train_dataset=vector_samples(8), **options)
 
@@ -108,7 +108,7 @@ def test_unknown_mode_lists_the_valid_ones() -> None:
         _construct(xla_mode="lazy", accumulation="unrolled")
 
 
-# What cannot work, and what the refusal names instead.
+# Arguments that cannot work, and the alternative that the error names.
 _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp16": ({"fp16": True}, "bf16=True"),
     "fp16 evaluation": ({"fp16_full_eval": True}, "bf16_full_eval=True"),

@@ -1,4 +1,4 @@
-"""Checkpoints of models that are saved under other names than their parameters have."""
+"""Checkpoints of models whose weights have other names on disk than in the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of the Trainer that are replayed: the same as traced ones, to the last bit."""
+"""Replayed steps of the Trainer are bit-identical to traced ones."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.hf_trainer.scenarios import (
     arguments,
     gpt2,
     ours,
+    steps_of,
     token_samples,
     traced_and_replayed,
     vector_samples,
@@ -31,11 +32,11 @@ def test_one_graph_and_the_same_numbers() -> None:
 @pytest.mark.parametrize("accumulated", [1, 2])
 @isolated
 def test_what_a_replay_takes_outlives_the_execution(accumulated: int) -> None:
-    """The sum of losses and the gradients too: a tensor lets go of its former value, which waits for the device."""
+    """Also the sum of losses and the gradients. The former value of a tensor waits for the device."""
     run = ours(gpt2(), token_samples(32), args=arguments(max_steps=8, gradient_accumulation_steps=accumulated))
-    assert run.trainer._steps.train.replays
-    backend: Any = xla_adapters.get_backend()
-    values = [value for taken in backend._taken._taken for value in taken]
+    assert steps_of(run.trainer).train.replays
+    runtime: Any = xla_adapters.get_runtime()
+    values = [value for taken in runtime.executables._graphs._taken._taken for value in taken]
     assert values
     assert not any(torch._is_functional_tensor(value) for value in values)
 
@@ -50,22 +51,22 @@ def test_options(options: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "replays"),
+    ("options", "recordings"),
     [
-        ({"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 20}, 396),
-        ({"bf16": True, "weight_decay": 0.03, "lr_scheduler_type": "linear"}, 198),
+        ({"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 20}, 2),
+        ({"bf16": True, "weight_decay": 0.03, "lr_scheduler_type": "linear"}, 1),
     ],
     ids=["accumulation", "bf16"],
 )
 @isolated(timeout=400)
-def test_two_hundred_steps(options: dict[str, Any], replays: int) -> None:
+def test_two_hundred_steps(options: dict[str, Any], recordings: int) -> None:
     args = {"max_steps": 200, "max_grad_norm": 0.5, **options}
-    traced_and_replayed(replays, make=lambda: gpt2(dropout=0.2), args=args)
+    traced_and_replayed(198 * recordings, recordings=recordings, make=lambda: gpt2(dropout=0.2), args=args)
 
 
 @isolated
 def test_gradients_that_appear_behind_a_replayed_step_are_dropped() -> None:
-    """By the loop's `model.zero_grad()`, which is spared its search where there is nothing to drop."""
+    """By the loop's `model.zero_grad()`, which returns early only if there are no gradients."""
     seen: list[tuple[int, bool]] = []
 
     class Interferes(torch.optim.lr_scheduler.LambdaLR):
@@ -91,19 +92,20 @@ def test_gradients_that_appear_behind_a_replayed_step_are_dropped() -> None:
         optimizers=(optimizer, scheduler),
         callbacks=[Looks()],
     )
-    assert run.trainer._steps.train.replays == 6, run.trainer._steps.train.replay_reasons
+    assert steps_of(run.trainer).train.replays == 6, steps_of(run.trainer).train.replay_reasons
     assert seen == [(step, True) for step in range(1, 9)]
     assert torch.nn.Module.zero_grad is before
 
 
 @isolated
 def test_accumulation() -> None:
-    run = traced_and_replayed(12, data=token_samples(36), args={"max_steps": 6, "gradient_accumulation_steps": 3})
+    args = {"max_steps": 6, "gradient_accumulation_steps": 3}
+    run = traced_and_replayed(12, recordings=3, data=token_samples(36), args=args)
     run.assert_one_graph(6, graphs=3, executions_per_step=3)
 
 
 def _encoded(samples: list[dict[str, Any]]) -> BatchEncoding:
-    """A batch as `DataCollatorWithPadding` returns it: no dict, but something like one."""
+    """A batch as `DataCollatorWithPadding` returns it: a mapping that is not a dict."""
     return BatchEncoding(torch.utils.data.default_collate(samples))
 
 
@@ -119,7 +121,7 @@ def _with_a_stranger(samples: list[dict[str, Any]]) -> dict[str, Any]:
 @isolated
 def test_a_batch_with_a_value_nobody_can_compare_is_traced() -> None:
     run = traced_and_replayed(0, args={"max_steps": 4}, data_collator=_with_a_stranger)
-    assert any("DynamicCache" in reason for reason in run.trainer._steps.train.replay_reasons)
+    assert any("DynamicCache" in reason for reason in steps_of(run.trainer).train.replay_reasons)
 
 
 @isolated
@@ -133,7 +135,7 @@ def test_evaluation_in_between_does_not_end_it() -> None:
         eval_dataset=data,
     )
     assert len(run.logged("eval_loss")) == 4
-    assert run.trainer._steps.evaluation.replays == 14
+    assert steps_of(run.trainer).evaluation.replays == 13
 
 
 @isolated
@@ -159,7 +161,7 @@ def test_freezing_a_layer_is_traced_again() -> None:
     run = traced_and_replayed(
         8, make=Classifier, data=vector_samples(32), args={"max_steps": 12}, callbacks=[Freezing()]
     )
-    assert any("requires_grad" in reason for reason in run.trainer._steps.train.replay_reasons)
+    assert any("requires_grad" in reason for reason in steps_of(run.trainer).train.replay_reasons)
 
 
 class _OwnLoss(hf_trainer.Trainer):
@@ -177,7 +179,7 @@ def test_overridden_compute_loss(replay: bool | str, seen: int) -> None:
     assert run.trainer.seen == seen
     assert run.counts.compiles == 1
     if replay == "auto":
-        assert any("_OwnLoss.compute_loss" in reason for reason in run.trainer._steps.train.replay_reasons)
+        assert any("_OwnLoss.compute_loss" in reason for reason in steps_of(run.trainer).train.replay_reasons)
 
 
 class _Counting(Classifier):
@@ -194,8 +196,8 @@ def test_a_forward_of_ones_own_runs_each_time_unless_replay_was_asked_for(replay
     run = ours(_Counting(), vector_samples(32), args=arguments(max_steps=8), step_replay=replay)
     assert _Counting.calls == calls
     if replay == "auto":
-        reasons = run.trainer._steps.train.replay_reasons
-        assert any("it sets type(self).calls" in reason for reason in reasons)
+        reasons = steps_of(run.trainer).train.replay_reasons
+        assert any("it uses type" in reason for reason in reasons), reasons
 
 
 @isolated
@@ -211,7 +213,7 @@ def test_a_callback_in_the_middle_of_the_step_is_not_left_out() -> None:
     scaling = Scaling()
     run = ours(gpt2(), token_samples(32), args=arguments(max_steps=6), callbacks=[scaling])
     assert scaling.calls == 6
-    assert run.trainer._steps.train.replays == 0
+    assert steps_of(run.trainer).train.replays == 0
 
 
 @pytest.mark.parametrize("steps", [8, pytest.param(200, marks=pytest.mark.slow)])
@@ -257,7 +259,7 @@ def test_a_loss_of_ones_own_that_does_nothing_else_is_replayed() -> None:
         trainer_class=_Weighted,
         callbacks=[Reweighting()],
     )
-    assert run.trainer._steps.train.replay_reasons == {"self.weight changed": 1}
+    assert steps_of(run.trainer).train.replay_reasons == {"self.weight was replaced": 1}
 
 
 @isolated
@@ -270,9 +272,9 @@ def test_evaluation_and_prediction_steps() -> None:
         metrics = [trainer.evaluate()["eval_loss"] for _ in range(2)]
         predicted = trainer.predict(data)
         found.append((metrics, predicted.predictions, predicted.label_ids))
-        assert trainer._steps.evaluation.replays == (0 if choice is False else 14), (
-            trainer._steps.evaluation.replay_reasons
-        )
+        assert steps_of(trainer).evaluation.replays == (0 if choice is False else 13), steps_of(
+            trainer
+        ).evaluation.replay_reasons
     assert found[0][0] == found[1][0]
     assert (found[0][1] == found[1][1]).all()
     assert (found[0][2] == found[1][2]).all()

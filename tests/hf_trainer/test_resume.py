@@ -1,4 +1,4 @@
-"""Runs repeat to the last bit: in one process, in a new one, and resumed from a checkpoint."""
+"""Runs are bit-identical: twice in one process, in a new one, and resumed from a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.core.support import pack_small_states
-from tests.hf_trainer.scenarios import Classifier, arguments, gpt2, ours, token_samples, vector_samples
+from tests.hf_trainer.scenarios import Classifier, arguments, gpt2, ours, steps_of, token_samples, vector_samples
 from tests.isolation import isolated, run_in_child
 
 
@@ -27,7 +26,7 @@ def _with_another_seed() -> Any:
 
 
 def test_same_seed_same_run() -> None:
-    """Under dropout; twice in one process, and once more in a new one."""
+    """Under dropout: twice in one process, and once in a new one."""
     first, second = run_in_child(_twice)
     third, _ = run_in_child(_twice)
     assert first == second
@@ -48,7 +47,7 @@ _OPTIMIZERS = {
 @pytest.mark.parametrize("name", sorted(_OPTIMIZERS))
 @pytest.mark.parametrize("saved_at", [3, 4])
 def test_resume_is_exact(name: str, saved_at: int, tmp_path: Path) -> None:
-    """From the middle of an epoch of 4 steps (3) and from its end (4), under dropout."""
+    """Under dropout, from step 3, in the middle of an epoch of 4 steps, and from step 4, at its end."""
     args: dict[str, Any] = {
         **_OPTIMIZERS[name],
         "max_steps": 7,
@@ -70,21 +69,20 @@ def test_resume_is_exact(name: str, saved_at: int, tmp_path: Path) -> None:
     expected = whole.parameters()
     assert all(torch.equal(value, expected[key]) for key, value in resumed.parameters().items())
     assert [step.executions for step in resumed.steps] == [1] * (7 - saved_at)
-    # The graph of the uninterrupted run, found again.
+    # No new compile: the graph is that of the uninterrupted run.
     assert resumed.counts.compiles == 0, resumed.explain()
 
 
 @isolated
-def test_what_is_saved_of_a_state_in_rows_is_the_state(tmp_path: Path) -> None:
-    pack_small_states()
+def test_what_is_saved_of_a_replayed_run_is_what_the_traced_one_saves(tmp_path: Path) -> None:
     args: dict[str, Any] = {"max_steps": 9, "save_strategy": "steps", "save_steps": 6}
     folders = [tmp_path / "traced", tmp_path / "replayed"]
     traced, replayed = (
         ours(gpt2(dropout=0.3), token_samples(32), args=arguments(str(folder), **args), step_replay=replay)
         for folder, replay in zip(folders, (False, "auto"), strict=True)
     )
-    # Saving sets `config.architectures`, and is followed by two passes that are traced.
-    assert replayed.trainer._steps.train.replays == 5
+    # Saving sets `config.architectures`, so that the two steps after it are traced.
+    assert steps_of(replayed.trainer).train.replays == 5
     assert replayed.losses == traced.losses
     saved = [torch.load(folder / "checkpoint-6" / "optimizer.pt") for folder in folders]
     assert saved[0]["state"].keys() == saved[1]["state"].keys()

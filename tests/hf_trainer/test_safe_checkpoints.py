@@ -1,4 +1,4 @@
-"""Checkpoints that the store commits: what is in them, what goes, what is resumed from."""
+"""Committed checkpoints: their contents, their rotation, and resuming from them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from transformers import HfArgumentParser, TrainerCallback
 
 import hf_trainer
 from hf_trainer import XLAArguments
-from hf_trainer.exact_resume import EXACT_RESUME
-from hf_trainer.safe_checkpoints import SETTINGS
+from hf_trainer.checkpoints.exact_resume import EXACT_RESUME
+from hf_trainer.checkpoints.stores import SETTINGS
 from tests.hf_trainer.scenarios import (
     Classifier,
     Run,
@@ -43,7 +43,7 @@ from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError,
 
 
 def run(folder: Path, *, resume: bool | Path | None = None, **options: Any) -> Run:
-    """Six steps, saved after each second one. Options are those of the trainer, or of its arguments."""
+    """Six steps, saved after every second one. Options are those of the trainer, or of its arguments."""
     names = ("safe_checkpoints", "trainer_class", "eval_dataset", "rng_algorithm")
     own = {name: options.pop(name) for name in names if name in options}
     defaults = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
@@ -84,7 +84,7 @@ def test_the_files_are_those_of_transformers_and_the_manifest(tmp_path: Path) ->
         assert [entry.get("loss") for entry in states[0]["log_history"]] == [
             entry.get("loss") for entry in states[1]["log_history"]
         ]
-    assert {path.name for path in (tmp_path / "safe").iterdir() if not path.name.startswith("checkpoint-")} == {"_lock"}
+    assert all(path.name.startswith("checkpoint-") for path in (tmp_path / "safe").iterdir())
 
 
 @isolated
@@ -114,13 +114,13 @@ def test_what_is_not_a_checkpoint_of_the_run_stays(tmp_path: Path) -> None:
 def test_true_resumes_from_the_newest_valid_one(tmp_path: Path) -> None:
     losses = run(tmp_path).losses
     flip(tmp_path / "checkpoint-6" / "optimizer.pt")
-    (tmp_path / "checkpoint-4" / "pytorch_model.bin").unlink()
+    (tmp_path / "checkpoint-4" / "model.safetensors").unlink()
     with pytest.warns(CheckpointWarning) as said:
         resumed = run(tmp_path, resume=True)
     told = " ".join(str(warning.message) for warning in said)
     assert "checkpoint-6 is damaged" in told
     assert "optimizer.pt is not what was written" in told
-    assert "pytorch_model.bin is missing" in told
+    assert "model.safetensors is missing" in told
     assert resumed.losses == losses
     assert len(resumed.steps) == 4
     assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
@@ -130,10 +130,12 @@ def test_true_resumes_from_the_newest_valid_one(tmp_path: Path) -> None:
 @isolated
 def test_a_path_is_verified(tmp_path: Path) -> None:
     run(tmp_path)
-    flip(tmp_path / "checkpoint-4" / "pytorch_model.bin")
+    flip(tmp_path / "checkpoint-4" / "model.safetensors")
     (tmp_path / "link").symlink_to(tmp_path / "checkpoint-4")
     for path in (tmp_path / "checkpoint-4", tmp_path / "link"):
-        with pytest.raises(CheckpointDamagedError, match=r"pytorch_model\.bin is not what was written"):
+        with pytest.raises(
+            CheckpointDamagedError, match=r"model\.safetensors is not what was written.*remove xla_adapters"
+        ):
             run(tmp_path, resume=path)
     assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
@@ -176,21 +178,21 @@ def test_every_file_flipped_cut_off_or_deleted_is_refused(tmp_path: Path) -> Non
                 file.write_bytes(data)
         return found
 
-    # Without its manifest a checkpoint is one of transformers' own, and loaded with a warning.
+    # A checkpoint without a manifest counts as one of transformers' own, and is loaded with a warning.
     assert refused() == {f"{kind} {name}" for kind in DAMAGES for name in names} - {f"deleted {MANIFEST}"}
-    # And if nobody looked, nobody would notice.
+    # Without the check the damage is not noticed.
     vars(inspection)["problems"] = lambda *args: []
-    assert "flipped pytorch_model.bin" not in refused()
+    assert "flipped model.safetensors" not in refused()
 
 
 @isolated
 def test_a_damaged_best_model_is_not_loaded(tmp_path: Path) -> None:
     class Damages(Scores):
         def _load_best_model(self) -> None:
-            flip(Path(str(self.state.best_model_checkpoint)) / "pytorch_model.bin")
+            flip(Path(str(self.state.best_model_checkpoint)) / "model.safetensors")
             super()._load_best_model()
 
-    with pytest.raises(CheckpointDamagedError, match=r"pytorch_model\.bin"):
+    with pytest.raises(CheckpointDamagedError, match=r"model\.safetensors"):
         run(
             tmp_path,
             load_best_model_at_end=True,
@@ -207,10 +209,10 @@ def test_checkpoints_of_transformers_are_loaded_unchecked(tmp_path: Path, caplog
     shutil.rmtree(tmp_path / "checkpoint-6")
     with pytest.warns(CheckpointWarning, match="no manifest"):
         assert run(tmp_path, resume=True).losses == losses
-    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint in .* is valid"):
+    with pytest.raises(CheckpointNotFoundError, match=r"No valid checkpoint found in output directory"):
         run(tmp_path / "nothing", resume=True)
     caplog.clear()
-    with caplog.at_level(logging.WARNING, logger="hf_trainer.safe_checkpoints"):
+    with caplog.at_level(logging.WARNING, logger="hf_trainer.checkpoints.resume_check"):
         resumed = run(tmp_path, resume=tmp_path / "checkpoint-4")
     assert resumed.losses == losses
     assert [record.getMessage() for record in caplog.records if "no manifest" in record.getMessage()] == [
@@ -254,7 +256,10 @@ def test_the_same_configuration_is_the_same_in_the_manifest(tmp_path: Path) -> N
     trainer = run(tmp_path).trainer
     (*_, newest) = CheckpointStore(tmp_path).checkpoints()
     again = hf_trainer.Trainer(Classifier(), trainer.args, train_dataset=vector_samples(16))
-    assert differences(newest.manifest, settings=again._settings(), distributions=("transformers", "accelerate")) == []
+    assert (
+        differences(newest.manifest, settings=again._xla.stores.settings, distributions=("transformers", "accelerate"))
+        == []
+    )
 
 
 @isolated
@@ -273,7 +278,7 @@ def test_a_save_that_fails_leaves_nothing_and_names_the_cause(tmp_path: Path) ->
     )
     with pytest.raises(CheckpointWriteError, match="No space left on device"):
         trainer.train()
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "_lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2"}
     assert trainer._get_output_dir(None) == str(tmp_path)
     assert "_tmp-" not in str(trainer.state.best_model_checkpoint)
 

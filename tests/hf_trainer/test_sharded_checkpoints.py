@@ -1,4 +1,4 @@
-"""Checkpoints in parts: `from_pretrained` reads the weights, other meshes go on from them."""
+"""Sharded checkpoints: `from_pretrained` reads the weights, and runs on other meshes resume from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import hf_trainer
 import xla_adapters
-from hf_trainer.deferred_weights import deferred_state_dict, writing_deferred_weights
+from hf_trainer.checkpoints.deferred_weights import deferred_state_dict, writing_deferred_weights
 from tests.hf_trainer.scenarios import Run, arguments, assert_close, ours, reference
 from tests.hf_trainer.sharded_models import MODELS, data, model
 from tests.hf_trainer.test_sharding import assert_cut_as_planned, on_8_devices, options
@@ -44,7 +44,7 @@ _IN_SHORT = ("gpt2", "mixtral", "vit")
 )
 def test_weights_of_every_model_are_read_by_from_pretrained(name: str, tmp_path: Path) -> None:
     done = run(tmp_path, name, "2d")
-    # The step, and nothing else.
+    # The step is the only graph.
     assert done.counts.compiles == 1, done.explain()
     checkpoint = tmp_path / f"checkpoint-{STEPS}"
     assert not (checkpoint / "optimizer.pt").exists()
@@ -126,23 +126,23 @@ def test_parts_are_committed_and_verified_too(tmp_path: Path) -> None:
 
 @on_8_devices
 def test_the_host_has_few_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mixtral's experts are one weight of the model and many of the file."""
+    """Mixtral's experts are one weight in the model and many in the file."""
     done = run(tmp_path / "run", "mixtral", "2d")
-    backend, net = xla_adapters.get_backend(), done.trainer.model
+    runtime, net = xla_adapters.get_runtime(), done.trainer.model
     brought: list[list[str]] = []
-    stock = type(backend).to_host
+    stock = type(runtime.transfers).to_host
     shapes = {tuple(value.shape) for value in net.state_dict().values()}
 
     def to_host(self: Any, tensors: Any) -> Any:
         brought.append([str(tuple(tensor.shape)) for tensor in tensors])
         return stock(self, tensors)
 
-    monkeypatch.setattr(type(backend), "to_host", to_host)
+    monkeypatch.setattr(type(runtime.transfers), "to_host", to_host)
     with xla_adapters.count() as counted, writing_deferred_weights():
         net.save_pretrained(tmp_path / "saved", state_dict=deferred_state_dict(net))
     assert (counted.compiles, counted.executions, counted.eager_ops) == (0, 0, 0)
     assert {len(tensors) for tensors in brought} == {1}
-    # Each weight once or twice, whatever it is split into.
+    # Each weight is copied once or twice, into however many it is split.
     assert len(shapes) <= len(brought) <= 2 * len(net.state_dict())
     net.cpu()
     net.save_pretrained(tmp_path / "stock")

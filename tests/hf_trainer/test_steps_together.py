@@ -11,11 +11,11 @@ from transformers import TrainerCallback
 
 import hf_trainer
 import xla_adapters
-from tests.hf_trainer.scenarios import Run, arguments, gpt2, ours, token_samples
+from tests.hf_trainer.scenarios import Run, arguments, gpt2, ours, steps_of, token_samples
 from tests.isolation import isolated
 from xla_adapters import UnsupportedOptionError
 
-# Of the twelve steps the first two are traced.
+# The first two of the twelve steps are traced.
 _STEPS = 12
 
 
@@ -36,10 +36,10 @@ def _same(one: Run, other: Run) -> None:
 def test_the_same_run_in_fewer_executions() -> None:
     one, together = _run(1, warmup_steps=3), _run(5, warmup_steps=3)
     _same(one, together)
-    # The first log brings the proof; the second one has the last step executed alone.
-    assert together.trainer._steps.train.replays == 6
+    # The first log verifies the recorded call. At the second one the last step is executed alone.
+    assert steps_of(together.trainer).train.replays == 6
     assert [step.executions for step in together.steps] == [1] * 6 + [0, 0, 0, 0, 1, 0]
-    # That of one step is there already.
+    # The executable of one step exists already.
     assert sum(step.compiles for step in together.steps) == 1
 
 
@@ -68,7 +68,7 @@ def test_accumulation_evaluation_and_checkpoints(tmp_path: Path) -> None:
 
 
 class _Norms(TrainerCallback):
-    """Looks at the weights behind each step."""
+    """Reads the weights after each step."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -84,7 +84,7 @@ def test_a_callback_that_looks_sees_each_step() -> None:
     _same(one, together)
     assert callbacks[0].norms == callbacks[1].norms
     assert len(set(callbacks[1].norms)) == _STEPS
-    reasons = together.trainer._steps.train.replay_reasons
+    reasons = steps_of(together.trainer).train.replay_reasons
     assert any("before their time" in reason and f"{__file__}:" in reason for reason in reasons), reasons
 
 

@@ -7,6 +7,8 @@ import os
 import pytest
 import torch
 
+import xla_adapters
+from hf_trainer import Trainer
 from tests.hf_trainer.scenarios import (
     Classifier,
     arguments,
@@ -26,16 +28,31 @@ def test_plain_training_is_one_graph() -> None:
     run.assert_one_graph(4)
     # The default, adamw_torch_fused, crashes on XLA in stock transformers.
     assert run.trainer.args.optim == "adamw_torch_fused"
-    # One transfer per logged step, and one of the rest at the end.
+    # One transfer per logged step, and one at the end.
     assert run.counts.transfers_to_host <= 4 + 1
     assert run.losses[-1] < run.losses[0]
+
+
+@isolated
+def test_operations_execute_at_once_before_and_after_training() -> None:
+    trainer = Trainer(Classifier(), arguments(max_steps=2), train_dataset=vector_samples(8))
+    assert _executes_at_once()
+    trainer.train()
+    assert _executes_at_once()
+
+
+def _executes_at_once() -> bool:
+    tensor = torch.ones(3).to("xla")
+    with xla_adapters.count() as counters:
+        tensor = tensor + 1
+    return counters.eager_ops == 1
 
 
 @isolated
 def test_accumulation_per_micro_batch() -> None:
     args = {"gradient_accumulation_steps": 3, "max_steps": 3}
     run = assert_parity(gpt2, token_samples(36), args=args)
-    # The first micro batch finds no gradients, the second finds some, the last one updates.
+    # Three graphs: without gradients, with gradients, with the update.
     run.assert_one_graph(3, graphs=3, executions_per_step=3)
 
 
@@ -49,12 +66,12 @@ def test_accumulation_unrolled() -> None:
 @isolated
 @pytest.mark.parametrize("accumulation", ["per_micro_batch", "unrolled"])
 def test_last_accumulation_of_an_epoch_is_partial(accumulation: str) -> None:
-    # 5 batches per epoch, 2 to an update: the third update of an epoch has one batch.
+    # 5 batches per epoch, 2 per update: the third update of an epoch has one batch.
     args = {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 2}
     run = assert_parity(Classifier, vector_samples(20), args=args, xla={"accumulation": accumulation})
     executions = [step.executions for step in run.steps]
     assert executions == ([2, 2, 1] * 2 if accumulation == "per_micro_batch" else [1] * 6)
-    # Accumulate, update after it; and an update alone.
+    # Graphs of a micro batch: accumulation, update after one, update alone.
     assert run.counts.compiles == (3 if accumulation == "per_micro_batch" else 2), run.explain()
 
 
@@ -65,7 +82,7 @@ def test_epoch_of_unknown_length_ends_in_an_accumulation(accumulation: str) -> N
         def __iter__(self):  # type: ignore[no-untyped-def]
             return iter(vector_samples(12))
 
-    # 3 batches per epoch, 2 to an update.
+    # 3 batches per epoch, 2 per update.
     args = {"gradient_accumulation_steps": 2, "max_steps": 4}
     run = assert_parity(Classifier, Stream(), args=args, xla={"accumulation": accumulation})
     assert len(run.losses) == 4
@@ -113,11 +130,11 @@ def test_bf16_computes_in_bfloat16_and_keeps_float32_parameters() -> None:
 @isolated
 @pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
 def test_checkpointing_computes_twice_and_the_same(name: str) -> None:
-    """The recomputation draws the same dropout masks, so the losses agree with those without it."""
+    """The recomputation draws the same dropout masks, so that the losses agree with a run without checkpointing."""
     plain = ours(gpt2(dropout=0.3, layers=2), token_samples(16), args=arguments(seed=7))
     calls: list[int] = []
     model = gpt2(dropout=0.3, layers=2)
-    model.transformer.h[0].mlp.register_forward_hook(lambda *args: calls.append(1))
+    model.transformer.h[0].mlp.register_forward_pre_hook(lambda *args: calls.append(1))
     run = ours(model, token_samples(16), args=arguments(seed=7, **{name: True}))
     run.assert_one_graph(4)
     assert len(calls) == 2 * 4

@@ -1,4 +1,4 @@
-"""What the tests of the Lightning strategy share: small modules, and a run on XLA beside one on the plain CPU."""
+"""Shared by the tests of the Lightning strategies: small modules, and runs on XLA and on the plain CPU to compare."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE = 2e-6
 
 
 def loader(batches: int = 6, *, seed: int = 0, rows: int | None = None, **options: Any) -> DataLoader[Any]:
-    """Random rows of `FEATURES` numbers, and a class each; the same for the same seed."""
+    """A loader of random rows of `FEATURES` numbers with a class each, which depend only on the seed."""
     generator = torch.Generator().manual_seed(seed)
     rows = batches * BATCH if rows is None else rows
     inputs = torch.randn(rows, FEATURES, generator=generator)
@@ -33,12 +33,12 @@ def loader(batches: int = 6, *, seed: int = 0, rows: int | None = None, **option
 
 
 class Classifier(L.LightningModule):
-    """A small network with batch norm; keeps the loss of every training batch.
+    """A small network with batch norm, which keeps the loss of every training batch.
 
-    No bias before the norm: its gradient would be rounding alone, which AdamW blows up.
+    There is no bias before the norm: its gradient would be rounding error only, which AdamW scales up.
 
     Args:
-        dropout: its rate; parity with the CPU needs 0.
+        dropout: the rate; must be 0 for a comparison with the CPU.
         optimizer: makes the optimizer, given the parameters.
     """
 
@@ -86,12 +86,12 @@ class WithoutBatchNorm(Classifier):
 
 @dataclass
 class Outcome:
-    """One run.
+    """The result of a run.
 
     Attributes:
-        module, trainer: as they are after it.
-        counters: what the whole `fit` cost, setup and teardown included.
-        compiles: lines of the log that announce a compile, without those of first passes.
+        module, trainer: as they are after the run.
+        counters: of the whole `fit`, with setup and teardown.
+        compiles: lines of the log that announce a compile, but for the first one of a step.
     """
 
     module: Any
@@ -101,7 +101,7 @@ class Outcome:
 
 
 def trainer(strategy: Any = None, **options: Any) -> Any:
-    """A quiet Trainer; on the plain CPU if no strategy is given."""
+    """A Trainer without progress bar and logs; on the plain CPU if no strategy is given."""
     quiet = {
         "logger": False,
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in options.get("callbacks", [])),
@@ -126,16 +126,16 @@ def fit(
     callbacks: Callable[[], list[Any]] = list,
     **options: Any,
 ) -> Outcome:
-    """Fits a fresh module from a fixed seed.
+    """Fits a new module from a fixed seed.
 
     Args:
         make: the module.
-        strategy: an `XLAEagerStrategy`; `None` is the plain CPU.
+        strategy: an `XLAEagerStrategy`; None for the plain CPU.
         data, validation: make the loaders.
         callbacks: makes the callbacks.
         options: of the Trainer.
     """
-    xla_adapters.initialize()
+    xla_adapters.initialize(eager=False)
     L.seed_everything(7, verbose=False)
     module = make()
     run = trainer(strategy, callbacks=callbacks(), **options)
@@ -159,7 +159,7 @@ def fit_both(make: Callable[[], Any], *, config: Any = None, **options: Any) -> 
 
 
 def assert_close(ours: list[float], plain: list[float], tolerance: float = TOLERANCE) -> None:
-    """Both have as many values, more than none, and none differ by more than `tolerance`."""
+    """Both have the same number of values, at least one, and none differ by more than `tolerance`."""
     assert len(ours) == len(plain) > 0, (ours, plain)
     differences = [abs(one - other) for one, other in zip(ours, plain, strict=True)]
     assert max(differences) <= tolerance, f"differ by {max(differences):.2e}: {ours} and {plain}"
@@ -176,7 +176,7 @@ class _Announcements(logging.Handler):
 
 @contextmanager
 def warnings_as_list() -> Iterator[list[str]]:
-    """The texts of all warnings inside, each occurrence."""
+    """The texts of all warnings in the body; a repeated warning counts each time."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,15 +1,19 @@
-"""Lightning's callbacks and loggers: what they do on the CPU, without a compile, and reads only where one is due."""
+"""Lightning's callbacks and loggers do what they do on the CPU, without a compile, and read only when they are due."""
 
 from __future__ import annotations
 
 import csv
+import gc
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.throughput import ThroughputMonitor as FabricThroughputMonitor
 from lightning.pytorch.callbacks import (
     DeviceStatsMonitor,
     EarlyStopping,
@@ -18,14 +22,16 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
+    ThroughputMonitor,
     TQDMProgressBar,
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_strategy import XLAEagerStrategy
-from lightning_strategy.accelerator import XLAEagerAccelerator
+import xla_adapters
+from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
+from lightning_strategy.connector.accelerator import XLAEagerAccelerator
 from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import (
     Classifier,
@@ -37,10 +43,11 @@ from tests.lightning_strategy.scenarios import (
     loader,
     trainer,
 )
+from xla_adapters import XLAConfig
 
 
 class Shown(Classifier):
-    """Logs two values for the bar."""
+    """Logs two values for the progress bar."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -50,7 +57,7 @@ class Shown(Classifier):
 
 
 class Scheduled(Classifier):
-    """Another learning rate at each step."""
+    """Has another learning rate at each step."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -71,11 +78,12 @@ def assert_counts(run: Outcome, *, compiles: int = 1, executions: int = 12) -> N
 
 
 def more_transfers(**options: Callable[[], Any]) -> int:
-    """How many more transfers to the host 12 batches cost than 6; options are made anew for each fit."""
+    """How many more transfers to the host 12 batches cost than 6; each option is a function that makes its value."""
     counts = [
         fit(
             Shown,
-            XLAEagerStrategy(),
+            # The verification of a replay costs a transfer.
+            XLAEagerStrategy(XLAConfig(replay_verify_every=None)),
             data=lambda batches=batches: loader(batches),  # type: ignore[misc]
             max_epochs=1,
             **{name: make() if name != "callbacks" else make for name, make in options.items()},  # type: ignore[arg-type]
@@ -157,8 +165,8 @@ def test_stochastic_weight_averaging_with_batch_norm() -> None:
         callbacks=lambda: [StochasticWeightAveraging(swa_lrs=5e-3, swa_epoch_start=1, annealing_epochs=1)],
     )
     assert_same_weights(ours, plain)
-    # The last epoch averages the norms' statistics over all batches, without gradients; it ends with an update
-    # that has nothing to do.
+    # The last epoch computes the norms' statistics for the averaged weights, without gradients; its last update has
+    # no gradients to use.
     assert_counts(ours, compiles=3, executions=24 + 6)
 
 
@@ -169,7 +177,7 @@ def test_weight_averaging(average: Callable[[], Any]) -> None:
     assert_same_weights(ours, plain)
     name = "val_loss"
     assert_close([float(ours.trainer.callback_metrics[name])], [float(plain.trainer.callback_metrics[name])])
-    # Training, validation and averaging; each batch but the first is followed by an update of the average.
+    # Graphs: training, validation and averaging. The average is updated after each batch but the first.
     assert_counts(ours, compiles=3, executions=12 + 12 + 11)
 
 
@@ -177,9 +185,11 @@ def test_weight_averaging(average: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("average", [lambda: EMAWeightAveraging(decay=0.5), WeightAveraging], ids=["EMA", "mean"])
 def test_weight_averaging_costs_one_execution_per_step_and_nothing_else(average: Callable[[], Any]) -> None:
     def costs(batches: int) -> tuple[int, int, int, int]:
+        # Copies that remain from another fit would get buffers of their own here, and be counted.
+        gc.collect()
         run = fit(
             Classifier,
-            XLAEagerStrategy(),
+            XLAEagerStrategy(XLAConfig(replay_verify_every=None)),
             data=lambda: loader(batches),
             max_epochs=1,
             callbacks=lambda: [average()],
@@ -187,8 +197,10 @@ def test_weight_averaging_costs_one_execution_per_step_and_nothing_else(average:
         counts = run.counters
         return counts.compiles, counts.executions, counts.transfers_to_host, counts.eager_ops
 
+    for _ in range(2):
+        costs(4)
     few, many = costs(4), costs(8)
-    assert (few[0], many[0]) == (2, 0)
+    assert (few[0], many[0]) == (0, 0)
     assert tuple(more - less for less, more in zip(few[1:], many[1:], strict=True)) == (8, 0, 0)
 
 
@@ -212,7 +224,7 @@ def test_monitors_cost_no_transfer_of_their_own(tmp_path: Path) -> None:
 
 
 class Kept(DummyLogger):  # type: ignore[misc]
-    """A logger that keeps what it is given."""
+    """A logger that keeps what is logged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,6 +258,80 @@ def test_device_stats_monitor_logs_what_the_device_tells() -> None:
     for row in logged:
         assert all(name.endswith(tuple(stats)) for name in row)
         assert all(value > 0 for value in row.values())
+
+
+class Computes(Classifier):
+    """Uses views, which are no operations of inference tensors on XLA."""
+
+    flops_per_batch = 1000
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        assert not torch.is_grad_enabled()
+        self.log("first", self.net(batch[0])[:, 0].mean())
+
+
+def rows_and_first(batch: Any) -> int:
+    return len(batch[0]) * int(batch[0][0].numel() > 0)
+
+
+@isolated
+def test_throughput_monitor_needs_no_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asks(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("it asks which TPU this is")
+
+    monkeypatch.setattr("torch_xla._internal.tpu.get_tpu_env", asks)
+    ours, plain = (
+        fit(
+            Computes,
+            strategy,
+            validation=loader,
+            logger=Kept(),
+            log_every_n_steps=2,
+            callbacks=lambda: [ThroughputMonitor(rows_and_first, length_fn=rows_and_first, window_size=3)],
+        )
+        for strategy in (XLAEagerStrategy(), None)
+    )
+    mine, theirs = ([(step, sorted(row)) for step, row in run.trainer.logger.rows] for run in (ours, plain))
+    assert mine == theirs
+    last = [row for _, row in ours.trainer.logger.rows if "train/device/samples_per_sec" in row][-1]
+    assert last["train/device/samples_per_sec"] > 0
+    assert "train/device/mfu" not in last
+
+    fabric = L.Fabric(strategy=XLAEagerFabricStrategy())
+    fabric.launch()
+    assert FabricThroughputMonitor(fabric).available_flops is None
+
+
+@isolated
+def test_inference_mode_of_ones_own_makes_no_inference_tensors() -> None:
+    class Looks(Computes):
+        @torch.inference_mode()
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            assert not torch.is_grad_enabled()
+            with torch.inference_mode(False):
+                assert torch.is_grad_enabled()
+            self.kept.append(self.net(batch[0])[0].sum())
+
+    fit_both(Looks, validation=loader, max_epochs=1)
+    assert (torch.ones(2) * 2).is_inference() is False
+    with torch.inference_mode():
+        assert (torch.ones(2) * 2).is_inference()
+
+
+@isolated
+def test_a_cpu_counts_as_no_tpu() -> None:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
+    run = trainer(XLAEagerStrategy())
+    assert "TPU available: False, using: 0 TPU cores" in messages
+    assert not any("not used" in message for message in messages)
+    assert (run.num_devices, run.strategy.root_device.type) == (1, "xla")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(xla_adapters.get_runtime().device), "hardware", lambda self: "TPU")
+        trainer(XLAEagerStrategy())
+    assert "TPU available: False, using: 1 TPU cores" in messages
 
 
 @isolated

@@ -1,4 +1,4 @@
-"""`checkpoint=`: saving in the background, when it is due, before the process is ended; and going on exactly."""
+"""`checkpoint=`: saves in the background, on a schedule and before the process is ended; and exact resume."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from benchmarks import children
-from lightning_strategy import XLAEagerStrategy, checkpoints, run_settings
-from lightning_strategy.scheduled_saves import NAME
+from lightning_strategy import XLAEagerStrategy
+from lightning_strategy.checkpoints import io as checkpoint_io
+from lightning_strategy.checkpoints import run_settings
+from lightning_strategy.checkpoints.scheduled import NAME
 from tests.crash.storages import Quick
 from tests.isolation import isolated, run_in_child
 from tests.lightning_strategy.scenarios import (
@@ -38,7 +40,7 @@ from tests.lightning_strategy.scenarios import (
     warnings_as_list,
 )
 from tests.lightning_strategy.test_checkpoints import dropping, resumed, saves
-from xla_adapters import get_backend
+from xla_adapters import get_runtime
 from xla_adapters.checkpoint import CheckpointConfig, CheckpointStore, CheckpointWarning
 from xla_adapters.errors import (
     CheckpointDamagedError,
@@ -64,12 +66,12 @@ def names(folder: Path) -> list[str]:
 
 
 class _SlowWriter:
-    """Writes only when it may."""
+    """Replaces the writer by one that waits for `go`."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
-        self.write = checkpoints._write
-        vars(checkpoints)["_write"] = self
+        self.write = checkpoint_io._write
+        vars(checkpoint_io)["_write"] = self
 
     def __call__(self, checkpoint: dict[str, Any], file: Path) -> None:
         assert self.go.wait(60)
@@ -78,7 +80,7 @@ class _SlowWriter:
 
 @isolated
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
-    """And the one it makes superfluous stays until it is there."""
+    """The checkpoint that it replaces stays until it is complete."""
     whole = fit(dropping, XLAEagerStrategy(), max_epochs=1)
     slow, seen = _SlowWriter(), []
 
@@ -124,7 +126,7 @@ class _Full(Quick):
 @isolated
 @pytest.mark.parametrize("batches", [4, 6], ids=["at the end", "at the next save"])
 def test_a_save_that_fails_in_the_background_is_raised(batches: int, tmp_path: Path) -> None:
-    vars(checkpoints)["CheckpointStore"] = functools.partial(CheckpointStore, storage=_Full())
+    vars(checkpoint_io)["CheckpointStore"] = functools.partial(CheckpointStore, storage=_Full())
     with pytest.raises(CheckpointWriteError, match="No space left on device"):
         fit(
             dropping,
@@ -133,15 +135,15 @@ def test_a_save_that_fails_in_the_background_is_raised(batches: int, tmp_path: P
             max_epochs=1,
             callbacks=lambda: [each(tmp_path, save_top_k=1)],
         )
-    # The one before stays.
+    # The checkpoint before the failed one stays.
     assert names(tmp_path) == ["step=2.ckpt"]
 
 
-# ---- going on ----------------------------------------------------------------------------------------
+# ---- exact resume ------------------------------------------------------------------------------------
 
 
 class _Noisy(Dataset[Any]):
-    """Draws from every generator there is."""
+    """Draws from all random generators of the host."""
 
     def __len__(self) -> int:
         return 6 * BATCH
@@ -160,7 +162,7 @@ class _Stream(IterableDataset[Any]):
 
 
 class _Draws(Classifier):
-    """Draws from the host's generators while it trains."""
+    """Draws from the host's random generators in `training_step`."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) * (1 + 0.1 * random.random() + 0.1 * float(torch.rand(())))
@@ -204,9 +206,11 @@ class _Pairs(_Draws):
 
 
 @isolated(timeout=400)
-@pytest.mark.parametrize("kind", list(DATA))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if "workers" in kind else kind for kind in DATA]
+)
 def test_the_data_goes_on(kind: str, tmp_path: Path) -> None:
-    """In the first epoch, in the second, and at the end of the first."""
+    """From a checkpoint in the first epoch, in the second, and at the end of the first."""
 
     def make() -> Any:
         return _Pairs(dropout=0.3)
@@ -229,7 +233,7 @@ def test_accumulation_goes_on_at_an_update(tmp_path: Path) -> None:
     whole = fit(dropping, XLAEagerStrategy(checkpoint=config), callbacks=lambda: [_last(tmp_path)], **options)
     L.seed_everything(99, verbose=False)
     module = dropping()
-    # The last was saved after update 6 of 6; one of the first epoch is what is gone on from here.
+    # The first run overwrote its checkpoint until its last update. This one saves the checkpoint to resume from.
     fit(
         dropping,
         XLAEagerStrategy(checkpoint=config),
@@ -243,7 +247,7 @@ def test_accumulation_goes_on_at_an_update(tmp_path: Path) -> None:
 
 
 class _SavesEach(Callback):
-    """Whatever the gradients are then."""
+    """Saves after each batch, also in the middle of an accumulation."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -253,7 +257,7 @@ class _SavesEach(Callback):
 
 
 class _Manual(_Draws):
-    """Updates after every third batch, and drops the gradients then."""
+    """Updates after every third batch, and sets the gradients to None then."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.3)
@@ -343,7 +347,7 @@ def test_the_last_one_is_the_newest_that_is_valid(damage: str, tmp_path: Path) -
     else:
         flip(last)
     if damage == "weights":
-        # Of a newer step, but of no use.
+        # Newer, but without optimizer states: not to be resumed from.
         CheckpointStore(tmp_path).save(
             9, lambda path: torch.save({"state_dict": {}}, path), name="weights.ckpt", one_file=True
         )
@@ -357,7 +361,7 @@ def test_the_last_one_is_the_newest_that_is_valid(damage: str, tmp_path: Path) -
         assert "last.ckpt is damaged" in told
         assert "goes on from" in told
         assert module.losses == whole.module.losses[6:]
-        # Those of this life go: the next begins where this one did.
+        # Remove what this run saved, so that the next one resumes from the same checkpoint.
         for step in (8, 10, 12):
             (tmp_path / f"step={step}.ckpt").unlink()
         flip(tmp_path / "last.ckpt")
@@ -384,7 +388,7 @@ def test_another_configuration_is_shown(tmp_path: Path) -> None:
         return Classifier(optimizer=lambda p: torch.optim.AdamW(p, lr=2e-2))
 
     def changed() -> list[str]:
-        # As if it had been updated since.
+        # As if another version were installed now.
         vars(run_settings)["DISTRIBUTIONS"] = ("pytest",)
         return _told_of(tmp_path, lambda: XLAEagerStrategy(free_grads=False), slower, gradient_clip_val=0.5)
 
@@ -417,7 +421,7 @@ def test_other_random_numbers_are_shown(tmp_path: Path) -> None:
     assert "drew random numbers on the device by philox, this one draws them by" in text
 
 
-# ---- before the end ----------------------------------------------------------------------------------
+# ---- when a signal ends the process ------------------------------------------------------------------
 
 
 def send() -> None:
@@ -426,7 +430,7 @@ def send() -> None:
 
 
 class _Sent(Dataset[Any]):
-    """Sends from where batch 4 is read."""
+    """Sends the signal while batch 4 is loaded."""
 
     def __init__(self, sends: bool) -> None:
         self.data, self.sends = loader().dataset, sends
@@ -514,7 +518,7 @@ def test_a_signal_ends_the_training_at_the_end_of_the_step(place: str, asynchron
 
 @isolated
 def test_the_sync_point_of_a_tpu_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(get_backend()), "preemption_sync_point", lambda self: lambda step: step == 3)
+    monkeypatch.setattr(type(get_runtime().device), "preemption_sync_point", lambda self: lambda step: step == 3)
     with pytest.raises(SystemExit) as ended:
         fit(Classifier, XLAEagerStrategy(checkpoint={"save_on": "preemption"}), callbacks=lambda: [_last(tmp_path)])
     assert ended.value.code == 143
@@ -555,7 +559,7 @@ def test_lightnings_own_way_goes_on_working(tmp_path: Path) -> None:
     assert CheckpointStore(tmp_path).load("on_exception.ckpt").step == 5
 
 
-# ---- when it is due, and what hangs ------------------------------------------------------------------
+# ---- schedule and watchdog ---------------------------------------------------------------------------
 
 
 @isolated
@@ -584,14 +588,14 @@ def test_a_hang_ends_with_an_error(place: str, what: str, tmp_path: Path) -> Non
             time.sleep(0.01)
 
     vars(__import__(__name__, fromlist=["send"]))["send"] = hang
-    io = checkpoints.torch.save
+    io = checkpoint_io.torch.save
 
     def save(checkpoint: Any, file: Any) -> None:
         if place == "save":
             hang()
         io(checkpoint, file)
 
-    vars(checkpoints)["_write"] = save
+    vars(checkpoint_io)["_write"] = save
 
     class Hangs(_Sends):
         def on_save_checkpoint(self, checkpoint: Any) -> None: ...

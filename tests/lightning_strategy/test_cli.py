@@ -16,7 +16,7 @@ from tests.lightning_strategy.scenarios import Classifier, assert_close, loader
 
 
 class Module(Classifier):
-    """What a command line can construct."""
+    """A module that a command line can construct."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(dropout=dropout)
@@ -51,9 +51,9 @@ def fit_by_command_line(folder: Path, *arguments: str) -> Any:
 
 def assert_one_graph_per_step(folder: Path, *arguments: str) -> Any:
     """The command line trains on XLA, with the losses of the CPU."""
-    xla_adapters.initialize()
-    # The seam tries replay out once in a process, with graphs of its own.
-    assert xla_adapters.get_backend().replay_works
+    xla_adapters.initialize(eager=False)
+    # The self-test of replay compiles graphs of its own, once in a process.
+    assert xla_adapters.get_runtime().replay_works
     with xla_adapters.count() as counters:
         ours = fit_by_command_line(folder, *arguments)
     plain = fit_by_command_line(folder / "plain", "--trainer.accelerator=cpu")

@@ -1,4 +1,4 @@
-"""Leaving early: nothing of a dead step is compiled, executed or left behind, whichever hook it dies in."""
+"""Exceptions and interrupts: a step that fails in any hook is discarded, and nothing of it is compiled or executed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torchmetrics
 import xla_adapters
 from lightning_strategy import XLAEagerStrategy
 from tests.isolation import isolated
-from tests.lightning_strategy.scenarios import BATCH, CLASSES, Classifier, fit, loader, trainer
-from xla_adapters.errors import DiscardedTensorError, GraphLimitError, TensorReadError
+from tests.lightning_strategy.scenarios import BATCH, CLASSES, FEATURES, Classifier, fit, loader, trainer
+from xla_adapters.errors import DiscardedTensorError, GraphLimitError, IndexRangeError, LossError, TensorReadError
 
 FAILS_AT = 2
 IN_STEP = (
@@ -32,7 +32,7 @@ IN_CALLBACKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward"
 
 
 class Recorder(L.Callback):
-    """Remembers how things stood before the batch that fails."""
+    """Keeps the weights and states of before the batch that fails."""
 
     def __init__(self) -> None:
         self.before: Any = None
@@ -41,7 +41,7 @@ class Recorder(L.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == FAILS_AT:
             self.state = state_of(pl_module, trainer.optimizers)
-            self.before = xla_adapters.get_backend().metrics()
+            self.before = xla_adapters.get_runtime().counters.metrics()
 
 
 def state_of(module: Any, optimizers: list[Any]) -> dict[str, torch.Tensor]:
@@ -61,7 +61,7 @@ def assert_same(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 
 class Metered(Classifier):
-    """Logs on epoch level and updates a metric, so that a failed step has such state to put back."""
+    """Logs per epoch and updates a metric: state that a failed step must restore."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -84,14 +84,14 @@ class Metered(Classifier):
 
 def fail_now(error: type[BaseException] | None) -> None:
     if error is None:
-        # To this thread: sent to the process it may come much later, in code that swallows what is raised.
+        # To this thread: a signal to the process may be handled much later, in code that ignores exceptions.
         signal.raise_signal(signal.SIGINT)
     else:
         raise error("the test's own")
 
 
 def failing(hook: str, error: type[BaseException] | None) -> type[Metered]:
-    """A module whose `hook` fails in batch `FAILS_AT`, after it has done its work."""
+    """A module whose `hook` fails in batch `FAILS_AT`, after the work of the hook is done."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = getattr(Metered, hook)(self, *args, **kwargs)
@@ -114,21 +114,29 @@ def failing_callback(hook: str) -> L.Callback:
 def assert_nothing_left(
     module: Any, expected: type[BaseException], *, steps: int, callbacks: Any = (), **options: Any
 ) -> None:
-    """Fits and fails; `steps` is how many steps of the failing batch were executed before."""
-    backend = xla_adapters.get_backend()
-    backend.initialize()
-    environment, eager = dict(os.environ), backend.eager()
-    recorder = Recorder()
+    """Fits, which fails; nothing of the failed step is left.
+
+    Args:
+        module: fails.
+        expected: the exception.
+        steps: how many steps of the failing batch were executed before it failed.
+        callbacks, options: of the Trainer.
+    """
+    runtime = xla_adapters.get_runtime()
+    runtime.device.initialize()
+    environment, recorder = dict(os.environ), Recorder()
     run = trainer(XLAEagerStrategy(), callbacks=[recorder, *callbacks], **{"max_epochs": 1, **options})
+    # A run that does not put the mode back is seen.
+    runtime.tracing.set_eager(False)
     with pytest.raises(expected):
         run.fit(module, loader())
-    after = backend.metrics()
+    after = runtime.counters.metrics()
     assert recorder.before is not None
     assert after.executions - recorder.before.executions == steps
     assert after.compiles == recorder.before.compiles
-    assert backend.pending_count() == 0
-    assert backend.eager() == eager
-    assert backend.execution_allowed()
+    assert runtime.tracing.pending_count() == 0
+    assert not runtime.tracing.eager()
+    assert runtime.tracing.execution_allowed()
     assert dict(os.environ) == environment
     if not steps:
         assert any(name.startswith("optimizer") for name in recorder.state)
@@ -149,10 +157,10 @@ def test_hooks_between_steps() -> None:
         module = failing(hook, ValueError)()
         steps = int(hook in ("lr_scheduler_step", "on_train_batch_end"))
         if hook == "on_after_batch_transfer":
-            # It is called before the batch is announced to anybody.
+            # Lightning calls it before `on_train_batch_start`, where the snapshot of this test is taken.
             with pytest.raises(ValueError, match="the test's own"):
                 trainer(XLAEagerStrategy()).fit(module, loader())
-            assert xla_adapters.get_backend().pending_count() == 0
+            assert xla_adapters.get_runtime().tracing.pending_count() == 0
             continue
         assert_nothing_left(module, ValueError, steps=steps)
 
@@ -173,7 +181,7 @@ def test_accumulation_and_clipping() -> None:
 @isolated
 def test_a_real_interrupt_in_the_step() -> None:
     for hook in ("training_step", "on_after_backward"):
-        # Whoever started the tests in the background had SIGINT ignored.
+        # A shell that starts the tests in the background has SIGINT ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         assert_nothing_left(failing(hook, None)(), SystemExit, steps=0)
 
@@ -224,17 +232,19 @@ def test_validation_that_fails() -> None:
             if not self.trainer.sanity_checking and batch_idx == 1:
                 raise ValueError("the test's own")
 
-    backend = xla_adapters.get_backend()
-    backend.initialize()
+    runtime = xla_adapters.get_runtime()
+    runtime.device.initialize()
+    run = trainer(XLAEagerStrategy())
+    runtime.tracing.set_eager(False)
     with pytest.raises(ValueError, match="the test's own"):
-        trainer(XLAEagerStrategy()).fit(Fails(), loader(), loader(2))
-    assert backend.pending_count() == 0
-    assert not backend.eager()
+        run.fit(Fails(), loader(), loader(2))
+    assert runtime.tracing.pending_count() == 0
+    assert not runtime.tracing.eager()
 
 
 @isolated
 def test_a_later_fit_goes_on_from_before_the_failed_step() -> None:
-    """Metrics and logged values of the dead step are gone too."""
+    """Metrics and logged values have nothing of the failed step."""
 
     class FailsOnce(Metered):
         fails = True
@@ -299,26 +309,26 @@ def test_stopping_in_the_middle_of_an_accumulation() -> None:
     for accumulation in ("per_micro_batch", "unrolled"):
         strategy = XLAEagerStrategy(accumulation=accumulation)  # type: ignore[arg-type]
         ours = fit(Stops, strategy, accumulate_grad_batches=4, max_epochs=1, min_epochs=0)
-        # The batches before the stop count: their losses are logged, their norms' averages kept, as on the CPU.
+        # The batches before the stop are executed: their losses are logged, and their norms' averages kept, as on CPU.
         executed = 1 if accumulation == "unrolled" else FAILS_AT + 1
         assert ours.counters.executions == executed
         assert ours.trainer.global_step == 0
-        assert xla_adapters.get_backend().pending_count() == 0
+        assert xla_adapters.get_runtime().tracing.pending_count() == 0
 
 
 @isolated
 def test_teardown_by_hand_executes_nothing() -> None:
-    """As a user who catches the exception inside a hook and tears the strategy down."""
-    backend = xla_adapters.get_backend()
+    """The user catches the exception inside a hook and calls `teardown`."""
+    runtime = xla_adapters.get_runtime()
 
     class TearsDown(Metered):
         executions: tuple[int, int] = (0, 0)
 
         def on_after_backward(self) -> None:
             if self.trainer.fit_loop.total_batch_idx == 0:
-                before = backend.compile_totals()[0]
+                before = runtime.counters.compile_totals()[0]
                 self.trainer.strategy.teardown()
-                self.executions = (before, backend.compile_totals()[0])
+                self.executions = (before, runtime.counters.compile_totals()[0])
                 raise ValueError("the test's own")
 
     module = TearsDown()
@@ -328,3 +338,25 @@ def test_teardown_by_hand_executes_nothing() -> None:
     assert module.executions[0] == module.executions[1]
     assert counters.executions == 0
     assert next(module.parameters()).device.type == "cpu"
+
+
+class ManyLosses(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, classes = batch
+        return torch.nn.functional.cross_entropy(self.net(inputs), classes, reduction="none")
+
+
+@isolated
+def test_a_loss_that_is_not_one_number() -> None:
+    with pytest.raises(LossError, match=r"ManyLosses.training_step \(.*test_exceptions.py:\d+\) returns is a tensor"):
+        fit(ManyLosses, XLAEagerStrategy(), max_epochs=1)
+    fit(Classifier, XLAEagerStrategy(), max_epochs=1)
+
+
+@isolated
+def test_a_class_that_is_out_of_range() -> None:
+    inputs, classes = torch.randn(4 * BATCH, FEATURES), torch.zeros(4 * BATCH, dtype=torch.long)
+    classes[2 * BATCH + 1] = CLASSES
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, classes), BATCH)
+    with pytest.raises(IndexRangeError, match=rf"item 1\[1\] is {CLASSES}, and cross_entropy takes 0 to {CLASSES - 1}"):
+        fit(Classifier, XLAEagerStrategy(), data=lambda: data, max_epochs=1)

@@ -1,9 +1,10 @@
-"""A loop of one's own under Fabric: the step is one graph, and the losses are those of plain CPU Fabric."""
+"""Fabric loops: the step is one graph, and the losses are those of Fabric on the plain CPU."""
 
 from __future__ import annotations
 
 import logging
 import signal
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from torch import nn
 import xla_adapters
 from lightning_strategy import XLAEagerFabricStrategy
 from tests.isolation import isolated
-from tests.lightning_strategy.scenarios import BATCH, CLASSES, FEATURES, assert_close, loader, warnings_as_list
+from tests.lightning_strategy.scenarios import BATCH, CLASSES, FEATURES, assert_close, loader
 from xla_adapters.errors import (
     CheckpointSaveError,
     ConfigError,
@@ -38,7 +39,7 @@ BATCHES = 6
 
 @dataclass
 class Loop:
-    """A Fabric, what it trains, and what its steps cost.
+    """A Fabric, its model, and the counters of its steps.
 
     Args:
         strategy: `None` is the plain CPU.
@@ -53,12 +54,12 @@ class Loop:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        xla_adapters.initialize()
+        xla_adapters.initialize(eager=False)
         where = {"accelerator": "cpu"} if self.strategy is None else {"strategy": self.strategy}
         self.fabric: Any = Fabric(**where, **self.options)
         self.fabric.launch()
         self.fabric.seed_everything(7, verbose=False)
-        # Not Dropout(0): dynamo's openxla backend fails on it.
+        # Not `Dropout(0)`, on which dynamo's openxla backend fails.
         drop = [nn.Dropout(self.dropout)] if self.dropout else []
         model = nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), *drop, nn.Linear(16, CLASSES))
         self.model, self.opt = self.fabric.setup(model, self.optimizer(model.parameters()))
@@ -83,7 +84,7 @@ class Loop:
         return loss.detach()
 
     def train(self, batches: int = BATCHES, *, seed: int = 0, **options: Any) -> xla_adapters.StepCounters:
-        """One step a batch; what they cost without reading the losses."""
+        """One step per batch; counts their cost without that of reading the losses."""
         kept = []
         with xla_adapters.count() as counters:
             for batch in self.fabric.setup_dataloaders(loader(batches, seed=seed, **options)):
@@ -100,7 +101,7 @@ def xla_loop(**options: Any) -> Loop:
 
 
 class Announced(logging.Handler):
-    """The compiles that are announced while it is attached."""
+    """The log's announcements of compiles inside the context."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -242,12 +243,14 @@ def test_clipped_gradients(how: dict[str, Any]) -> None:
 @isolated
 def test_clipping_says_once_that_a_step_cannot_raise_on_a_norm_that_is_not_finite() -> None:
     ours = xla_loop()
-    with warnings_as_list() as said:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         for batch in ours.fabric.setup_dataloaders(loader(2)):
             with ours.step():
                 ours.fabric.backward(ours.loss(batch))
                 norm = ours.fabric.clip_gradients(ours.model, ours.opt, max_norm=1.0)
-    assert len([text for text in said if "error_if_nonfinite=False" in text]) == 1
+    # Once, with the user's line.
+    assert [told.filename for told in said if "error_if_nonfinite=False" in str(told.message)] == [__file__]
     assert norm.item() > 0
     ours.opt.param_groups[0]["params"][0].grad.fill_(float("nan"))
     with pytest.raises(RuntimeError, match="non-finite"):
@@ -263,7 +266,7 @@ def test_one_optimizer_after_the_other_with_steps_of_their_own() -> None:
                 ours.update(batch)
             with ours.step(name="generator"):
                 ours.update((batch[0] * 2, batch[1]))
-    # Multiplying outside of the step would be an eager operation; here it is in the generator's graph.
+    # Outside of the step the multiplication would be an eager operation; here it is in the generator's graph.
     assert (counters.compiles, counters.executions, counters.eager_ops) == (2, 8, 0)
     assert [line.split(":")[0] for line in announced] == ["discriminator", "generator"]
 
@@ -277,7 +280,7 @@ def test_a_compile_for_another_batch_is_explained() -> None:
     with Announced() as announced:
         counters = ours.train(3, rows=2 * BATCH + 3)
     assert (counters.compiles, counters.executions) == (2, 3)
-    assert "first pass" in announced[0]
+    assert "first call" in announced[0]
     assert f"[0]: ({BATCH}, {FEATURES}) float32 -> (3, {FEATURES}) float32" in announced[1]
     assert "step 2" in announced[1]
 
@@ -296,11 +299,13 @@ def test_max_graphs() -> None:
 @isolated
 def test_an_update_outside_of_a_step_works_and_is_told_once() -> None:
     ours, plain = xla_loop(), Loop()
-    with warnings_as_list() as said:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         for loop in (ours, plain):
             for batch in loop.fabric.setup_dataloaders(loader(2)):
                 loop.losses.append(float(loop.update(batch)))
-    assert len([text for text in said if "outside of a step" in text]) == 1
+    # Once, with the user's line.
+    assert [told.filename for told in said if "outside of a step" in str(told.message)] == [__file__]
     assert_close(ours.losses, plain.losses)
 
 
@@ -408,7 +413,7 @@ def test_checkpoints_go_to_plain_fabric_and_back(tmp_path: Path) -> None:
     plain.losses.clear()
     plain.train(2, seed=2)
     assert_close(back.losses, plain.losses)
-    # Without an optimizer it is a file of weights, and holds nothing else.
+    # Without an optimizer the file holds the weights alone.
     ours.fabric.save(tmp_path / "weights.ckpt", ours.model.state_dict())
     loaded = torch.load(tmp_path / "weights.ckpt", weights_only=True)
     assert {value.device.type for value in loaded.values()} == {"cpu"}
@@ -416,7 +421,7 @@ def test_checkpoints_go_to_plain_fabric_and_back(tmp_path: Path) -> None:
     assert_close([back.weights[0].sum().item()], [ours.weights[0].sum().item()])
 
 
-# ---- leaving early ---------------------------------------------------------------------------------
+# ---- exceptions and interrupts ---------------------------------------------------------------------
 
 
 @isolated
@@ -454,7 +459,7 @@ def test_an_exception_in_the_step_leaves_everything_as_it_was() -> None:
 def test_a_step_that_does_not_begin_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = xla_loop()
     with monkeypatch.context() as patched:
-        patched.setattr("xla_adapters.program.use_random_algorithm", Mock(side_effect=ValueError("no")))
+        patched.setattr("xla_adapters.replay.program.use_random_algorithm", Mock(side_effect=ValueError("no")))
         with pytest.raises(ValueError, match="no"), ours.step():
             pass
     assert ours.fabric.strategy.step_count == 0
@@ -462,13 +467,13 @@ def test_a_step_that_does_not_begin_is_not_counted(monkeypatch: pytest.MonkeyPat
 
 @isolated
 def test_an_interrupt_while_the_step_is_executed_leaves_it_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights are new: so is what its metrics hold, and the next one draws other numbers."""
+    """Weights and metrics are those of after the step, and the next step has other random numbers."""
     undisturbed = xla_loop(dropout=0.5)
     undisturbed.train(3)
     ours = xla_loop(dropout=0.5)
     metric = ours.fabric.to_device(torchmetrics.SumMetric())
-    backend = xla_adapters.get_backend()
-    finish = backend.finish_step
+    runtime = xla_adapters.get_runtime()
+    finish = runtime.tracing.finish_step
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted_finish() -> None:
@@ -478,7 +483,7 @@ def test_an_interrupt_while_the_step_is_executed_leaves_it_done(monkeypatch: pyt
     for index, batch in enumerate(ours.fabric.setup_dataloaders(loader(3))):
         with monkeypatch.context() as patched:
             if index == 1:
-                patched.setattr(backend, "finish_step", interrupted_finish)
+                patched.setattr(runtime.tracing, "finish_step", interrupted_finish)
             with pytest.raises(KeyboardInterrupt) if index == 1 else nullcontext(), ours.step():
                 ours.update(batch)
                 metric.update(1)
@@ -558,17 +563,20 @@ def test_tied_weights_and_references_to_parameters_survive_the_move() -> None:
 
 @isolated
 def test_eager_mode_and_patches_last_from_launch_to_teardown() -> None:
-    xla_adapters.initialize()
-    backend, seeding = xla_adapters.get_backend(), torch.manual_seed
+    xla_adapters.initialize(eager=False)
+    runtime, seeding = xla_adapters.get_runtime(), torch.manual_seed
+    assert not runtime.tracing.eager()
     first, second = (Fabric(strategy=XLAEagerFabricStrategy()) for _ in range(2))
-    assert not backend.eager()
+    assert runtime.tracing.eager()
+    # The mode of a launch is put back as it was found.
+    runtime.tracing.set_eager(False)
     for fabric in (first, second, second):
         fabric.launch()
-    assert backend.eager()
+    assert runtime.tracing.eager()
     first.strategy.teardown()
-    assert backend.eager()
+    assert runtime.tracing.eager()
     second.strategy.teardown()
-    assert not backend.eager()
+    assert not runtime.tracing.eager()
     assert torch.manual_seed is seeding
     with pytest.raises(RuntimeOrderError, match=r"fabric\.launch\(\)"), second.strategy.step():  # type: ignore[attr-defined]
         pass

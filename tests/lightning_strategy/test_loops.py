@@ -1,4 +1,4 @@
-"""Lightning's loops: evaluation in between, limits, stopping, and other entry points than `fit`."""
+"""Lightning's loops: evaluation during a fit, limits, stopping, and the other entry points beside `fit`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assert_logged_close(ours: Any, plain: Any) -> None:
 
 
 class Evaluated(Classifier):
-    """Counts its evaluations, and has steps for everything."""
+    """Has all kinds of steps, and counts those of evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_stopping_early_waits_for_the_minimum(options: dict[str, Any], batches: 
 @isolated
 def test_max_time() -> None:
     class Elapsed(Timer):
-        """As if a second passed at each batch."""
+        """Pretends that each batch takes a second."""
 
         def time_elapsed(self, stage: Any = "train") -> float:
             return float(self.batches)
@@ -166,7 +166,7 @@ class SkipsTheRest(Classifier):
     ("every", "accumulation", "counts"),
     [
         (1, "per_micro_batch", (1, 6)),
-        # The first of an accumulation, and later ones; what there is of it, is not updated with.
+        # Graphs: the first batch of an accumulation, and later ones. The incomplete accumulation has no update.
         (4, "per_micro_batch", (2, 6)),
         (4, "unrolled", (3, 3)),
     ],
@@ -242,7 +242,7 @@ def test_a_second_trainer_in_the_same_process() -> None:
     first, plain = fit_both(Classifier)
     second, _ = fit_both(Classifier)
     assert second.module.losses == first.module.losses
-    # The same graph: torch_xla has it already.
+    # It is the same graph, which torch_xla has compiled already.
     assert (second.counters.compiles, second.counters.executions) == (0, 12)
     assert_close(second.module.losses, plain.module.losses)
 
@@ -285,7 +285,7 @@ def test_two_runs_of_one_strategy_object_and_no_callback_is_left() -> None:
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
-    """Rows of unknown number."""
+    """A data set without a length."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(list(loader(5).dataset))  # type: ignore[call-overload]
@@ -332,7 +332,7 @@ def test_combined_loaders(kind: str) -> None:
 
 
 class Data(L.LightningDataModule):
-    """Scales in a hook, on the device."""
+    """Scales the batch in a hook, on the device."""
 
     def setup(self, stage: str) -> None:
         self.stages = [*getattr(self, "stages", []), stage]
@@ -398,7 +398,7 @@ def test_loader_with_workers() -> None:
 
 
 class Augments(Classifier):
-    """Adds noise on the device."""
+    """Adds noise to the batch, on the device."""
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         inputs, classes = batch
@@ -415,7 +415,7 @@ def test_augmentation_on_the_device_repeats() -> None:
     assert len({round(loss, 4) for loss in first.module.losses}) == 12
     plain = fit(Classifier, XLAEagerStrategy())
     assert (first.counters.compiles, first.counters.executions) == (1, 12)
-    # One execution more for each batch, before its step.
+    # Each batch costs one more execution, before its step.
     assert first.counters.eager_ops - plain.counters.eager_ops == 12
 
 
@@ -435,7 +435,7 @@ def test_transform_on_the_device_agrees_with_the_cpu() -> None:
 
 
 class PullsBatches(Classifier):
-    """Fetches its batches by itself."""
+    """Takes the batches from the iterator itself."""
 
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         batch, _, _ = next(dataloader_iter)
@@ -449,7 +449,7 @@ def test_training_step_that_pulls_its_batches() -> None:
 
 
 class Records:
-    """A batch of a class of the user's, with more than tensors in it."""
+    """A batch of a user-defined class, which holds other values beside tensors."""
 
     def __init__(self, inputs: Any, classes: Any, names: list[str]) -> None:
         self.inputs, self.classes, self.names = inputs, classes, names

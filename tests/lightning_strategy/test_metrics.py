@@ -1,4 +1,4 @@
-"""torchmetrics and `self.log` in training and validation: the values of the plain CPU, and no read in a step."""
+"""torchmetrics and `self.log` in training and validation have the values of the plain CPU, and read in no step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.lightning_strategy.scenarios import (
     warnings_as_list,
 )
 from xla_adapters.errors import GraphBreakError
-from xla_adapters.transfers import to_host_in_one_transfer
+from xla_adapters.runtime.transfers import to_host_in_one_transfer
 
 MULTICLASS: dict[str, Callable[[], torchmetrics.Metric]] = {
     "accuracy_micro": lambda: classification.MulticlassAccuracy(CLASSES, average="micro"),
@@ -45,7 +45,7 @@ REGRESSION: dict[str, Callable[[], torchmetrics.Metric]] = {
 
 
 def assert_same_metrics(ours: Any, plain: Any, tolerance: float = 1e-5) -> None:
-    """The same names, types and values in all three collections a Trainer keeps."""
+    """The Trainer's three collections of metrics have the same names, types and values."""
     for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
         mine, theirs = getattr(ours, name), getattr(plain, name)
         assert list(mine) == list(theirs), name
@@ -107,7 +107,7 @@ def test_regression_metrics_logged_as_objects() -> None:
 
 
 class LoggedOnStep(Classifier):
-    """A metric whose value cannot be traced, wanted for each batch."""
+    """Logs for each batch a metric whose value cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_value_that_cannot_be_traced_raises_where_the_step_uses_it() -> None:
 
 
 class Highest(torchmetrics.Metric):
-    """Its update looks at values."""
+    """A metric whose update reads values on the host."""
 
     highest: torch.Tensor
 
@@ -214,7 +214,7 @@ def test_metrics_updated_by_hand_and_computed_at_the_end_of_the_epoch() -> None:
 
 
 class Language(Classifier):
-    """Perplexity of logits in steps, and strings outside of them."""
+    """Updates a metric of logits in steps, and one of strings outside of steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ def test_text_metrics() -> None:
 
 
 class Numbers(Classifier):
-    """Logs in every way there is, Python numbers among it that are 0 and 1 at first."""
+    """Logs in every way, also Python numbers, which are 0 and 1 at first."""
 
     def training_step(self, batch: Any, batch_idx: int) -> STEP_OUTPUT:
         loss = self.loss(batch)
@@ -268,3 +268,24 @@ def test_logged_numbers_and_reductions_are_those_of_the_cpu_in_value_and_type() 
     assert_one_graph_each(ours)
     assert_same_metrics(ours.trainer, plain.trainer)
     assert ours.trainer.callback_metrics["index_epoch"] == 2.5
+
+
+class Reduced(Classifier):
+    """Logs with each reduction that Lightning's message names, a NaN among the values."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> STEP_OUTPUT:
+        loss = self.loss(batch)
+        value = torch.where(torch.tensor(batch_idx == 2, device=loss.device), torch.nan, loss.detach())
+        for name, reduce in {"max": max, "min": min, "sum": sum, "torch": torch.max}.items():
+            self.log(name, value if name in ("max", "min") else loss, on_epoch=True, on_step=False, reduce_fx=reduce)
+            self.log(f"{name}_both", loss, on_epoch=True, on_step=True, reduce_fx=reduce)
+        self.log("count", batch_idx, on_epoch=True, reduce_fx=max)
+        return loss
+
+
+@isolated
+def test_reductions_by_the_builtin_functions() -> None:
+    ours, plain = fit_both(Reduced, callbacks=list)
+    assert_same_metrics(ours.trainer, plain.trainer)
+    assert (ours.counters.compiles, ours.counters.executions) == (1, 12), ours.compiles
+    assert float(ours.trainer.callback_metrics["count"]) == 5

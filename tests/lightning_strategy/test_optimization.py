@@ -35,12 +35,12 @@ _OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
 }
-# Its first momentum is the first gradient, undampened: another graph than later ones.
+# The first step sets the momentum to the gradient, without dampening: another graph than that of later steps.
 _MORE_GRAPHS = {"SGD dampening": 2}
 
 
 class NoBatchNorm(Classifier):
-    """Every gradient is well above rounding, which some optimizers scale up."""
+    """All its gradients are well above rounding error, which some optimizers scale up."""
 
     def __init__(self, optimizer: Callable[[Any], Any]) -> None:
         super().__init__(optimizer=optimizer)
@@ -71,7 +71,7 @@ def test_lbfgs_runs_eagerly_and_says_so_once() -> None:
 
 
 class Scheduled(Classifier):
-    """Remembers the learning rate of every batch.
+    """Keeps the learning rate of every batch.
 
     Args:
         schedule: makes the scheduler configuration from the optimizer.
@@ -130,7 +130,7 @@ def test_plateau_schedule_follows_what_was_logged(monitor: str) -> None:
 
 
 class Gan(L.LightningModule):
-    """Two optimizers in turn, in the way of Lightning's manual."""
+    """Two optimizers in turn, as in Lightning's documentation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def test_gan_with_toggled_optimizers_is_one_graph() -> None:
 
 
 class Manual(Classifier):
-    """Manual optimization with a scheduler, an update every second batch."""
+    """Manual optimization with a scheduler, and an update after every second batch."""
 
     every = 2
 
@@ -254,7 +254,7 @@ class UpdatesPerEpoch(Manual):
 @isolated
 def test_update_in_an_epoch_hook_is_a_step_of_its_own() -> None:
     ours, plain = fit_both(UpdatesPerEpoch, max_epochs=3)
-    # Batches without and with gradients before them, and the update.
+    # Graphs: batches without gradients before them, batches with gradients before them, and the update.
     assert (ours.counters.compiles, ours.counters.executions) == (3, 18 + 3), ours.compiles
     assert_close(
         [float(p.abs().sum()) for p in ours.module.net[-1].parameters()],

@@ -1,4 +1,4 @@
-"""Lightning's profilers: their scopes lie inside and around steps, and cost no compile and no execution."""
+"""Lightning's profilers: their scopes are inside and around steps, and cost no compile and no execution."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Manual(Classifier):
         return {"loss": loss}
 
 
-# The module, options of the Trainer, and how many graphs.
+# For each loop the module, options of the Trainer, and the number of graphs.
 _LOOPS: dict[str, tuple[type[Classifier], dict[str, Any], int]] = {
     "plain": (Classifier, {}, 1),
     "accumulating": (Classifier, {"accumulate_grad_batches": 2}, 2),
@@ -43,7 +43,7 @@ def free_port() -> int:
 
 
 def profiled(loop: str, profiler: Profiler) -> Any:
-    """Fits with the profiler: the losses are those of the CPU without one, and so is the number of executions."""
+    """Fits with a profiler, with the losses of the CPU and the number of executions of a fit without a profiler."""
     make, options, graphs = _LOOPS[loop]
     ours = fit(make, XLAEagerStrategy(), max_epochs=1, profiler=profiler, **options)
     plain = fit(make, None, max_epochs=1, **options)

@@ -1,4 +1,4 @@
-"""Code that is replaced by other code between two steps, and what Lightning hands to it."""
+"""User code that is replaced between two steps, and the arguments that Lightning gives to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.lightning_strategy.test_replay import pair
 
 
 class _At(L.Callback):
-    """Calls functions with the module before batches of these indices."""
+    """Calls a function with the module before each of some batches, by their indices."""
 
     def __init__(self, actions: dict[int, Callable[[Any], object]]) -> None:
         self.actions = actions
@@ -68,7 +68,7 @@ class _Stages(Classifier):
 
 
 def _replaced(name: str, *others: str) -> dict[int, Callable[[Any], object]]:
-    """Every six batches another method takes the place of one."""
+    """Replaces a method every six batches."""
 
     def replace(other: str) -> Callable[[Any], object]:
         return lambda module: setattr(module, name, getattr(module, other))
@@ -88,7 +88,7 @@ def _run(
 @isolated
 def test_other_code_takes_effect_at_once() -> None:
     _run(_replaced("training_step", "second_step", "third_step"), 13)
-    # One more is traced: without the first layer there is one gradient less to give up.
+    # One more call is traced: without the first layer there is one gradient less.
     _run(_replaced("forward", "second_forward", "third_forward"), 12)
     _run(_replaced("on_after_backward", "halving"), 15)
     _run(_replaced("on_before_optimizer_step", "halving"), 15)
@@ -125,11 +125,11 @@ def test_other_code_is_examined_before_it_is_left_out() -> None:
         run = _run(actions, replays)
         assert len(run.module.calls) == 8
         reasons = run.module.programs["train"].replay_reasons
-        assert any("may do beside tensors" in reason for reason in reasons), reasons
+        assert any("known to be safe" in reason for reason in reasons), reasons
 
 
 class _Zeroes(Classifier):
-    """Gathers gradients in its own way."""
+    """Collects gradients in a hook of its own."""
 
     def __init__(self) -> None:
         super().__init__(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05))

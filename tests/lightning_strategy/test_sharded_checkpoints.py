@@ -1,4 +1,4 @@
-"""Checkpoints in parts: folders as Lightning's FSDP strategy writes them, gone on from on any mesh."""
+"""Sharded checkpoints: folders as Lightning's FSDP strategy writes them, which resume on any mesh."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.isolation import run_in_child
 from tests.lightning_strategy.scenarios import assert_close, fit
 from tests.lightning_strategy.scenarios import trainer as make_trainer
 from tests.lightning_strategy.test_sharding import Tagger, Watches, both, devices, eight, loader, resume, saving
-from xla_adapters import get_backend
+from xla_adapters import get_runtime
 from xla_adapters.checkpoint import MANIFEST
 from xla_adapters.errors import CheckpointDamagedError, ConfigError, UnsupportedOptionError
 from xla_adapters.sharding import ShardingConfig
@@ -118,12 +118,12 @@ def test_every_file_flipped_or_deleted_is_refused(tmp_path: Path) -> None:
 
     flipped, deleted = run_in_child(child)
     assert flipped == names
-    # Without its manifest it is one of Lightning's own (FSDP's), and loaded unchecked.
+    # Without a manifest it could be one of Lightning's FSDP strategy, and is loaded unchecked.
     assert deleted == names - {MANIFEST}
 
 
 class Tied(Tagger):
-    """Weights that are one, and a state of its own."""
+    """Has tied weights, and state of its own in the checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_tied_weights_weights_alone_and_a_path_that_is_taken(tmp_path: Path) -> 
         ]
 
     run = fit(Tied, parts("fsdp"), data=lambda: loader(6), max_epochs=1, callbacks=callbacks)
-    assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", "_lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt"}
     module = Tied()
     trainer = L.Trainer(strategy=parts("2d"), logger=False, enable_progress_bar=False, barebones=False)
     trainer.validate(module, loader(1), ckpt_path=last, verbose=False)
@@ -183,8 +183,8 @@ def test_a_module_that_carries_dtensors() -> None:
         up.weight = nn.Parameter(distribute_tensor(up.weight, mesh, [Replicate(), Shard(1)]))
         return module
 
-    # What distributes a tensor imports JAX where it is installed, which has torch_xla ask nobody for a TPU from then
-    # on, and Lightning's first question for one fails on no answer. A later one is not asked again.
+    # `distribute_tensor` imports JAX where it is installed, and torch_xla finds no TPU metadata from then on.
+    # Lightning's check for TPUs would fail then. Here it runs before, and its result is cached.
     XLAAccelerator.is_available()
     makes = [make, Tagger]
     ours, _ = both("2d", lambda: makes.pop(0)(), callbacks=lambda: [Watches()])
@@ -234,7 +234,7 @@ def fabric_goes_on(path: Path) -> list[float]:
     state = {"net": model, "optimizer": optimizer, "epoch": 0}
     rest = fabric.load(path, state, strict=False)
     assert (state["epoch"], rest) == (4, {"names": ["a"]})
-    assert get_backend().tiles_of(model.blocks[0].up.weight) is not None
+    assert get_runtime().spmd.tiles_of(model.blocks[0].up.weight) is not None
     with pytest.raises(KeyError, match="no entry 'nothing'"):
         fabric.load(path, {"nothing": 0})
     return steps(fabric, model, optimizer, 3)
@@ -243,7 +243,7 @@ def fabric_goes_on(path: Path) -> list[float]:
 def test_fabric(tmp_path: Path) -> None:
     losses = run_in_child(functools.partial(fabric_writes, tmp_path / "a.ckpt"), env=devices(8))
     continued = run_in_child(functools.partial(fabric_goes_on, tmp_path / "a.ckpt"), env=devices(4))
-    # One bias of eight was left out: near, and not the same.
+    # The filter left out one bias of eight, so the losses are similar and not equal.
     assert_close(continued, losses, 0.2)
 
 

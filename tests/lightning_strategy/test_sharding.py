@@ -1,4 +1,4 @@
-"""Sharding in the Lightning adapter: many devices train as the plain CPU Trainer does, in one graph, with cut state."""
+"""Sharding in Lightning: eight devices train as the plain CPU does, in one graph, with sharded weights and states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.isolation import isolated, run_in_child
 from tests.lightning_strategy.scenarios import Classifier, assert_close, fit
 from tests.lightning_strategy.scenarios import loader as small_loader
 from tests.lightning_strategy.scenarios import trainer as make_trainer
-from xla_adapters import get_backend
+from xla_adapters import get_runtime
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.sharding import ShardingConfig, ShardingPlan
 from xla_adapters.sharding.tiling import tiles_of
@@ -35,7 +35,7 @@ def devices(number: int) -> dict[str, str]:
 
 
 def eight(test: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a test to run in a child of its own with 8 CPU devices."""
+    """Decorates a test to run in a child process with 8 CPU devices."""
     child: Callable[..., None] = isolated(test, env=devices(8))
     return child
 
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Tagger(Classifier):
-    """Two equal blocks between linear layers: a class for each position."""
+    """Two equal blocks between linear layers; predicts a class for each position."""
 
     def __init__(self, lr: float = 1e-2) -> None:
         super().__init__(optimizer=lambda p: torch.optim.AdamW(p, lr=lr))
@@ -84,17 +84,17 @@ class Tagger(Classifier):
 
 
 class Watches(L.Callback):
-    """Counts compiles and executions of each training batch; looks at the cuts behind the last one."""
+    """Counts compiles and executions of each training batch; checks the sharding after the last one."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, int]] = []
         self.cut: set[str] = set()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._before = get_backend().metrics()
+        self._before = get_runtime().counters.metrics()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        now = get_backend().metrics()
+        now = get_runtime().counters.metrics()
         self.steps.append((now.compiles - self._before.compiles, now.executions - self._before.executions))
         self._before = now
 
@@ -103,9 +103,9 @@ class Watches(L.Callback):
 
 
 def check_cuts(plan: ShardingPlan, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> set[str]:
-    """Parameters and their state are cut as planned; returns the names of those that are in parts."""
-    backend, cut = get_backend(), set()
-    backend.wait()
+    """Parameters and their states are sharded as planned; returns the names of those that are not replicated."""
+    runtime, cut = get_runtime(), set()
+    runtime.device.wait()
     for name, parameter in module.named_parameters():
         wanted = tiles_of(plan.mesh, plan.spec_of(name))
         values = [parameter]
@@ -114,7 +114,7 @@ def check_cuts(plan: ShardingPlan, module: nn.Module, optimizer: torch.optim.Opt
             assert len(state) == 2, name
             values += state
         for value in values:
-            assert backend.tiles_of(value) == (wanted if wanted.number > 1 else None), name
+            assert runtime.spmd.tiles_of(value) == (wanted if wanted.number > 1 else None), name
             shards: Any = torch_xla._XLAC._get_local_shards([value.detach()])
             local = tuple(size // count for size, count in zip(value.shape, wanted.counts, strict=True))
             assert tuple(shards[0][0][0].shape) == local, name
@@ -124,7 +124,7 @@ def check_cuts(plan: ShardingPlan, module: nn.Module, optimizer: torch.optim.Opt
 
 
 def assert_same_weights(ours: nn.Module, plain: nn.Module, tolerance: float = 5 * TOLERANCE) -> None:
-    """Less strict than for losses: AdamW moves a weight whose gradient is rounding alone, too."""
+    """Less strict than for losses: AdamW also moves weights whose gradient is rounding error only."""
     for (name, value), other in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
         torch.testing.assert_close(value, other, rtol=0, atol=tolerance, msg=name)
 
@@ -253,7 +253,7 @@ def test_batches_changed_on_the_device() -> None:
 
 
 class Fails(Tagger):
-    """Raises behind the backward of batch 3."""
+    """Raises after the backward of batch 3."""
 
     def on_after_backward(self) -> None:
         if len(self.kept) == 3:
@@ -262,10 +262,10 @@ class Fails(Tagger):
 
 class LooksBehindTheError(L.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        self.before = get_backend().to_host(list(pl_module.parameters()))
+        self.before = get_runtime().transfers.to_host(list(pl_module.parameters()))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self.after = get_backend().to_host(list(pl_module.parameters()))
+        self.after = get_runtime().transfers.to_host(list(pl_module.parameters()))
         self.cut = check_cuts(trainer.strategy.sharding_plan, pl_module, trainer.optimizers[0])
 
 
@@ -328,7 +328,7 @@ def test_checkpoints_both_ways(tmp_path: Path) -> None:
         watches = Watches()
         sharded = resume(path, XLAEagerStrategy(sharding="2d"), callbacks=[watches])
         assert_close(sharded.losses, whole.module.losses[6:], 1e-6)
-        # Nothing but the step, which another strategy traces anew (and the runtime may know already).
+        # Only the step is executed. The new strategy traces it, and the runtime may have its executable already.
         assert all(executions == 1 for _, executions in watches.steps)
         assert [compiles for compiles, _ in watches.steps][1:] == [0] * 5
         assert watches.cut
@@ -343,12 +343,12 @@ def resume(path: Path, strategy: Any, **options: Any) -> Any:
 
 
 class LoadsInBetween(L.Callback):
-    """Loads what the weights are anyway."""
+    """Loads the weights with their own values."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         if args[-1] == 5:
             state = pl_module.state_dict()
-            values = get_backend().to_host(list(state.values()))
+            values = get_runtime().transfers.to_host(list(state.values()))
             trainer.strategy.load_model_state_dict({"state_dict": dict(zip(state, values, strict=True))})
             self.cut = check_cuts(trainer.strategy.sharding_plan, pl_module)
 
@@ -460,11 +460,11 @@ def test_fabric(scheme: Any, tmp_path: Path) -> None:
             fabric.save(path, {"model": module, "optimizer": optimizer})
         assert (saving.compiles, saving.executions) == (0, 0)
         # One graph per batch shape.
-        assert get_backend().metrics().compiles - before == 2
+        assert get_runtime().counters.metrics().compiles - before == 2
         fabric.load(path, {"model": module, "optimizer": optimizer})
         assert check_cuts(strategy.sharding_plan, module)
 
-    before = get_backend().metrics().compiles
+    before = get_runtime().counters.metrics().compiles
     ours = fabric_losses(fabric, loader(6, rows=6 * BATCH + 3), seen=seen)
     strategy.teardown()
     plain = fabric_losses(L.Fabric(accelerator="cpu", devices=1), loader(6, rows=6 * BATCH + 3))

@@ -1,9 +1,10 @@
-"""`XLAStatsCallback`: its numbers are those of the counters, and it costs nothing between two logs."""
+"""`XLAStatsCallback` logs what the counters say, and costs nothing between two logs."""
 
 from __future__ import annotations
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ COUNTS = ("xla/compiles", "xla/executions", "xla/executions_per_step")
 
 
 class Quiet(Classifier):
-    """Logs nothing itself, so that the loggers hold the callback's numbers alone."""
+    """Logs nothing, so that the loggers have only the callback's values."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch)
@@ -102,16 +103,16 @@ def test_counting_reads_nothing_and_changes_nothing() -> None:
 
 @isolated
 def test_the_device_is_waited_for_only_when_a_logger_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from xla_adapters import run_stats
+    from xla_adapters.insight import run_stats
 
-    backend, reads = run_stats.get_backend(), []
+    runtime, reads = run_stats.get_runtime(), []
 
     class Watched:
         def metrics(self) -> Any:
             reads.append(len(reads))
-            return backend.metrics()
+            return runtime.counters.metrics()
 
-    monkeypatch.setattr(run_stats, "get_backend", Watched)
+    monkeypatch.setattr(run_stats, "get_runtime", lambda: SimpleNamespace(counters=Watched()))
     options: dict[str, Any] = {"callbacks": lambda: [XLAStatsCallback()], "log_every_n_steps": 5}
     fit(Quiet, XLAEagerStrategy(), **options)
     # At the start and at the end.

@@ -1,4 +1,4 @@
-"""`steps_per_execution` in Lightning: fewer executions, and the same run."""
+"""`steps_per_execution` in Lightning: fewer executions, and the same results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xla_adapters import UnsupportedOptionError
 
 
 class _Silent(Classifier):
-    """Logs its loss once in an epoch, and keeps none."""
+    """Logs the mean loss of each epoch, and keeps no loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = self.loss(batch)
@@ -31,7 +31,7 @@ class _Silent(Classifier):
 
 
 class _Looks(L.Callback):
-    """Looks at the weights behind each step."""
+    """Reads the weights after each step."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -77,7 +77,7 @@ def test_a_callback_that_looks_sees_each_step() -> None:
 
 
 class _Resets(_Silent):
-    """Has a metric that begins anew between two steps."""
+    """Has a metric that is reset between two steps."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -114,7 +114,7 @@ class _LogsSteps(_Silent):
 @isolated
 def test_what_is_logged_and_not_wanted_yet_lets_steps_wait(tmp_path: Any) -> None:
     one, together = _pair(3, make=_LogsSteps, logger=CSVLogger(tmp_path), log_every_n_steps=50)
-    # Each epoch: those that are traced, a group of 3, and one by one what is left when the means are wanted.
+    # In each epoch: traced calls, a group of 3, and single calls for the rest, when the means are read.
     assert (one.counters.executions, together.counters.executions) == (18, 4 + 4 + 4)
 
 

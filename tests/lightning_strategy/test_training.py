@@ -1,4 +1,4 @@
-"""Automatic optimization: every row with its counts, and the losses of the plain CPU."""
+"""Automatic optimization: the number of graphs and executions, and the losses of the plain CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 from lightning_strategy import XLAEagerStrategy
-from tests.core.support import pack_small_states
 from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import (
     CLASSES,
@@ -26,15 +25,14 @@ from tests.lightning_strategy.scenarios import (
     fit_both,
     loader,
 )
-from xla_adapters import TensorReadError, XLAConfig
-from xla_adapters.packed_state import PackedTensor
+from xla_adapters import TensorReadError, XLAConfig, get_runtime
 
 
 def assert_steps(run: Outcome, batches: int, *, graphs: int = 1, loaders: int = 1) -> None:
-    """So many batches, each executed once, of so many graphs; nothing else is executed at a batch."""
+    """Each batch was one execution, of one of `graphs` graphs, and nothing else was executed per batch."""
     counters = run.counters
     assert (counters.compiles, counters.executions) == (graphs, batches), (counters, run.compiles)
-    # Lightning compares the lengths of loaders on the device, once for each.
+    # Lightning compares the length of each loader on the device, once.
     assert counters.eager_ops <= 6 * loaders, counters
 
 
@@ -43,17 +41,33 @@ def assert_weights_close(ours: Outcome, plain: Outcome, tolerance: float = 2e-6)
         torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=0)
 
 
+class SeesMode(Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert get_runtime().tracing.eager()
+
+
+@isolated
+def test_the_process_is_eager_once_there_is_a_strategy_and_during_runs() -> None:
+    get_runtime().device.initialize()
+    assert not get_runtime().tracing.eager()
+    strategy = XLAEagerStrategy()
+    assert get_runtime().tracing.eager()
+    get_runtime().tracing.set_eager(False)
+    fit(SeesMode, strategy, max_epochs=1)
+    assert not get_runtime().tracing.eager()
+
+
 @isolated
 def test_automatic_optimization_is_one_graph() -> None:
     ours, plain = fit_both(Classifier)
     assert_steps(ours, 12)
     assert ours.compiles == []
     assert_weights_close(ours, plain, 1e-5)
-    # The same batches in the second epoch.
+    # The second epoch has the same batches.
     assert sum(ours.module.losses[6:]) < sum(ours.module.losses[:6])
 
 
-# Graphs: first of an accumulation (no gradients yet), later ones (there are some), and the update.
+# Graphs: the first batch of an accumulation (no gradients yet), later ones (with gradients), and the update.
 @isolated
 @pytest.mark.parametrize(("every", "graphs"), [(2, 2), (4, 3), (8, 3)])
 def test_accumulation_is_a_graph_per_phase(every: int, graphs: int) -> None:
@@ -66,7 +80,7 @@ def test_accumulation_is_a_graph_per_phase(every: int, graphs: int) -> None:
 @isolated
 def test_accumulation_scheduled_by_epoch() -> None:
     ours, plain = fit_both(Classifier, callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 3})], max_epochs=3)
-    # Update alone; then first, later, and update after them.
+    # Graphs: a batch with an update; then the first batch of an accumulation, a later one, and one with the update.
     assert_steps(ours, 18, graphs=4)
     assert ours.trainer.global_step == plain.trainer.global_step == 6 + 2 + 2
 
@@ -90,7 +104,7 @@ def test_validation_in_mid_accumulation_ends_an_unrolled_step() -> None:
         val_check_interval=2,
     )
     assert_weights_close(ours, plain, 1e-5)
-    # Two batches; their third; one; the other two. And the validation.
+    # Accumulations of 3 with a validation after every 2 batches: steps of 2, 1, 1 and 2 batches, and the validation.
     assert (ours.counters.compiles, ours.counters.executions) == (4 + 1, 2 * (4 + 3)), ours.compiles
     assert len(ours.compiles) == 3
 
@@ -148,7 +162,7 @@ class WarmsUp(Classifier):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         scale = min(1.0, self.trainer.global_step / 4)
         for group in optimizer.param_groups:
-            # From exactly 0 to exactly 1, which torch_xla would make constants of the graph.
+            # From exactly 0 to exactly 1: values that torch_xla makes constants of the graph.
             group["lr"] = scale
         optimizer.step(closure=optimizer_closure)
         self.seen = [*getattr(self, "seen", []), optimizer.param_groups[0]["lr"]]
@@ -177,7 +191,7 @@ def test_optimizer_step_of_the_user_that_only_calls_the_closure() -> None:
 
 
 class SkipsSome(Classifier):
-    """Returns None for some batches, decided by Python."""
+    """Returns None for some batches, by their index."""
 
     skipped: tuple[int, ...] = (1, 3)
 
@@ -187,9 +201,9 @@ class SkipsSome(Classifier):
 
 @isolated
 def test_training_step_returns_none_sometimes() -> None:
-    # A batch without a loss is no graph.
+    # A batch without a loss has no graph.
     ours, plain = fit_both(SkipsSome, config=XLAConfig(max_graphs=1))
-    # A step without a loss computes nothing.
+    # It is not executed.
     assert (ours.counters.compiles, ours.counters.executions) == (1, 8), ours.counters
     assert len(ours.module.losses) == 8
     assert_weights_close(ours, plain, 1e-5)
@@ -200,7 +214,7 @@ def test_training_step_returns_none_sometimes() -> None:
     ("accumulation", "skipped", "counts"),
     [
         ("per_micro_batch", (0, 3), (2, 8)),
-        # First, later, update after them, and the update of an older gradient alone.
+        # Graphs: the first batch, a later one, one with the update, and an update without a batch.
         ("per_micro_batch", (1, 2), (4, 10)),
         ("unrolled", (0, 3), (1, 4)),
         ("unrolled", (1, 2), (2, 4)),
@@ -270,33 +284,24 @@ def test_gradients_stay_for_a_user_who_looks_at_them_behind_the_update() -> None
 
 
 class SeesSomeGradients(Classifier):
-    """Looks at them behind every third batch; `kinds` are their classes before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds: list[type] = []
+    """Reads gradients after every third batch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        gradients = [parameter.grad for parameter in self.parameters()]
-        self.kinds += {type(gradient) for gradient in gradients}
         if batch_idx % 3 == 2:
-            self.kept += [gradient.abs().sum() for gradient in gradients if gradient is not None]
+            self.kept += [parameter.grad.abs().sum() for parameter in self.parameters()]
 
 
 @isolated
-def test_gradients_that_lie_in_rows_are_there_for_a_user_who_looks() -> None:
-    pack_small_states()
+def test_gradients_are_there_for_a_user_who_looks_now_and_then() -> None:
     ours, plain = fit_both(SeesSomeGradients)
     assert ours.counters.compiles == 1
     assert ours.counters.executions >= 12
-    assert PackedTensor in ours.module.kinds
-    assert set(plain.module.kinds) == {torch.Tensor}
     kept = [[float(value) for value in outcome.module.kept] for outcome in (ours, plain)]
     assert_close(*kept, 1e-5)
 
 
 class KeepsLossesInStep(Classifier):
-    """Has no hook behind the update."""
+    """Has no hook after the update."""
 
     on_train_batch_end = LightningModule.on_train_batch_end  # type: ignore[assignment]
 
@@ -330,14 +335,14 @@ class ZeroesInPlace(KeepsLossesInStep):
 @isolated
 @pytest.mark.parametrize(("free_grads", "graphs"), [("auto", 1), (False, 2)])
 def test_gradients_zeroed_in_place_by_the_user(free_grads: Any, graphs: int) -> None:
-    """Kept, they are inputs of every batch's graph but the first."""
+    """Gradients that are not freed are inputs of each batch's graph but the first."""
     ours, plain = fit_both(ZeroesInPlace, config=XLAConfig(free_grads=free_grads))
     assert_steps(ours, 12, graphs=graphs)
     assert_weights_close(ours, plain, 1e-5)
 
 
 class Recurrent(Classifier):
-    """Hands a hidden state from batch to batch."""
+    """Passes a hidden state from batch to batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +388,7 @@ def test_tied_weights_stay_tied() -> None:
 
 
 class LanguageModel(L.LightningModule):
-    """A GPT-2 of HuggingFace."""
+    """A GPT-2 of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -422,7 +427,7 @@ def token_loader() -> Any:
 @isolated
 def test_language_model_of_huggingface_with_an_attention_mask() -> None:
     ours, plain = fit_both(LanguageModel, data=token_loader, validation=token_loader)
-    # One graph of training, one of validation.
+    # Graphs: training and validation.
     assert_steps(ours, 8 + 8, graphs=2, loaders=2)
     assert ours.module.model.lm_head.weight is ours.module.model.transformer.wte.weight
     mine, theirs = (float(run.trainer.callback_metrics["val_loss"]) for run in (ours, plain))

@@ -1,4 +1,4 @@
-"""Lightning's tuner: it finds on the device what it finds on the CPU."""
+"""Lightning's tuner finds the same values on the device as on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.lightning_strategy.scenarios import Outcome, WithoutBatchNorm, assert
 
 
 class Tuned(WithoutBatchNorm):
-    """What Lightning's tuner may change: `lr` and `batch_size`."""
+    """Has the attributes that Lightning's tuner sets: `lr` and `batch_size`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,15 +55,15 @@ def tuned(callback: Callable[[], Callback], make: Callable[[], Any] = Tuned) -> 
 def test_batch_size_finder(mode: str) -> None:
     ours, plain = tuned(lambda: BatchSizeFinder(mode=mode, steps_per_trial=2, max_trials=3))
     assert ours.module.batch_size == plain.module.batch_size > 2
-    # A graph for each size that was tried, and one each for the sizes of the run that follows.
+    # A graph for each batch size that was tried, and for each of the run after that.
     shapes = [line for line in ours.compiles if "float32 -> " in line]
     assert len(shapes) >= len(set(ours.module.sizes)) - 1
 
 
 @isolated
 def test_batch_size_finder_goes_back_when_the_device_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = xla_adapters.get_backend()
-    finish = backend.finish_step
+    runtime = xla_adapters.get_runtime()
+    finish = runtime.tracing.finish_step
     modules: list[Any] = []
 
     class Remembered(Tuned):
@@ -76,7 +76,7 @@ def test_batch_size_finder_goes_back_when_the_device_runs_out_of_memory(monkeypa
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.")
         finish()
 
-    monkeypatch.setattr(backend, "finish_step", finish_step)
+    monkeypatch.setattr(runtime.tracing, "finish_step", finish_step)
     run = fit(
         Remembered,
         XLAEagerStrategy(),

@@ -25,13 +25,13 @@ from tests.hf_trainer.scenarios import (
     vector_samples,
 )
 from tests.isolation import isolated
-from xla_adapters import StepCounters, get_backend
+from xla_adapters import StepCounters, get_runtime
 
 pytestmark = pytest.mark.slow
 
 
 def _stock(model: Any, data: Any, **options: Any) -> transformers.Trainer:
-    get_backend().initialize()
+    get_runtime().device.initialize()
     options.setdefault("optim", "adamw_torch")
     eval_dataset = options.pop("eval_dataset", None)
     trainer = transformers.Trainer(

@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy
 import xla_adapters
 from tests.isolation import isolated
 from xla_adapters import distribute_module
-from xla_adapters.backend import get_backend
 from xla_adapters.errors import ConfigError, RuntimeOrderError
+from xla_adapters.runtime import get_runtime
 from xla_adapters.sharding import Mesh, ShardingConfig
 from xla_adapters.sharding.distribute import place_batch, plan_of
 from xla_adapters.sharding.tiling import tiles_of
@@ -90,21 +90,21 @@ def train(net: nn.Module, *, to_device: Callable[[nn.Module, Batch], Batch] = pl
             losses.append(loss.detach())
     assert (counted.compiles, counted.executions) == (1, STEPS)
     assert_cut_as_planned(net, optimizer)
-    return [value.item() for value in get_backend().to_host(losses)]
+    return [value.item() for value in get_runtime().transfers.to_host(losses)]
 
 
 def assert_cut_as_planned(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    backend, plan = get_backend(), plan_of(net)
+    runtime, plan = get_runtime(), plan_of(net)
     for name, parameter in net.named_parameters():
         tiles = tiles_of(plan.mesh, plan.spec_of(name))
         state = optimizer.state[parameter]
         for value in (parameter, state["exp_avg"], state["exp_avg_sq"]):
-            assert backend.tiles_of(value) == (tiles if tiles.number > 1 else None), name
+            assert runtime.spmd.tiles_of(value) == (tiles if tiles.number > 1 else None), name
 
 
 def cut(net: nn.Module) -> set[str]:
-    backend = get_backend()
-    return {name for name, value in net.named_parameters() if backend.tiles_of(value) is not None}
+    runtime = get_runtime()
+    return {name for name, value in net.named_parameters() if runtime.spmd.tiles_of(value) is not None}
 
 
 def assert_losses(losses: list[float]) -> None:
@@ -112,7 +112,7 @@ def assert_losses(losses: list[float]) -> None:
 
 
 @isolated(env=ON_8)
-@pytest.mark.parametrize("scheme", ["dp", "fsdp", "tp", "2d", "AUTO"])
+@pytest.mark.parametrize("scheme", ["dp", "fsdp", "tp", "2d", pytest.param("AUTO", marks=pytest.mark.slow)])
 def test_recipes_and_planned(scheme: str) -> None:
     net: Any = Net()
     assert distribute_module(net, partition_fn=scheme, example=batches()[0][0]) is net
@@ -131,7 +131,7 @@ def test_inputs_that_nobody_split_are_split() -> None:
     net = distribute_module(Net(), partition_fn="fsdp")
     seen = []
     net.get_submodule("embed").register_forward_pre_hook(
-        lambda _, args: seen.append(get_backend().tiles_of(args[0]))  # type: ignore[func-returns-value]
+        lambda _, args: seen.append(get_runtime().spmd.tiles_of(args[0]))  # type: ignore[func-returns-value]
     )
     assert_losses(train(net, to_device=lambda _, batch: (batch[0].to("xla"), batch[1].to("xla"))))
     assert {tiles.counts for tiles in seen if tiles is not None} == {(8, 1)}

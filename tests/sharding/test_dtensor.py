@@ -19,8 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import xla_adapters
 from tests.isolation import isolated
-from xla_adapters.backend import get_backend
 from xla_adapters.errors import ConfigError
+from xla_adapters.runtime import get_runtime
 from xla_adapters.sharding import Mesh
 from xla_adapters.sharding.dtensor import accept_placements, mesh_and_spec, tiles_of_placements
 from xla_adapters.sharding.tiling import tiles_of
@@ -49,7 +49,7 @@ def xla_mesh() -> DeviceMesh:
 @isolated(env=ON_8)
 def test_tensors_distributed_by_torch_xla_become_plain_parameters() -> None:
     xla_adapters.initialize(spmd=True)
-    backend, mesh, net = get_backend(), xla_mesh(), Net()
+    runtime, mesh, net = get_runtime(), xla_mesh(), Net()
     values = {name: value.detach().clone() for name, value in net.state_dict().items()}
     net.up.weight = nn.Parameter(distribute_tensor(net.up.weight, mesh, [Replicate(), Shard(0)]))
     frozen = nn.Parameter(distribute_tensor(net.down.weight, mesh, [Shard(1), Replicate()]), requires_grad=False)
@@ -61,16 +61,16 @@ def test_tensors_distributed_by_torch_xla_become_plain_parameters() -> None:
     assert net.down.weight is net.tied.weight
     assert (net.up.weight.requires_grad, net.down.weight.requires_grad) == (True, False)
     own = Mesh.data_and_model(4, 2)
-    assert backend.tiles_of(net.up.weight) == tiles_of(own, ("model", None))
-    assert backend.tiles_of(net.down.weight) == tiles_of(own, (None, "data"))
-    assert backend.tiles_of(net.table) == tiles_of(own, ("data",))
+    assert runtime.spmd.tiles_of(net.up.weight) == tiles_of(own, ("model", None))
+    assert runtime.spmd.tiles_of(net.down.weight) == tiles_of(own, (None, "data"))
+    assert runtime.spmd.tiles_of(net.table) == tiles_of(own, ("data",))
     for name in ("up.weight", "down.weight", "table"):
-        assert torch.equal(backend.to_host([net.state_dict()[name]])[0], values[name]), name
+        assert torch.equal(runtime.transfers.to_host([net.state_dict()[name]])[0], values[name]), name
     # What is marked in place is a plain parameter from the beginning.
     marked = nn.Linear(16, 16).to("xla")
     xs.mark_sharding(marked.weight, xs.Mesh(np.arange(8), (4, 2), ("data", "model")), ("data", None))
     assert accept_placements(marked) == []
-    assert backend.tiles_of(marked.weight) == tiles_of(own, ("data", None))
+    assert runtime.spmd.tiles_of(marked.weight) == tiles_of(own, ("data", None))
 
 
 def _rank(rank: int, port: int, results: Any) -> None:
@@ -83,10 +83,10 @@ def _rank(rank: int, port: int, results: Any) -> None:
     assert net.up.weight.to_local().shape == (16, 16)
     xla_adapters.initialize(spmd=True)
     accept_placements(net)
-    backend = get_backend()
-    cut = backend.tiles_of(net.up.weight) == tiles_of(Mesh(shape=(2,), axis_names=("data",)), ("data", None))
-    whole = net.up.bias.device.type == "xla" and backend.tiles_of(net.up.bias) is None
-    results.put((cut, whole, torch.equal(backend.to_host([net.up.weight])[0], expected)))
+    runtime = get_runtime()
+    cut = runtime.spmd.tiles_of(net.up.weight) == tiles_of(Mesh(shape=(2,), axis_names=("data",)), ("data", None))
+    whole = net.up.bias.device.type == "xla" and runtime.spmd.tiles_of(net.up.bias) is None
+    results.put((cut, whole, torch.equal(runtime.transfers.to_host([net.up.weight])[0], expected)))
     dist.destroy_process_group()
 
 

@@ -20,9 +20,9 @@ from tests.isolation import isolated
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import Measurement, Mesh, PlanCost, ShardingConfig, ShardingPlan, automatic, candidates
 from xla_adapters.sharding.candidates import Candidate, alternatives, cheapest, distinct
-from xla_adapters.sharding.measure import KeptPlans, MeasuringError, PlanResult, measure_plans
+from xla_adapters.sharding.measure import MeasuringError, PlanCache, PlanResult, measure_plans
 from xla_adapters.sharding.measure.job import Job, pack, unpack
-from xla_adapters.sharding.measure.kept import digest_of_step
+from xla_adapters.sharding.measure.plan_cache import digest_of_step
 from xla_adapters.sharding.sharder import make_plan
 from xla_adapters.sharding.templates import template
 
@@ -117,6 +117,7 @@ def test_a_model_that_cannot_travel_is_planned_by_prediction() -> None:
     assert any("compared by prediction: the model cannot be pickled" in message for message in messages)
 
 
+@pytest.mark.slow
 @isolated
 def test_the_process_that_measures_may_end_early() -> None:
     plans = [recipe(Net(), "dp", 8, 1)]
@@ -216,7 +217,7 @@ def test_plans_that_put_everything_in_the_same_place_are_one() -> None:
 
 
 def test_results_survive_being_written(tmp_path: Path) -> None:
-    kept = KeptPlans(tmp_path)
+    kept = PlanCache(tmp_path)
     assert kept.results() == {}
     result = PlanResult(
         measurement=Measurement(wire_bytes=1.5, memory_bytes=2, collectives={"all-reduce": 1}), seconds=3

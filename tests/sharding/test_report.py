@@ -129,7 +129,7 @@ def test_what_modules_take_and_what_is_put_together_for_them_is_listed() -> None
             ActivationPlan(module="model.layers.0.up", spec=("data", None, "model"), of="input"),
         ),
     ).report()
-    assert "put together where they are used: model.layers.{0-3}.down.weight" in text
+    assert "gathered before use: model.layers.{0-3}.down.weight" in text
     assert row(text, "model.layers.{0-3} ") == ["model.layers.{0-3}", "(data, -, -)"]
     assert row(text, "model.layers.0.up ") == ["model.layers.0.up", "(data, -, model)"]
     assert "what the module takes" in text

@@ -20,9 +20,9 @@ from torch_xla.experimental.distributed_checkpoint import SPMDSavePlanner
 
 import xla_adapters
 from tests.isolation import isolated, run_in_child
-from xla_adapters.backend import get_backend
 from xla_adapters.cli import main
 from xla_adapters.errors import ConfigError
+from xla_adapters.runtime import get_runtime
 from xla_adapters.sharding import Mesh, ShardingConfig
 from xla_adapters.sharding.placement import Placement
 from xla_adapters.sharding.sharder import make_plan
@@ -65,14 +65,14 @@ class Net(nn.Module):
 def place(model: nn.Module, scheme: str) -> nn.Module:
     """The model on all devices; `""` is on one."""
     xla_adapters.initialize(spmd=bool(scheme))
-    backend = get_backend()
-    model.to(backend.device())
+    runtime = get_runtime()
+    model.to(runtime.device.torch_device())
     if isinstance(model, Net):
         model.head.weight = model.embed.weight
     if scheme:
-        plan = make_plan(model, ShardingConfig(scheme=scheme), backend.device_count())  # type: ignore[arg-type]
+        plan = make_plan(model, ShardingConfig(scheme=scheme), runtime.device.count())  # type: ignore[arg-type]
         Placement(plan).place_model(model)
-    backend.flush()
+    runtime.tracing.flush()
     return model
 
 
@@ -101,7 +101,7 @@ def on_host(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tor
     flat = {f"{name}.{key}": value for name, values in state.items() for key, value in values.items()}
     tensors = {**model_state(model), **flat}
     return {
-        name: value.detach().clone() if value.device.type == "cpu" else get_backend().to_host([value])[0]
+        name: value.detach().clone() if value.device.type == "cpu" else get_runtime().transfers.to_host([value])[0]
         for name, value in tensors.items()
     }
 
@@ -127,11 +127,11 @@ def load_a_training(folder: Path, scheme: str) -> tuple[dict[str, torch.Tensor],
         load_optimizer(model, optimizer, folder)
     assert (counted.compiles, counted.executions) == (0, 0)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 3e-3]
-    backend, cut = get_backend(), 0
+    runtime, cut = get_runtime(), 0
     for parameter in model.parameters():
         for value in (parameter, optimizer.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg_sq"]):
-            assert backend.tiles_of(value) == backend.tiles_of(parameter)
-            cut += backend.tiles_of(value) is not None
+            assert runtime.spmd.tiles_of(value) == runtime.spmd.tiles_of(parameter)
+            cut += runtime.spmd.tiles_of(value) is not None
         assert optimizer.state[parameter]["step"].device.type == "cpu"
     loaded = on_host(model, optimizer)
     return loaded, train(model, optimizer, 3), cut
@@ -177,7 +177,7 @@ def test_each_part_is_on_disk_once_and_tied_weights_too(tmp_path: Path) -> None:
 @isolated(env=ON_8)
 def test_partly_copied_uneven_and_other_dtypes(tmp_path: Path) -> None:
     xla_adapters.initialize(spmd=True)
-    backend, mesh = get_backend(), Mesh.data_and_model(4, 2)
+    runtime, mesh = get_runtime(), Mesh.data_and_model(4, 2)
     values = {
         "copied": (torch.arange(64.0).reshape(8, 8), ("data", None)),
         "uneven": (torch.arange(60.0).reshape(10, 6), ("data", "model")),
@@ -191,11 +191,11 @@ def test_partly_copied_uneven_and_other_dtypes(tmp_path: Path) -> None:
     }
     state: dict[str, Any] = {"nested": {}, "epoch": 3, "host": torch.arange(5.0)}
     for name, (value, spec) in values.items():
-        tensor = backend.to_device(value)
+        tensor = runtime.transfers.to_device(value)
         if any(spec):
-            backend.shard(tensor, tiles_of(mesh, spec))
+            runtime.spmd.shard(tensor, tiles_of(mesh, spec))
         state["nested"][name] = tensor
-    state["nested"]["pending"] = backend.to_device(torch.ones(4)) + 1
+    state["nested"]["pending"] = runtime.transfers.to_device(torch.ones(4)) + 1
     save_state(state, tmp_path)
     other = {
         "nested": {name: torch.zeros_like(value, device="cpu") for name, (value, _) in values.items()},
@@ -205,16 +205,16 @@ def test_partly_copied_uneven_and_other_dtypes(tmp_path: Path) -> None:
     load_state(other, tmp_path)
     assert_same(other["nested"], {name: value for name, (value, _) in values.items()})
     assert (other["epoch"], other["host"].tolist()) == (3, [0.0, 1.0, 2.0, 3.0, 4.0])
-    zeros = {name: backend.to_device(torch.zeros_like(value)) for name, (value, _) in values.items()}
-    backend.shard(zeros["copied"], tiles_of(mesh, (None, "data")))
-    backend.shard(zeros["uneven"], tiles_of(mesh, ("model", "data")))
+    zeros = {name: runtime.transfers.to_device(torch.zeros_like(value)) for name, (value, _) in values.items()}
+    runtime.spmd.shard(zeros["copied"], tiles_of(mesh, (None, "data")))
+    runtime.spmd.shard(zeros["uneven"], tiles_of(mesh, ("model", "data")))
     view = zeros["half"][:3]
     load_state({"nested": zeros}, tmp_path)
     assert_same(
-        {name: backend.to_host([value])[0] for name, value in zeros.items()},
+        {name: runtime.transfers.to_host([value])[0] for name, value in zeros.items()},
         {name: value for name, (value, _) in values.items()},
     )
-    assert backend.tiles_of(zeros["uneven"]) == tiles_of(mesh, ("model", "data"))
+    assert runtime.spmd.tiles_of(zeros["uneven"]) == tiles_of(mesh, ("model", "data"))
     assert view.cpu().tolist() == [0.0, 1.0, 2.0]
 
 
@@ -235,14 +235,16 @@ class Alive:
 @isolated(env=ON_8)
 def test_the_host_has_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     xla_adapters.initialize(spmd=True)
-    backend, mesh, alive = get_backend(), Mesh.data_and_model(8, 1), Alive()
+    runtime, mesh, alive = get_runtime(), Mesh.data_and_model(8, 1), Alive()
     kilobytes = 64 * 1024
-    state = {f"weight{number}": backend.to_device(torch.full((128, 128), float(number))) for number in range(16)}
+    state = {
+        f"weight{number}": runtime.transfers.to_device(torch.full((128, 128), float(number))) for number in range(16)
+    }
     for tensor in state.values():
-        backend.shard(tensor, tiles_of(mesh, ("data", None)))
-    stock = type(backend).parts_to_host
+        runtime.spmd.shard(tensor, tiles_of(mesh, ("data", None)))
+    stock = type(runtime.spmd).parts_to_host
     monkeypatch.setattr(
-        type(backend), "parts_to_host", lambda self, tensor: [alive.note(copy) for copy in stock(self, tensor)]
+        type(runtime.spmd), "parts_to_host", lambda self, tensor: [alive.note(copy) for copy in stock(self, tensor)]
     )
     save_state(state, tmp_path / "bounded")
     assert alive.peak == kilobytes
@@ -262,12 +264,12 @@ def test_the_host_has_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.M
 @isolated(env=ON_8)
 def test_a_value_that_was_copied_in_eagerly_and_is_not_cut_yet(tmp_path: Path) -> None:
     xla_adapters.initialize(spmd=True)
-    backend, values = get_backend(), torch.arange(64.0).reshape(16, 4)
+    runtime, values = get_runtime(), torch.arange(64.0).reshape(16, 4)
     with xla_adapters.eager():
-        tensor = backend.to_device(torch.zeros(16, 4))
-        backend.shard(tensor, tiles_of(Mesh.data_and_model(4, 2), ("data", None)))
+        tensor = runtime.transfers.to_device(torch.zeros(16, 4))
+        runtime.spmd.shard(tensor, tiles_of(Mesh.data_and_model(4, 2), ("data", None)))
         tensor.copy_(values)
-        assert torch.equal(backend.to_host([tensor])[0], values)
+        assert torch.equal(runtime.transfers.to_host([tensor])[0], values)
         save_state({"value": tensor}, tmp_path)
     state = {"value": torch.zeros(16, 4)}
     load_state(state, tmp_path)
@@ -278,9 +280,9 @@ def test_a_value_that_was_copied_in_eagerly_and_is_not_cut_yet(tmp_path: Path) -
 def test_a_checkpoint_is_replaced_when_the_new_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = place(Net(), "2d")
     save_state({"model": model_state(model), "epoch": 1}, tmp_path)
-    backend, loaded = get_backend(), {"epoch": 0}
+    runtime, loaded = get_runtime(), {"epoch": 0}
     with monkeypatch.context() as patch:
-        patch.setattr(type(backend), "parts_to_host", lambda self, tensor: 1 / 0)
+        patch.setattr(type(runtime.spmd), "parts_to_host", lambda self, tensor: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             save_state({"model": model_state(model), "epoch": 2}, tmp_path)
     load_state(loaded, tmp_path)
@@ -326,7 +328,7 @@ def test_state_that_modules_keep_themselves_and_models_that_fit_in_part(tmp_path
     partly = nn.ModuleDict({"layer": nn.Linear(8, 8), "more": nn.Linear(2, 2)})
     before = partly["more"].weight.clone()
     load_model(partly, tmp_path, strict=False)
-    assert torch.equal(partly["layer"].weight, get_backend().to_host([other.layer.weight])[0])
+    assert torch.equal(partly["layer"].weight, get_runtime().transfers.to_host([other.layer.weight])[0])
     assert torch.equal(partly["more"].weight, before)
 
 
@@ -352,7 +354,7 @@ def test_torch_reads_ours_and_we_read_torchs(tmp_path: Path) -> None:
         dcp.save({"model": model_state(plain)}, checkpoint_id=tmp_path / "torchs")
         model = place(Net(), "2d")
         load_model(model, tmp_path / "torchs")
-        loaded = {name: get_backend().to_host([value])[0] for name, value in model_state(model).items()}
+        loaded = {name: get_runtime().transfers.to_host([value])[0] for name, value in model_state(model).items()}
         assert_same(loaded, {name: value.detach() for name, value in model_state(plain).items()})
 
     run_in_child(reads, env=ON_8)
@@ -409,10 +411,10 @@ def test_consolidated_weights_are_read_by_from_pretrained(tmp_path: Path) -> Non
 def test_torch_xlas_planner_loses_what_is_partly_copied(tmp_path: Path) -> None:
     """Why ours is there: when this fails, upstream has fixed it."""
     xla_adapters.initialize(spmd=True)
-    backend, mesh = get_backend(), Mesh.data_and_model(4, 2)
-    state = {name: backend.to_device(torch.ones(8, 16)) for name in ("parts", "copied")}
-    backend.shard(state["parts"], tiles_of(mesh, ("data", "model")))
-    backend.shard(state["copied"], tiles_of(mesh, ("data", None)))
+    runtime, mesh = get_runtime(), Mesh.data_and_model(4, 2)
+    state = {name: runtime.transfers.to_device(torch.ones(8, 16)) for name in ("parts", "copied")}
+    runtime.spmd.shard(state["parts"], tiles_of(mesh, ("data", "model")))
+    runtime.spmd.shard(state["copied"], tiles_of(mesh, ("data", None)))
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), planner=SPMDSavePlanner())
     save_state(state, tmp_path / "ours")
     assert Reader(tmp_path / "theirs").tensors.keys() == {"parts"}
@@ -461,22 +463,22 @@ def test_checkpoints_of_something_else(tmp_path: Path) -> None:
         ConfigError, match=r"a checkpoint of another model \(has down_proj\.bias, down_proj\.weight, .*\)"
     ):
         load_model(nn.ModuleDict({"embed": nn.Embedding(32, 16)}), tmp_path / "a")
-    before = get_backend().to_host([model.embed.weight])[0]  # type: ignore[union-attr, list-item]
+    before = get_runtime().transfers.to_host([model.embed.weight])[0]  # type: ignore[union-attr, list-item]
     with pytest.raises(ConfigError, match=r"another model \(lacks other\.bias, other\.weight; has"):
         load_model(nn.ModuleDict({"embed": nn.Embedding(32, 16), "other": nn.Linear(2, 2)}), tmp_path / "a")
-    assert torch.equal(get_backend().to_host([model.embed.weight])[0], before)  # type: ignore[union-attr, list-item]
+    assert torch.equal(get_runtime().transfers.to_host([model.embed.weight])[0], before)  # type: ignore[union-attr, list-item]
 
 
 @isolated(env=ON_8)
 def test_parts_of_what_is_still_being_computed() -> None:
     xla_adapters.initialize(spmd=True)
-    backend = get_backend()
+    runtime = get_runtime()
     values = [torch.randn(64, 64).to("xla") for _ in range(200)]
     for value in values:
-        backend.shard(value, tiles_of(Mesh(shape=(8,), axis_names=("data",)), ("data", None)))
+        runtime.spmd.shard(value, tiles_of(Mesh(shape=(8,), axis_names=("data",)), ("data", None)))
     # Whoever does not wait is too early in about a third of these.
     for _ in range(30):
         with xla_adapters.step():
             for value in values:
                 value.copy_(torch.tanh(value @ value))
-        assert len(backend.local_parts(values[-1])) == 8
+        assert len(runtime.spmd.local_parts(values[-1])) == 8

@@ -1,4 +1,4 @@
-"""`AsyncSaver`: the training loop waits for the copy to the host, and a thread writes."""
+"""`AsyncSaver`: saves checkpoints in a background thread; the training loop waits only for the copy to the host."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from xla_adapters.checkpoint.store import CheckpointStore, refuse_inside_step
 
 _State = TypeVar("_State")
 SAVE_FAILED_EXIT_CODE = 74
-"""Of a process whose last save failed with nobody left to tell (EX_IOERR of sysexits.h)."""
+"""Exit status of a process whose last save failed after the training had ended (EX_IOERR of sysexits.h)."""
 
 
 class AsyncSaver:
     """Saves to a store in the background, one checkpoint at a time.
 
-    What goes wrong there is raised by the next `save`, by `wait` and by the end of the `with` block. If none of
-    them comes, the process prints it at its end and has exit status `SAVE_FAILED_EXIT_CODE`.
+    An error in the background is raised by the next `save`, by `wait`, or at the end of the `with` block. If none of
+    these is called, the error is printed at the end of the process, which exits with `SAVE_FAILED_EXIT_CODE`.
 
     Args:
-        store: where to. With several processes its group must be one that nothing else uses.
+        store: where to save. With several processes, its group must be used by nothing else.
 
     Attributes:
-        store: of the next save; whoever sets it waits first.
+        store: where the next save goes. Call `wait` before setting it.
     """
 
     def __init__(self, store: CheckpointStore) -> None:
@@ -59,7 +59,7 @@ class AsyncSaver:
         one_file: bool = False,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Copies the state, and returns while it is written. Waits for the save before, if it is not done.
+        """Copies the state, then writes it in the background. Waits first if the previous save is still being written.
 
         Args:
             step, name, one_file, settings: as for `CheckpointStore.save`.
@@ -68,8 +68,8 @@ class AsyncSaver:
             take: makes the copy.
 
         Raises:
-            CheckpointWriteError: the save before failed; this one was not begun.
-            CheckpointSaveError: a step is open.
+            CheckpointWriteError: the previous save failed; this one was not started.
+            CheckpointSaveError: it is called inside a step.
         """
         refuse_inside_step(step)
         self.wait()
@@ -87,7 +87,7 @@ class AsyncSaver:
         self._thread.start()
 
     def wait(self) -> Checkpoint | None:
-        """Waits until nothing is being written; returns the last checkpoint that was.
+        """Waits for the save in progress; returns the last checkpoint that was written (None if there is none).
 
         Raises:
             CheckpointWriteError, or what `write` raised: the save failed.
@@ -109,7 +109,7 @@ class AsyncSaver:
         if error is None:
             self.wait()
             return
-        # The error of the body is the one to see; that of the save is printed.
+        # The body's error is raised; an error of the save is printed.
         if self._thread is not None:
             self._thread.join()
         if self._failed is not None:
@@ -131,8 +131,8 @@ def _finish_all() -> None:
             saver._thread.join()
 
 
-# Before the interpreter joins threads itself: by then none can start another, nor use a pool of them, and writers do.
-# concurrent.futures, which has its pools ended in this way, is imported before (by the store), so it comes after.
+# Must run before the interpreter joins threads: after that no thread can be started and no pool used, which writers do.
+# Callbacks run in reverse order, so this one runs before that of concurrent.futures, which the store has imported.
 threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
 
 

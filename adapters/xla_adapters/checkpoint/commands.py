@@ -1,4 +1,4 @@
-"""The command `xla-adapters checkpoint`: looks at checkpoints, and mends them, when nothing runs."""
+"""The command `xla-adapters checkpoint`: lists, verifies, repairs and consolidates checkpoints; no training may run."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from pathlib import Path
 from typing import Any
 
 from xla_adapters.checkpoint.commit import TEMPORARY, TRASH, UPLOADING
-from xla_adapters.checkpoint.inspection import DAMAGED, CheckpointWarning, Found, check, look_at
+from xla_adapters.checkpoint.inspection import DAMAGED, Found, check, look_at
 from xla_adapters.checkpoint.repair import adopt, repair
 from xla_adapters.checkpoint.storage import join
 from xla_adapters.checkpoint.store import CheckpointStore
-from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError, ConfigError
+from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError, CheckpointWarning, ConfigError
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `checkpoint` with its own commands to those of `xla-adapters`."""
+    """Adds the command `checkpoint` and its subcommands."""
     parser = commands.add_parser("checkpoint", help="list, verify, repair and consolidate checkpoints")
     own = parser.add_subparsers(dest="checkpoint_command", required=True)
     for name, run, text in (
-        ("list", _list, "what is in a folder of checkpoints, by manifests alone"),
+        ("list", _list, "lists the checkpoints in a folder; reads manifests only"),
         ("verify", _verify, "reads every byte; exit status 1 if something is not what was written"),
-        ("repair", _repair, "completes what was interrupted, sets damaged ones aside, puts whole ones back"),
-        ("consolidate", _consolidate, "whole files out of a checkpoint whose tensors lie in pieces"),
+        ("repair", _repair, "completes interrupted saves, sets damaged checkpoints aside, restores intact ones"),
+        ("consolidate", _consolidate, "writes whole tensors from a sharded checkpoint"),
     ):
         command = own.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
         command.add_argument("folder", metavar="DIR", help="a folder of checkpoints, a checkpoint, or the URL of one")
         if name == "repair":
-            command.add_argument("--adopt", metavar="NAME", help="trust this one, which has no manifest, as it is now")
-            command.add_argument("--step", type=int, help="of the adopted one (the number in its name)")
+            command.add_argument(
+                "--adopt", metavar="NAME", help="add a manifest to this checkpoint, of its files as they are"
+            )
+            command.add_argument("--step", type=int, help="of the adopted checkpoint (default: the number in its name)")
         if name == "consolidate":
             command.add_argument(
                 "output", help="a folder, for the weights as safetensors; or a file ending in .pt, for everything"
@@ -48,7 +50,7 @@ def _store(options: argparse.Namespace) -> CheckpointStore:
 
 
 def _found(store: CheckpointStore) -> list[Found]:
-    """Those in a folder, or the one that the path is itself."""
+    """The checkpoints in a folder; if the path is a checkpoint itself, that one."""
     entry = store.storage.entry(store.root)
     if entry is not None:
         alone = look_at(store.storage, store.root.rpartition("/")[0], store.root, entry)

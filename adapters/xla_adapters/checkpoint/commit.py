@@ -1,12 +1,12 @@
-"""How a finished checkpoint comes to its name: at one instant, or not at all.
+"""Atomic commits: a checkpoint appears under its name complete, or not at all.
 
 Where renames are atomic, a checkpoint is written below `_tmp-<token>/` and renamed (after Orbax's
-AtomicRenameTemporaryPath). One that takes the place of another of its name is exchanged with it. Where the
-file system cannot exchange, the old one is moved aside and the new one in; whoever opens the store after a
-crash between the two completes it. Nothing is deleted before the names are durable.
+AtomicRenameTemporaryPath). To replace a checkpoint, the two names are exchanged. Where the file system cannot exchange,
+the old checkpoint is moved into the temporary folder, and the new one out of it; after a crash between the two, the
+next process to open the store finishes this. Nothing is deleted before the new names are on disk.
 
-Object stores have no rename. There the files are uploaded under their names and the manifest last; without
-it they are no checkpoint. One that takes the place of another gets a name of its own, `<name>.r1`.
+Object stores have no rename. There the files are uploaded under their final names and the manifest last; files without
+a manifest are not a checkpoint. A checkpoint that replaces another is named `<name>.r1`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from xla_adapters.checkpoint.sealing import (
 from xla_adapters.checkpoint.storage import LocalStorage, Storage, join, remove_tree
 from xla_adapters.errors import CheckpointDamagedError
 
-# transformers uploads what lies beside its checkpoints to the hub, but for names that begin like this.
+# transformers uploads files next to its checkpoints to the hub, except names with this prefix.
 TEMPORARY = "_tmp-"
 TRASH = "_trash-"
 UPLOADING = "_uploading-"
@@ -44,10 +44,10 @@ class Draft:
     """A checkpoint that is being written.
 
     Attributes:
-        name: what it will be called.
-        path: where to write it, on this machine: a folder that exists, or the path of one file.
-        one_file: which of them.
-        checkpoint: what became of it; `None` until it is committed.
+        name: its final name.
+        path: where to write it on this machine: an existing folder, or the path of a single file.
+        one_file: whether it is a single file.
+        checkpoint: the result; `None` until it is committed.
     """
 
     name: str
@@ -57,28 +57,32 @@ class Draft:
 
 
 class Commit(Protocol):
-    """How one kind of storage brings a draft to its name."""
+    """The commit protocol for one kind of storage: turns a written draft into a checkpoint, atomically."""
 
     def begin(self, name: str, one_file: bool) -> Draft:
-        """A place to write to."""
+        """Creates a temporary folder to write to."""
 
     def finish(self, draft: Draft, describe: Describe) -> Checkpoint:
-        """Seals, verifies and commits.
+        """Seals the draft, verifies it and commits it.
+
+        Args:
+            draft: the written draft.
+            describe: makes the manifest from the records of the files.
 
         Raises:
-            CheckpointError: it cannot be sealed, or does not read back as it was written.
-            OSError: the storage refuses.
+            CheckpointError: the draft cannot be sealed, or does not read back as it was written.
+            OSError: an operation of the storage failed.
         """
 
     def discard(self, draft: Draft) -> None:
-        """Deletes the draft; of a committed one what is left of it, and its predecessor."""
+        """Deletes the temporary files of a draft and, if it was committed, the checkpoint that it replaced."""
 
     def recover(self) -> None:
-        """Completes or removes what processes that are no more have left behind. Only under the lock."""
+        """Completes or removes unfinished saves of processes that have died. The caller must hold the lock."""
 
 
 def is_valid(storage: Storage, path: str) -> bool:
-    """Whether a checkpoint is what was written, to the last bit."""
+    """Whether a checkpoint has a manifest and all files match it."""
     try:
         manifest = read_manifest(storage, path)
     except (CheckpointDamagedError, OSError):
@@ -87,10 +91,10 @@ def is_valid(storage: Storage, path: str) -> bool:
 
 
 def _verify(storage: Storage, path: str, manifest: Manifest) -> None:
-    """Reads everything back.
+    """Reads everything back and compares.
 
     Raises:
-        CheckpointDamagedError: the storage does not hold what was written.
+        CheckpointDamagedError: the storage has other content than what was written.
     """
     found = problems(storage, path, manifest)
     if not found and read_manifest(storage, path) != manifest:
@@ -100,7 +104,12 @@ def _verify(storage: Storage, path: str, manifest: Manifest) -> None:
 
 
 class RenameCommit:
-    """For file systems."""
+    """Commits by atomic renames, on file systems.
+
+    Args:
+        storage: with atomic renames.
+        root: the folder of the checkpoints.
+    """
 
     def __init__(self, storage: Storage, root: str) -> None:
         self._storage = storage
@@ -132,7 +141,7 @@ class RenameCommit:
         storage, parent = self._storage, path.rsplit("/", 1)[0]
         replaced = join(parent, _REPLACED)
         storage.make_folder(replaced)
-        # From here on the old one is only found through these names.
+        # These names must be on disk before the old checkpoint can only be found through them.
         storage.fsync_folder(parent)
         storage.fsync_folder(self._root)
         storage.rename(final, join(replaced, path.rsplit("/", 1)[1]))
@@ -151,7 +160,7 @@ class RenameCommit:
                 remove_tree(self._storage, join(self._root, entry.name), first=MANIFEST)
 
     def _settle(self, parent: str) -> None:
-        """Brings home what a temporary folder holds of a name that is missing, and removes the rest."""
+        """Moves valid checkpoints whose name is missing out of a temporary folder, and deletes the folder."""
         storage = self._storage
         for folder in (parent, join(parent, _REPLACED)):
             for entry in storage.entries(folder):
@@ -167,7 +176,13 @@ class RenameCommit:
 
 
 class MarkerCommit:
-    """For object stores: the draft is written to a folder of this machine and uploaded."""
+    """Commits by uploading the manifest last, on object stores. Drafts are written to a local folder.
+
+    Args:
+        storage: without renames.
+        root: the folder of the checkpoints.
+        staging: makes the local folder of a draft.
+    """
 
     def __init__(self, storage: Storage, root: str, staging: Callable[[], str] = tempfile.mkdtemp) -> None:
         self._storage = storage
@@ -205,7 +220,8 @@ class MarkerCommit:
         return manifest
 
     def _finish_file(self, draft: Draft, spare: str, describe: Describe) -> Manifest:
-        # One object appears at once, or not at all. Its predecessor goes with that, so a second copy is there before.
+        # A single object is replaced atomically, but its predecessor is lost if the upload turns out to be damaged. So
+        # a verified second copy is uploaded before.
         manifest = seal_file(LocalStorage(), str(draft.path), describe)
         for name in dict.fromkeys((spare, draft.name)):
             self._storage.upload(draft.path, join(self._root, name))
@@ -214,7 +230,7 @@ class MarkerCommit:
 
     @contextmanager
     def _uploading(self, name: str) -> Iterator[None]:
-        # Tells what is left of an upload from a checkpoint whose manifest got lost on the way here.
+        # The mark distinguishes an interrupted upload from a checkpoint that has lost its manifest.
         mark = join(self._root, UPLOADING + name)
         self._storage.write(mark, b"")
         yield
@@ -252,7 +268,7 @@ class MarkerCommit:
 
 
 def remove_checkpoint(storage: Storage, root: str, name: str) -> None:
-    """Deletes a checkpoint, such that at no instant half of it is seen under its name."""
+    """Deletes a checkpoint; it is never visible half deleted."""
     path = join(root, name)
     if not storage.can_rename:
         remove_tree(storage, path, first=MANIFEST)

@@ -1,4 +1,4 @@
-"""`CheckpointConfig`: when to save, what to keep, how long to wait."""
+"""`CheckpointConfig`: when to save checkpoints, which to keep, and how long to wait."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class CheckpointConfig:
         every_n_steps: save whenever this many optimizer steps are done.
         every: save when this much time has passed since the last save began.
         save_on: `"preemption"` also saves when one of `preemption_signals` has arrived, then ends the run.
-        asynchronous: write in the background; the training loop waits for the copy to the host only.
-        keep_last: keep this many of the newest checkpoints; `None` keeps all. Older ones go only when a newer
-            one has been read back and found right.
-        keep_every: of the older ones, keep those whose step is a multiple of this.
+        asynchronous: write in the background; the training loop waits only for the copy to the host.
+        keep_last: keep this many of the newest checkpoints; `None` keeps all. Older ones are deleted only after a
+            newer one has been read back and verified.
+        keep_every: also keep older checkpoints whose step is a multiple of this.
         preemption_signals: names of the signals that announce the end of the process.
-        preemption_deadline: from the signal to the moment nobody waits any longer; after it no save is begun.
-        preemption_exit_code: of the process after such a save; `None` for 128 + the number of the signal, what
-            a shell reports of a process that the signal ended (143 for SIGTERM).
-        stall_deadline: a step, a save or a barrier that takes longer is ended with an error and the stacks of
-            all threads; `None` waits forever.
+        preemption_deadline: time from the signal to the end of the process; no save is started after it.
+        preemption_exit_code: exit status of the process after such a save; `None` for 128 + the signal's number,
+            as a shell reports a process that was ended by the signal (143 for SIGTERM).
+        stall_deadline: a step, a save or a barrier that takes longer raises `StallError`, and the stacks of all
+            threads are printed; `None` waits forever.
 
     Raises:
         ConfigError: a value cannot work.
@@ -72,7 +72,7 @@ class CheckpointConfig:
         """The signals of `preemption_signals`.
 
         Raises:
-            ConfigError: this machine does not know one, or it cannot be handled.
+            ConfigError: a signal does not exist on this machine, or cannot be handled.
         """
         cannot = {"SIGKILL", "SIGSTOP"}
         valid = sorted(known.name for known in signal.Signals if known.name not in cannot)
@@ -85,10 +85,10 @@ class CheckpointConfig:
 
     @classmethod
     def resolve(cls, given: CheckpointConfig | Mapping[str, Any] | str | None) -> CheckpointConfig:
-        """The config from any way of giving it: itself, its options, or these as JSON; `None` is the defaults.
+        """Accepts a config, a dict of its options, or the dict as a JSON string; `None` gives the defaults.
 
         Raises:
-            ConfigError: it is none of these, or a value is not valid.
+            ConfigError: `given` is none of these, or a value is not valid.
         """
         if isinstance(given, CheckpointConfig):
             return given

@@ -1,4 +1,4 @@
-"""One file out of a checkpoint whose tensors lie in pieces (torch.distributed.checkpoint)."""
+"""Writes a sharded checkpoint (torch.distributed.checkpoint) as a single file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError
 
 
 def sharded_folders(checkpoint: Path) -> list[Path]:
-    """The folders within a checkpoint (itself too) that torch.distributed.checkpoint wrote."""
+    """The folders in a checkpoint (or itself) that torch.distributed.checkpoint wrote."""
     return sorted(path.parent for path in checkpoint.rglob(".metadata"))
 
 
 def one_sharded_folder(checkpoint: Path) -> Path:
-    """The one of a checkpoint.
+    """The only folder in a checkpoint that torch.distributed.checkpoint wrote.
 
     Raises:
         CheckpointNotFoundError: there is none, or more than one.
@@ -33,9 +33,13 @@ def one_sharded_folder(checkpoint: Path) -> Path:
 
 
 def to_one_file(checkpoint: Path, target: Path) -> None:
-    """Writes everything in a sharded checkpoint, nested as it was, with `torch.save`; it must fit into memory.
+    """Writes the whole nested state of a sharded checkpoint with `torch.save`; it must fit into memory.
 
     For weights alone, one tensor at a time, see `xla_adapters.sharding.state.consolidate`.
+
+    Args:
+        checkpoint: its folder.
+        target: the file to write.
 
     Raises:
         CheckpointNotFoundError: there is no sharded state, or more than one.

@@ -1,4 +1,4 @@
-"""The processes that save together: what one of them decides, all do."""
+"""`Group`: the processes that save a checkpoint together."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from xla_adapters.checkpoint.watchdog import Watchdog
 
 
 class Group(Protocol):
-    """Processes of one run.
+    """The processes of one run, and how they exchange values.
 
     Attributes:
-        rank, size: which of how many this one is.
+        rank: of this process, from 0.
+        size: number of processes.
     """
 
     rank: int
     size: int
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on all ranks; all of them call it."""
+        """All-gather: the values of all ranks, by rank. All ranks must call it."""
 
 
 class OneProcess:
-    """A run in one process, whatever the number of its devices."""
+    """A run in a single process, with any number of devices."""
 
     rank = 0
     size = 1
@@ -36,8 +37,8 @@ class TorchGroup:
     """The processes of a `torch.distributed` group that can send objects (gloo).
 
     Args:
-        group: the default one if not given. Asynchronous saving needs one that nothing else uses.
-        watchdog: ends each wait for the others, in a save or outside, that takes too long.
+        group: the default group if not given. Asynchronous saving needs a group that nothing else uses.
+        watchdog: raises if another process does not arrive in time.
     """
 
     def __init__(self, group: Any = None, *, watchdog: Watchdog | None = None) -> None:
@@ -53,7 +54,7 @@ class TorchGroup:
         """See `Group`.
 
         Raises:
-            StallError: another process did not come before the watchdog's deadline.
+            StallError: another process did not arrive before the watchdog's deadline.
         """
         values: list[Any] = [None] * self.size
         with self._watchdog.watch(f"the barrier of rank {self.rank} with {self.size - 1} others"):

@@ -1,4 +1,4 @@
-"""What there is in a folder of checkpoints, and what is wrong with it."""
+"""Finds the checkpoints in a folder, and checks them against their manifests."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from dataclasses import dataclass
 from xla_adapters.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
 from xla_adapters.checkpoint.sealing import problems, read_manifest
 from xla_adapters.checkpoint.storage import Entry, LocalStorage, Storage, join
-from xla_adapters.errors import CheckpointDamagedError
+from xla_adapters.errors import CheckpointDamagedError, CheckpointWarning
 
 DAMAGED = "_damaged-"
+# What to do with a folder that somebody changed.
+IF_ON_PURPOSE = f"If you changed its files on purpose, remove {MANIFEST} from it, and it is loaded as it is, unchecked"
 _ONE_FILE = ".ckpt"
-
-
-class CheckpointWarning(UserWarning):
-    """A checkpoint was passed over; the message says which, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Something in the folder that is a checkpoint, or should be.
+    """A file or folder that is a checkpoint, or has the name of one.
 
     Attributes:
-        step: that of the manifest; without one, the number at the end of the name, if there is one.
-        checkpoint: it, if it has a readable manifest.
-        problems: why it is none, or what is wrong with its files where they were looked at.
-        is_sealed: whether it has a manifest, if a damaged one.
+        name: in the folder.
+        step: from the manifest; without one, the number at the end of the name, if any.
+        checkpoint: the checkpoint; None without a readable manifest.
+        problems: why it is not a valid checkpoint. Files are only compared by `check`.
+        is_sealed: whether it has a manifest, even a damaged one.
     """
 
     name: str
@@ -42,9 +41,9 @@ class Found:
 
 
 def find(storage: Storage, root: str, prefix: str) -> list[Found]:
-    """All that is a checkpoint or should be (its name begins with `prefix`, or ends in `.ckpt`), by step.
+    """The checkpoints in a folder by step, and what has the name of one (`prefix` and a number, or `.ckpt`).
 
-    Manifests are read, files are not.
+    Only manifests are read.
     """
     names = re.compile(rf"{re.escape(prefix)}\d+(\.r\d+)?|.*{re.escape(_ONE_FILE)}")
     found = []
@@ -58,7 +57,7 @@ def find(storage: Storage, root: str, prefix: str) -> list[Found]:
 
 
 def look_at(storage: Storage, root: str, path: str, entry: Entry) -> Found:
-    """What is at a path, by its manifest."""
+    """Reads the manifest of what is at a path; files are not read."""
     number = re.search(r"(\d+)(\.r\d+)?$", entry.name.removesuffix(_ONE_FILE))
     step, is_sealed = int(number[1]) if number else None, True
     try:
@@ -79,7 +78,7 @@ def look_at(storage: Storage, root: str, path: str, entry: Entry) -> Found:
 
 
 def check(storage: Storage, found: Found) -> Found:
-    """The same, with all its files looked at."""
+    """The same, with its files compared with the manifest."""
     if found.checkpoint is None:
         return found
     wrong = tuple(problems(storage, found.checkpoint.path, found.checkpoint.manifest))
@@ -87,12 +86,13 @@ def check(storage: Storage, found: Found) -> Found:
 
 
 def verify(path: str | os.PathLike[str]) -> Manifest | None:
-    """Compares a checkpoint on this machine, be it a folder or one file, with its manifest.
+    """Compares a checkpoint on this machine (a folder or a file) with its manifest.
 
-    Returns: the manifest; `None` if it has none, and nobody can tell.
+    Returns:
+        The manifest; `None` if there is none, so that the checkpoint cannot be verified.
 
     Raises:
-        CheckpointDamagedError: it is not what was written.
+        CheckpointDamagedError: the checkpoint is not what was written.
     """
     storage, real = LocalStorage(), os.path.realpath(path)
     try:
@@ -101,12 +101,13 @@ def verify(path: str | os.PathLike[str]) -> Manifest | None:
     except CheckpointDamagedError as error:
         raise CheckpointDamagedError(f"{os.fspath(path)} is damaged: {error}") from error
     if wrong:
-        raise CheckpointDamagedError(f"{os.fspath(path)} is damaged: {'; '.join(wrong)}")
+        hint = f". {IF_ON_PURPOSE}" if os.path.isdir(real) else ""
+        raise CheckpointDamagedError(f"{os.fspath(path)} is damaged: {'; '.join(wrong)}{hint}")
     return manifest
 
 
 def set_aside(storage: Storage, root: str, damaged: Found) -> str | None:
-    """Gives a damaged checkpoint a name nothing resumes from, and warns; `None` where nothing can be renamed."""
+    """Renames a damaged checkpoint so that nothing resumes from it, and warns; `None` if it cannot be renamed."""
     path, target = join(root, damaged.name), f"{DAMAGED}{damaged.name}"
     if storage.entry(join(root, target)) is not None:
         target = f"{target}-{uuid.uuid4().hex[:8]}"
@@ -121,11 +122,11 @@ def set_aside(storage: Storage, root: str, damaged: Found) -> str | None:
 
 
 def warn_of(path: str, what: str, found: Found) -> None:
-    """Says why a checkpoint is not resumed from."""
+    """Warns why a checkpoint is skipped."""
     warnings.warn(f"checkpoint {path} {what}: {'; '.join(found.problems)}", CheckpointWarning, stacklevel=2)
 
 
 def _age(found: Found) -> tuple[bool, int, str, str]:
     created = found.checkpoint.manifest.created if found.checkpoint is not None else ""
-    # One that does not tell its step any more may be the newest: whoever resumes must hear of it.
+    # A checkpoint without a known step may be the newest: it sorts last, so that a resume looks at it first and warns.
     return found.step is None, found.step or 0, created, found.name

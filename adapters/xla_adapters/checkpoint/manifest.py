@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint is, and what each of its files must be."""
+"""`Manifest`: describes a checkpoint, with size and checksum of each file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALGORITHM = "sha256"
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """A file as it was written: its size in bytes and the hexadecimal digits of its SHA-256."""
+    """Size in bytes and SHA-256 (hexadecimal) of a file."""
 
     size: int
     digest: str
@@ -27,17 +27,17 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Written last into a checkpoint; the digest over itself protects it as its entries do the files.
+    """Describes a checkpoint and its files. It is written last, with a digest of itself.
 
     Attributes:
-        step: the optimizer step the checkpoint was taken after.
-        created: when, in UTC (ISO 8601).
-        world: processes and devices of the run that wrote it.
-        versions: of Python and of the distributions that matter, by name.
-        settings: the run's configuration, as JSON holds it.
-        settings_digest: SHA-256 over `settings`; equal for equal configurations.
-        files: by their path relative to the checkpoint. A checkpoint that is one file has the entry `.`, for all
-            but its seal.
+        step: number of optimizer steps done when the checkpoint was saved.
+        created: time of the save, in UTC (ISO 8601).
+        world: number of processes and devices of the run.
+        versions: of Python and relevant packages, by name.
+        settings: the run's configuration, as plain JSON values.
+        settings_digest: SHA-256 of `settings`.
+        files: records by path relative to the checkpoint. A single-file checkpoint has the one entry `.`, which covers
+            all but the manifest at its end.
     """
 
     step: int
@@ -50,17 +50,17 @@ class Manifest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", plain(self.settings))
-        # A seal of one file has room for the digest only, not for large settings: it is given then.
+        # A zip comment is too short for large settings; then only their digest is stored, and passed in here.
         if not self.settings_digest:
             object.__setattr__(self, "settings_digest", _digest(self.settings))
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total bytes of all files."""
         return sum(record.size for record in self.files.values())
 
     def encode(self, *, indent: int | None = 1) -> bytes:
-        """The manifest as it is written."""
+        """The manifest as JSON with its own digest."""
         body = {"format": _FORMAT, "algorithm": _ALGORITHM, **asdict(self)}
         return (json.dumps({**body, "digest": _digest(body)}, sort_keys=True, indent=indent) + "\n").encode()
 
@@ -69,7 +69,7 @@ class Manifest:
         """Reads what `encode` wrote.
 
         Raises:
-            CheckpointDamagedError: it is not, to the last bit.
+            CheckpointDamagedError: `data` differs in any bit.
         """
         try:
             values = json.loads(data)
@@ -82,7 +82,7 @@ class Manifest:
                 del values[extra]
             files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
             manifest = cls(files=files, **values)
-            # Whatever the JSON leaves open (white space, order, case of escapes) must be as it was written, too.
+            # Compared as bytes, so white space and order of keys must be the same, too.
             intact = manifest.encode(indent=indent) == data
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointDamagedError(f"the manifest cannot be read ({error})") from error
@@ -93,10 +93,11 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint under its name.
+    """A committed checkpoint.
 
     Attributes:
-        path: a folder, or one file; for an object store the path within it.
+        path: of the folder or file; in an object store the path within it.
+        manifest: its manifest.
     """
 
     path: str
@@ -109,18 +110,18 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The optimizer step it was taken after."""
+        """Number of optimizer steps done when it was saved."""
         return self.manifest.step
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as JSON holds them; what it does not know as its text."""
+    """The values as plain JSON values; others become their `str()`."""
     result: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return result
 
 
 def versions(distributions: Iterable[str] = ()) -> dict[str, str]:
-    """The versions of Python and of what is installed of these distributions, torch, torch_xla and numpy."""
+    """The versions of Python, torch, torch_xla, numpy, this package, and `distributions`, as far as installed."""
     found = {"python": platform.python_version()}
     for name in ("torch", "torch_xla", "numpy", "xla-adapters", *distributions):
         try:

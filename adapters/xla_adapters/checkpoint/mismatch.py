@@ -1,4 +1,4 @@
-"""What differs between the run that saved a checkpoint and the one that resumes from it."""
+"""Compares the run that saved a checkpoint with the run that resumes from it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from xla_adapters.checkpoint.manifest import Checkpoint, Manifest, plain, versions
-
-
-class CheckpointMismatchWarning(UserWarning):
-    """A run goes on from a checkpoint of other versions, settings or devices; the message is a diff."""
+from xla_adapters.errors import CheckpointMismatchWarning
 
 
 def differences(
@@ -21,14 +18,14 @@ def differences(
     world: Mapping[str, int] | None = None,
     ignore: Collection[str] = (),
 ) -> list[str]:
-    """A diff, one line for each value: `-` as saved, `+` as now. Empty if nothing differs.
+    """A diff with one line per value: `-` as saved, `+` as now. Empty if nothing differs.
 
     Args:
         manifest: of the checkpoint.
         settings: the configuration of this run; not compared if not given.
-        distributions: those of the store.
-        world: processes and devices of this run; not compared if not given.
-        ignore: settings, by their dotted names, that may differ (the number of steps, say).
+        distributions: names of the installed packages whose versions are compared.
+        world: number of processes and devices of this run; not compared if not given.
+        ignore: dotted names of settings that may differ (the number of steps, say).
     """
     pairs: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
         ("versions.", manifest.versions, versions(distributions))
@@ -52,7 +49,7 @@ def differences(
 
 
 def warn_of_differences(checkpoint: Checkpoint, lines: list[str]) -> None:
-    """Shows a diff, if there is one."""
+    """Warns with a diff, unless it is empty."""
     if lines:
         warnings.warn(
             f"{checkpoint.path} was saved by another run than this; its losses may not go on bit for bit "

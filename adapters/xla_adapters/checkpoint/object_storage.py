@@ -1,4 +1,4 @@
-"""Object stores (S3, GCS, ...) through fsspec. They have no rename; an object appears whole or not at all."""
+"""`ObjectStorage`: object stores (S3, GCS, ...) through fsspec. They cannot rename; uploads of an object are atomic."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ _CHUNK = 4 << 20
 
 
 class ObjectStorage:
-    """A file system of fsspec.
+    """Implements `Storage` with an fsspec file system.
 
-    One process writes to a folder at a time: object stores have no locks.
+    Object stores have no locks: only one process may write to a folder at a time.
+
+    Args:
+        files: the `fsspec.AbstractFileSystem`.
     """
 
     can_rename = False
@@ -28,7 +31,7 @@ class ObjectStorage:
         self._files = files
 
     def make_folder(self, path: str) -> None:
-        """See `Storage`. A folder is there as soon as something is in it."""
+        """See `Storage`. Does nothing: a folder exists as soon as it has an object."""
 
     def write(self, path: str, data: bytes, start: int | None = None) -> None:
         """See `Storage`."""
@@ -47,7 +50,7 @@ class ObjectStorage:
         """See `Storage`. An object that was uploaded is durable."""
 
     def rename(self, old: str, new: str) -> None:
-        """See `Storage`. It would be a copy and a removal."""
+        """See `Storage`. Always raises: it would be a copy and a deletion."""
         raise OSError(errno.EOPNOTSUPP, "object stores cannot rename", old)
 
     def exchange(self, one: str, other: str) -> bool:
@@ -59,7 +62,7 @@ class ObjectStorage:
         self._files.rm_file(path)
 
     def remove_folder(self, path: str) -> None:
-        """See `Storage`. A folder is gone as soon as nothing is in it; some keep an empty one."""
+        """See `Storage`. Usually a folder vanishes with its last object; some stores keep an empty folder."""
         if self._files.isdir(path):
             self._files.rmdir(path)
 
@@ -70,7 +73,7 @@ class ObjectStorage:
             found = self._files.ls(path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        # Some stores list a folder itself among what is in it.
+        # Some stores list the folder itself among its entries.
         inside = [item for item in found if item["name"].rstrip("/") != path.strip("/") and item["name"] != path]
         return sorted((_entry(item) for item in inside), key=lambda entry: entry.name)
 
@@ -105,7 +108,7 @@ class ObjectStorage:
 
     @contextmanager
     def locked(self, folder: str) -> Iterator[None]:
-        """See `Storage`. There is no lock to take."""
+        """See `Storage`. Does nothing: there are no locks."""
         yield
 
 
@@ -116,15 +119,15 @@ def _entry(item: dict[str, Any]) -> Entry:
 
 
 def storage_of(root: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """The storage behind a path or a URL, and the path within it.
+    """The storage for a path or URL, and the path within that storage.
 
     Raises:
-        ConfigError: nothing installed knows this kind of URL.
+        ConfigError: no installed fsspec implementation supports this URL.
     """
     text = os.fspath(root)
     if "://" not in text:
         return LocalStorage(), os.path.abspath(text)
-    # Late: a folder of this machine needs none of it.
+    # Imported late: local folders do not need it.
     import fsspec
 
     try:

@@ -1,4 +1,4 @@
-"""The signal that announces the end of the process, and what is done before it comes."""
+"""`Preemption`: handles the signal that announces the end of the process."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from xla_adapters.checkpoint.config import CheckpointConfig
 
 
 class Preemption:
-    """While it is entered, the signals of `preemption_signals` are noted instead of ending the process.
+    """A context manager in which the signals of `preemption_signals` are recorded instead of ending the process.
 
-    A second signal is noted, too, and changes nothing. A handler that was there before (the host framework's own)
-    is called as well, and is put back at the end. The process ends with the exit status of `exit_code`, which the
-    adapters raise as `SystemExit` once the checkpoint is written.
+    Further signals change nothing. A handler that was installed before (by the host framework) is called, too, and is
+    restored at the exit. Once the checkpoint is written, the adapters raise `SystemExit(exit_code)`.
 
-    Signals reach the main thread only; entered elsewhere, none is noted.
+    Python handles signals in the main thread only; in other threads none is recorded.
 
     Args:
         config: `preemption_signals`, `preemption_deadline`, `preemption_exit_code`.
-        also: another source, asked with the step (the sync point of a TPU's coordinator, say); all ranks must get
-            the same answer from it.
-        clock: in seconds, of any beginning.
+        also: another source of preemption notices, called with the step (the sync point of a TPU's coordinator, say);
+            it must give all ranks the same answer.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Preemption:
 
     @property
     def requested(self) -> bool:
-        """Whether the end was announced."""
+        """Whether the end of the process was announced."""
         return self._since is not None
 
     @property
@@ -55,7 +54,7 @@ class Preemption:
         return self._config.preemption_deadline.total_seconds() - (self._clock() - self._since)
 
     def can_still_save(self, step: int) -> bool:
-        """Whether the end was announced, and there is time left for a save.
+        """Whether the end of the process was announced, and there is time left for a save.
 
         Args:
             step: optimizer steps done.
@@ -67,7 +66,7 @@ class Preemption:
 
     @property
     def exit_code(self) -> int:
-        """What the process should exit with: what a shell reports of one that the signal ended (143 for SIGTERM)."""
+        """The exit status: `preemption_exit_code`, or 128 + the signal's number (143 for SIGTERM)."""
         if self._config.preemption_exit_code is not None:
             return self._config.preemption_exit_code
         return 128 + (self._signal or signal.SIGTERM)
@@ -82,7 +81,7 @@ class Preemption:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, previous in self._previous.items():
-            # Whoever came later and stands before this one keeps the place.
+            # A handler that was installed later stays.
             if signal.getsignal(number) == self._note:
                 signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         self._previous.clear()

@@ -1,4 +1,4 @@
-"""What can be done to a folder of checkpoints when nothing runs."""
+"""Repairs a folder of checkpoints; no training may be using it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ _UNFINISHED = f"{MANIFEST}.unfinished"
 
 
 def repair(store: CheckpointStore) -> list[str]:
-    """Completes what was interrupted, puts damaged checkpoints aside, and back what turns out to be whole.
+    """Completes or removes interrupted saves, renames damaged checkpoints, and restores renamed ones that are intact.
 
-    Returns: what was done, a line for each.
+    Returns:
+        What was done, one line for each checkpoint.
 
     Raises:
-        CheckpointWriteError: the storage refuses.
+        CheckpointWriteError: an operation of the storage failed.
     """
     before = {entry.name for entry in store.storage.entries(store.root)}
     with store.alone(f"{store.root} was not repaired"):
         after = {entry.name for entry in store.storage.entries(store.root)}
-        done = [f"completed {name}" for name in sorted(after - before) if not name.startswith(".")]
+        done = [f"completed {name}" for name in sorted(after - before) if not name.startswith((".", "_"))]
         done += [f"removed {name}, which was never finished" for name in sorted(before - after)]
         for found in find(store.storage, store.root, store.prefix):
             checked = check(store.storage, found)
@@ -52,15 +53,16 @@ def _put_back(store: CheckpointStore) -> list[str]:
 
 
 def adopt(store: CheckpointStore, name: str, *, step: int) -> Checkpoint:
-    """Gives a checkpoint that somebody else wrote a manifest of its files as they are now.
+    """Adds a manifest to a checkpoint that other software wrote, from its files as they are now.
 
     Args:
-        name: of a folder in the store, or of a file of `torch.save`.
-        step: optimizer steps done when it was taken.
+        store: the store.
+        name: of a folder in the store, or of a file that `torch.save` wrote.
+        step: number of optimizer steps done when it was saved.
 
     Raises:
-        CheckpointNotFoundError: there is none of this name.
-        CheckpointWriteError: it has a manifest, or the storage refuses.
+        CheckpointNotFoundError: there is no checkpoint of this name.
+        CheckpointWriteError: it has a manifest, or an operation of the storage failed.
     """
     storage, path = store.storage, join(store.root, name)
     entry = storage.entry(path)

@@ -1,4 +1,4 @@
-"""Which checkpoints may go."""
+"""Decides which old checkpoints are deleted."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def superfluous(
     keep_every: int | None = None,
     protected: Collection[str] = (),
 ) -> list[Checkpoint]:
-    """The checkpoints that nothing asks to keep.
+    """The checkpoints that can be deleted.
 
     Args:
-        checkpoints: oldest first; the last one is known to be valid, and stays in any case.
+        checkpoints: oldest first; the last one must be valid, and is always kept.
         keep_last: how many of the newest to keep; `None` keeps all.
         keep_every: keep those whose step is a multiple of this.
         protected: names to keep.

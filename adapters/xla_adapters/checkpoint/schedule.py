@@ -1,19 +1,19 @@
-"""When to save: after steps, after time, before the end."""
+"""`SaveSchedule`: when a checkpoint is due (after steps, after time, before a preemption)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from enum import Enum
+from enum import StrEnum
 
 from xla_adapters.checkpoint.config import CheckpointConfig
 from xla_adapters.checkpoint.group import Group, OneProcess
 from xla_adapters.checkpoint.preemption import Preemption
 
 
-class SaveReason(str, Enum):
-    """Why a checkpoint is due; of several reasons the first in this list."""
+class SaveReason(StrEnum):
+    """Why a checkpoint is due. If there are several reasons, the first in this order counts."""
 
     PREEMPTION = "preemption"
     STEPS = "steps"
@@ -21,13 +21,13 @@ class SaveReason(str, Enum):
 
 
 class SaveSchedule:
-    """Says after each optimizer step whether to save. All ranks ask after each step, and get one answer.
+    """Decides after each optimizer step whether to save. All ranks must ask after each step; all get the same answer.
 
     Args:
         config: `every_n_steps`, `every`, `save_on`.
-        preemption: what tells that the process will end.
+        preemption: tells whether the end of the process was announced.
         group: the processes that save together.
-        clock: in seconds, of any beginning.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class SaveSchedule:
         self._last_step: int | None = None
 
     def due(self, step: int) -> SaveReason | None:
-        """Why a checkpoint of this step is due now; `None` if it is not, or was saved already.
+        """Why a checkpoint is due at this step; `None` if it is not, or if this step was saved.
 
-        Each rank has a clock and signals of its own: what is due for one of them is due for all.
+        Clocks and signals differ between ranks. If one rank has a reason, all ranks save.
 
         Args:
             step: optimizer steps done.
@@ -70,6 +70,6 @@ class SaveSchedule:
         return None
 
     def saved(self, step: int) -> None:
-        """Tells that a save of this step has begun, for whatever reason."""
+        """Must be called when a save of this step starts, for whatever reason."""
         self._last_save = self._clock()
         self._last_step = step

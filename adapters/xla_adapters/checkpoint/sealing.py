@@ -1,8 +1,7 @@
-"""Sealing: from what somebody wrote to files that can be checked, forever after.
+"""Sealing: adds a manifest with checksums to written files, so that they can be verified later.
 
-A checkpoint is a folder with the manifest as one more file, or one file that is a zip archive (what
-`torch.save` writes, so a checkpoint of Lightning) with the manifest as the archive's comment, which
-`torch.load` and every other reader of zip archives leaves alone.
+The manifest of a folder is a further file in it. The manifest of a single file (as `torch.save` writes it, a zip
+archive) is the archive's comment, which `torch.load` and other readers ignore.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from xla_adapters.errors import CheckpointDamagedError, CheckpointWriteError
 
 ONE_FILE = "."
 _LONGEST_COMMENT = 0xFFFF
-# The end of a zip archive: a signature, five numbers, where the directory is, the length of the comment.
+# The end-of-central-directory record of a zip archive; its last field is the length of the comment.
 _END_OF_ARCHIVE = struct.Struct("<4s4H2LH")
 _SIGNATURE = b"PK\x05\x06"
 
@@ -27,7 +26,7 @@ Describe = Callable[[Mapping[str, FileRecord]], Manifest]
 
 
 def make_durable(storage: Storage, folder: str) -> None:
-    """Flushes what is in a folder, so that a power cut loses none of it. The names in the folder itself are left."""
+    """Flushes all files and subfolders of a folder to disk; the caller flushes the folder itself."""
     for relative, entry in walk(storage, folder):
         if entry.is_folder:
             storage.fsync_folder(join(folder, relative))
@@ -36,12 +35,12 @@ def make_durable(storage: Storage, folder: str) -> None:
 
 
 def seal_folder(storage: Storage, folder: str, describe: Describe) -> Manifest:
-    """Writes the manifest of a folder into it, and makes all of it durable.
+    """Writes the manifest of a folder into it, and flushes everything to disk.
 
     Raises:
         CheckpointWriteError: a link is among the files.
     """
-    # Before they are flushed: then from the cache, so that it is what was written, not what a disk made of it.
+    # Before the flush, so that digests are of what was written (from the cache), not of what the disk stored.
     manifest = describe(records(storage, folder))
     make_durable(storage, folder)
     storage.write(join(folder, MANIFEST), manifest.encode())
@@ -51,7 +50,7 @@ def seal_folder(storage: Storage, folder: str, describe: Describe) -> Manifest:
 
 
 def seal_file(storage: Storage, path: str, describe: Describe) -> Manifest:
-    """Writes the manifest of a zip archive into it, and makes the file durable.
+    """Writes the manifest of a zip archive into its comment, and flushes the file to disk.
 
     Raises:
         CheckpointWriteError: the file is not a zip archive, or has a comment.
@@ -67,7 +66,7 @@ def seal_file(storage: Storage, path: str, describe: Describe) -> Manifest:
         made = describe({ONE_FILE: FileRecord(size=size, digest=digest)})
         return made if len(made.encode(indent=None)) <= _LONGEST_COMMENT else replace(made, settings={})
 
-    # A digest is as long as any other, so the length of the comment is known before it, and is digested too.
+    # All digests have the same length, so the comment's length is known in advance; its field is digested, too.
     length = len(manifest("0" * 64).encode(indent=None))
     storage.write(path, struct.pack("<H", length), size - 2)
     sealed = manifest(storage.digest(path, size))
@@ -77,16 +76,16 @@ def seal_file(storage: Storage, path: str, describe: Describe) -> Manifest:
 
 
 def records(storage: Storage, folder: str) -> dict[str, FileRecord]:
-    """The files of a folder as they are now, but for the manifest. Their digests are taken in parallel.
+    """Size and digest of each file in a folder, except the manifest. Digests are computed in parallel.
 
     Raises:
-        CheckpointWriteError: a link is among them: what it points to cannot be promised.
+        CheckpointWriteError: a link is among the files; its target could change.
     """
     everything = {relative: entry for relative, entry in walk(storage, folder) if not entry.is_folder}
     links = [relative for relative, entry in everything.items() if entry.is_link]
     if links:
         raise CheckpointWriteError(f"{join(folder, links[0])} is a link; write the file itself")
-    # Nor one that was not finished.
+    # The prefix also excludes an unfinished manifest.
     found = {relative: entry for relative, entry in everything.items() if not relative.startswith(MANIFEST)}
     with ThreadPoolExecutor(max_workers=min(8, cpu_count() or 1)) as pool:
         digests = pool.map(lambda relative: storage.digest(join(folder, relative)), found)
@@ -97,10 +96,10 @@ def records(storage: Storage, folder: str) -> dict[str, FileRecord]:
 
 
 def read_manifest(storage: Storage, path: str) -> Manifest | None:
-    """The manifest of a checkpoint, be it a folder or one file; `None` if it has none.
+    """The manifest of a checkpoint (a folder or a file); `None` if it has none.
 
     Raises:
-        CheckpointDamagedError: it has one, which is damaged.
+        CheckpointDamagedError: the manifest is damaged.
         OSError: it cannot be read.
     """
     entry = storage.entry(path)
@@ -118,9 +117,10 @@ def read_manifest(storage: Storage, path: str) -> Manifest | None:
 
 
 def problems(storage: Storage, path: str, manifest: Manifest) -> list[str]:
-    """What is wrong with the files of a checkpoint, each with its name; empty if nothing is.
+    """Compares the files of a checkpoint with its manifest.
 
-    Files that the manifest does not name are nobody's business.
+    Returns:
+        A message for each file that is missing or different. Files that the manifest does not name are ignored.
     """
 
     def check(name: str) -> str | None:
@@ -129,7 +129,7 @@ def problems(storage: Storage, path: str, manifest: Manifest) -> list[str]:
             entry = storage.entry(file)
             if entry is None:
                 return f"{name} is missing"
-            # The one file has its manifest at its end.
+            # A single file is longer: its manifest follows.
             if entry.size != record.size and name != ONE_FILE:
                 return f"{name} has {entry.size} bytes and had {record.size}"
             if storage.digest(file, record.size) != record.digest:
@@ -148,7 +148,7 @@ def _size(storage: Storage, path: str) -> int:
 
 
 def _end_of_archive(storage: Storage, path: str) -> int | None:
-    """Where a zip archive ends and its comment begins; `None` if it is no archive."""
+    """The offset at which a zip archive's comment starts; `None` if it is not a zip archive."""
     size = _size(storage, path)
     tail = storage.read(path, -(_END_OF_ARCHIVE.size + _LONGEST_COMMENT))
     at = tail.rfind(_SIGNATURE)

@@ -1,4 +1,4 @@
-"""A copy of a run's state on the host, which no later step changes."""
+"""Copies a run's state to the host, so that it can be written while training continues."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any, TypeVar
 import numpy
 import torch
 
-from xla_adapters.backend import get_backend
 from xla_adapters.errors import CheckpointSaveError
-from xla_adapters.nested_values import Identity, identity, replaced, tensors_in
-from xla_adapters.step_scope import in_step
+from xla_adapters.runtime import get_runtime
+from xla_adapters.tracing.step_scope import in_step
+from xla_adapters.utils.nested_values import Identity, identity, replaced, tensors_in
 
 _State = TypeVar("_State")
 
 
 def snapshot(state: _State) -> _State:
-    """Copies everything in a nested structure that could change: tensors, arrays, and whatever else there is.
+    """Deep-copies a nested state to the host.
 
-    The device's tensors come in one transfer; their buffers are the next step's to reuse (donation). What was one
-    tensor (tied weights) is one in the copy.
+    All device tensors come in one transfer, and the copy does not keep their buffers alive, so the next step may reuse
+    them (donation). Tied weights are one tensor in the copy, too.
 
     Args:
         state: tensors and anything else in mappings, lists and tuples.
 
     Raises:
-        CheckpointSaveError: a step is open.
+        CheckpointSaveError: it is called inside a step.
     """
     if in_step():
         raise CheckpointSaveError(
@@ -35,9 +35,9 @@ def snapshot(state: _State) -> _State:
     found: dict[Identity, torch.Tensor] = {}
     for tensor in tensors_in(state):
         found.setdefault(identity(tensor), tensor)
-    backend = get_backend()
-    on_device = {key: tensor for key, tensor in found.items() if backend.is_backend_tensor(tensor)}
-    copies = dict(zip(on_device, backend.to_host(list(on_device.values())), strict=True))
+    runtime = get_runtime()
+    on_device = {key: tensor for key, tensor in found.items() if runtime.device.owns(tensor)}
+    copies = dict(zip(on_device, runtime.transfers.to_host(list(on_device.values())), strict=True))
     for key, tensor in found.items():
         if key not in copies:
             copies[key] = tensor.detach().to("cpu", copy=True)

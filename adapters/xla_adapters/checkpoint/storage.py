@@ -1,7 +1,7 @@
-"""The narrow interface of storage operations, and local files behind it.
+"""`Storage`, the interface of all file operations, and `LocalStorage`, which implements it for local files.
 
-Everything a store does to a disk goes through here, so that tests can record each operation, kill
-the process before it, or let it fail.
+A checkpoint store accesses files only through it, so tests can record each operation, kill the process before it, or
+make it fail.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -32,10 +32,12 @@ _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One name in a folder.
+    """A file, folder or link in a folder.
 
     Attributes:
-        is_link: a link, to whatever; nothing behind it is looked at.
+        name: without the folder.
+        is_folder: whether it is a folder.
+        is_link: whether it is a symbolic link; links are not followed.
         size: in bytes; 0 for a folder.
     """
 
@@ -59,37 +61,37 @@ CHANGES = (
 
 
 class Storage(Protocol):
-    """What a store asks of a disk or of an object store. Paths are strings with `/` between the names.
+    """File operations on a disk or an object store. Paths are strings with `/` as separator.
 
-    The methods named in `CHANGES` change something; all of them raise `OSError` when they cannot.
+    The methods listed in `CHANGES` modify something. Methods raise `OSError` when they fail.
 
     Attributes:
-        can_rename: whether a rename is atomic. Where it is not (object stores), the manifest is written last and
-            is itself the mark of a finished checkpoint.
+        can_rename: whether renames are atomic. Where they are not (object stores), the manifest is written last and
+            marks a finished checkpoint.
     """
 
     can_rename: bool
 
     def make_folder(self, path: str) -> None:
-        """Makes a folder; its parent exists."""
+        """Creates a folder; its parent must exist."""
 
     def write(self, path: str, data: bytes, start: int | None = None) -> None:
-        """Makes or overwrites a file; with `start`, only from this byte on. It is durable only after `fsync`."""
+        """Creates or overwrites a file, or with `start` its bytes from there on. Call `fsync` to make it durable."""
 
     def upload(self, source: Path, path: str) -> None:
-        """Copies a local file here."""
+        """Copies a local file into the storage."""
 
     def fsync(self, path: str) -> None:
-        """Makes the content of a file durable."""
+        """Flushes the content of a file to disk."""
 
     def fsync_folder(self, path: str) -> None:
-        """Makes the names in a folder durable."""
+        """Flushes the names in a folder to disk."""
 
     def rename(self, old: str, new: str) -> None:
-        """Moves a file or folder atomically; a file may take the place of a file."""
+        """Renames a file or folder atomically; a file may replace a file."""
 
     def exchange(self, one: str, other: str) -> bool:
-        """Swaps two names atomically; False, and nothing happened, where the file system cannot."""
+        """Swaps two names atomically; returns False, without a change, if the file system does not support it."""
 
     def remove(self, path: str) -> None:
         """Deletes a file."""
@@ -98,26 +100,26 @@ class Storage(Protocol):
         """Deletes an empty folder."""
 
     def entries(self, path: str) -> list[Entry]:
-        """What is in a folder, by name; empty if there is no such folder."""
+        """The entries of a folder, sorted by name; empty if the folder does not exist."""
 
     def entry(self, path: str) -> Entry | None:
-        """What is at a path, `None` if nothing is."""
+        """The entry at a path; `None` if it does not exist."""
 
     def read(self, path: str, start: int = 0) -> bytes:
-        """The content of a file from this byte on; a negative `start` counts from the end."""
+        """The content of a file from byte `start` on; a negative `start` counts from the end."""
 
     def download(self, path: str, target: Path) -> None:
-        """Copies a file from here to this machine."""
+        """Copies a file out of the storage to a local path."""
 
     def digest(self, path: str, length: int | None = None) -> str:
-        """SHA-256 of the first `length` bytes of a file, of all if not given, in hexadecimal digits."""
+        """SHA-256 of the first `length` bytes of a file (of all if not given), in hexadecimal."""
 
     def locked(self, folder: str) -> AbstractContextManager[None]:
-        """Only one process at a time is inside, for each folder."""
+        """A lock between processes and threads: only one at a time is inside the context, per folder."""
 
 
 class LocalStorage:
-    """Files of this machine, or of a network file system with the semantics of POSIX."""
+    """Files of this machine, or of a network file system with POSIX semantics."""
 
     can_rename = True
 
@@ -136,7 +138,7 @@ class LocalStorage:
         shutil.copyfile(source, path)
 
     def fsync(self, path: str) -> None:
-        """See `Storage`. What is read afterwards comes from the disk, not from the cache of what was written."""
+        """See `Storage`. Also drops the file from the page cache, so that later reads come from the disk."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -157,7 +159,7 @@ class LocalStorage:
         os.rename(old, new)
 
     def exchange(self, one: str, other: str) -> bool:
-        """See `Storage`. Linux has it on ext4, xfs, btrfs and tmpfs; NFS and many FUSE file systems do not."""
+        """See `Storage`. Supported by Linux on ext4, xfs, btrfs and tmpfs; not by NFS and many FUSE file systems."""
         renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
         if renameat2 is None:
             return False
@@ -216,25 +218,51 @@ class LocalStorage:
 
     @contextmanager
     def locked(self, folder: str) -> Iterator[None]:
-        """See `Storage`. The kernel frees the lock of a process that dies, even if it leaves children behind."""
-        with _of_this_process(folder), open(join(folder, "_lock"), "wb") as stream:
-            try:
-                # Not flock: a forked worker of a loader would hold that, too, and outlive its parent with it.
-                fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in (errno.EACCES, errno.EAGAIN):
-                    _log.warning("another process saves to %s: waiting for it", folder)
-                    fcntl.lockf(stream, fcntl.LOCK_EX)
-                # Some network file systems have no locks: there one process writes to a folder, as in an object store.
-                elif error.errno not in (*_UNSUPPORTED, errno.ENOLCK):
-                    raise
+        """See `Storage`. The kernel releases the lock of a process that dies, even if its children still run.
+
+        The lock is on a file `_lock`, which exists only while it is held, or after its holder has died.
+        """
+        path = join(folder, "_lock")
+        with _of_this_process(folder), ExitStack() as stack:
+            while not stack.enter_context(_locked_file(path)):
+                # Its holder has removed it while this process waited.
+                stack.close()
+            # Before it is closed: who waits for it sees that it is gone, and makes a new one.
+            stack.callback(_remove_if_there, path)
             yield
 
 
 def _of_this_process(folder: str) -> threading.Lock:
-    """The lock for its own threads, which the kernel's does not keep apart."""
+    """The lock between threads of this process; the kernel's lock is per process."""
     with _own_locks_guard:
         return _own_locks.setdefault(os.path.realpath(folder), threading.Lock())
+
+
+@contextmanager
+def _locked_file(path: str) -> Iterator[bool]:
+    """Holds a lock on a file, which is made if it does not exist; whether the path is still that of the locked file."""
+    with open(path, "wb") as stream:
+        try:
+            # Not flock: forked workers of a loader would hold that, too, and may outlive this process.
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                _log.warning("another process saves to %s: waiting for it", os.path.dirname(path))
+                fcntl.lockf(stream, fcntl.LOCK_EX)
+            # Some network file systems have no locks. There, only one process may write to a folder.
+            elif error.errno not in (*_UNSUPPORTED, errno.ENOLCK):
+                raise
+        try:
+            is_there = os.path.samestat(os.stat(path), os.fstat(stream.fileno()))
+        except FileNotFoundError:
+            is_there = False
+        yield is_there
+
+
+def _remove_if_there(path: str) -> None:
+    # A folder that was deleted by hand, or has become read-only, is no reason for an error: nobody waits for the file.
+    with suppress(OSError):
+        os.unlink(path)
 
 
 def _local_entry(name: str, found: os.stat_result) -> Entry:
@@ -243,12 +271,12 @@ def _local_entry(name: str, found: os.stat_result) -> Entry:
 
 
 def join(*parts: str) -> str:
-    """A path of these parts."""
+    """Joins the parts of a path."""
     return "/".join(part.rstrip("/") for part in parts[:-1]) + "/" + parts[-1]
 
 
 def walk(storage: Storage, folder: str, below: str = "") -> Iterator[tuple[str, Entry]]:
-    """Everything below a folder, by its path relative to it; what a folder holds comes before the folder."""
+    """All entries below a folder with their relative paths; the content of a folder comes before the folder."""
     for entry in storage.entries(folder):
         relative = below + entry.name
         if entry.is_folder:
@@ -257,10 +285,12 @@ def walk(storage: Storage, folder: str, below: str = "") -> Iterator[tuple[str, 
 
 
 def remove_tree(storage: Storage, path: str, *, first: str | None = None) -> None:
-    """Deletes a file, or a folder with all in it.
+    """Deletes a file, or a folder with its content.
 
     Args:
-        first: the file to begin with, relative to the folder, if it is there.
+        storage: the storage.
+        path: of the file or folder; nothing happens if it does not exist.
+        first: the file to delete first, relative to the folder, if it exists.
     """
     entry = storage.entry(path)
     if entry is None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from xla_adapters.checkpoint.commit import Commit, Draft, MarkerCommit, RenameCommit, remove_checkpoint
+from xla_adapters.checkpoint.exclusive_folder import ExclusiveFolder
 from xla_adapters.checkpoint.group import Group, OneProcess
 from xla_adapters.checkpoint.inspection import (
-    CheckpointWarning,
     Found,
     check,
     find,
@@ -30,17 +29,17 @@ from xla_adapters.checkpoint.rotation import superfluous
 from xla_adapters.checkpoint.sealing import ONE_FILE, make_durable, problems
 from xla_adapters.checkpoint.storage import LocalStorage, Storage, join
 from xla_adapters.checkpoint.watchdog import Watchdog
+from xla_adapters.checkpoint.write_failures import cause, is_failed_write, kept, room
 from xla_adapters.errors import (
     CheckpointDamagedError,
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointSaveError,
+    CheckpointWarning,
     CheckpointWriteError,
     ConfigError,
 )
-from xla_adapters.step_scope import in_step
-
-_Result = TypeVar("_Result")
+from xla_adapters.tracing.step_scope import in_step
 
 
 class CheckpointStore:
@@ -92,8 +91,7 @@ class CheckpointStore:
         if self.group.size > 1 and not self.storage.can_rename:
             raise ConfigError(f"{root}: several processes need a file system they share, not an object store")
         self._commit: Commit = (RenameCommit if self.storage.can_rename else MarkerCommit)(self.storage, self.root)
-        self._lock = threading.RLock()
-        self._depth = 0
+        self._folder = ExclusiveFolder(self.storage, self.root, self.group, self._commit)
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -149,7 +147,7 @@ class CheckpointStore:
 
         doing = f"checkpoint {called!r} was not saved to {self.root}"
         with self._watchdog.watch(f"the save of checkpoint {called!r}"), self.alone(doing, create=True):
-            draft = self._first(doing, lambda: self._commit.begin(called, one_file))
+            draft = self._folder.on_first_rank(doing, lambda: self._commit.begin(called, one_file))
             failed: BaseException | None = None
             try:
                 yield draft
@@ -158,16 +156,18 @@ class CheckpointStore:
                     make_durable(self.storage, str(draft.path))
             except BaseException as error:  # noqa: BLE001 (raised again, once the other ranks know)
                 failed = error
-            reasons = self.group.gather(None if failed is None else f"{type(failed).__name__}: {failed}")
+            said = cause(failed, draft.path.parent) if failed is not None and is_failed_write(failed) else None
+            reasons = self.group.gather(None if failed is None else said or f"{type(failed).__name__}: {failed}")
             if any(reason is not None for reason in reasons):
+                message = None if said is None else self._told(doing, said, draft)
                 self._discard(draft)
-                if isinstance(failed, OSError) and not isinstance(failed, CheckpointError):
-                    raise CheckpointWriteError(f"{doing}: {failed}") from failed
+                if message is not None:
+                    raise CheckpointWriteError(message) from failed
                 if failed is not None:
                     raise failed
                 told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
                 raise CheckpointWriteError(f"{doing}: {told}")
-            draft.checkpoint = self._first(doing, lambda: self._finish(draft, describe))
+            draft.checkpoint = self._folder.on_first_rank(doing, lambda: self._finish(draft, describe))
 
     def manifest(
         self, step: int, files: Mapping[str, FileRecord], settings: Mapping[str, Any] | None = None
@@ -175,7 +175,7 @@ class CheckpointStore:
         """The manifest of a checkpoint that this run takes now."""
         return Manifest(
             step=step,
-            created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
             world={"processes": self.group.size, "devices": self._devices},
             versions=versions(self._distributions),
             settings=settings if settings is not None else {},
@@ -188,9 +188,8 @@ class CheckpointStore:
             try:
                 checkpoint = draft.checkpoint = self._commit.finish(draft, describe)
             except (OSError, CheckpointError) as error:
-                raise CheckpointWriteError(
-                    f"checkpoint {draft.name!r} was not saved to {self.root}: {error}; those that were there still are"
-                ) from error
+                doing = f"checkpoint {draft.name!r} was not saved to {self.root}"
+                raise CheckpointWriteError(self._told(doing, str(error), draft)) from error
             undo.pop_all()
         try:
             self._commit.discard(draft)
@@ -202,6 +201,13 @@ class CheckpointStore:
                 stacklevel=2,
             )
         return checkpoint
+
+    def _told(self, doing: str, said: str, draft: Draft) -> str:
+        """The message of a failed save, before its draft is discarded."""
+        there: list[str] = []
+        with contextlib.suppress(OSError):
+            there = [checkpoint.name for checkpoint in self.checkpoints()]
+        return "; ".join(filter(None, (f"{doing}: {said}", room(said, self.root, draft.path), kept(there))))
 
     def _discard(self, draft: Draft) -> None:
         if self.group.rank == 0:
@@ -225,13 +231,13 @@ class CheckpointStore:
         Newer ones that are damaged get a name that begins with `_damaged-`, and a `CheckpointWarning` says what is
         wrong with them; where nothing can be renamed they are passed over. All ranks get the same answer.
         """
-        return self._first(f"no checkpoint was looked for in {self.root}", self._newest_valid)
+        return self._folder.on_first_rank(f"no checkpoint was looked for in {self.root}", self._newest_valid)
 
     def _newest_valid(self) -> Checkpoint | None:
         with ExitStack() as stack:
             # A folder that may only be read, or that is not there yet, is not tidied.
             with contextlib.suppress(OSError):
-                self._enter(stack)
+                self._folder.enter(stack)
             for found in reversed(self.found()):
                 checked = check(self.storage, found)
                 if not checked.problems:
@@ -264,7 +270,7 @@ class CheckpointStore:
             CheckpointNotFoundError: there is none.
             CheckpointDamagedError: it is not what was written, or nobody can tell, for it has no manifest.
         """
-        return self._first(f"{which} was not loaded", lambda: self._load(which))
+        return self._folder.on_first_rank(f"{which} was not loaded", lambda: self._load(which))
 
     def _load(self, which: int | str | os.PathLike[str]) -> Checkpoint:
         name = f"{self.prefix}{which}" if isinstance(which, int) else os.fspath(which).rstrip("/")
@@ -322,7 +328,7 @@ class CheckpointStore:
 
         doing = f"checkpoints were not removed from {self.root}"
         with self.alone(doing):
-            return self._first(doing, rotate)
+            return self._folder.on_first_rank(doing, rotate)
 
     def _rotate(
         self, keep_last: int | None, keep_every: int | None, protected: Collection[str], *, valid: Checkpoint
@@ -351,7 +357,7 @@ class CheckpointStore:
 
         doing = f"checkpoint {name!r} was not removed from {self.root}"
         with self.alone(doing):
-            self._first(doing, remove)
+            self._folder.on_first_rank(doing, remove)
 
     # ---- one at a time ---------------------------------------------------------------------------
 
@@ -371,48 +377,8 @@ class CheckpointStore:
         Raises:
             CheckpointWriteError: the storage refuses; the message begins with `doing`.
         """
-        with self._lock, ExitStack() as stack:
-            self._first(doing, lambda: self._enter(stack, create=create))
+        with self._folder.alone(doing, create=create):
             yield
-
-    def _enter(self, stack: ExitStack, *, create: bool = False) -> None:
-        stack.enter_context(self._lock)
-        if self._depth == 0:
-            if create:
-                self._make(self.root)
-            stack.enter_context(self.storage.locked(self.root))
-            self._commit.recover()
-        self._depth += 1
-        stack.callback(self._leave)
-
-    def _leave(self) -> None:
-        self._depth -= 1
-
-    def _make(self, path: str) -> None:
-        if self.storage.entry(path) is None:
-            parent = path.rpartition("/")[0] or "/"
-            self._make(parent)
-            self.storage.make_folder(path)
-            self.storage.fsync_folder(parent)
-
-    def _first(self, doing: str, action: Callable[[], _Result]) -> _Result:
-        """Runs it on the first rank; all return what it returned, or raise."""
-        result: Any = None
-        failed: BaseException | None = None
-        if self.group.rank == 0:
-            try:
-                result = action()
-            except BaseException as error:  # noqa: BLE001 (raised again, once the other ranks know)
-                failed = error
-        told, result = self.group.gather((None if failed is None else str(failed), result))[0]
-        if isinstance(failed, OSError) and not isinstance(failed, CheckpointError):
-            raise CheckpointWriteError(f"{doing}: {failed}") from failed
-        if failed is not None:
-            raise failed
-        if told is not None:
-            raise CheckpointError(f"rank 0: {told}")
-        first: _Result = result
-        return first
 
 
 def refuse_inside_step(step: int) -> None:

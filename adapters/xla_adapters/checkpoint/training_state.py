@@ -1,4 +1,4 @@
-"""`TrainingState`: what makes the next step draw what the uninterrupted run would have drawn."""
+"""`TrainingState`: random states and positions, so that a resumed run continues exactly as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 import torch
 
-from xla_adapters.backend import get_backend
 from xla_adapters.errors import CheckpointDamagedError
-from xla_adapters.host_random import HostRandom
-from xla_adapters.random_algorithm import resume_random_algorithm
+from xla_adapters.runtime import get_runtime
+from xla_adapters.runtime.random_algorithm import resume_random_algorithm
+from xla_adapters.utils.host_random import HostRandom
 
 _FILE = "xla_adapters.training_state-{rank}.pt"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """The random numbers of a process, and whatever else the run must go on from.
+    """The random states of one process, and the positions of its samplers, loaders and callbacks.
 
     Attributes:
         python, numpy, torch: the states of their global generators.
         device: the seed of the device's random stream.
-        algorithm: what the device draws with; an empty string if that is not known.
-        positions: of samplers, loaders, callbacks: what `torch.load` reads with `weights_only=True`.
+        algorithm: of the device's random numbers; an empty string if not known.
+        positions: state dicts by name; only types that `torch.load(weights_only=True)` reads.
     """
 
     python: tuple[Any, ...]
@@ -37,31 +37,31 @@ class TrainingState:
 
     @classmethod
     def capture(cls, positions: Mapping[str, Any] | None = None) -> TrainingState:
-        """The state as it is now; nothing is drawn, and the device's graph is left as it is."""
+        """The current state; nothing is drawn, and nothing is executed on the device."""
         return cls(
             **HostRandom.now().to_save(),
-            device=get_backend().seed(),
-            algorithm=get_backend().random_algorithm(),
+            device=get_runtime().random.seed(),
+            algorithm=get_runtime().random.algorithm(),
             positions=dict(positions) if positions is not None else {},
         )
 
     def restore(self) -> None:
-        """Sets all generators; warns if the device draws with another algorithm, and so other numbers."""
+        """Sets all generators; warns if the device uses another algorithm, which draws other numbers."""
         HostRandom.of_saved(vars(self)).restore()
-        get_backend().set_seed(self.device)
+        get_runtime().random.set_seed(self.device)
         if self.algorithm:
             resume_random_algorithm(self.algorithm)
 
     def save(self, folder: Path, *, rank: int = 0) -> None:
-        """Writes it into a checkpoint, one file for each rank."""
+        """Writes the state into a checkpoint folder, one file per rank."""
         torch.save(vars(self), folder / _FILE.format(rank=rank))
 
     @classmethod
     def load(cls, folder: Path, *, rank: int = 0) -> TrainingState | None:
-        """What `save` wrote for this rank; `None` if the checkpoint has none, as when it was saved by fewer ranks.
+        """Reads what `save` wrote for this rank; `None` if the checkpoint has none (it was saved by fewer ranks, say).
 
         Raises:
-            CheckpointDamagedError: the file holds something else.
+            CheckpointDamagedError: the file has other content.
         """
         path = folder / _FILE.format(rank=rank)
         if not path.is_file():

@@ -1,4 +1,4 @@
-"""`Watchdog`: what takes too long ends with an error that shows where it hangs."""
+"""`Watchdog`: ends code that takes too long, with an error and the stacks of all threads."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from typing import TextIO
 from xla_adapters.errors import StallError
 
 STALLED_EXIT_CODE = 1
-"""Of a process that did not react to the error; it is faulthandler's own."""
+"""Exit status of a process that did not react to the error (set by faulthandler)."""
 
 
 class _Expired(BaseException):
-    """Raised in the thread that hangs, wherever it is; `watch` makes a `StallError` of it."""
+    """Raised asynchronously in the thread that hangs; `watch` turns it into a `StallError`."""
 
 
 class Watchdog:
     """Ends a step, a save or a barrier that takes longer than a deadline.
 
-    At the deadline the stacks of all threads are printed and an error is raised in the thread that is watched.
-    Python code sees it at once, a call into native code (a collective that waits for a dead peer) only when it
-    returns. After `grace` more the process is ended, with the stacks once more, even if the interpreter's lock
-    is held.
+    At the deadline the stacks of all threads are printed, and an error is raised in the watched thread. Python code
+    gets it at once, native code (a collective that waits for a dead peer) only when it returns. If the block has not
+    ended after another `grace`, the stacks are printed again and the process is ended, even if the GIL is held.
 
     Args:
-        deadline: for each stretch that is watched; `None` watches nothing.
-        grace: from the error to the end of the process.
+        deadline: for each `watch` block; `None` disables the watchdog.
+        grace: time from the error to the end of the process.
     """
 
     def __init__(self, deadline: timedelta | None, *, grace: timedelta = timedelta(seconds=30)) -> None:
@@ -44,10 +43,10 @@ class Watchdog:
         """Watches the body of a `with` block; blocks may be nested, or run in several threads.
 
         Args:
-            what: what is done there, for the message.
+            what: what the block does, for the message.
 
         Raises:
-            StallError: it took too long.
+            StallError: the block took too long.
         """
         if self._deadline is None:
             yield
@@ -80,7 +79,7 @@ class Watchdog:
                     with lock:
                         done.set()
                         if expired:
-                            # The error may still be on its way, behind the block that it was meant for.
+                            # Cancels the error if it has not been raised yet: the block it was meant for is over.
                             _raise_in(thread, None)
         except _Expired:
             raise StallError(message) from None
@@ -90,7 +89,7 @@ class Watchdog:
 
 
 class _LastResort:
-    """Ends the process when the soonest of several moments comes. faulthandler can wait for one only."""
+    """Ends the process at the earliest of several deadlines (faulthandler supports a single one)."""
 
     def __init__(self) -> None:
         self._moments: list[float] = []
@@ -109,7 +108,7 @@ class _LastResort:
         with self._lock:
             change(moment)
             if self._moments:
-                # It must be in the future; one that has passed was let pass by whoever it was for.
+                # faulthandler needs a time in the future.
                 left = max(0.001, min(self._moments) - time.monotonic())
                 faulthandler.dump_traceback_later(left, exit=True, file=_stderr())
             else:
@@ -125,5 +124,5 @@ def _raise_in(thread: int, error: type[BaseException] | None) -> None:
 
 
 def _stderr() -> TextIO:
-    """The one that has a descriptor: whatever stands in its place may have none."""
+    """The original stderr: faulthandler needs a file descriptor, which a replacement may not have."""
     return sys.__stderr__ if sys.__stderr__ is not None else sys.stderr

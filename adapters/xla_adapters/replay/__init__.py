@@ -1,1 +1,1 @@
-"""Step replay: after two passes that agree, the step's executable is run again without its Python."""
+"""Step replay: after two traced calls of a step agreed, its executable is run again without the step's Python."""

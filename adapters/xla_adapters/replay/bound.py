@@ -1,4 +1,4 @@
-"""What a step binds anew on objects that are no modules' business: a metric's state, a counter of passes."""
+"""`BoundState`: attributes of objects other than modules that a step sets, such as a metric's state or a counter."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from xla_adapters.replay.errors import CannotReplay
-from xla_adapters.replay.values import is_simple
+from xla_adapters.utils.plain_values import is_simple
 
 _ABSENT = object()
 
 
 @dataclass(frozen=True)
 class Owner:
-    """An object whose attributes a step may bind anew.
+    """An object whose attributes a step may set.
 
     Attributes:
         object: it has a `__dict__`.
-        names: the attributes in question; all of them if not given.
-        sets: attributes that are set, be it to the value they have, whenever others change.
+        names: the attributes that may be set; all if not given.
+        sets: attributes that are set whenever others change, even if to the value they have.
     """
 
     object: Any
@@ -29,20 +29,20 @@ class Owner:
     sets: tuple[str, ...] = ()
 
     def attributes(self) -> dict[str, Any]:
-        """The attributes as they are now."""
+        """The present attributes."""
         own = vars(self.object)
         return dict(own) if self.names is None else {name: own[name] for name in self.names if name in own}
 
 
 @dataclass
 class HostChange:
-    """A plain attribute that a pass changed.
+    """A plain attribute (no tensor) that a call of a step changed.
 
     Attributes:
-        owner, name: where it lies.
-        before, now: what it was, and became.
-        adds: whether it grows by the same amount in each pass, or becomes the same value; None if both fit.
-        stays: whether it did not change, though others of its owner did: it might be set, it might be left.
+        owner, name: the object and its attribute.
+        before, now: the values before and after the call.
+        adds: True if each call adds the same amount, False if each sets the same value; None if both are possible.
+        stays: whether it did not change, though others of its owner did: the call may have set it to the same value.
     """
 
     owner: Any
@@ -53,7 +53,7 @@ class HostChange:
     stays: bool = False
 
     def agree(self, other: HostChange) -> bool:
-        """Learns from the same change of the pass before how it goes on; False if they do not fit together."""
+        """Determines `adds` from the change of the call before; returns False if the two changes do not agree."""
         if self.owner is not other.owner or self.name != other.name or self.stays is not other.stays:
             return False
         sets = type(self.now) is type(other.now) and self.now == other.now
@@ -67,7 +67,7 @@ class HostChange:
         return sets or adds
 
     def obstacle(self) -> str | None:
-        """Why it cannot be told what the next pass makes of the attribute."""
+        """Why the value after the next call cannot be known, in words; None if it can."""
         present = vars(self.owner).get(self.name, _ABSENT)
         fixed = self.stays or self.adds is None
         if (fixed and present != self.before) or (self.adds and type(present) is not int):
@@ -75,16 +75,16 @@ class HostChange:
         return None
 
     def apply(self) -> None:
-        """Does to the attribute what the pass does."""
+        """Changes the attribute as a call of the step does."""
         own = vars(self.owner)
         own[self.name] = own[self.name] + (self.now - self.before) if self.adds else self.now
 
 
 class BoundState:
-    """Attributes as they are before a step.
+    """The attributes of objects before a step.
 
     Args:
-        owners: whose attributes.
+        owners: the objects.
     """
 
     def __init__(self, owners: Iterable[Owner]) -> None:
@@ -94,17 +94,20 @@ class BoundState:
         }
 
     def tensors(self) -> Iterator[tuple[Any, str, torch.Tensor]]:
-        """Those that are tensors: owner, name and tensor."""
+        """The attributes that are tensors: owner, name and tensor."""
         for owner, attributes in self._before.values():
             for name, value in attributes.items():
                 if isinstance(value, torch.Tensor):
                     yield owner.object, name, value
 
     def changes(self, owners: Iterable[Owner]) -> tuple[list[tuple[Any, str]], list[HostChange]]:
-        """What is bound to other tensors now, and what else is another value.
+        """The attributes that the step has set.
 
         Args:
-            owners: as they are now; some may be new.
+            owners: the objects after the step; some may be new.
+
+        Returns:
+            The owners and names of attributes that are other tensors now, and the changes of plain attributes.
 
         Raises:
             CannotReplay: an attribute changed in a way that a replay cannot repeat.
@@ -125,7 +128,7 @@ class BoundState:
                 if isinstance(value, torch.Tensor) and value.device.type == "xla":
                     tensors.append((owner.object, name))
                 elif known is None:
-                    # It was made in the step; the next pass has another signature.
+                    # Its owner was made in the step; the next call has another signature.
                     continue
                 elif is_simple(value) and not isinstance(value, torch.Tensor):
                     plain.append(HostChange(owner.object, name, old, value))

@@ -1,7 +1,7 @@
-"""Why a pass cannot be replayed."""
+"""`CannotReplay`: why a call of a step is not replayed."""
 
 from __future__ import annotations
 
 
 class CannotReplay(Exception):
-    """A pass cannot be recorded, or a recording does not hold for this pass; the message says why."""
+    """A call cannot be captured, or a cached call does not apply to it. Internal; the message is shown as a reason."""

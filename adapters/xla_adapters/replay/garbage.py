@@ -1,4 +1,4 @@
-"""Python's search for unreachable cycles, put off while a pass holds a tensor for each value of the state."""
+"""`without_collecting`: no garbage collection during a replay."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collecting() -> Iterator[None]:
-    """No cycles are searched for in the context.
+    """Disables Python's cyclic garbage collector in the context.
 
-    A replayed pass makes two tensors for each parameter and each part of its optimizer's state. They die with the pass,
-    without a search, but so many at once set searches off, which find them all alive and keep them for the long one
-    through everything that the process holds.
+    A replayed call makes two tensors for each parameter and each tensor of the optimizer's state. Reference counting
+    frees them at the end of the call. But so many new objects trigger collections, which find all of them in use and
+    promote them to the oldest generation, whose collection takes long.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""`Number`: an input of a step's graph that began as a Python number."""
+"""`Number`: an input of a step's graph that was a Python number when it was traced (a learning rate, say)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ import torch
 
 from xla_adapters.replay.errors import CannotReplay
 
+# Numbers that operators use by themselves (the alpha of an addition): an input with one of these values that equals a
+# number of the optimizer may be either.
+_OF_OPERATORS = (0.0, 1.0, -1.0, 2.0, 0.5)
+
 
 @dataclass
 class Number:
-    """An input that began as a Python number.
+    """An input that was a Python number when it was traced.
+
+    Several Python numbers that were equal may share one input.
 
     Attributes:
         value: on the device.
-        of_update: whether it came into the graph with an optimizer's update.
-        roles: the numbers of the optimizer that it may be, by position.
-        constant: whether it may be something else too, that does not change.
-        present: the value it has on the host.
+        of_update: whether only an optimizer's update reads it.
+        roles: which of the optimizer's numbers it may be, by position.
+        constant: whether it may also be a number that does not change.
+        present: its value on the host.
     """
 
     value: torch.Tensor
@@ -30,7 +36,14 @@ class Number:
     present: float = 0.0
 
     def next(self, numbers: Sequence[float]) -> float:
-        """Its value in the pass to come, given the optimizer's numbers."""
+        """Its value in the next call of the step.
+
+        Args:
+            numbers: the optimizer's numbers for that call.
+
+        Raises:
+            CannotReplay: numbers that shared this input are not equal any more.
+        """
         dtype = self.value.dtype
         values = {cast(numbers[role], dtype) for role in self.roles}
         if self.constant:
@@ -41,6 +54,44 @@ class Number:
 
 
 def cast(value: float, dtype: torch.dtype) -> float:
-    """A number as it is in a tensor of this type."""
-    # The first is what nearly all are, and a twentieth of what a tensor costs.
+    """A number rounded to a dtype."""
+    # ctypes takes a twentieth of the time that a tensor takes, and nearly all numbers are float32.
     return ctypes.c_float(value).value if dtype == torch.float32 else float(torch.tensor(value, dtype=dtype))
+
+
+def find_roles(
+    numbers: Sequence[Number],
+    present: Sequence[float],
+    former: Sequence[float],
+    optimizers: Sequence[float],
+    optimizers_before: Sequence[float],
+) -> list[tuple[int, float]]:
+    """Finds out, from two calls of a step, which inputs are which numbers of the optimizers.
+
+    Args:
+        numbers: the inputs; their roles are set.
+        present: their values in the second call.
+        former: their values in the first call.
+        optimizers: the numbers that the optimizers computed in the second call.
+        optimizers_before: those of the first call.
+
+    Returns:
+        The numbers of the optimizers that are no input, as pairs of position and value. They are constants of the
+        graph, or have no effect.
+
+    Raises:
+        CannotReplay: a number changes that is none of the optimizers'.
+    """
+    for number, now, before in zip(numbers, present, former, strict=True):
+        dtype = number.value.dtype
+        number.present = now
+        number.roles = tuple(
+            role
+            for role in range(len(optimizers) if number.of_update else 0)
+            if cast(optimizers[role], dtype) == now and cast(optimizers_before[role], dtype) == before
+        )
+        if not number.roles and now != before:
+            raise CannotReplay(f"a Python number in the graph changes from call to call ({before:g}, {now:g})")
+        number.constant = not number.roles or (now == before and now in _OF_OPERATORS)
+    roles = {role for number in numbers for role in number.roles}
+    return [(role, value) for role, value in enumerate(optimizers) if role not in roles]

@@ -1,21 +1,22 @@
-"""`RunAhead`: how far the host may be ahead of the device."""
+"""`RunAhead`: limits how many replayed steps the host is ahead of the device."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-# Few waits, after each of which the host's caches are cold...
+# Replays between two waits. Many, because after a wait the host's caches are cold...
 WRITES_KEPT = 8
-# ...but for no more steps than pass in this time: whoever saves or stops has to wait for them.
+# ...but they may take no longer than this in all, because a save or Ctrl-C waits for them.
 SECONDS_AHEAD = 0.5
 
 
 class RunAhead:
-    """When a step lets go of what its writes replaced.
+    """Decides after which replays the values are released that the replays have replaced.
 
-    From then on `TakenValues` alone holds the values that executions took, and waits for these. How long that takes is
-    not to be seen in one place, so what counts is the time between two such moments: the pace of host and device.
+    After a release, only `TakenValues` references the values whose buffers executions reuse, and it waits for these
+    executions. The duration of that wait cannot be measured in one place. So the time between two releases is
+    measured, which is the pace of host and device together.
 
     Args:
         clock: the time in seconds.
@@ -28,10 +29,10 @@ class RunAhead:
         self._forgot: float | None = None
 
     def written(self, forget: Callable[[], object]) -> None:
-        """One more write is done.
+        """Called after each replay.
 
         Args:
-            forget: lets go of what all writes so far replaced.
+            forget: releases the values that all replays so far have replaced.
         """
         self._writes += 1
         if self._writes < self._kept:
@@ -40,7 +41,7 @@ class RunAhead:
         now = self._clock()
         if self._forgot is not None:
             pace = max((now - self._forgot) / self._writes, 1e-6)
-            # The first steps pass fast, whatever the device needs.
+            # At most doubled: the first steps are fast for the host, however long the device takes.
             self._kept = max(1, min(WRITES_KEPT, 2 * self._kept, int(SECONDS_AHEAD / pace)))
         self._forgot = now
         self._writes = 0

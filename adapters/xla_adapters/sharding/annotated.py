@@ -1,4 +1,4 @@
-"""`annotated`: what the user cut before any plan was made, told from the tensors."""
+"""`annotated`: reads the sharding of parameters that the user annotated before a plan is made."""
 
 from __future__ import annotations
 
@@ -7,29 +7,32 @@ from collections.abc import Sequence
 
 import torch
 
-from xla_adapters.backend import Backend, Tiles
 from xla_adapters.errors import ConfigError
+from xla_adapters.runtime import Runtime, TileAssignment
 from xla_adapters.sharding.config import ShardingConfig
 from xla_adapters.sharding.mesh import DimSpec, Mesh, Spec
 from xla_adapters.sharding.templates import default_mesh
 from xla_adapters.sharding.tiling import tiles_of
 
 
-def annotated(model: torch.nn.Module, meshes: Sequence[Mesh], backend: Backend) -> tuple[Mesh | None, dict[str, Spec]]:
-    """The parameters that are cut already, and the first of the meshes that they are cut for; None if none is cut.
+def annotated(model: torch.nn.Module, meshes: Sequence[Mesh], runtime: Runtime) -> tuple[Mesh | None, dict[str, Spec]]:
+    """The mesh and the specs of the parameters that are already sharded.
 
     Args:
         model: on any device.
-        meshes: that they may be cut for.
-        backend: the seam.
+        meshes: the candidates; the first that explains all annotations is returned.
+        runtime: the runtime.
+
+    Returns:
+        The mesh (None if no parameter is sharded), and the spec of each sharded parameter by name.
 
     Raises:
-        ConfigError: they are cut for none of them.
+        ConfigError: no candidate explains all annotations.
     """
     cut = {
         name: tiles
         for name, parameter in model.named_parameters()
-        if backend.is_backend_tensor(parameter) and (tiles := backend.tiles_of(parameter)) is not None
+        if runtime.device.owns(parameter) and (tiles := runtime.spmd.tiles_of(parameter)) is not None
     }
     if not cut:
         return None, {}
@@ -48,7 +51,7 @@ def annotated(model: torch.nn.Module, meshes: Sequence[Mesh], backend: Backend) 
 
 
 def possible_meshes(config: ShardingConfig, devices: int) -> list[Mesh]:
-    """The meshes a user may have had in mind who gave these options."""
+    """The meshes that annotations of the user may belong to, given these options."""
     if (asked := config.mesh(devices)) is not None:
         return [asked]
     if config.scheme != "auto":
@@ -58,8 +61,8 @@ def possible_meshes(config: ShardingConfig, devices: int) -> list[Mesh]:
     return list(dict.fromkeys([*first, *(Mesh.data_and_model(devices // n, n) for n in lengths)]))
 
 
-def spec_of(mesh: Mesh, tiles: Tiles) -> Spec | None:
-    """The spec that cuts a tensor so on this mesh, or None if there is none."""
+def spec_of(mesh: Mesh, tiles: TileAssignment) -> Spec | None:
+    """The spec on this mesh that gives this tile assignment; None if there is none."""
     choices: list[list[DimSpec]] = []
     for count in tiles.counts:
         ways: list[DimSpec] = [None] if count == 1 else []

@@ -1,4 +1,4 @@
-"""`automatic_plan`: the planner's plans beside the recipes, the cheapest wins."""
+"""`automatic_plan`: compares the planner's plans with the templates, and takes the cheapest."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from xla_adapters.backend import get_backend
 from xla_adapters.errors import ConfigError
+from xla_adapters.runtime import get_runtime
 from xla_adapters.sharding.candidates import Candidate, alternatives, cheapest, distinct, measured, predicted
 from xla_adapters.sharding.config import ShardingConfig
-from xla_adapters.sharding.measure import KeptPlans
-from xla_adapters.sharding.measure.kept import digest_of
+from xla_adapters.sharding.measure import PlanCache
+from xla_adapters.sharding.measure.plan_cache import digest_of
 from xla_adapters.sharding.mesh import Mesh, Spec, factorizations
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.planner import ADAM_BYTES, Planner, Topology, by_time, meshes_of
 from xla_adapters.sharding.templates import default_mesh, template
 
+# Share of a device's memory that a plan may use.
 _USABLE = 0.9
-# Rounds of plans for a budget that is corrected by what the plans before really took.
+# Rounds of planning with a budget corrected by the measured memory of earlier plans.
 _CORRECTIONS = 4
 _SLACK = 0.998
 MEASURED_PLANS = 2
@@ -43,17 +44,17 @@ def automatic_plan(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     folder: Path | None = None,
 ) -> ShardingPlan:
-    """The plan that costs least: of the planner's and the recipes that fit the memory, measured where that is possible.
+    """The cheapest plan that fits the memory, of the planner's plans and the templates; compiled steps are measured.
 
     Args:
         model: on any device.
         config: the options.
-        devices: how many there are.
+        devices: number of devices.
         mesh: to use; None to choose.
-        fixed: specs of parameters that stay as they are.
-        example: returns a batch; None or a result of None is a dataset that cannot be looked into.
-        around: gives the context that forward passes run in; a function that another process can import.
-        folder: where the plan is kept for a restart; None keeps nothing.
+        fixed: specs of parameters that must keep their sharding.
+        example: returns a batch; None, or a result of None, if no batch can be taken from the dataset.
+        around: returns the context that forward passes run in; another process must be able to import it.
+        folder: where the plan is stored for a restart; None stores nothing.
 
     Raises:
         ConfigError: nothing fits the memory budget.
@@ -62,12 +63,12 @@ def automatic_plan(
     if batch is None:
         return _without_batch(model, config, mesh or default_mesh("fsdp", devices), fixed)
     topology, notes = _topology(config)
-    kept = KeptPlans(folder) if folder is not None else None
+    kept = PlanCache(folder) if folder is not None else None
     digest = digest_of(model, batch, config, devices, topology.name, fixed) if kept is not None else ""
     if kept is not None and (found := kept.find(digest)) is not None:
         return found
     if config.memory_budget is None and topology.name != "cpu":
-        # The rest is for the compiler's temporary values and the runtime.
+        # The rest is left for the compiler's temporary values and the runtime.
         config = dataclasses.replace(config, memory_budget=int(_USABLE * topology.memory_bytes))
     top = MEASURED_PLANS if config.measure_top_k is None else config.measure_top_k
     if top and topology.name != "cpu":
@@ -86,7 +87,7 @@ def automatic_plan(
 
 
 class _Search:
-    """Looks for plans of one model; it is captured once."""
+    """Makes and compares plans for one model, which is captured once."""
 
     def __init__(
         self,
@@ -106,27 +107,32 @@ class _Search:
         )
 
     def predicted(self) -> list[Candidate]:
-        """The planner's plans and the recipes, by their predicted costs."""
-        return [predicted(plan) for plan in [*self._planned(self._config.memory_budget), *self._recipes()]]
+        """The planner's plans and the templates, with predicted costs."""
+        return [predicted(plan) for plan in [*self._planned(self._config.memory_budget), *self._templates()]]
 
-    def measured(self, top: int, kept: KeptPlans | None) -> list[Candidate]:
-        """The planner's best plans and the recipes, compiled."""
+    def measured(self, top: int, kept: PlanCache | None) -> list[Candidate]:
+        """The planner's best plans and the templates, with the costs of their compiled steps.
+
+        Args:
+            top: number of the planner's plans to compile.
+            kept: stores measurements between runs.
+        """
         budget = self._config.memory_budget
         problem: ConfigError | None = None
         plans: list[ShardingPlan] = []
         try:
             plans = self._planned(budget)[:top]
         except ConfigError as error:
-            # What is compiled may need less than was predicted.
+            # A compiled plan may need less memory than predicted.
             if budget is None:
                 raise
             problem = error
-        tried = distinct([*self._recipes(), *plans])
+        tried = distinct([*self._templates(), *plans])
         if not tried and problem is not None:
             raise problem
         found = self._compiled(tried, kept)
         if budget is None and plans and cheapest(found, None).plan.name != plans[0].name:
-            # GSPMD did otherwise than was planned: plans for what it does by itself.
+            # GSPMD did not follow the plan, so try plans whose layouts it propagates by itself.
             seen = len(tried)
             tried = distinct([*tried, *sorted(self._followed(), key=by_time)[:top]])
             found += self._compiled(tried[seen:], kept)
@@ -140,17 +146,17 @@ class _Search:
                 break
         return found
 
-    def _compiled(self, plans: Sequence[ShardingPlan], kept: KeptPlans | None) -> list[Candidate]:
+    def _compiled(self, plans: Sequence[ShardingPlan], kept: PlanCache | None) -> list[Candidate]:
         return measured(plans, self._model, self._batch, self._topology, self._around, kept) if plans else []
 
     def _corrected(
         self, latest: Sequence[Candidate], found: Sequence[Candidate], tried: Sequence[ShardingPlan]
     ) -> list[ShardingPlan]:
-        """New plans for what the budget is in predictions, which err by what those that were compiled show.
+        """New plans for a budget that is corrected by the prediction errors of compiled plans.
 
-        On each mesh as the latest did, or as the one that took most more than was said; of any kind, or for what GSPMD
-        does by itself. To compile the best of each together takes little longer than one alone. None that would not be
-        faster than what fits already.
+        There are four variants: the error is that of the latest plan on the mesh, or the largest one; and plans are of
+        any kind, or such that GSPMD propagates by itself. The best new plan of each variant is returned, if it is
+        predicted to be faster than the fastest plan that fits. (Compiling four together takes little longer than one.)
         """
         known, new = list(tried), []
         limit = self._config.memory_budget or 0
@@ -177,28 +183,28 @@ class _Search:
     def _planned(self, budget: int | None) -> list[ShardingPlan]:
         return self._planner.best(meshes_of(self._mesh, self._devices), budget, given=self._mesh is not None)
 
-    def _recipes(self) -> list[ShardingPlan]:
-        """Each recipe on each mesh it makes sense on, with its predicted cost."""
+    def _templates(self) -> list[ShardingPlan]:
+        """Each template on each mesh that suits it, with its predicted cost."""
         leaves = _pytree.tree_leaves(self._batch)
         rows = {value.shape[0] for value in leaves if isinstance(value, torch.Tensor) and value.ndim}
         both = [Mesh.data_and_model(*shape) for shape in factorizations(self._devices, 2) if min(shape) > 1]
-        recipes: list[ShardingPlan] = []
+        templates: list[ShardingPlan] = []
         for scheme in ("dp", "fsdp", "tp", "2d"):
             others = both if scheme == "2d" else [default_mesh(scheme, self._devices)]
             for mesh in [self._mesh] if self._mesh is not None else others:
                 try:
-                    recipe = template(scheme, self._model, mesh, config=self._config, fixed=self._fixed)
+                    plan = template(scheme, self._model, mesh, config=self._config, fixed=self._fixed)
                 except ConfigError:
-                    # The mesh has no axis for it: no candidate.
+                    # The mesh has no axis for this template.
                     continue
-                if all(size % _parts(recipe) == 0 for size in rows):
-                    recipes.append(recipe)
-        costs = self._planner.costs(recipes)
-        return [dataclasses.replace(recipe, predicted=cost) for recipe, cost in zip(recipes, costs, strict=True)]
+                if all(size % _parts(plan) == 0 for size in rows):
+                    templates.append(plan)
+        costs = self._planner.costs(templates)
+        return [dataclasses.replace(plan, predicted=cost) for plan, cost in zip(templates, costs, strict=True)]
 
 
 def _errors(candidates: Sequence[Candidate], mesh: Mesh | None) -> list[float]:
-    """How many bytes more than predicted the steps take that were compiled, on a mesh or on any."""
+    """Measured minus predicted memory in bytes of each compiled plan, on one mesh or (None) on all."""
     return [
         candidate.memory_bytes - candidate.plan.predicted.memory_bytes
         for candidate in candidates
@@ -209,7 +215,7 @@ def _errors(candidates: Sequence[Candidate], mesh: Mesh | None) -> list[float]:
 
 
 def _without_batch(model: torch.nn.Module, config: ShardingConfig, mesh: Mesh, fixed: dict[str, Spec]) -> ShardingPlan:
-    reason = "the plan is the recipe for fully sharded training: there is no batch to plan for (a stream of data)"
+    reason = "the plan is the template for fully sharded training: there is no batch to plan for (a stream of data)"
     if config.memory_budget is not None:
         reason += ", so that memory_budget holds for parameters, gradients and optimizer state, not for activations"
     warnings.warn(f"sharding: {reason}; name a scheme, or give a dataset with an index", UserWarning, stacklevel=2)
@@ -224,7 +230,7 @@ def _without_batch(model: torch.nn.Module, config: ShardingConfig, mesh: Mesh, f
 
 
 def state_bytes(parameter: torch.Tensor, shards: int) -> float:
-    """What a parameter takes on one device: itself and, if it is trained, its gradient and Adam's two averages."""
+    """Bytes per device of a parameter and, if it is trained, its gradient and Adam's two averages."""
     trained = parameter.element_size() + ADAM_BYTES if parameter.requires_grad else 0
     return float(parameter.numel() * (parameter.element_size() + trained)) / shards
 
@@ -236,7 +242,7 @@ def _parts(plan: ShardingPlan) -> int:
 def _topology(config: ShardingConfig) -> tuple[Topology, tuple[str, ...]]:
     if config.topology is not None:
         return Topology.preset(config.topology), ()
-    hardware = get_backend().hardware()
+    hardware = get_runtime().device.hardware()
     if hardware == "CPU":
         return Topology.preset("cpu"), ()
     return Topology.preset("v5e"), (

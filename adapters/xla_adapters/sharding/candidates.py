@@ -1,4 +1,4 @@
-"""Plans that compete: what each costs, predicted or measured, and which one wins."""
+"""`Candidate`: plans with their predicted or measured cost, and functions that compare them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding.measure import KeptPlans, MeasuringError, PlanResult, measure_plans
-from xla_adapters.sharding.measure.kept import digest_of_step
+from xla_adapters.sharding.measure import MeasuringError, PlanCache, PlanResult, measure_plans
+from xla_adapters.sharding.measure.plan_cache import digest_of_step
 from xla_adapters.sharding.mesh import Mesh
-from xla_adapters.sharding.plan import Alternative, CollectiveCost, PlanCost, ShardingPlan
+from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding.plan_data import Alternative, CollectiveCost, PlanCost
 from xla_adapters.sharding.planner.topology import Topology
 from xla_adapters.sharding.tiling import tiles_of
 
@@ -23,13 +24,13 @@ logger = logging.getLogger("xla_adapters")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A plan and what it is judged by.
+    """A plan with the time and memory by which it is compared.
 
     Attributes:
         plan: with its prediction, and its measurement if there is one.
-        seconds: of a step.
+        seconds: time of a step.
         memory_bytes: per device.
-        problem: why it was not measured, if it was to be.
+        problem: why the measurement failed, if it did.
     """
 
     plan: ShardingPlan
@@ -39,7 +40,7 @@ class Candidate:
 
 
 def distinct(plans: Sequence[ShardingPlan]) -> list[ShardingPlan]:
-    """Without those that put everything where an earlier one does, if on a mesh with other names."""
+    """The plans without duplicates: plans with equal tile assignments, even if their meshes have other axis names."""
     found: dict[Any, ShardingPlan] = {}
     for plan in plans:
         stored = tuple(tiles_of(plan.mesh, spec) for item in plan.parameters for spec in (item.spec, item.spec_in_use))
@@ -49,7 +50,7 @@ def distinct(plans: Sequence[ShardingPlan]) -> list[ShardingPlan]:
 
 
 def predicted(plan: ShardingPlan, problem: str = "") -> Candidate:
-    """Judged by its prediction."""
+    """The candidate with the plan's predicted cost."""
     cost = plan.predicted if plan.predicted is not None else PlanCost()
     return Candidate(plan=plan, seconds=cost.step_seconds, memory_bytes=cost.memory_bytes, problem=problem)
 
@@ -60,15 +61,17 @@ def measured(
     batch: Any,
     topology: Topology,
     around: Callable[[], AbstractContextManager[Any]],
-    kept: KeptPlans | None,
+    kept: PlanCache | None,
 ) -> list[Candidate]:
-    """Judged by their compiled steps; one that could not be compiled is no candidate, unless none could.
+    """The candidates with the cost of their compiled steps.
+
+    Plans that could not be compiled are left out. If none could be, all are returned with their predictions.
 
     Args:
         plans: with their predictions.
         model, batch, around: as for `measure_plans`.
-        topology: of the links, to make seconds of bytes.
-        kept: has what was measured before, and gets what is measured now.
+        topology: for the bandwidths, to convert bytes to seconds.
+        kept: stores measurements between runs.
     """
     known = kept.results() if kept is not None else {}
     digests = [digest_of_step(model, batch, plan) for plan in plans]
@@ -106,13 +109,13 @@ def _judged(plan: ShardingPlan, result: PlanResult, topology: Topology) -> Candi
 
 
 def _seconds(item: CollectiveCost, mesh: Mesh, topology: Topology) -> float:
-    """On the slowest link it uses. How many collectives there are is left out: compilers for real links join them."""
+    """Time on the slowest axis it uses. Latency per collective is ignored: compilers for real links combine them."""
     axes = [axis for axis in item.axis.split("+") if axis in mesh.axis_names] or list(mesh.axis_names)
     return item.wire_bytes / min(topology.bandwidth_of(axis) for axis in axes)
 
 
 def cheapest(candidates: Sequence[Candidate], budget: int | None) -> Candidate:
-    """The one that takes the least time of those that fit.
+    """The fastest candidate that fits the memory budget (bytes per device; None for no limit).
 
     Raises:
         ConfigError: none fits.
@@ -128,7 +131,7 @@ def cheapest(candidates: Sequence[Candidate], budget: int | None) -> Candidate:
 
 
 def alternatives(candidates: Sequence[Candidate], budget: int | None) -> tuple[Alternative, ...]:
-    """The candidates for the report, the cheapest first."""
+    """Summaries of the candidates for the report, the fastest first."""
     listed = []
     for candidate in sorted(candidates, key=_order):
         plan, cost = candidate.plan, candidate.plan.predicted or PlanCost()
@@ -148,5 +151,5 @@ def alternatives(candidates: Sequence[Candidate], budget: int | None) -> tuple[A
 
 
 def _order(candidate: Candidate) -> tuple[float, float]:
-    # Costs that differ by rounding alone are the same; then the least memory.
+    # Rounded, so that costs which differ by rounding errors are equal; then memory counts.
     return (float(f"{candidate.seconds:.4g}"), candidate.memory_bytes)

@@ -1,6 +1,6 @@
-"""Colours that colour-blind people tell apart, and labels that can be read on them.
+"""Colours that colour-blind people can distinguish, and readable labels on them.
 
-Okabe and Ito, "Color Universal Design" (2008); contrast as in WCAG 2.1, success criterion 1.4.3.
+Source: Okabe and Ito, "Color Universal Design" (2008); contrast as in WCAG 2.1, success criterion 1.4.3.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ LEAST_CONTRAST = 4.5
 
 
 def colour_of(number: int) -> str:
-    """The colour of the n-th slice; they repeat after eight, so every cell is labelled too."""
+    """The colour of slice `number`. Colours repeat after eight, so cells are labelled, too."""
     return PALETTE[number % len(PALETTE)]
 
 
 def label_on(background: str) -> str:
-    """Black or white, whichever is read better on a colour; one of them always reaches 4.5:1."""
+    """Black or white, whichever has more contrast to the background; one of them always reaches 4.5:1."""
     return max((INK, PAPER), key=lambda ink: contrast(ink, background))
 
 

@@ -1,4 +1,4 @@
-"""`ShardingConfig`: what the user wants of sharding."""
+"""`ShardingConfig`: the user's options for sharding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xla_adapters.sharding.plan import ShardingPlan
 
 Scheme = Literal["auto", "dp", "fsdp", "tp", "2d"]
 Partitioner = Literal["planner", "alpa"]
-TopologyName = Literal["cpu", "v4", "v5e", "v5p", "v6e"]
+TopologyName = Literal["cpu", "v4", "v5e", "v5p", "v6e", "tpu7x"]
 Checkpoints = Literal["whole", "sharded"]
 
 
@@ -22,25 +22,25 @@ class ShardingConfig:
 
     Args:
         scheme: `"dp"` splits the batch and copies the model; `"fsdp"` splits parameters, gradients and
-            optimizer state too; `"tp"` splits layers (Megatron-LM); `"2d"` does the last two, each on an
-            axis of its own; `"auto"` plans, and takes what costs least.
+            optimizer state too; `"tp"` splits layers (Megatron-LM); `"2d"` combines the last two, each on an
+            axis of its own; `"auto"` takes the cheapest of the planner's plans and these templates.
         mesh_shape: devices along each axis; chosen if not given.
         axis_names: of the mesh; `("data", "model")` if not given.
-        partitioner: who plans for `"auto"`: `"planner"` is ours, `"alpa"` the XLA compiler's own pass,
-            where it has one.
-        keep_user_sharding: parameters that are annotated already stay so, and the plan is made around them.
-        memory_budget: bytes per device that parameters, gradients, optimizer state and activations may
-            take; if not given, nine tenths of what the topology's devices have (on the CPU no limit).
-        topology: what devices and links can do, for the planner: `"cpu"`, `"v4"`, `"v5e"`, `"v5p"` or
-            `"v6e"`; chosen by the device if not given.
-        measure_top_k: how many of the planner's plans are compiled beside the recipes, in a process of their own, to be
-            compared by what the compiled step really sends and keeps; 2 if not given, 0 lets predictions decide. Only
-            for training on CPU devices: the compilers of others split otherwise.
-        plan: one that was made before (`ShardingPlan.load`); nothing is planned then.
+        partitioner: the planner for `"auto"`: `"planner"` is this package's, `"alpa"` the XLA compiler's own
+            pass, where it has one.
+        keep_user_sharding: keep the sharding of parameters that are already annotated, and plan the others.
+        memory_budget: bytes per device for parameters, gradients, optimizer state and activations; if not
+            given, nine tenths of the topology's memory (on the CPU no limit).
+        topology: the kind of devices and links, for the planner: `"cpu"`, `"v4"`, `"v5e"`, `"v5p"`,
+            `"v6e"` or `"tpu7x"` (Ironwood); that of the device if not given.
+        measure_top_k: how many of the planner's plans are compiled, beside the templates, in a separate process, and
+            compared by communication volume and memory of the compiled step; 2 if not given, 0 compares predictions.
+            Only for training on CPU devices: other compilers partition differently.
+        plan: a finished plan (`ShardingPlan.load`); nothing is planned then.
         overrides: specs by name pattern (shell style, e.g. `{"*.lm_head.weight": ("model", None)}`); the
-            first that matches a parameter decides.
-        checkpoints: `"whole"` writes the files of an unsharded run, put together on the host; `"sharded"` never has
-            the state there as a whole: each process writes what its devices hold.
+            first pattern that matches a parameter counts.
+        checkpoints: `"whole"` gathers the state on the host and writes the files of an unsharded run; with
+            `"sharded"` each process writes what its devices hold.
 
     Raises:
         ConfigError: a value is not valid; the message lists the valid ones.
@@ -82,7 +82,7 @@ class ShardingConfig:
         for name in ("memory_budget", "topology", "measure_top_k"):
             if getattr(self, name) is not None and self.scheme != "auto":
                 raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is for planning; scheme={self.scheme!r} is a recipe, which does "
+                    f"{name}={getattr(self, name)!r} is for planning; scheme={self.scheme!r} is a template, which does "
                     "not look at it: use scheme='auto'"
                 )
         if self.axis_names is not None and self.mesh_shape is None:
@@ -182,10 +182,10 @@ class ShardingConfig:
         return cls(scheme=sharding)  # type: ignore[arg-type]
 
     def mesh(self, devices: int) -> Mesh | None:
-        """The mesh that was asked for, or planned for; None if it may be chosen.
+        """The mesh of these options or of `plan`; None if it is to be chosen.
 
         Raises:
-            ConfigError: it needs another number of devices than there are.
+            ConfigError: the mesh is for another number of devices.
         """
         if self.plan is not None:
             if self.plan.mesh.size != devices:

@@ -1,6 +1,6 @@
-"""`distribute_module`: a model on all devices by one call, in the manner of torch's function of this name.
+"""`distribute_module`: shards a model over all devices with one call, like torch's function of this name.
 
-Source: RFC pytorch/xla#6322. There is no such `partition_fn="AUTO"` in torch_xla 2.9.
+Source: RFC pytorch/xla#6322, whose `partition_fn="AUTO"` does not exist in torch_xla 2.9.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree
 
-from xla_adapters.backend import Backend, get_backend
 from xla_adapters.errors import ConfigError
+from xla_adapters.runtime import Runtime, get_runtime
+from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding.annotated import annotated, possible_meshes
 from xla_adapters.sharding.config import Scheme, ShardingConfig
 from xla_adapters.sharding.dtensor import accept_placements
@@ -41,32 +42,32 @@ def distribute_module(
     *,
     example: Any = None,
 ) -> torch.nn.Module:
-    """Brings a model to all devices, each of which gets its part of the parameters only.
+    """Shards a model over all devices.
 
-    Use it before the optimizer is made, and put each training step into `xla_adapters.step()`. What the model is
-    called with is split over the data axis; `place_batch` splits what is not (labels).
+    Call it before you create the optimizer, and run each training step in `xla_adapters.step()`. The arguments of the
+    model's calls are split over the data axis; use `place_batch` for tensors that the model does not get (labels).
 
         model = distribute_module(Net(), partition_fn="AUTO", example=batch)
 
     Args:
-        module: on the host, or annotated on the device already; changed in place.
-        device_mesh: chosen if not given. The data axis is named `"data"`, the one for layers `"model"`.
-        partition_fn: `"AUTO"` plans, and takes what costs least; `"dp"`, `"fsdp"`, `"tp"` and `"2d"` are recipes; a
-            `ShardingConfig` is either. Parameters that are DTensors or annotated stay as they are. A function is
-            called as torch calls it, with each module's name, the module and the mesh, and places the module's
-            parameters by `distribute_tensor` or `xs.mark_sharding`; what it leaves is copied to every device, as is
-            everything if None.
-        input_fn: called with (module, inputs, mesh) before each forward in place of the splitting; returns the inputs,
-            or None if it marked them.
-        output_fn: called with (module, outputs, mesh) behind each forward; returns the outputs, or None.
-        example: a batch for the model as it will be called (a tensor, a dict, a tuple); `"AUTO"` plans for it.
+        module: on the host, or already annotated on the device; changed in place.
+        device_mesh: chosen if not given. Its axes must be named `"data"` (the batch) and `"model"` (layers).
+        partition_fn: `"AUTO"` takes the cheapest plan; `"dp"`, `"fsdp"`, `"tp"` and `"2d"` are templates; a
+            `ShardingConfig` can be either. Parameters that are DTensors or annotated keep their sharding. A function is
+            called as torch calls it, with each module's name, the module and the mesh; it shards the module's
+            parameters with `distribute_tensor` or `xs.mark_sharding`, and all others are replicated. None replicates
+            everything.
+        input_fn: called with (module, inputs, mesh) before each forward, instead of the splitting; returns the inputs,
+            or None if it annotated them in place.
+        output_fn: called with (module, outputs, mesh) after each forward; returns the outputs, or None.
+        example: a batch as the model will be called (a tensor, a dict, a tuple); `"AUTO"` plans for it.
 
     Returns:
-        The module; `plan_of(module)` is how it lies.
+        The module; `plan_of(module)` is its plan.
 
     Raises:
-        ConfigError: an argument is not valid, the mesh is for another number of devices, nothing fits, or the module
-            was distributed before.
+        ConfigError: an argument is not valid, the mesh is for another number of devices, no plan fits the memory, or
+            the module was distributed before.
         RuntimeOrderError: the runtime was started without SPMD before.
     """
     if module in _placements:
@@ -74,45 +75,47 @@ def distribute_module(
     for name, function in (("input_fn", input_fn), ("output_fn", output_fn)):
         if function is not None and len(inspect.signature(function).parameters) != 3:
             raise ConfigError(f"{name} is called with three arguments: the module, the values and the mesh")
-    backend = get_backend()
-    backend.initialize(spmd=True)
-    mesh = _own_mesh(device_mesh, backend.device_count())
+    runtime = get_runtime()
+    runtime.device.initialize(spmd=True)
+    mesh = _own_mesh(device_mesh, runtime.device.count())
     if partition_fn is None or callable(partition_fn):
-        placement = Placement(_partitioned(module, mesh, device_mesh, partition_fn, backend), backend)
+        placement = Placement(_partitioned(module, mesh, device_mesh, partition_fn, runtime), runtime)
     else:
         accept_placements(module)
         config = _config(partition_fn, mesh)
-        devices = backend.device_count()
-        cut_for, fixed = annotated(module, possible_meshes(config, devices), backend)
+        devices = runtime.device.count()
+        cut_for, fixed = annotated(module, possible_meshes(config, devices), runtime)
         plan = make_plan(module, config, devices, mesh=cut_for, fixed=fixed, example=lambda: _arguments(example))
-        placement = Placement(plan, backend)
+        placement = Placement(plan, runtime)
     placement.move_model(module)
     _placements[module] = placement
-    _hook(module, placement, backend, device_mesh or placement.plan.mesh, input_fn, output_fn)
+    _hook(module, placement, runtime, device_mesh or placement.plan.mesh, input_fn, output_fn)
     return module
 
 
 def plan_of(module: torch.nn.Module) -> ShardingPlan:
-    """How a model lies that `distribute_module` brought to the devices.
+    """The plan of a model that `distribute_module` returned.
 
     Raises:
-        ConfigError: it did not.
+        ConfigError: the model is not distributed.
     """
     return _placement_of(module).plan
 
 
 def place_batch(module: torch.nn.Module, batch: Any) -> Any:
-    """A batch on the devices, split as the inputs of a distributed model are.
+    """Moves a batch to the devices, sharded as the inputs of a distributed model.
 
     Args:
-        module: that `distribute_module` returned.
+        module: the result of `distribute_module`.
         batch: nested mappings, lists and tuples of tensors, on the host or the device.
 
     Raises:
         ConfigError: the module is not distributed.
     """
-    placement, device = _placement_of(module), get_backend().device()
-    return placement.place_batch(_pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch))
+    placement, device = _placement_of(module), get_runtime().device.torch_device()
+    # In eager mode a tensor would be uploaded whole before its shards are.
+    with uploading():
+        return placement.place_batch(_pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch))
 
 
 def _placement_of(module: torch.nn.Module) -> Placement:
@@ -167,10 +170,10 @@ def _partitioned(
     mesh: Mesh | None,
     given: Mesh | DeviceMesh | None,
     partition_fn: PartitionFn | None,
-    backend: Backend,
+    runtime: Runtime,
 ) -> ShardingPlan:
-    """What a function of torch's contract made of the module; the rest is copied."""
-    mesh = mesh if mesh is not None else default_mesh("dp", backend.device_count())
+    """Calls a `partition_fn` on each submodule; parameters that it leaves alone are replicated."""
+    mesh = mesh if mesh is not None else default_mesh("dp", runtime.device.count())
     if partition_fn is not None:
         ranks = torch.arange(mesh.size).reshape(mesh.shape)
         torch_mesh = (
@@ -179,7 +182,7 @@ def _partitioned(
         for name, part in module.named_modules():
             partition_fn(name, part, torch_mesh)
     accept_placements(module)
-    _, fixed = annotated(module, [mesh], backend)
+    _, fixed = annotated(module, [mesh], runtime)
     scheme = "dp" if DATA in mesh.axis_names else "tp"
     plan = template(scheme, module, mesh, config=ShardingConfig(scheme=scheme), fixed=fixed)  # type: ignore[arg-type]
     return dataclasses.replace(plan, name="partition_fn")
@@ -192,14 +195,14 @@ def _arguments(example: Any) -> Any:
 def _hook(
     module: torch.nn.Module,
     placement: Placement,
-    backend: Backend,
+    runtime: Runtime,
     mesh: Mesh | DeviceMesh,
     input_fn: Callable[..., Any] | None,
     output_fn: Callable[..., Any] | None,
 ) -> None:
     def plain(values: Any) -> Any:
         return _pytree.tree_map(
-            lambda value: backend.plain(value) if isinstance(value, torch.Tensor) else value, values
+            lambda value: runtime.spmd.plain(value) if isinstance(value, torch.Tensor) else value, values
         )
 
     def split(_: torch.nn.Module, args: Any, kwargs: Any) -> None:

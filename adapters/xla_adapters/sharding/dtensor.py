@@ -1,4 +1,4 @@
-"""Models that carry placements already: DTensors of torch, and the wrappers of torch_xla's own annotations."""
+"""Converts models whose parameters are DTensors (torch's, or torch_xla's wrappers) to plain sharded tensors."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from xla_adapters.backend import Tiles, get_backend
 from xla_adapters.errors import ConfigError
+from xla_adapters.runtime import TileAssignment, get_runtime
 from xla_adapters.sharding.mesh import DimSpec, Mesh, Spec
 from xla_adapters.sharding.tiling import tiles_of
 
 
 def accept_placements(model: torch.nn.Module) -> list[str]:
-    """Makes plain parameters of those that are DTensors: on the devices, cut as they were placed.
+    """Replaces DTensors of a model by plain tensors on the devices, sharded as they were placed.
 
-    A plan that is made afterwards keeps them so (`keep_user_sharding`). What is placed as a copy on every device is
-    open to the plan. Works in place; an optimizer that was made before would go on to update the former parameters.
+    A plan made afterwards keeps their sharding (`keep_user_sharding`); replicated ones may be sharded by the plan.
+    Works in place. Create the optimizer afterwards: an older one holds the former parameters.
 
     Args:
-        model: its DTensors may be torch's own (on a mesh of as many devices as there are here; brought together by a
-            collective if other processes hold parts) or come from `distribute_tensor` on an `"xla"` mesh.
+        model: its DTensors may be torch's own (on a mesh of as many devices as there are here; gathered by a collective
+            if other processes hold parts), or come from `distribute_tensor` on an `"xla"` mesh.
 
     Returns:
         The names of the parameters and buffers that were DTensors.
 
     Raises:
-        ConfigError: a DTensor has no values, is a partial sum, or lies on a mesh of another size.
+        ConfigError: a DTensor has no values, is a partial sum, or is on a mesh of another size.
     """
     made: dict[int, torch.Tensor] = {}
     names: list[str] = []
@@ -48,25 +48,25 @@ def accept_placements(model: torch.nn.Module) -> list[str]:
 
 
 def _plain(name: str, value: DTensor) -> torch.Tensor:
-    backend = get_backend()
-    unwrapped = backend.plain(value)
+    runtime = get_runtime()
+    unwrapped = runtime.spmd.plain(value)
     if unwrapped is not value:
         return unwrapped.detach()
     tiles = tiles_of_placements(name, value)
     mesh = value.device_mesh
-    if mesh.size() != backend.device_count():
+    if mesh.size() != runtime.device.count():
         raise ConfigError(
-            f"{name} is placed on a mesh of {mesh.size()} devices, and there are {backend.device_count()}: place it on "
+            f"{name} is placed on a mesh of {mesh.size()} devices, and there are {runtime.device.count()}: place it on "
             "a mesh of all devices, or give the model without placements"
         )
     if value.device.type == "meta":
         raise ConfigError(f"{name} is on the meta device: give it values first (model.to_empty and initialise)")
-    if not backend.is_spmd():
+    if not runtime.device.is_spmd():
         raise ConfigError(
             f"{name} is a DTensor, and the runtime drives one device: call xla_adapters.initialize(spmd=True) first"
         )
     whole = _whole(name, value)
-    return backend.to_device(whole) if tiles.number == 1 else backend.upload_sharded(whole, tiles)
+    return runtime.transfers.to_device(whole) if tiles.number == 1 else runtime.spmd.upload_sharded(whole, tiles)
 
 
 def _whole(name: str, value: DTensor) -> torch.Tensor:
@@ -79,8 +79,8 @@ def _whole(name: str, value: DTensor) -> torch.Tensor:
     return value.full_tensor().detach()
 
 
-def tiles_of_placements(name: str, value: DTensor) -> Tiles:
-    """How the compiler sees the placements of a DTensor; ranks of its mesh are numbers of devices.
+def tiles_of_placements(name: str, value: DTensor) -> TileAssignment:
+    """The tile assignment of a DTensor's placements; ranks of its mesh are taken as device numbers.
 
     Raises:
         ConfigError: it is a partial sum.
@@ -88,15 +88,15 @@ def tiles_of_placements(name: str, value: DTensor) -> Tiles:
     mesh, spec = mesh_and_spec(name, value)
     tiles = tiles_of(mesh, spec)
     ranks = value.device_mesh.mesh.flatten().tolist()
-    return Tiles(counts=tiles.counts, devices=tuple(ranks[device] for device in tiles.devices))
+    return TileAssignment(counts=tiles.counts, devices=tuple(ranks[device] for device in tiles.devices))
 
 
 def mesh_and_spec(name: str, value: DTensor) -> tuple[Mesh, Spec]:
-    """The mesh and the placements of a DTensor in our terms.
+    """The mesh of a DTensor and its placements as a spec.
 
     Args:
-        name: of it, for messages.
-        value: any.
+        name: of the tensor, for messages.
+        value: the DTensor.
 
     Raises:
         ConfigError: it is a partial sum.
@@ -104,7 +104,7 @@ def mesh_and_spec(name: str, value: DTensor) -> tuple[Mesh, Spec]:
     shape = tuple(value.device_mesh.shape)
     axes = value.device_mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(len(shape)))
     dims: list[list[str]] = [[] for _ in range(value.ndim)]
-    # FSDP writes a dimension that tensor parallelism has cut before as strided: its axis is the inner one.
+    # FSDP marks a dimension that tensor parallelism has already split as strided; its axis is the inner one.
     for strided in (False, True):
         for axis, placement in zip(axes, value.placements, strict=True):
             if placement.is_partial():

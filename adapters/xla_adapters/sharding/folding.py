@@ -1,4 +1,4 @@
-"""Repeated layers as one row: `layers.0.weight`, `layers.1.weight` are `layers.{0-1}.weight`."""
+"""Folds repeated layers into one row of a table: `layers.0.weight`, `layers.1.weight` -> `layers.{0-1}.weight`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from xla_adapters.sharding.plan import ParameterPlan
+from xla_adapters.sharding.plan_data import ParameterPlan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fold:
-    """Parameters that differ by a layer's number only.
+    """Equal parameters whose names differ only in the number of a layer.
 
     Attributes:
         name: with ranges of numbers in braces.
@@ -23,20 +23,20 @@ class Fold:
 
     @property
     def first(self) -> ParameterPlan:
-        """Its shape, dtype and spec are those of all."""
+        """The first parameter; all have its shape, dtype and spec."""
         return self.parameters[0]
 
 
 def fold(parameters: Iterable[ParameterPlan]) -> tuple[Fold, ...]:
-    """Folds parameters whose shape, dtype, spec and decider agree, in the order of their first one.
+    """Folds parameters with equal shape, dtype, spec and `decided_by`, in the order of their first one.
 
-    A parameter with further names (a tied weight) stays on its own.
+    A tied weight is not folded.
     """
     rows: list[tuple[tuple[str, ...], Hashable, tuple[ParameterPlan, ...]]] = [
         (tuple(entry.name.split(".")), _alike(entry), (entry,)) for entry in parameters
     ]
     positions = max((len(parts) for parts, _, _ in rows), default=0)
-    # From the right: experts in a layer first, then layers that fold their experts alike.
+    # From the right: first the experts of a layer, then layers whose experts fold in the same way.
     for position in reversed(range(positions)):
         rows = _folded_at(rows, position)
     return tuple(Fold(name=".".join(parts), parameters=members) for parts, _, members in rows)
@@ -68,7 +68,7 @@ def _folded_at(
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as text: `0-3,5,8-9`; `0,4,..,252` where they are evenly apart."""
+    """Ascending numbers as text: `0-3,5,8-9`; evenly spaced ones as `0,4,..,252`."""
     if len(numbers) > 3 and numbers[1] - numbers[0] > 1:
         step = numbers[1] - numbers[0]
         if all(after - before == step for before, after in itertools.pairwise(numbers)):

@@ -1,4 +1,4 @@
-"""`read_hlo`: the collectives of a compiled program, and the bytes they send."""
+"""`read_hlo`: counts the collectives of a compiled program and their communication volume."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.hlo_memory import MemoryReport, read_memory_report
 from xla_adapters.sharding.hlo_text import Instruction, Module, bytes_by_dtype, elements, parse_module
 from xla_adapters.sharding.mesh import Mesh
-from xla_adapters.sharding.plan import Collective, CollectiveCost, Measurement
+from xla_adapters.sharding.plan_data import Collective, CollectiveCost, Measurement
 from xla_adapters.sharding.replica_groups import (
     Groups,
     Ids,
@@ -27,12 +27,12 @@ __all__ = ["CollectiveOp", "HloStats", "MemoryReport", "axis_of", "read_hlo", "r
 
 NO_AXIS = "(no axis)"
 
-# Opcodes that send too, but for whose bytes there is no formula here: they are named, not left out in silence.
+# Opcodes that also communicate, but whose volume is not computed here; they are reported in `HloStats.uncosted`.
 _UNCOSTED = ("collective-broadcast", "ragged-all-to-all", "send", "send-start", "recv", "recv-start")
 _TRIPS = re.compile(r'known_trip_count\\?"\s*:\s*\{\s*\\?"n\\?"\s*:\s*\\?"?(\d+)')
-# A TPU compiles a reduce-scatter to a fusion of this name that holds an all-reduce and a slice of it.
+# For TPUs XLA compiles a reduce-scatter to a fusion of this name, with an all-reduce and a slice.
 _FUSED_SCATTER = "all-reduce-scatter"
-# And an asynchronous collective to several fusions, each with a copy of it, that compute something beside: one chain.
+# And an asynchronous collective to a chain of fusions with other work, each with a copy of the collective.
 _CHAIN = re.compile(r'\bchannel_id=(\d+)\b.*\bchain_id="(\d+)"')
 
 
@@ -42,13 +42,13 @@ class CollectiveOp:
 
     Attributes:
         name: of the instruction.
-        kind: of the collective.
-        bytes_by_dtype: of its result on one device, each time it runs.
-        groups: devices that work together; empty for a collective-permute.
+        kind: e.g. `"all-reduce"`.
+        bytes_by_dtype: bytes of its result on one device, per run.
+        groups: the groups of devices that communicate; empty for a collective-permute.
         pairs: source and target devices of a collective-permute.
-        runs: how often it runs per run of the program.
-        exact: False if `runs` is a guess: it is inside a loop whose trips the HLO does not state (counted
-            once), or in a branch that may not be taken (counted as taken).
+        runs: how often it runs in one run of the program.
+        exact: False if `runs` is a guess: it is in a loop whose trip count the HLO does not state (counted once), or in
+            a branch that may not be taken (counted as taken).
     """
 
     name: str
@@ -61,23 +61,23 @@ class CollectiveOp:
 
     @property
     def group_size(self) -> int:
-        """Devices in its largest group; for a collective-permute, 2 if anything moves."""
+        """Number of devices in its largest group; for a collective-permute 2, or 1 if nothing is sent."""
         if self.kind == "collective-permute":
             return 2 if any(source != target for source, target in self.pairs) else 1
         return max((len(group) for group in self.groups), default=1)
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of its result on one device, each time it runs."""
+        """Bytes of its result on one device, per run."""
         return sum(self.bytes_by_dtype.values())
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes each device sends, each time it runs (ring algorithm)."""
+        """Bytes that each device sends, per run (ring algorithm)."""
         return ring_wire_bytes(self.kind, self.result_bytes, self.group_size)
 
     def axis(self, mesh: Mesh) -> str:
-        """The mesh axes it works along, joined by `+`; `"(no axis)"` if it follows none."""
+        """The mesh axes along which it communicates, joined by `+`; `"(no axis)"` if there are none."""
         found = axis_of_pairs(self.pairs, mesh) if self.pairs else axis_of(self.groups, mesh)
         return NO_AXIS if found is None else found
 
@@ -89,9 +89,9 @@ class HloStats:
     All sums are per run of the program, so a collective in a loop of 12 trips counts 12 times.
 
     Attributes:
-        devices: the program runs on.
-        operations: every collective instruction.
-        uncosted: how often opcodes appear that send something this module has no formula for.
+        devices: number of devices that the program runs on.
+        operations: all collective instructions.
+        uncosted: counts of opcodes that communicate, but whose volume is not computed.
     """
 
     devices: int
@@ -150,7 +150,7 @@ class HloStats:
         return tuple(sorted(costs, key=lambda cost: (-cost.wire_bytes, cost.kind, cost.axis)))
 
     def measurement(self, memory: MemoryReport) -> Measurement:
-        """What a plan keeps of the compiled step."""
+        """The summary that a plan stores."""
         return Measurement(wire_bytes=self.wire_bytes, memory_bytes=memory.memory_bytes, collectives=self.counts)
 
     def _by_kind(self, value: Callable[[CollectiveOp], float]) -> dict[str, float]:
@@ -161,12 +161,12 @@ class HloStats:
 
 
 def ring_wire_bytes(kind: Collective, result_bytes: float, devices: int) -> float:
-    """Bytes each device sends in a ring.
+    """Bytes that each device sends, by the ring algorithm.
 
     Args:
         kind: of the collective.
-        result_bytes: of the result on one device (of an all-gather the whole, of a reduce-scatter the shard).
-        devices: that work together.
+        result_bytes: of the result on one device (for an all-gather the whole, for a reduce-scatter the shard).
+        devices: number of devices in a group.
     """
     others = devices - 1
     if kind == "reduce-scatter":
@@ -179,16 +179,15 @@ def ring_wire_bytes(kind: Collective, result_bytes: float, devices: int) -> floa
 def read_hlo(text: str, devices: int) -> HloStats:
     """Counts the collectives of an optimised HLO module.
 
-    An asynchronous pair counts once. A collective in a loop counts as often as the loop runs where the HLO
-    states it (`known_trip_count`), else once, and the result is not `exact`.
+    An asynchronous pair counts once. A collective in a loop counts as often as the loop runs, if the HLO states it
+    (`known_trip_count`), else once, and the result is not `exact`.
 
     Args:
         text: of the module, as `--xla_dump_hlo_as_text` writes it (`*after_optimizations.txt`).
-        devices: the module was compiled for.
+        devices: number of devices that the module was compiled for.
 
     Raises:
-        ConfigError: the text is no HLO, was compiled for another number of devices, or spells something in a
-            way that is not understood.
+        ConfigError: the text is not HLO, was compiled for another number of devices, or has an unknown form.
     """
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ConfigError(f"devices={devices!r}: give the number of devices the program was compiled for, at least 1")
@@ -205,7 +204,7 @@ def read_hlo(text: str, devices: int) -> HloStats:
 
 
 class _Walk:
-    """Follows calls from the entry, so that a computation counts as often as it runs."""
+    """Visits computations along the calls from the entry, and multiplies counts by trip counts of loops."""
 
     def __init__(self, module: Module, devices: int) -> None:
         self.module, self.devices = module, devices
@@ -225,12 +224,12 @@ class _Walk:
                     if chain.groups() in self.chains:
                         continue
                     self.chains.add(chain.groups())
-                # What it calls adds two numbers; nothing there is sent.
+                # The computation that it calls is the reduction of two scalars; it is not visited.
                 self.operations.append(self._operation(instruction, cast(Collective, kind), computation, runs, exact))
             elif opcode in _UNCOSTED:
                 self.uncosted[opcode] = self.uncosted.get(opcode, 0) + runs
             elif opcode.endswith(("-done", "-update")):
-                # The call was made by its start; older XLA names the computation again here.
+                # Counted at its start; older XLA names the called computation here again.
                 continue
             else:
                 inner_runs, inner_exact = _runs_inside(instruction, runs, exact)
@@ -261,7 +260,7 @@ class _Walk:
         replicas, partitions = self.module.replicas, self.module.partitions
         ids = _ids(attributes, kind)
         if replicas * partitions == 1:
-            # The module does not say how many devices there are: the ids count them.
+            # The module does not state its number of devices; then ids are device ids.
             replicas, partitions, ids = 1, self.devices, "devices"
         groups = device_groups(read_groups(attributes), ids, replicas=replicas, partitions=partitions)
         if (largest := max(device for group in groups for device in group)) >= self.devices:
@@ -273,7 +272,7 @@ class _Walk:
 
 
 def _ids(attributes: str, kind: Collective) -> Ids:
-    """What the ids in `replica_groups` count (`GetCollectiveOpGroupMode` of XLA)."""
+    """The meaning of the ids in `replica_groups` (`GetCollectiveOpGroupMode` of XLA)."""
     if "channel_id=" not in attributes:
         return "replicas"
     if kind == "all-to-all":
@@ -282,7 +281,7 @@ def _ids(attributes: str, kind: Collective) -> Ids:
 
 
 def _runs_inside(instruction: Instruction, runs: int, exact: bool) -> tuple[int, bool]:
-    """How often what an instruction calls runs, and whether that is known."""
+    """How often the computations that an instruction calls run, and whether that is exact."""
     if instruction.opcode == "while":
         trips = _TRIPS.search(instruction.attributes)
         return (runs * int(trips.group(1)), exact) if trips else (runs, False)
@@ -290,7 +289,7 @@ def _runs_inside(instruction: Instruction, runs: int, exact: bool) -> tuple[int,
 
 
 def _result_type(instruction: Instruction, kind: Collective) -> str:
-    """The type of the result; a start returns its operands too, but for all-reduce."""
+    """The type of the result. Instructions `*-start` return their operands, too, except `all-reduce-start`."""
     if not instruction.opcode.endswith("-start") or kind == "all-reduce":
         return instruction.type
     parts = elements(instruction.type)

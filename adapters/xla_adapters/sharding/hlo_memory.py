@@ -1,4 +1,4 @@
-"""`read_memory_report`: what a compiled program keeps in memory on each device, from XLA's own report."""
+"""`read_memory_report`: reads XLA's own report of the memory that a compiled program needs on each device."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """Bytes on one device, by what they are for; all are read from XLA's buffer assignment.
+    """Bytes on one device by kind, from XLA's buffer assignment.
 
     Attributes:
-        arguments: parameters of the program, those included whose memory an output reuses.
-        outputs: results in memory of their own.
-        temporaries: values in between.
-        constants: of the program.
-        thread_local: scratch of inner computations.
-        reused: part of `arguments` that ends up as an output (donated).
-        total: as XLA states it; None if the text does not.
+        arguments: parameters of the program, including donated ones.
+        outputs: results that do not reuse an argument's memory.
+        temporaries: intermediate values.
+        constants: constants of the program.
+        thread_local: scratch memory of inner computations.
+        reused: the part of `arguments` whose memory an output reuses (donated).
+        total: as stated by XLA; None if the text does not have it.
         exact: False if the text gives sizes rounded to KiB, MiB or GiB.
     """
 
@@ -38,17 +38,17 @@ class MemoryReport:
 
     @property
     def memory_bytes(self) -> int:
-        """Arguments, outputs that reuse none of them, and temporary values."""
+        """Arguments, outputs that do not reuse them, and temporary values."""
         return self.arguments + self.outputs + self.temporaries
 
 
 def read_memory_report(text: str) -> MemoryReport:
     """Reads `*buffer-assignment.txt` (exact) or `*memory-usage-report.txt` (rounded) of an XLA dump.
 
-    Both are written beside the optimised HLO by `XLA_FLAGS=--xla_dump_to=... --xla_dump_hlo_as_text`.
+    XLA writes both next to the optimised HLO with `XLA_FLAGS=--xla_dump_to=... --xla_dump_hlo_as_text`.
 
     Raises:
-        ConfigError: the text holds no allocation.
+        ConfigError: the text has no allocation.
     """
     sizes: dict[str, int] = {}
     seen: set[int] = set()
@@ -76,7 +76,7 @@ def read_memory_report(text: str) -> MemoryReport:
 
 
 def _kind(description: str) -> str:
-    # The shape may hold any word, so what is searched for comes with its comma.
+    # With the comma, since the shape before it may contain any word.
     if ", parameter " in description:
         return "arguments"
     if ", thread-local" in description:

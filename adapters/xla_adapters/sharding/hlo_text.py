@@ -1,4 +1,4 @@
-"""HLO text taken apart: computations, instructions, and the bytes of a type."""
+"""Parses HLO text: computations, instructions, and sizes of types."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One line of a computation.
+    """One instruction of a computation.
 
     Attributes:
         name: without `%`.
-        type: what it returns, as text.
+        type: of its result, as text.
         opcode: e.g. `"all-reduce"`.
-        attributes: what follows the operands, as text.
-        called: computations it names.
+        attributes: the text after the operands.
+        called: names of the computations that it calls.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Instruction:
 
     @property
     def plain_attributes(self) -> str:
-        """The attributes without what stands in quotes: names of the user's operations may hold anything."""
+        """The attributes without quoted strings, which may contain any text (names in the user's code)."""
         return _STRING.sub('""', self.attributes)
 
 
@@ -53,8 +53,8 @@ class Module:
 
     Attributes:
         computations: by name.
-        entry: the name of the one that runs.
-        replicas, partitions: the module was compiled for so many of each.
+        entry: the name of the entry computation.
+        replicas, partitions: the numbers that the module was compiled for.
     """
 
     computations: Mapping[str, tuple[Instruction, ...]] = field(default_factory=dict)
@@ -131,7 +131,7 @@ def _parse_instruction(line: str) -> Instruction | None:
 
 
 def _end_of_type(text: str) -> int:
-    """Where the type ends that the text begins with: layouts hold parentheses, tuples hold spaces."""
+    """The end of the type at the start of the text. Layouts contain parentheses, and tuples contain spaces."""
     if text.startswith("("):
         return _closing(text, 0) + 1
     depth = 0
@@ -158,7 +158,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def elements(type_text: str) -> tuple[str, ...]:
-    """The elements of a tuple type; a type that is no tuple is its own only element."""
+    """The elements of a tuple type; another type is returned as the only element."""
     if not type_text.startswith("("):
         return (type_text,)
     parts, depth, begin = [], 0, 1
@@ -175,8 +175,8 @@ def elements(type_text: str) -> tuple[str, ...]:
 def bytes_by_dtype(type_text: str) -> dict[str, int]:
     """Bytes of a type by element type, all elements of a tuple together.
 
-    Types of less than a byte take a whole one unless the layout packs them (`s4[8]{0:E(4)}`), as
-    `ShapeUtil::ByteSizeOfElements` of XLA has it. Padding by tiles is not counted.
+    Types of less than a byte take a whole byte, unless the layout packs them (`s4[8]{0:E(4)}`), as in XLA's
+    `ShapeUtil::ByteSizeOfElements`. Padding by tiles is not counted.
 
     Raises:
         ConfigError: an element type is unknown.

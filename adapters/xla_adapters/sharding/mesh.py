@@ -1,4 +1,4 @@
-"""`Mesh`: devices in a grid with named axes, and what a tensor's dimensions are split over."""
+"""`Mesh`, a grid of devices with named axes, and `Spec`, which says over which axes each dimension is split."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from xla_adapters.errors import ConfigError
 
 DATA, MODEL = "data", "model"
 
-# What one dimension of a tensor is split over: no axis, one, or several (the first is the outermost).
+# Over which axes one dimension of a tensor is split: none, one, or several (the first is the outermost).
 DimSpec = None | str | tuple[str, ...]
-# One entry per dimension.
+# One entry per dimension of a tensor.
 Spec = tuple[DimSpec, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Devices in a grid.
+    """Devices in a grid with named axes; device ids count row by row.
 
     Args:
         shape: devices along each axis.
@@ -66,11 +66,11 @@ class Mesh:
         return self.shape[self.axis_names.index(axis)]
 
     def parts(self, dim: DimSpec) -> int:
-        """Into how many parts a dimension is split."""
+        """Into how many equal parts a dimension with this entry is split."""
         return math.prod(self.axis_size(axis) for axis in axes_of(dim))
 
     def shards(self, spec: Spec) -> int:
-        """Into how many different shards a tensor is split; the other devices hold copies."""
+        """Into how many different shards a tensor is split; further devices hold copies."""
         return math.prod(self.parts(dim) for dim in spec)
 
     def check(self, name: str, shape: tuple[int, ...], spec: Spec) -> None:
@@ -121,25 +121,25 @@ class Mesh:
 
 
 def axes_of(dim: DimSpec) -> tuple[str, ...]:
-    """The axes one dimension is split over."""
+    """The axes that one dimension is split over."""
     if dim is None:
         return ()
     return (dim,) if isinstance(dim, str) else dim
 
 
 def used_axes(spec: Spec) -> tuple[str, ...]:
-    """The axes a tensor is split over."""
+    """The axes that a tensor is split over."""
     return tuple(axis for dim in spec for axis in axes_of(dim))
 
 
 def without(spec: Spec, axis: str) -> Spec:
-    """A spec with nothing split over one axis."""
+    """The spec with one axis removed: nothing is split over it."""
     left = [tuple(item for item in axes_of(dim) if item != axis) for dim in spec]
     return tuple(None if not axes else axes[0] if len(axes) == 1 else axes for axes in left)
 
 
 def replicated(rank: int) -> Spec:
-    """The spec of a tensor every device holds whole."""
+    """The spec of a tensor of which every device holds a copy."""
     return (None,) * rank
 
 
@@ -149,7 +149,7 @@ def render(spec: Spec) -> str:
 
 
 def factorizations(devices: int, axes: int = 2) -> Iterator[tuple[int, ...]]:
-    """All ways to lay `devices` out along so many axes, the first axis longest first."""
+    """All shapes of meshes with `axes` axes and `devices` devices, those with the longest first axis first."""
     if axes == 1:
         yield (devices,)
         return

@@ -1,4 +1,4 @@
-"""`Placement`: a plan applied to a model, its batches and the values between its modules."""
+"""`Placement`: applies a plan to a model, its batches and its activations."""
 
 from __future__ import annotations
 
@@ -11,60 +11,63 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from xla_adapters.backend import Backend, get_backend
 from xla_adapters.errors import ConfigError
+from xla_adapters.runtime import Runtime, get_runtime
 from xla_adapters.sharding.gathering import gather_where_used
-from xla_adapters.sharding.plan import ActivationPlan, ShardingPlan
+from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding.plan_data import ActivationPlan
 from xla_adapters.sharding.tiling import tiles_of
-from xla_adapters.step_scope import in_step
+from xla_adapters.tracing.step_scope import in_step
 
 
 class Placement:
-    """Puts a model, its batches and its intermediate values where a plan says.
+    """Applies a plan: shards parameters and batches, and constrains activations.
 
     Args:
-        plan: for this model.
-        backend: the seam; runs under SPMD.
+        plan: made for the model.
+        runtime: the runtime, under SPMD.
     """
 
-    def __init__(self, plan: ShardingPlan, backend: Backend | None = None) -> None:
+    def __init__(self, plan: ShardingPlan, runtime: Runtime | None = None) -> None:
         self.plan = plan
-        self._backend = backend if backend is not None else get_backend()
+        self._runtime = runtime if runtime is not None else get_runtime()
         self._batch_parts = math.prod(plan.mesh.axis_size(axis) for axis in plan.batch)
 
     def move_model(self, model: torch.nn.Module) -> None:
-        """Brings what is on the host to the devices: each parameter in parts from the start, ties as they were.
+        """Moves parameters and buffers from the host to the devices, in place; tied weights stay tied.
+
+        Parameters are uploaded as shards, so no device ever holds a whole sharded parameter.
 
         Raises:
             ConfigError: the plan was made for another model.
         """
-        backend = self._backend
+        runtime = self._runtime
         moved: dict[int, torch.Tensor] = {}
         for prefix, module in model.named_modules():
             for key, value in module._parameters.items():
-                if value is None or backend.is_backend_tensor(value):
+                if value is None or runtime.device.owns(value):
                     continue
                 if id(value) not in moved:
                     tiles = tiles_of(self.plan.mesh, self.plan.spec_of(f"{prefix}.{key}" if prefix else key))
-                    copy = backend.upload_sharded(value, tiles)
+                    copy = runtime.spmd.upload_sharded(value, tiles)
                     moved[id(value)] = torch.nn.Parameter(copy, requires_grad=value.requires_grad)
                 module._parameters[key] = moved[id(value)]
             for key, buffer in module._buffers.items():
-                if buffer is not None and not backend.is_backend_tensor(buffer):
+                if buffer is not None and not runtime.device.owns(buffer):
                     if id(buffer) not in moved:
-                        moved[id(buffer)] = backend.to_device(buffer)
+                        moved[id(buffer)] = runtime.transfers.to_device(buffer)
                     module._buffers[key] = moved[id(buffer)]
         self.place_model(model)
 
     def place_model(self, model: torch.nn.Module) -> None:
-        """Cuts the parameters; call it when they are on the device, and when others may have written to them.
+        """Shards the parameters on the device; call it again after other code may have replaced their values.
 
         Raises:
             ConfigError: the plan was made for another model.
         """
-        if self._backend.pending_count():
-            # What is not computed yet would be annotated in its graph, and lie somewhere else afterwards.
-            self._backend.flush()
+        if self._runtime.tracing.pending_count():
+            # A pending tensor would be annotated in its graph only, and its result may get another sharding.
+            self._runtime.tracing.flush()
         for name, parameter in model.named_parameters():
             self._place(name, parameter)
 
@@ -75,21 +78,21 @@ class Placement:
                 f"the plan {self.plan.name!r} has {len(spec)} dimensions for {name}, the model {parameter.ndim}: "
                 "it was made for another model"
             )
-        self._backend.shard(parameter, tiles_of(self.plan.mesh, spec))
+        self._runtime.spmd.shard(parameter, tiles_of(self.plan.mesh, spec))
 
     def place_batch(self, batch: Any) -> Any:
-        """The batch, nested as it is, with each tensor cut along its first dimension.
+        """Shards each tensor of a batch along its first dimension, in place, and returns the batch.
 
-        A tensor whose first dimension does not divide (the last batch of an epoch, a scalar) is held whole by
-        every device: right, and as much work for each device as for one.
+        A tensor whose first dimension does not divide (the last batch of an epoch, a scalar) is replicated. The result
+        is the same, but every device does all of the work.
 
         Args:
-            batch: mappings, lists and tuples of tensors on the device.
+            batch: nested mappings, lists and tuples of tensors on the device.
         """
         if isinstance(batch, torch.Tensor):
-            if self._backend.is_backend_tensor(batch) and self.is_split(batch):
+            if self._runtime.device.owns(batch) and self.is_split(batch):
                 first = self.plan.batch[0] if len(self.plan.batch) == 1 else self.plan.batch
-                self._backend.shard(batch, tiles_of(self.plan.mesh, (first, *[None] * (batch.ndim - 1))))
+                self._runtime.spmd.shard(batch, tiles_of(self.plan.mesh, (first, *[None] * (batch.ndim - 1))))
         elif isinstance(batch, Mapping):
             for value in batch.values():
                 self.place_batch(value)
@@ -103,12 +106,12 @@ class Placement:
         return tensor.ndim > 0 and self._batch_parts > 1 and tensor.shape[0] % self._batch_parts == 0
 
     @contextmanager
-    def cutting_what_is_loaded(self, model: torch.nn.Module) -> Iterator[None]:
-        """Cuts again what `load_state_dict` of the model, or of a part of it, copies in, until the exit."""
+    def resharding_loaded_state(self, model: torch.nn.Module) -> Iterator[None]:
+        """Inside the context, parameters are sharded again after `load_state_dict` of the model or of a submodule."""
 
         def loaded(prefix: str, module: torch.nn.Module, _: Any) -> None:
             for name, parameter in module.named_parameters(prefix, recurse=False):
-                if not self._backend.is_pending(parameter):
+                if not self._runtime.tracing.is_pending(parameter):
                     self._place(name, parameter)
 
         with ExitStack() as stack:
@@ -119,7 +122,7 @@ class Placement:
 
     @contextmanager
     def constraining(self, model: torch.nn.Module) -> Iterator[None]:
-        """Holds what modules return in compiled steps to the plan, until the exit.
+        """Inside the context, activations in compiled steps are constrained as planned.
 
         Raises:
             ConfigError: the plan names a module the model does not have.
@@ -130,7 +133,7 @@ class Placement:
             yield
 
     def constrain_always(self, model: torch.nn.Module) -> list[RemovableHandle]:
-        """The same without an exit; the hooks it sets can be removed.
+        """As `constraining`, until the returned hooks are removed.
 
         Raises:
             ConfigError: the plan names a module the model does not have.
@@ -142,7 +145,7 @@ class Placement:
                     f"the plan {self.plan.name!r} constrains the {entry.of} of {entry.module!r}, and the model has no "
                     "such module: it was made for another model"
                 )
-        handles = gather_where_used(model, self.plan, self._backend)
+        handles = gather_where_used(model, self.plan, self._runtime)
         for entry in self.plan.activations:
             module, constrain = modules[entry.module], self._constraint(entry)
             if entry.of == "output":
@@ -159,13 +162,13 @@ class Placement:
                 return value
             if any(size % count for size, count in zip(value.shape, tiles.counts, strict=True)):
                 return value
-            return self._backend.constrain(value, tiles)
+            return self._runtime.spmd.constrain(value, tiles)
 
         return constrain
 
 
 def _on_output(constrain: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A hook that constrains what a module returns, or the first of it."""
+    """A forward hook that constrains the output of a module (of a tuple, the first element)."""
 
     def hook(module: torch.nn.Module, args: Any, output: Any) -> Any:
         if not in_step():
@@ -174,13 +177,13 @@ def _on_output(constrain: Callable[[Any], Any]) -> Callable[..., Any]:
             return (constrain(output[0]), *output[1:]) if output else output
         return constrain(output)
 
-    # Known to `replay`: it does nothing beside tensors.
+    # Tells `replay` that the hook has no effect besides tensor operations, so it need not run in a replay.
     hook.only_tensors = True  # type: ignore[attr-defined]
     return hook
 
 
 def _on_input(constrain: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A hook that constrains the first thing that a module takes, by position or by name."""
+    """A forward pre-hook that constrains the first argument of a module, positional or by name."""
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not in_step():

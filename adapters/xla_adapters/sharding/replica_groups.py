@@ -1,4 +1,4 @@
-"""Which devices a collective joins: the spellings of `replica_groups`, and the mesh axes they mean."""
+"""Parses `replica_groups` of collectives in HLO text, and finds the mesh axes that they correspond to."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\s*\{\s*\d+\s*,\s*\d+\s*\}\s*,
 
 
 def read_groups(attributes: str) -> Groups:
-    """The groups an instruction names, as ids; empty if it names none or all (`{}`).
+    """The groups of an instruction, as ids; empty if it has none, or `{}` (one group of all).
 
-    Understood: `{{0,1},{2,3}}`, `{}`, `[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)`, `mesh['a'=2,'b'=4] {'b'}`.
+    Known forms: `{{0,1},{2,3}}`, `{}`, `[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)`, `mesh['a'=2,'b'=4] {'b'}`.
 
     Raises:
-        ConfigError: `replica_groups` is spelled in another way.
+        ConfigError: `replica_groups` has another form.
     """
     if "replica_groups=" not in attributes:
         return ()
@@ -63,13 +63,14 @@ def read_pairs(attributes: str) -> Groups:
 
 
 def device_groups(groups: Groups, ids: Ids, *, replicas: int, partitions: int) -> Groups:
-    """Groups of devices from groups of ids; a device is `replica * partitions + partition`.
+    """Converts groups of ids to groups of devices; a device is `replica * partitions + partition`.
 
     Args:
-        groups: as `read_groups` gives them; empty for all.
-        ids: what the ids count. `"devices"`; `"replicas"`: each partition joins its copies in these replicas;
-            `"replicas, all partitions"`: and all their partitions join one group; `"partitions"`: in each replica.
-        replicas, partitions: the module was compiled for.
+        groups: from `read_groups`; empty for one group of all.
+        ids: the meaning of an id. `"devices"`: a device. `"replicas"`: a replica; there is one group per partition.
+            `"replicas, all partitions"`: a replica with all of its partitions. `"partitions"`: a partition; there is
+            one group per replica.
+        replicas, partitions: numbers that the module was compiled for.
     """
     if ids == "devices":
         return groups or (tuple(range(replicas * partitions)),)
@@ -94,24 +95,22 @@ def device_groups(groups: Groups, ids: Ids, *, replicas: int, partitions: int) -
 
 
 def axis_of(groups: Sequence[Sequence[int]], mesh: Mesh) -> str | None:
-    """The mesh axes that groups of devices lie along, by name.
-
-    Device ids count through the mesh row by row, the last axis fastest.
+    """The mesh axes along which groups of devices communicate.
 
     Args:
-        groups: of devices; empty for one group of all.
+        groups: of device ids (row-major in the mesh); empty for one group of all.
         mesh: the devices.
 
     Returns:
-        The names joined by `+`, in the mesh's order; `""` if no group joins two devices; None if the
-        groups follow no axes of this mesh.
+        The names of the axes joined by `+`, in the mesh's order; `""` if no group has two devices; None if the groups
+        do not correspond to axes of this mesh.
 
     Raises:
         ConfigError: a device is not in the mesh.
     """
     _check_devices(groups, mesh)
     wanted = {frozenset(group) for group in groups} or {frozenset(range(mesh.size))}
-    # The fewest axes first: an axis of one device joins nothing and is never named.
+    # The fewest axes first, so that an axis of length 1 is never named.
     for count in range(len(mesh.shape) + 1):
         for axes in itertools.combinations(range(len(mesh.shape)), count):
             if {frozenset(group) for group in _joined_along(mesh.shape, axes)} == wanted:
@@ -120,7 +119,7 @@ def axis_of(groups: Sequence[Sequence[int]], mesh: Mesh) -> str | None:
 
 
 def axis_of_pairs(pairs: Sequence[Sequence[int]], mesh: Mesh) -> str:
-    """The mesh axes along which a collective-permute moves, joined by `+`; `""` if it moves nothing.
+    """The mesh axes along which a collective-permute sends, joined by `+`; `""` if it sends nothing.
 
     Raises:
         ConfigError: a device is not in the mesh.
@@ -143,7 +142,7 @@ def _check_devices(groups: Sequence[Sequence[int]], mesh: Mesh) -> None:
 
 
 def _joined_along(shape: Sequence[int], axes: Sequence[int]) -> Groups:
-    """Groups that join the devices which differ along these axes only."""
+    """Groups of the devices that differ along these axes only."""
     rest = [axis for axis in range(len(shape)) if axis not in axes]
     ids = np.arange(int(np.prod(shape))).reshape(tuple(shape)).transpose([*rest, *axes])
     return _rows(ids.reshape(int(np.prod([shape[axis] for axis in rest])), -1))

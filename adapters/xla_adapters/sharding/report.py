@@ -1,4 +1,4 @@
-"""`report`: a sharding plan as text, for people."""
+"""`report`: describes a sharding plan as text."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Iterable
 
 from xla_adapters.sharding.folding import fold
 from xla_adapters.sharding.mesh import Mesh, render
-from xla_adapters.sharding.plan import ParameterPlan, PlanCost, ShardingPlan
+from xla_adapters.sharding.plan_data import ParameterPlan, PlanCost, PlanData
 from xla_adapters.sharding.tables import check_width, table
 from xla_adapters.sharding.units import UNITS_NOTE, dtype_bytes, human_bytes, human_seconds, ratio
 
 
-def report(plan: ShardingPlan, *, width: int = 110) -> str:
-    """Says how a plan splits a model and what that is expected, and measured, to cost.
+def report(plan: PlanData, *, width: int = 110) -> str:
+    """Describes how a plan splits a model, with its predicted and measured cost.
 
     Args:
-        plan: to describe.
-        width: characters a line may have.
+        plan: the plan.
+        width: the maximal number of characters per line.
 
     Returns:
-        Lines of plain text. Bytes are per device and in decimal units (MB = 1e6 bytes).
+        Plain text. Bytes are per device and in decimal units (MB = 1e6 bytes).
 
     Raises:
         ConfigError: `width` is under 60, or a parameter's dtype is unknown.
@@ -54,7 +54,7 @@ def bytes_per_device(entry: ParameterPlan, mesh: Mesh) -> float:
     return math.prod(mesh.local_shape(entry.shape, entry.spec)) * dtype_bytes(entry.dtype)
 
 
-def _header(plan: ShardingPlan, width: int) -> list[str]:
+def _header(plan: PlanData, width: int) -> list[str]:
     batch = " and ".join(plan.batch) if plan.batch else "no axis (every device gets the whole batch)"
     lines = [
         f"Sharding plan: {plan.name}",
@@ -66,7 +66,7 @@ def _header(plan: ShardingPlan, width: int) -> list[str]:
     return [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent=" " * 8)]
 
 
-def _parameters(plan: ShardingPlan, width: int) -> list[str]:
+def _parameters(plan: PlanData, width: int) -> list[str]:
     dtypes = sorted({entry.dtype for entry in plan.parameters})
     rows = []
     whole = local = 0.0
@@ -96,12 +96,12 @@ def _parameters(plan: ShardingPlan, width: int) -> list[str]:
     ]
     gathered = [entry.name for entry in plan.parameters if entry.used is not None]
     if gathered:
-        lines += textwrap.wrap(f"put together where they are used: {_folded_names(gathered)}", width)
+        lines += textwrap.wrap(f"gathered before use: {_folded_names(gathered)}", width)
     return lines
 
 
-def _activations(plan: ShardingPlan, width: int) -> list[str]:
-    lines = ["Activations held to a spec"]
+def _activations(plan: PlanData, width: int) -> list[str]:
+    lines = ["Constraints on activations"]
     for kind, what in (("output", "what the module returns"), ("input", "what the module takes")):
         by_spec: dict[str, list[str]] = {}
         for entry in plan.activations:
@@ -114,12 +114,12 @@ def _activations(plan: ShardingPlan, width: int) -> list[str]:
 
 
 def _folded_names(modules: Iterable[str]) -> str:
-    # Modules fold as parameters do; only their names count here.
+    # `fold` takes parameters; only the names matter here.
     entries = [ParameterPlan(name=module, shape=(), dtype="", spec=()) for module in modules]
     return ", ".join(item.name or "(the model)" for item in fold(entries))
 
 
-def _memory(plan: ShardingPlan, predicted: PlanCost, width: int) -> list[str]:
+def _memory(plan: PlanData, predicted: PlanCost, width: int) -> list[str]:
     measured = plan.measured
     total = predicted.memory_bytes
     rows = [[kind, human_bytes(size), "", ""] for kind, size in predicted.memory.items()]
@@ -164,7 +164,7 @@ def _step_time(predicted: PlanCost, width: int) -> list[str]:
     ]
 
 
-def _measured(plan: ShardingPlan, width: int) -> list[str]:
+def _measured(plan: PlanData, width: int) -> list[str]:
     measured, predicted = plan.measured, plan.predicted
     assert measured is not None
     rows = [["sent by collectives", human_bytes(measured.wire_bytes)], ["memory", human_bytes(measured.memory_bytes)]]
@@ -189,7 +189,7 @@ def _measured(plan: ShardingPlan, width: int) -> list[str]:
     return ["Prediction and measurement", *table(header, rows, width=width, right=[1, 2, 3])]
 
 
-def _alternatives(plan: ShardingPlan, width: int) -> list[str]:
+def _alternatives(plan: PlanData, width: int) -> list[str]:
     rows = []
     for item in plan.alternatives:
         measured = item.measured

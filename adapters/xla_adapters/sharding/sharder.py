@@ -1,4 +1,4 @@
-"""`Sharder`: the sharding of one training, from the options to tensors on the mesh."""
+"""`Sharder`: shards a training for an adapter: makes the plan, places the model and the batches."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from xla_adapters.backend import Backend, get_backend
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ConfigError, UnsupportedOptionError
+from xla_adapters.runtime import Runtime, get_runtime
 from xla_adapters.sharding.annotated import annotated, possible_meshes
 from xla_adapters.sharding.config import ShardingConfig
 from xla_adapters.sharding.mesh import Mesh, Spec
@@ -25,16 +25,16 @@ logger = logging.getLogger("xla_adapters")
 
 
 class Sharder:
-    """Drives all devices as one, and shards a model over them. Adapters create it before the model is moved.
+    """Switches the runtime to SPMD, and shards one training. Create it before the model is moved to the device.
 
     Args:
-        config: the options.
-        steps: the options of the steps that are to run sharded.
+        config: the options for sharding.
+        steps: the options of the training steps.
 
     Raises:
         RuntimeOrderError: the runtime was started without SPMD before.
-        ConfigError: the mesh that was asked for needs another number of devices.
-        UnsupportedOptionError: the mode or the compiler of this device cannot do what was asked for.
+        ConfigError: the mesh in the options needs another number of devices.
+        UnsupportedOptionError: the mode of the steps or the device's compiler does not support an option.
     """
 
     def __init__(self, config: ShardingConfig, steps: XLAConfig | None = None) -> None:
@@ -49,25 +49,25 @@ class Sharder:
                 "made for one device; leave one of them out"
             )
         self.config = config
-        self._backend: Backend = get_backend()
-        self._backend.initialize(spmd=True)
-        self.devices = self._backend.device_count()
+        self._runtime: Runtime = get_runtime()
+        self._runtime.device.initialize(spmd=True)
+        self.devices = self._runtime.device.count()
         config.mesh(self.devices)
         if config.partitioner == "alpa":
-            raise UnsupportedOptionError(_no_alpa(self._backend.hardware()))
+            raise UnsupportedOptionError(_no_alpa(self._runtime.device.hardware()))
         self._placement: Placement | None = None
 
     @property
     def placement(self) -> Placement | None:
-        """What is applied; None before `prepare`."""
+        """The plan applied to the devices; None before `prepare`."""
         return self._placement
 
     @property
     def plan(self) -> ShardingPlan:
-        """What was planned.
+        """The plan.
 
         Raises:
-            ConfigError: nothing is planned yet.
+            ConfigError: there is none yet; `prepare` makes it.
         """
         if self._placement is None:
             raise ConfigError("there is no sharding plan yet: it is made when the model's first run begins")
@@ -81,27 +81,27 @@ class Sharder:
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
         folder: Path | None = None,
     ) -> ShardingPlan:
-        """Plans for the model, if that is not done yet for one like it, and cuts its parameters.
+        """Makes the plan, unless there is one that fits the model, and shards the model's parameters.
 
         Args:
             model: on the device.
             example: returns a batch on the host; called only if the plan depends on it.
-            around: gives the context that forward passes run in; a function that another process can import.
-            folder: of the run, where the plan is kept for a restart; None keeps nothing.
+            around: returns the context that forward passes run in; another process must be able to import it.
+            folder: of the run; the plan is stored there for a restart. None stores nothing.
 
         Raises:
-            ConfigError: nothing fits what was asked for.
+            ConfigError: no plan satisfies the options.
         """
         if self._placement is None or not self._placement.plan.fits(model):
             mesh, fixed = (
-                annotated(model, possible_meshes(self.config, self.devices), self._backend)
+                annotated(model, possible_meshes(self.config, self.devices), self._runtime)
                 if self.config.keep_user_sharding
                 else (None, {})
             )
             plan = make_plan(
                 model, self.config, self.devices, mesh=mesh, fixed=fixed, example=example, around=around, folder=folder
             )
-            self._placement = Placement(plan, self._backend)
+            self._placement = Placement(plan, self._runtime)
             for note in plan.notes:
                 logger.warning("sharding: %s", note)
             logger.info("%s", plan.report())
@@ -112,11 +112,11 @@ class Sharder:
         """Raises if batches of this size cannot be split.
 
         Args:
-            size: samples in a batch.
-            option: what set it, for the message.
+            size: number of samples in a batch.
+            option: the option that set it, for the message.
 
         Raises:
-            ConfigError: with the nearest sizes that work.
+            ConfigError: the size does not divide; the message has the nearest sizes that do.
         """
         assert self._placement is not None
         mesh, axes = self.plan.mesh, self.plan.batch
@@ -129,18 +129,17 @@ class Sharder:
             )
 
     def place_batch(self, batch: Any) -> Any:
-        """Cuts a batch on the device; does nothing before `prepare`."""
+        """Shards a batch on the device in place, and returns it; does nothing before `prepare`."""
         return batch if self._placement is None else self._placement.place_batch(batch)
 
     @contextmanager
     def holding(self, model: torch.nn.Module) -> Iterator[None]:
-        """Around a run: intermediate values are held to the plan, what is loaded is cut, what is saved is put together
-        on the host."""
+        """The context of a run: activations are constrained, loaded state is sharded, saving gathers on the host."""
         with ExitStack() as stack:
-            stack.enter_context(self._backend.gathering_on_host())
+            stack.enter_context(self._runtime.spmd.gathering_on_host())
             if self._placement is not None:
                 stack.enter_context(self._placement.constraining(model))
-                stack.enter_context(self._placement.cutting_what_is_loaded(model))
+                stack.enter_context(self._placement.resharding_loaded_state(model))
             yield
 
 
@@ -167,19 +166,19 @@ def make_plan(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     folder: Path | None = None,
 ) -> ShardingPlan:
-    """The plan for a model; nothing is moved.
+    """Makes the plan for a model; nothing is moved.
 
     Args:
         model: on any device.
         config: the options.
-        devices: how many there are.
-        mesh: to use where the options leave it open; None to choose.
-        fixed: specs of parameters that stay as they are.
+        devices: number of devices.
+        mesh: to use if the options give none; None to choose.
+        fixed: specs of parameters that must keep their sharding.
         example: returns a batch; needed for `"auto"`.
         around, folder: as for `Sharder.prepare`.
 
     Raises:
-        ConfigError: nothing fits what was asked for.
+        ConfigError: no plan satisfies the options.
     """
     mesh = config.mesh(devices) or mesh
     if config.plan is not None:

@@ -1,4 +1,4 @@
-"""Which device holds which slice of a tensor, and how a mesh and a tensor are laid out to be drawn."""
+"""Computes which device holds which slice of a tensor, and arranges meshes and tensors in grids for drawing."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import numpy as np
 
 from xla_adapters.sharding.mesh import Mesh, Spec, axes_of
 
-# A grid of more rows than this is laid out along its longest axis instead.
+# If a grid would have more rows than this, its longest axis becomes the columns.
 _TALLEST = 32
-# A mesh of one axis longer than this is drawn in several rows.
+# A mesh of a single axis is drawn in several rows if it has more devices than this.
 _LONGEST = 16
 _FOLDED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A part of a tensor.
+    """A slice of a tensor, and the devices that hold it.
 
     Attributes:
-        index: its place along each dimension, counted in slices.
-        bounds: start and end along each dimension.
-        whole: the size of each dimension.
-        devices: that hold it, each a copy.
+        index: its position along each dimension, in slices.
+        bounds: start and end along each dimension, in elements.
+        whole: the shape of the tensor.
+        devices: ids of the devices, each of which holds a copy.
     """
 
     index: tuple[int, ...]
@@ -44,11 +44,11 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Things in rows and columns, with labels.
+    """A labelled grid for drawing.
 
     Attributes:
-        cells: rows of numbers, of devices or of slices.
-        rows, columns: a label for each.
+        cells: rows of device ids or slice numbers.
+        rows, columns: the labels.
     """
 
     cells: tuple[tuple[int, ...], ...]
@@ -56,7 +56,7 @@ class Grid:
     columns: tuple[str, ...]
 
     def panels(self, widest: int) -> tuple[Grid, ...]:
-        """The grid cut into grids of at most so many columns, to be drawn one below the other."""
+        """Splits the grid into grids of at most `widest` columns, which are drawn below each other."""
         starts = range(0, len(self.columns), max(1, widest))
         return tuple(
             Grid(
@@ -69,10 +69,10 @@ class Grid:
 
 
 def slices(mesh: Mesh, shape: Sequence[int], spec: Spec) -> tuple[Slice, ...]:
-    """All different slices of a tensor, row by row.
+    """All different slices of a tensor, in row-major order.
 
-    Device ids count through the mesh row by row, the last axis fastest; where a dimension is split over
-    several axes the first is the outermost, as in torch_xla's partition specs.
+    Device ids count through the mesh in row-major order. If a dimension is split over several axes, the first is the
+    outermost, as in torch_xla's partition specs.
 
     Raises:
         ConfigError: an axis is unknown.
@@ -90,7 +90,7 @@ def slices(mesh: Mesh, shape: Sequence[int], spec: Spec) -> tuple[Slice, ...]:
                 number = number * mesh.axis_size(axis) + place[mesh.axis_names.index(axis)]
             index.append(number)
         holders[tuple(index)].append(device)
-    # An uneven dimension is split as XLA splits it: shards of equal size, the last ones shorter.
+    # XLA splits an uneven dimension into shards of equal size; the last ones are shorter.
     local = mesh.local_shape(tuple(shape), spec)
     return tuple(
         Slice(
@@ -107,12 +107,12 @@ def slices(mesh: Mesh, shape: Sequence[int], spec: Spec) -> tuple[Slice, ...]:
 
 
 def slice_numbers(parts: Sequence[Slice]) -> dict[int, int]:
-    """The number of the slice that each device holds."""
+    """By device id, the number of the slice that the device holds."""
     return {device: number for number, part in enumerate(parts) for device in part.devices}
 
 
 def mesh_grid(mesh: Mesh) -> Grid:
-    """The devices of a mesh: the last axis is the columns, the others are the rows; axes of one device are left out."""
+    """A mesh as a grid: the last axis is the columns, the others are the rows; axes of length 1 are left out."""
     long_axes = [axis for axis, size in enumerate(mesh.shape) if size > 1] or [len(mesh.shape) - 1]
     across = long_axes[-1]
     if mesh.size // mesh.shape[across] > _TALLEST:
@@ -140,14 +140,14 @@ def mesh_grid(mesh: Mesh) -> Grid:
 
 
 def tensor_grid(parts: Sequence[Slice], widest: int) -> Grid:
-    """The slices of a tensor as they lie in it: the last split dimension is the columns, the others are the rows."""
+    """The slices of a tensor as a grid: the last split dimension is the columns, the others are the rows."""
     counts = [max(part.index[dim] for part in parts) + 1 for dim in range(len(parts[0].index))]
     split = [dim for dim, count in enumerate(counts) if count > 1]
     if not split:
         return Grid(cells=((0,),), rows=("",), columns=("",))
     last = split[-1]
     if len(split) == 1 and (last != len(counts) - 1 or counts[last] > widest):
-        # One dimension: down if it is not the last, and in several columns if it would get too long.
+        # A single split dimension goes down if it is not the last, and in several columns if it is too long.
         width = 1 if counts[last] <= widest and len(counts) > 1 else widest
         numbers = np.arange(math.ceil(len(parts) / width) * width).reshape(-1, width)
         if width == 1:

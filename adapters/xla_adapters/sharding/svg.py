@@ -1,4 +1,4 @@
-"""Drawing grids as SVG."""
+"""Draws grids as SVG."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHARACTER = 0.62
 
 @dataclass(frozen=True)
 class _Drawing:
-    """Part of a picture, with its size in pixels."""
+    """A part of a picture, with its size in pixels."""
 
     body: str
     width: float
@@ -31,6 +31,8 @@ class _Drawing:
 
 @dataclass(frozen=True)
 class _Cell:
+    """A cell of a drawn grid: its slice (which decides the colour), texts inside and below, and a tooltip."""
+
     slice: int
     label: str
     below: str
@@ -38,16 +40,16 @@ class _Cell:
 
 
 def draw(mesh: Mesh, parts: Sequence[Slice], *, title: str, describe: Callable[[Slice], str] = str) -> str:
-    """The mesh beside a tensor, cells of one slice in one colour.
+    """Draws the mesh and a tensor side by side; cells of one slice have one colour.
 
     Args:
         mesh: the devices.
         parts: the slices of the tensor.
-        title: for who cannot see the picture.
-        describe: a slice as text.
+        title: the text alternative for screen readers.
+        describe: returns a slice as text.
 
     Returns:
-        An `<svg>` element that needs nothing from outside.
+        An `<svg>` element without external resources.
     """
     number = slice_numbers(parts)
 

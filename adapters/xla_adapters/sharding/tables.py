@@ -1,4 +1,4 @@
-"""Plain-text tables that never get wider than they may."""
+"""Plain-text tables with a maximal width."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ _NARROWEST = 4
 
 
 def check_width(width: object) -> None:
-    """Raises if lines cannot be so wide.
+    """Raises if a width is too small.
 
     Raises:
-        ConfigError: it is no integer of at least 60.
+        ConfigError: it is not an integer of at least 60.
     """
     if isinstance(width, bool) or not isinstance(width, int) or width < LEAST_WIDTH:
         raise ConfigError(f"width={width!r} is not a valid value; valid values: an integer >= {LEAST_WIDTH}")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int, right: Sequence[int] = ()) -> list[str]:
-    """Lines of a table.
+    """The lines of a table.
 
-    The widest columns give way first; what does not fit into its column goes on below, nothing is cut off.
+    If it is too wide, the widest columns are narrowed first, and their cells are wrapped.
 
     Args:
-        header: a title for each column.
-        rows: cells, as many as titles.
-        width: characters a line may have.
-        right: columns that are aligned to the right.
+        header: the title of each column.
+        rows: as many cells as titles.
+        width: the maximal number of characters per line.
+        right: indices of the columns that are aligned to the right.
     """
     cells = [list(header), *(list(row) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
@@ -56,7 +56,7 @@ def _row(cells: Sequence[str], widths: Sequence[int], right: Sequence[int]) -> l
 
 
 def _wrapped(text: str, size: int) -> list[str]:
-    """Pieces of at most `size` characters, broken behind a dot, comma or space where there is one."""
+    """The text in pieces of at most `size` characters, split after a dot, comma, space or underscore if possible."""
     pieces = []
     while len(text) > size:
         cut = max(text.rfind(mark, size // 3, size) for mark in "., _") + 1 or size

@@ -1,4 +1,4 @@
-"""The recipes people write by hand: data parallel, fully sharded, tensor parallel, and the last two together.
+"""Templates: the usual sharding schemes (data parallel, fully sharded, tensor parallel, and the last two combined).
 
 Sources: ZeRO (arXiv 1910.02054) for `"fsdp"`, Megatron-LM (arXiv 1909.08053) for `"tp"`, GSPMD (arXiv 2105.04663)
 for both on one mesh.
@@ -17,15 +17,18 @@ from torch import nn
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.config import ShardingConfig
 from xla_adapters.sharding.mesh import DATA, MODEL, DimSpec, Mesh, Spec, axes_of, replicated
-from xla_adapters.sharding.plan import ActivationPlan, ParameterPlan, ShardingPlan
+from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding.plan_data import ActivationPlan, ParameterPlan
 
-# Layers that end what others have begun to split: their input is split, their output is whole again.
+# Row-parallel layers of Megatron-LM: their input is split, their output is not.
 _ROW_NAMES = frozenset({"o_proj", "out_proj", "c_proj", "down_proj", "fc2", "wo", "o", "w2", "dense_4h_to_h"})
 _ROW_ENDINGS = ("output.dense",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Parameter:
+    """A parameter with all its names, and the module and attribute that hold it."""
+
     names: tuple[str, ...]
     value: torch.Tensor
     owner: nn.Module
@@ -37,7 +40,7 @@ class _Parameter:
 
 
 def default_mesh(scheme: str, devices: int) -> Mesh:
-    """The mesh of a recipe if none is asked for: `"2d"` has the larger axis for the batch."""
+    """The mesh of a template if the user gives none; for `"2d"` the data axis is the longer one."""
     if scheme == "tp":
         return Mesh.data_and_model(1, devices)
     if scheme == "2d":
@@ -54,29 +57,59 @@ def template(
     config: ShardingConfig | None = None,
     fixed: Mapping[str, Spec] | None = None,
 ) -> ShardingPlan:
-    """A recipe applied to a model by the types and names of its layers.
+    """Makes the plan of a scheme for a model, by types and names of its layers.
 
     Args:
         scheme: `"dp"`, `"fsdp"`, `"tp"` or `"2d"`.
-        model: on any device; values are not looked at.
+        model: on any device; values are not read.
         mesh: has an axis `data`, `model`, or both.
-        config: overrides and whether annotated parameters stay.
-        fixed: specs of parameters that are annotated already.
+        config: for its `overrides`.
+        fixed: specs of parameters that are already annotated; they are kept.
 
     Raises:
-        ConfigError: an override fits no parameter or does not divide, or the mesh lacks the recipe's axis.
+        ConfigError: an override matches no parameter or does not divide, or the mesh lacks the scheme's axis.
     """
     config = config if config is not None else ShardingConfig(scheme=scheme)  # type: ignore[arg-type]
-    data = DATA if DATA in mesh.axis_names else None
-    layers = MODEL if MODEL in mesh.axis_names else None
+    data, layers = _axes(mesh)
     for axis, wanted in ((data, scheme in ("dp", "fsdp", "2d")), (layers, scheme in ("tp", "2d"))):
         if wanted and axis is None:
             raise ConfigError(
                 f"sharding={scheme!r} splits over an axis named {DATA if axis is data else MODEL!r}; the mesh has "
                 f"{', '.join(mesh.axis_names)}"
             )
+    entries = _parameter_plans(scheme, model, mesh, config, fixed or {})
     notes: list[str] = []
-    entries = []
+    whole = [entry for entry in entries if mesh.shards(entry.spec) == 1]
+    if scheme in ("fsdp", "2d") and mesh.size > 1 and whole:
+        names = ", ".join(entry.name for entry in whole[:3]) + (", ..." if len(whole) > 3 else "")
+        notes.append(f"{len(whole)} parameters have no dimension that divides and are held whole: {names}")
+    plan = ShardingPlan(
+        name=scheme,
+        mesh=mesh,
+        parameters=tuple(entries),
+        batch=() if data is None or mesh.axis_size(data) == 1 else (data,),
+        activations=() if scheme == "dp" else tuple(_between_layers(model, mesh, data, layers)),
+        notes=tuple(notes),
+    )
+    plan.check()
+    return plan
+
+
+def _axes(mesh: Mesh) -> tuple[str | None, str | None]:
+    """The axis that splits the batch and the one that splits layers; None where the mesh has no such axis."""
+    return DATA if DATA in mesh.axis_names else None, MODEL if MODEL in mesh.axis_names else None
+
+
+def _parameter_plans(
+    scheme: str, model: nn.Module, mesh: Mesh, config: ShardingConfig, fixed: Mapping[str, Spec]
+) -> list[ParameterPlan]:
+    """Decides the spec of each parameter: by an override, else by its annotation, else by the template.
+
+    Raises:
+        ConfigError: an override fits no parameter.
+    """
+    data, layers = _axes(mesh)
+    plans = []
     unused = set(config.overrides)
     for parameter in _parameters(model):
         spec, decided_by = replicated(parameter.value.ndim), "template"
@@ -84,15 +117,15 @@ def template(
             spec = _megatron(parameter, mesh, layers)
         if scheme in ("fsdp", "2d") and data is not None:
             spec = _fully_sharded(parameter.value, spec, mesh, data)
-        annotated = next((fixed[name] for name in parameter.names if name in fixed), None) if fixed else None
+        annotated = next((fixed[name] for name in parameter.names if name in fixed), None)
         if annotated is not None:
             spec, decided_by = annotated, "user"
-        for pattern, wanted_spec in config.overrides.items():
+        for pattern, wanted in config.overrides.items():
             if any(fnmatchcase(name, pattern) for name in parameter.names):
                 unused.discard(pattern)
                 if decided_by != "override":
-                    spec, decided_by = wanted_spec, "override"
-        entries.append(
+                    spec, decided_by = wanted, "override"
+        plans.append(
             ParameterPlan(
                 name=parameter.names[0],
                 tied=parameter.names[1:],
@@ -104,24 +137,11 @@ def template(
         )
     if unused:
         raise ConfigError(f"overrides {', '.join(map(repr, sorted(unused)))} fit no parameter of the model")
-    whole = [entry for entry in entries if mesh.shards(entry.spec) == 1]
-    if scheme in ("fsdp", "2d") and mesh.size > 1 and whole:
-        names = ", ".join(entry.name for entry in whole[:3]) + (", ..." if len(whole) > 3 else "")
-        notes.append(f"{len(whole)} parameters have no dimension that divides and are held whole: {names}")
-    plan = ShardingPlan(
-        name=scheme,
-        mesh=mesh,
-        parameters=tuple(entries),
-        batch=() if data is None or mesh.axis_size(data) == 1 else (data,),
-        activations=() if scheme == "dp" else tuple(_seams(model, mesh, data, layers)),
-        notes=tuple(notes),
-    )
-    plan.check()
-    return plan
+    return plans
 
 
 def _parameters(model: nn.Module) -> Iterator[_Parameter]:
-    """Each parameter once, with all its names; the first is the one `named_parameters` gives."""
+    """Each parameter once, with all its names; the first is that of `named_parameters`."""
     names: dict[int, list[str]] = {}
     owners: dict[int, tuple[torch.Tensor, nn.Module, str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -139,7 +159,7 @@ def _parameters(model: nn.Module) -> Iterator[_Parameter]:
 
 
 def _megatron(parameter: _Parameter, mesh: Mesh, axis: str) -> Spec:
-    """Which dimension Megatron-LM splits: outputs of the layers that begin a block, inputs of those that end it."""
+    """The spec of Megatron-LM: outputs of column-parallel layers are split, inputs of row-parallel layers."""
     value, owner = parameter.value, parameter.owner
     whole = replicated(value.ndim)
     if isinstance(owner, nn.Embedding):
@@ -158,7 +178,7 @@ def _megatron(parameter: _Parameter, mesh: Mesh, axis: str) -> Spec:
 
 
 def _is_vocabulary(parameter: _Parameter) -> bool:
-    """Whether an embedding is one of words: tied to the output layer, or larger than it is wide."""
+    """Whether an embedding is that of the vocabulary: tied to the output layer, or much longer than wide."""
     return len(parameter.names) > 1 or parameter.value.shape[0] >= 4 * parameter.value.shape[1]
 
 
@@ -167,13 +187,13 @@ def _is_convolution(owner: nn.Module) -> bool:
 
 
 def _fully_sharded(value: torch.Tensor, spec: Spec, mesh: Mesh, axis: str) -> Spec:
-    """Splits the longest dimension that is whole still; a second axis joins the first where there is none."""
+    """Splits the longest dimension that is not split yet; if none divides, one that is split over another axis."""
     order = sorted(range(value.ndim), key=lambda dim: (-value.shape[dim], dim))
     return _split(value, spec, mesh, axis, [dim for dim in order if spec[dim] is None] + order)
 
 
 def _split(value: torch.Tensor, spec: Spec, mesh: Mesh, axis: str, dims: list[int]) -> Spec:
-    """`spec` with the first of these dimensions that divides split over `axis`; as it is if none does."""
+    """`spec` with the first of `dims` that divides split over `axis`; unchanged if none divides."""
     if mesh.axis_size(axis) == 1:
         return spec
     for dim in dims:
@@ -184,8 +204,8 @@ def _split(value: torch.Tensor, spec: Spec, mesh: Mesh, axis: str, dims: list[in
     return spec
 
 
-def _seams(model: nn.Module, mesh: Mesh, data: str | None, layers: str | None) -> Iterator[ActivationPlan]:
-    """Between repeated blocks the activations are split as the batch is, and whole otherwise."""
+def _between_layers(model: nn.Module, mesh: Mesh, data: str | None, layers: str | None) -> Iterator[ActivationPlan]:
+    """Constraints on the outputs of repeated layers: split over the data axis as the batch is, and not otherwise."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2:
             continue

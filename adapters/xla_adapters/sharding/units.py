@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read them, and the width of dtypes."""
+"""Formats bytes and seconds for people; bytes per element of dtypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNITS_NOTE = "kB = 1e3, MB = 1e6, GB = 1e9 bytes"
 def human_bytes(size: float) -> str:
     """Bytes with a decimal unit: `12.3 MB` (MB = 1e6 bytes)."""
     for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        # What would be rounded up to a thousand belongs to the next unit.
+        # A value that would be rounded to 1000 gets the next unit.
         if abs(size) >= 0.9995 * factor:
             return f"{_three_digits(size / factor)} {unit}"
     return f"{size:.0f} B"

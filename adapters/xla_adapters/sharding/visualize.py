@@ -1,4 +1,4 @@
-"""A sharding plan as pictures: the mesh, and which device holds which slice of a tensor."""
+"""Draws a sharding plan as text, SVG or HTML: the mesh, and which device holds which slice of a tensor."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.colours import INK, PAPER
 from xla_adapters.sharding.folding import Fold, fold, ranges
 from xla_adapters.sharding.mesh import Mesh, Spec, render, used_axes
-from xla_adapters.sharding.plan import ParameterPlan, ShardingPlan
+from xla_adapters.sharding.plan_data import ParameterPlan, PlanData
 from xla_adapters.sharding.slices import Grid, Slice, mesh_grid, slice_numbers, slices
 from xla_adapters.sharding.svg import draw
 from xla_adapters.sharding.tables import check_width
 
 Form = Literal["text", "svg", "html"]
 
-# More devices than this are drawn on one line each row, without lines in between.
+# With more devices than this, rows are drawn on one line each, without lines in between.
 _ROOMY = 64
-# More slices than this are not all listed: they are equal in size and in order.
+# Of more slices than this, only the first and last are listed.
 _LISTED = 32
 _ENDS = 6
 _STYLE = (
@@ -32,12 +32,12 @@ _STYLE = (
 )
 
 
-def visualize(plan: ShardingPlan, parameter: str | None = None, *, form: Form = "text") -> str:
-    """A picture of a plan, or of one parameter.
+def visualize(plan: PlanData, parameter: str | None = None, *, form: Form = "text") -> str:
+    """Draws a plan, or one parameter.
 
     Args:
-        plan: to draw.
-        parameter: to draw alone, by any of its names.
+        plan: the plan.
+        parameter: draw only this one, by any of its names.
         form: `"text"`, `"svg"` or `"html"` (always of the whole plan).
 
     Raises:
@@ -52,13 +52,13 @@ def visualize(plan: ShardingPlan, parameter: str | None = None, *, form: Form = 
     return as_text(plan, parameter) if form == "text" else as_svg(plan, parameter)
 
 
-def as_text(plan: ShardingPlan, parameter: str | None = None, *, width: int = 110) -> str:
+def as_text(plan: PlanData, parameter: str | None = None, *, width: int = 110) -> str:
     """The mesh as a grid of device numbers, each with the slice it holds.
 
     Args:
         plan: to draw.
         parameter: to draw; None for the batch and one picture per distinct spec.
-        width: characters a line may have, at least 60; a wide mesh is drawn in several parts.
+        width: the maximal number of characters per line, at least 60; a wide mesh is drawn in several parts.
 
     Raises:
         ConfigError: the plan has no such parameter, or `width` is under 60.
@@ -77,15 +77,15 @@ def as_text(plan: ShardingPlan, parameter: str | None = None, *, width: int = 11
     return "\n".join(lines) + "\n"
 
 
-def as_svg(plan: ShardingPlan, parameter: str | None = None) -> str:
-    """The mesh beside a tensor, cells of one slice in one colour.
+def as_svg(plan: PlanData, parameter: str | None = None) -> str:
+    """Draws the mesh and a tensor side by side as SVG; cells of one slice have one colour.
 
     Args:
         plan: to draw.
         parameter: to draw; None for the batch.
 
     Returns:
-        An `<svg>` element that stands for itself: no script, nothing from the network.
+        An `<svg>` element without scripts or external resources.
 
     Raises:
         ConfigError: the plan has no such parameter.
@@ -96,7 +96,7 @@ def as_svg(plan: ShardingPlan, parameter: str | None = None) -> str:
     return _parameter_svg(plan.mesh, _find(plan, parameter))
 
 
-def as_html(plan: ShardingPlan) -> str:
+def as_html(plan: PlanData) -> str:
     """A page with the mesh, the batch and one section per distinct spec.
 
     Returns:
@@ -128,8 +128,8 @@ def as_html(plan: ShardingPlan) -> str:
     )
 
 
-def _by_spec(plan: ShardingPlan) -> list[list[Fold]]:
-    """Folded parameters of each distinct spec, the split ones first; all that are not split are one group."""
+def _by_spec(plan: PlanData) -> list[list[Fold]]:
+    """Folded parameters grouped by spec, the split ones first; all that are not split are one group."""
     groups: dict[Spec, list[Fold]] = {}
     for item in fold(plan.parameters):
         spec = item.first.spec
@@ -137,7 +137,7 @@ def _by_spec(plan: ShardingPlan) -> list[list[Fold]]:
     return [groups[spec] for spec in sorted(groups, key=lambda spec: not used_axes(spec))]
 
 
-def _find(plan: ShardingPlan, parameter: str) -> ParameterPlan:
+def _find(plan: PlanData, parameter: str) -> ParameterPlan:
     for entry in plan.parameters:
         if parameter == entry.name or parameter in entry.tied:
             return entry
@@ -146,9 +146,9 @@ def _find(plan: ShardingPlan, parameter: str) -> ParameterPlan:
     raise ConfigError(f"the plan {plan.name!r} has no parameter {parameter!r}; near: {', '.join(close) or 'none'}")
 
 
-def _batch_slices(plan: ShardingPlan) -> tuple[Slice, ...]:
+def _batch_slices(plan: PlanData) -> tuple[Slice, ...]:
     spec: Spec = (plan.batch,)
-    # Its size is not known: each part counts as one row.
+    # The size of the batch is not known: each part counts as one row.
     return slices(plan.mesh, (plan.mesh.parts(plan.batch),), spec)
 
 
@@ -221,7 +221,7 @@ def _mesh_line(mesh: Mesh) -> str:
     return f"mesh {mesh} ({mesh.size} devices)"
 
 
-def _batch_line(plan: ShardingPlan) -> str:
+def _batch_line(plan: PlanData) -> str:
     parts = plan.mesh.parts(plan.batch)
     return f"{parts} parts over {'+'.join(plan.batch)}" if parts > 1 else "every device gets the whole batch"
 

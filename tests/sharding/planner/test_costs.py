@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import Mesh
+from xla_adapters.sharding.config import TopologyName
 from xla_adapters.sharding.planner import Topology
 from xla_adapters.sharding.planner.costs import Fabric, total
 
@@ -62,3 +65,16 @@ def test_presets_and_refusals() -> None:
         Topology.preset("v7")
     with pytest.raises(ConfigError, match="bandwidth=0"):
         _fabric(bandwidth=0)
+
+
+def test_a_chip_of_ironwood_is_two_devices() -> None:
+    device, chip = Topology.preset("tpu7x"), Topology.preset("v5p")
+    assert 2 * device.flops == 2307e12
+    assert 2 * device.memory_bytes == 192 * 1024**3
+    assert 2 * device.memory_bandwidth == 7.38e12
+    assert 2 * device.bandwidth == chip.bandwidth
+
+
+def test_every_topology_that_can_be_named_has_figures() -> None:
+    for name in get_args(TopologyName):
+        assert Topology.preset(name).name == name

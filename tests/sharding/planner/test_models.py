@@ -16,7 +16,9 @@ _CPU = Topology.preset("cpu")
 
 
 @isolated
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "t5")) for name in MODELS])
+@pytest.mark.parametrize(
+    "name", [name if name in ("llama", "resnet") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_plans(name: str) -> None:
     make, batch = MODELS[name]
     model = make()

@@ -188,6 +188,7 @@ def test_experts_need_every_token() -> None:
     assert gathered["all-gather", "data"].wire_bytes == pytest.approx(2 * values * 4 * 7 / 8)
 
 
+@pytest.mark.slow
 @isolated
 def test_a_cpu_reduces_each_partial_gradient() -> None:
     """Of three projections of one value; and keeps the parameters it gathered."""

@@ -1,7 +1,7 @@
-"""Measuring: plans are compiled in a process of their own, and compared by what the compiled steps do."""
+"""Measures plans: compiles the training step under each plan in a separate process, and reads the compiled program."""
 
 from xla_adapters.sharding.measure.child import measure_plans
-from xla_adapters.sharding.measure.kept import KeptPlans
+from xla_adapters.sharding.measure.plan_cache import PlanCache
 from xla_adapters.sharding.measure.results import MeasuringError, PlanResult
 
-__all__ = ["KeptPlans", "MeasuringError", "PlanResult", "measure_plans"]
+__all__ = ["MeasuringError", "PlanCache", "PlanResult", "measure_plans"]

@@ -1,7 +1,7 @@
-"""`measure_plans`: compiles steps under plans in a process of its own, whose compiler writes its programs to a folder.
+"""`measure_plans`: compiles training steps under plans in a separate process, and reads XLA's dump of the programs.
 
-XLA reads its flags once, before the first program: a process that computes already cannot be told to write. The
-process drives virtual CPU devices, as many as the mesh has.
+It must be another process, because XLA reads its flags (`--xla_dump_to`) once. That process has as many virtual CPU
+devices as the mesh.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from xla_adapters.sharding.measure.job import Job, pack, unpack
 from xla_adapters.sharding.measure.results import MeasuringError, PlanResult
 from xla_adapters.sharding.plan import ShardingPlan
 
-# The machine code is never run: it need not be good.
+# The machine code is never run, so it need not be optimised.
 _FLAGS = "--xla_dump_hlo_as_text --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
@@ -42,13 +42,16 @@ def measure_plans(
 
     Args:
         model: on any device; its values are not used.
-        batch: keyword arguments of `forward`, or positional ones, of the global batch.
-        plans: of this model, for meshes of one size.
-        around: gives a context for the forward pass; a function that the other process can import.
-        timeout: seconds for all plans together; those that were not reached have a `problem`.
+        batch: the global batch: keyword arguments of `forward`, or positional ones.
+        plans: for this model, on meshes of one size.
+        around: returns a context for the forward pass; the other process must be able to import it.
+        timeout: seconds for all plans together; the results of plans that were not reached have a `problem`.
+
+    Returns:
+        A result for each plan.
 
     Raises:
-        MeasuringError: the model cannot travel to the process, or the process failed as a whole.
+        MeasuringError: the model cannot be pickled, or the process failed before the first result.
     """
     data = pack(Job(model=model, batch=batch, plans=tuple(plans), around=around))
     with tempfile.TemporaryDirectory(prefix="xla-adapters-") as folder:
@@ -75,7 +78,7 @@ def measure_plans(
 
 
 def _answers(process: subprocess.Popen[bytes], data: bytes, timeout: float) -> tuple[list[PlanResult], str, str]:
-    """What the process answered, how it ended, and its error output."""
+    """The results that the process returned, how it ended, and its error output."""
     assert process.stdin is not None
     late = threading.Event()
 
@@ -86,7 +89,7 @@ def _answers(process: subprocess.Popen[bytes], data: bytes, timeout: float) -> t
     clock = threading.Timer(timeout, stop)
     clock.start()
     try:
-        # Both pipes are drained while the job is written.
+        # Reads both output pipes while it writes the job.
         output, errors = process.communicate(data)
     finally:
         clock.cancel()
@@ -113,16 +116,16 @@ def _results(output: bytes) -> Iterator[PlanResult]:
 def _main(folder: Path) -> None:
     data = sys.stdin.buffer.read()
     with _answering() as answer:
-        from xla_adapters.backend import get_backend
+        from xla_adapters.runtime import get_runtime
         from xla_adapters.sharding.measure.compiled_step import compiled_step
 
-        get_backend().initialize(spmd=True)
+        get_runtime().device.initialize(spmd=True)
         known: dict[bytes, PlanResult] = {}
         for plan in unpack(data).plans:
             try:
                 result = compiled_step(unpack(data), plan, folder, known)
             except (*MODEL_FAILURES, XLAAdapterError) as error:
-                # The other plans are measured all the same.
+                # The other plans are still measured.
                 traceback.print_exc()
                 result = PlanResult(problem=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
             answer(pickle.dumps(result))
@@ -130,7 +133,7 @@ def _main(folder: Path) -> None:
 
 @contextmanager
 def _answering() -> Iterator[Callable[[bytes], None]]:
-    """Keeps the standard output for answers: what anybody prints goes to the error output."""
+    """Reserves stdout for results; what libraries print there goes to stderr."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "wb") as output:
         os.dup2(2, 1)

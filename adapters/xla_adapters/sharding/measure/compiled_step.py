@@ -1,4 +1,4 @@
-"""`compiled_step`: the training step of a model, compiled under a plan and not executed."""
+"""`compiled_step`: compiles the training step of a model under a plan, without executing it, and reads the program."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from xla_adapters.backend import get_backend
-from xla_adapters.modes import eager
-from xla_adapters.optimizers import prime
+from xla_adapters.runtime import get_runtime
+from xla_adapters.runtime.modes import eager
+from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding.hlo import read_hlo, read_memory_report
 from xla_adapters.sharding.measure.job import Job
 from xla_adapters.sharding.measure.results import PlanResult
 from xla_adapters.sharding.placement import Placement
 from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.step_scope import StepScope
-from xla_adapters.transfers import uploading
+from xla_adapters.tracing.optimizers import prime
+from xla_adapters.tracing.step_scope import StepScope
 
 _HLO, _BUFFERS = ".cpu_after_optimizations.txt", "-buffer-assignment.txt"
 
 
 def compiled_step(job: Job, plan: ShardingPlan, folder: Path, known: dict[bytes, PlanResult]) -> PlanResult:
-    """Compiles forward pass, loss, backward pass and AdamW as in a training, and reads what came of it.
+    """Compiles forward, loss, backward and AdamW, and reads collectives and memory of the compiled program.
 
     Args:
-        job: the model and the batch; its parameters are brought to the devices, as zeros.
-        plan: where they lie.
-        folder: where this process's compiler writes its programs (`--xla_dump_to`, as text); is empty again after.
-        known: results by the name of their graph; gets this one. A graph is compiled once in a process, whatever the
-            plans that lead to it are called.
+        job: the model and the batch; the parameters are moved to the devices, as zeros.
+        plan: how they are sharded.
+        folder: where XLA dumps its programs as text (`--xla_dump_to`); emptied afterwards.
+        known: earlier results by hash of the graph; the new one is added. Plans with equal graphs share a result, since
+            a graph is compiled only once per process.
     """
     begun = time.monotonic()
     graph = _compile(job, plan)
     if graph in known:
         return known[graph]
-    # Uploads may have compiled something small; the step is the largest.
+    # Uploads may have compiled small programs; the step is the largest.
     program = max(folder.glob(f"*{_HLO}"), key=lambda path: path.stat().st_size)
     stats = read_hlo(program.read_text(), plan.mesh.size)
     report = program.with_name(program.name.removesuffix(".txt") + _BUFFERS)
@@ -53,20 +53,20 @@ def compiled_step(job: Job, plan: ShardingPlan, folder: Path, known: dict[bytes,
 
 
 def _compile(job: Job, plan: ShardingPlan) -> bytes:
-    backend, model = get_backend(), job.model
-    placement = Placement(plan, backend)
+    runtime, model = get_runtime(), job.model
+    placement = Placement(plan, runtime)
     with eager(True):
         with uploading():
             _fill(model)
             placement.move_model(model)
             batch = _pytree.tree_map(_to_device, job.batch)
-        backend.flush()
+        runtime.tracing.flush()
         placement.place_batch(batch)
         optimizer = torch.optim.AdamW([value for value in model.parameters() if value.requires_grad])
         prime(optimizer)
         state = [value for entry in optimizer.state.values() for value in entry.values()]
-        held = [value for value in (*model.parameters(), *state) if backend.is_backend_tensor(value)]
-        former = [backend.twin(backend.snapshot(value)) for value in held]
+        held = [value for value in (*model.parameters(), *state) if runtime.device.owns(value)]
+        former = [runtime.values.twin(runtime.values.snapshot(value)) for value in held]
         with placement.constraining(model):
             scope = StepScope(name="measured step")
             scope.open()
@@ -76,17 +76,17 @@ def _compile(job: Job, plan: ShardingPlan) -> bytes:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                pending = [value for value in backend.live_tensors() if backend.is_pending(value)]
-                # In the order in which a sync takes them: the same program each time.
-                pending.sort(key=backend.tensor_number)
-                backend.set_execution_allowed(True)
-                return backend.compile_graph(pending, former)
+                pending = [value for value in runtime.tracing.live_tensors() if runtime.tracing.is_pending(value)]
+                # In the order in which a sync takes them, so that the program is reproducible.
+                pending.sort(key=runtime.lazy.tensor_number)
+                runtime.tracing.set_execution_allowed(True)
+                return runtime.executables.compile(pending, former)
             finally:
                 scope.abort()
 
 
 def _fill(model: torch.nn.Module) -> None:
-    """Zeros for the values that did not travel; ties as they were."""
+    """Replaces parameters on the meta device by zeros; tied weights stay tied."""
     filled: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for key, value in module._parameters.items():
@@ -98,11 +98,11 @@ def _fill(model: torch.nn.Module) -> None:
 
 
 def _to_device(value: Any) -> Any:
-    return value.to(get_backend().device()) if isinstance(value, torch.Tensor) else value
+    return value.to(get_runtime().device.torch_device()) if isinstance(value, torch.Tensor) else value
 
 
 def _loss(output: Any) -> torch.Tensor:
-    """The loss a model gives, or the mean of all it gives."""
+    """The `loss` of a model's output; without one, the sum of the means of all outputs."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss

@@ -1,4 +1,4 @@
-"""`Job`: a model without its weights, and plans for it, as bytes for another process."""
+"""`Job`: a model without weights and plans for it, pickled for the measuring process."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import cloudpickle
 import torch
 from torch.utils import _pytree
 
+from xla_adapters.runtime.transfers import to_host_in_one_transfer
 from xla_adapters.sharding.measure.results import MeasuringError
 from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.transfers import to_host_in_one_transfer
 
-# Values of larger buffers do not reach control flow.
+# Elements; larger buffers are sent as zeros, since control flow does not depend on them.
 _LARGEST_BUFFER = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be measured.
+    """The input of the measuring process.
 
     Attributes:
         model: its parameters are on the meta device.
         batch: keyword or positional arguments of `forward`, zeros on the host.
         plans: to compile steps for.
-        around: gives a context for the forward pass, as in the training.
+        around: returns a context for the forward pass, as in the training.
     """
 
     model: torch.nn.Module
@@ -38,7 +38,7 @@ class Job:
 
 
 def pack(job: Job) -> bytes:
-    """The job as bytes. Parameters lose their values; `job.model` is not touched.
+    """Pickles a job without the values of parameters; `job.model` is not changed.
 
     Raises:
         MeasuringError: something in the model cannot be pickled.
@@ -63,13 +63,13 @@ def pack(job: Job) -> bytes:
     try:
         Pickler(stream).dump(Job(model=job.model, batch=batch, plans=job.plans, around=job.around))
     except (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, OSError) as error:
-        # What pickling somebody's model may raise; each means that it cannot travel.
+        # Pickling a user's model may raise any of these.
         raise MeasuringError(f"the model cannot be pickled for another process: {error}") from error
     return stream.getvalue()
 
 
 def unpack(data: bytes) -> Job:
-    """The job that `pack` wrote."""
+    """Reads what `pack` returned."""
     job = cloudpickle.loads(data)
     assert isinstance(job, Job)
     return job

@@ -1,4 +1,4 @@
-"""What the measuring process answers."""
+"""`PlanResult`: the result of the measuring process for one plan."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from xla_adapters.errors import XLAAdapterError
-from xla_adapters.sharding.plan import CollectiveCost, Measurement
+from xla_adapters.sharding.plan_data import CollectiveCost, Measurement
 
 
-class MeasuringError(XLAAdapterError):
+class MeasuringError(Exception):
     """Plans could not be compiled to be measured; predictions decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
-    """Of one plan.
+    """The result for one plan.
 
     Attributes:
         measurement: of its compiled step; None if it could not be compiled.
-        collectives: by kind and mesh axis, without seconds.
-        seconds: tracing and compiling took.
+        collectives: by kind and mesh axis, without times.
+        seconds: time of tracing and compiling.
         problem: why there is no measurement.
     """
 
@@ -32,7 +31,7 @@ class PlanResult:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> PlanResult:
-        """From what `dataclasses.asdict` made of one."""
+        """Reads what `dataclasses.asdict` returned."""
         measurement = values["measurement"]
         return cls(
             measurement=None if measurement is None else Measurement(**measurement),

@@ -1,4 +1,10 @@
-"""The planner: which layouts make a training step fastest, found by an integer linear program."""
+"""The planner: finds the shardings that make a training step fastest, with an integer linear program.
+
+Steps: `capture` exports the forward as a graph (equal layers only twice, `layers`), `graph` turns it into operators
+with a choice of layouts, `strategies` lists the choices of each, `storage` those of parameters, `problem` writes the
+program, `solve` solves it, `result` makes a plan of the solution. `planner.Planner` drives this; `entry` has the
+functions to call. The method follows Alpa (Zheng et al., OSDI 2022).
+"""
 
 from xla_adapters.sharding.planner.entry import evaluate, evaluate_all, meshes_of, plan_model
 from xla_adapters.sharding.planner.planner import ADAM_BYTES, Planner, by_time

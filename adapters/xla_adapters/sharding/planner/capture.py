@@ -1,4 +1,4 @@
-"""The forward pass and the loss of a model as a graph, without a weight in memory."""
+"""`capture`: exports forward and loss of a model as a graph, on the meta device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree
 
-from xla_adapters.errors import MODEL_FAILURES, XLAAdapterError
+from xla_adapters.errors import MODEL_FAILURES
 from xla_adapters.sharding.mesh import Spec
 from xla_adapters.sharding.planner.layers import Skeleton, skeleton
 
@@ -22,21 +22,21 @@ _ROOT = "model"
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-class CaptureError(XLAAdapterError):
-    """The model cannot be captured as a graph; the planner falls back to types of modules."""
+class CaptureError(Exception):
+    """The model cannot be captured as a graph; the planner then plans by parameters alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """A captured forward pass.
+    """A captured forward.
 
     Attributes:
-        nodes: in the order they run.
-        parameters: placeholders of parameters: the name in the user's model.
-        batch: which dimension of each value carries the batch; absent if none does.
-        modules: the innermost module (of the skeleton) that each node runs in, outermost first.
-        skeleton: what was captured.
-        batch_size: rows of the batch.
+        nodes: in execution order.
+        parameters: for placeholders of parameters, the name in the user's model.
+        batch: the batch dimension of each value that has one.
+        modules: for each node, the modules (of the skeleton) that it runs in, outermost first.
+        skeleton: the model that was captured.
+        batch_size: number of rows of the batch.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -48,7 +48,7 @@ class Capture:
 
 
 class _Loss(nn.Module):
-    """A model whose outputs are plain tensors: its loss, if it has one."""
+    """Wraps a model so that it returns its loss, or else its outputs as a tuple of tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class _Loss(nn.Module):
 
 
 def batch_size(batch: Any) -> int:
-    """Rows of a batch: the first dimension of its first tensor that has one; 1 if none has."""
+    """Number of rows of a batch: the first dimension of its first tensor that has one; 1 if none has."""
     for leaf in _pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return int(leaf.shape[0])
@@ -74,16 +74,16 @@ def batch_size(batch: Any) -> int:
 def capture(
     model: nn.Module, batch: Mapping[str, Any] | Sequence[Any], fixed: Mapping[str, Spec], *, reduce: bool
 ) -> Capture:
-    """Captures the forward pass and the loss with `torch.export`, on the meta device.
+    """Captures forward and loss with `torch.export`, on the meta device.
 
     Args:
-        model: on any device; is not touched.
-        batch: keyword arguments of `forward`, or positional ones; only shapes and types matter.
-        fixed: specs of parameters that are given.
-        reduce: capture two of each row of equal layers.
+        model: on any device; is not changed.
+        batch: keyword arguments of `forward`, or positional ones; only shapes and dtypes matter.
+        fixed: given specs of parameters.
+        reduce: capture only two of each run of equal layers.
 
     Raises:
-        CaptureError: it cannot be captured.
+        CaptureError: the model cannot be captured.
     """
     rows = batch_size(batch)
     copied = skeleton(model, fixed, reduce=reduce)
@@ -119,7 +119,7 @@ def _export(module: nn.Module, batch: Any) -> torch.export.ExportedProgram:
 
 @contextmanager
 def _environment_kept() -> Iterator[None]:
-    """The tracer names a cache directory in the environment, which child processes would inherit."""
+    """Restores a variable that `torch.export` sets (a cache directory), since child processes would inherit it."""
     before = os.environ.get(_CACHE)
     try:
         yield
@@ -144,10 +144,9 @@ def _resized(batch: Any, rows: int, new: int) -> Any:
 
 
 def _batch_dimensions(module: nn.Module, batch: Any, rows: int, nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """The dimensions that grow with the batch: found by capturing a batch of twice the rows.
+    """Finds the batch dimension of each value, by a second capture with twice the rows.
 
-    This needs no rule for any operator. Where the second graph is another one, the first dimension of a value counts
-    as the batch if the rows divide it.
+    If the second graph differs, the first dimension of a value counts as the batch if the number of rows divides it.
     """
     try:
         other: Sequence[fx.Node] = tuple(_export(module, _resized(batch, rows, 2 * rows)).graph.nodes)
@@ -171,7 +170,7 @@ def _batch_dimensions(module: nn.Module, batch: Any, rows: int, nodes: Sequence[
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:
-    """The (first) tensor a node gives, as an empty one."""
+    """The (first) tensor that a node returns, on the meta device; None if it returns no tensor."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
         value = next((item for item in value if isinstance(item, torch.Tensor)), None)
@@ -179,7 +178,7 @@ def tensor_of(node: fx.Node) -> torch.Tensor | None:
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:
-    """The shape of the (first) tensor a node gives."""
+    """The shape of the (first) tensor that a node returns; None if it returns no tensor."""
     value = tensor_of(node)
     return None if value is None else tuple(int(size) for size in value.shape)
 

@@ -1,4 +1,4 @@
-"""What collectives cost on a ring."""
+"""`Fabric`: the cost of collectives, by the ring algorithm."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from xla_adapters.sharding.mesh import DATA, MODEL, Mesh
-from xla_adapters.sharding.plan import Collective, CollectiveCost
+from xla_adapters.sharding.plan_data import Collective, CollectiveCost
 from xla_adapters.sharding.planner.topology import Topology
 
 GRADIENTS = "gradients"
@@ -14,14 +14,14 @@ GRADIENTS = "gradients"
 
 @dataclass(frozen=True, kw_only=True)
 class Charge:
-    """One collective.
+    """The cost of one collective.
 
     Attributes:
-        kind: of it.
+        kind: e.g. `"all-reduce"`.
         axis: of the mesh.
-        wire_bytes: sent by each device.
-        seconds: it takes.
-        cause: what it is for.
+        wire_bytes: bytes that each device sends.
+        seconds: time it takes.
+        cause: `"gradients"`, `"parameters"` or `"activations"`.
     """
 
     kind: Collective
@@ -32,17 +32,21 @@ class Charge:
 
 
 def times(charge: Charge, number: float) -> Charge:
-    """So many of them, as one."""
+    """The cost of `number` such collectives, as one charge."""
     return replace(charge, wire_bytes=charge.wire_bytes * number, seconds=charge.seconds * number)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """The mesh and what its links can do: gives the price of each collective.
+    """Computes the cost of collectives on a mesh.
 
-    All sizes are bytes of the *gathered* tensor on one device (for an all-reduce: of the tensor). Every method returns
-    a tuple: empty where there is nobody to talk to. Gradients cost no latency: the compiler combines those of many
-    parameters into few collectives.
+    `size` is in bytes of the *gathered* tensor on one device (for an all-reduce: of the tensor). Methods return a tuple
+    of charges, which is empty if the axis has one device. Collectives of gradients have no latency, because the
+    compiler combines those of many parameters into few.
+
+    Attributes:
+        mesh: the devices.
+        topology: bandwidths and latencies.
     """
 
     mesh: Mesh
@@ -50,34 +54,34 @@ class Fabric:
 
     @property
     def data(self) -> int:
-        """Devices the batch is split over."""
+        """Number of devices along the data axis."""
         return self._size(DATA)
 
     @property
     def model(self) -> int:
-        """Devices layers are split over."""
+        """Number of devices along the model axis."""
         return self._size(MODEL)
 
     def all_reduce(self, axis: str, size: float, cause: str) -> tuple[Charge, ...]:
-        """A reduce-scatter and an all-gather: 2b(k-1)/k."""
+        """A reduce-scatter and an all-gather: 2b(k-1)/k bytes, for b bytes and k devices."""
         return self._ring("all-reduce", axis, size, 2, cause)
 
     def all_gather(self, axis: str, size: float, cause: str) -> tuple[Charge, ...]:
-        """Every device passes on all shards but one: b(k-1)/k."""
+        """Each device sends all shards but one: b(k-1)/k bytes."""
         return self._ring("all-gather", axis, size, 1, cause)
 
     def reduce_scatter(self, axis: str, size: float, cause: str) -> tuple[Charge, ...]:
-        """b(k-1)/k; an all-reduce where the compiler has no reduce-scatter."""
+        """b(k-1)/k bytes; an all-reduce if the compiler emits no reduce-scatter."""
         if not self.topology.reduce_scatter:
             return self.all_reduce(axis, size, cause)
         return self._ring("reduce-scatter", axis, size, 1, cause)
 
     def all_to_all(self, axis: str, size: float, cause: str) -> tuple[Charge, ...]:
-        """Each device keeps one part in k of its shard of b/k: b(k-1)/k^2."""
+        """Each device sends all but one k-th of its shard of b/k bytes: b(k-1)/k^2 bytes."""
         return self._ring("all-to-all", axis, size / self._size(axis), 1, cause)
 
     def permute(self, axis: str, size: float, cause: str) -> tuple[Charge, ...]:
-        """Each device hands its shard of b/k to another."""
+        """Each device sends its shard to another: b/k bytes."""
         k = self._size(axis)
         if k == 1 or not size:
             return ()
@@ -98,7 +102,7 @@ class Fabric:
 
 
 def total(charges: Iterable[tuple[Charge, float]]) -> tuple[CollectiveCost, ...]:
-    """Charges and how often each occurs in a step, summed by kind, axis and cause."""
+    """Sums charges by kind, axis and cause; each comes with its number per step."""
     sums: dict[tuple[str, str, str], list[float]] = {}
     for charge, count in charges:
         entry = sums.setdefault((charge.kind, charge.axis, charge.cause), [0.0, 0.0, 0.0])

@@ -1,4 +1,4 @@
-"""`plan_model`, `evaluate` and `evaluate_all`: what the planner is called by."""
+"""`plan_model`, `evaluate` and `evaluate_all`: the planner's functions to call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import nn
 
 from xla_adapters.sharding.config import ShardingConfig
 from xla_adapters.sharding.mesh import Mesh, Spec, factorizations
-from xla_adapters.sharding.plan import PlanCost, ShardingPlan
+from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding.plan_data import PlanCost
 from xla_adapters.sharding.planner.planner import ADAM_BYTES, Batch, Planner
 from xla_adapters.sharding.planner.topology import Topology
 
@@ -27,26 +28,26 @@ def plan_model(
     fixed: Mapping[str, Spec] | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[ShardingPlan]:
-    """Plans how a training step is split over devices, in the manner of Alpa (Zheng et al., OSDI 2022).
+    """Plans how to split a training step over devices, after Alpa (Zheng et al., OSDI 2022).
 
-    The forward pass is captured without weights, every operator gets its possible layouts on a (data, model) mesh, and
-    an integer linear program chooses among them and among the ways to store each parameter, for the least time of one
-    step within the memory budget.
+    The forward is captured without weights. Each operator has a set of possible layouts on a (data, model) mesh, and
+    each parameter a set of ways to be stored. An integer linear program chooses among them for the fastest step within
+    the memory budget.
 
     Args:
-        model: on any device, also meta; it is not touched.
-        batch: keyword arguments of `forward`, or positional ones, of the global batch; only shapes and types matter.
-        mesh: to plan for; None to try all `factorizations(devices, 2)`.
-        devices: how many there are.
-        config: `memory_budget` (bytes per device) and `overrides` are regarded here.
-        topology: what devices and links can do.
-        optimizer_bytes_per_parameter: for each element of a trainable parameter; 8 is Adam in float32.
-        fixed: specs of parameters that are annotated already; the rest is planned around them.
-        around: gives the context that forward passes run in.
+        model: on any device, also meta; it is not changed.
+        batch: the global batch: keyword arguments of `forward`, or positional ones; only shapes and dtypes matter.
+        mesh: to plan for; None tries all `factorizations(devices, 2)`.
+        devices: number of devices.
+        config: only `memory_budget` (bytes per device) and `overrides` are used here.
+        topology: of devices and links.
+        optimizer_bytes_per_parameter: bytes per element of a trainable parameter; 8 for Adam in float32.
+        fixed: specs of parameters that are already annotated; they are kept.
+        around: returns the context that forward passes run in.
 
     Returns:
-        Plans with their predicted cost, the fastest first; up to two for each mesh: one whose activations lie as
-        parameters imply, and one that relies on its `activations`, where that is another.
+        Plans with their predicted cost, the fastest first; up to two for each mesh: one whose activations GSPMD
+        propagates from the parameters, and, if it differs, one that needs its constraints on `activations`.
 
     Raises:
         ConfigError: nothing fits the memory budget, or the batch or a given spec fits no mesh.
@@ -64,7 +65,7 @@ def plan_model(
 
 
 def meshes_of(mesh: Mesh | None, devices: int) -> list[Mesh]:
-    """A mesh that was given, or all there are for so many devices."""
+    """The given mesh, or all (data, model) meshes of so many devices."""
     return [mesh] if mesh is not None else [Mesh.data_and_model(*shape) for shape in factorizations(devices, 2)]
 
 
@@ -77,13 +78,13 @@ def evaluate(
     optimizer_bytes_per_parameter: float = ADAM_BYTES,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> PlanCost:
-    """What a step costs under a plan that somebody else made.
+    """The predicted cost of a step under a given plan.
 
-    Parameters are stored as the plan says, activations lie as its constraints say or, without any, as GSPMD (Xu et al.,
-    arXiv 2105.04663) would lay them out; what the plan leaves open is chosen for the least time.
+    Activations have the layouts of the plan's constraints or, without any, those that GSPMD (Xu et al., arXiv
+    2105.04663) propagates. What the plan leaves open is chosen for the fastest step.
 
     Args:
-        plan: of this model.
+        plan: for this model.
         model, batch, topology, optimizer_bytes_per_parameter, around: as in `plan_model`.
 
     Raises:
@@ -109,10 +110,10 @@ def evaluate_all(
     optimizer_bytes_per_parameter: float = ADAM_BYTES,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[PlanCost]:
-    """What a step costs under each of several plans; the model is captured once.
+    """The predicted cost of a step under each of several plans; the model is captured once.
 
     Args:
-        plans: of this model.
+        plans: for this model.
         model, batch, topology, optimizer_bytes_per_parameter, around: as in `plan_model`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Operators and parameters of equal layers, made one."""
+"""`fold`: groups the operators and parameters of equal layers into classes that share one choice."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _T = TypeVar("_T", bound=Hashable)
 
 
 class Classes(Generic[_T]):
-    """Disjoint sets; the first member that was named stands for its set."""
+    """Disjoint sets (union-find); each set has a representative."""
 
     def __init__(self) -> None:
         self._parents: dict[_T, _T] = {}
 
     def of(self, item: _T) -> _T:
-        """The one that stands for an item."""
+        """The representative of an item's set."""
         while item in self._parents:
             item = self._parents[item]
         return item
 
     def join(self, first: _T, second: _T) -> None:
-        """Makes two sets one; the first item's stands for both."""
+        """Merges two sets; the representative is that of the first item."""
         first, second = self.of(first), self.of(second)
         if first != second:
             self._parents[second] = first
@@ -33,14 +33,14 @@ class Classes(Generic[_T]):
 
 @dataclass(frozen=True, kw_only=True)
 class Folded:
-    """Which operators and parameters are decided once.
+    """Classes of operators and parameters that share one choice.
 
     Attributes:
         operators: classes of operators, by index.
         parameters: classes of parameters, by name.
-        weights: for each operator, for how many operators of the user's model it stands.
-        recomputed: operators of layers under gradient checkpointing, which keep only what the layer returns.
-        complete: every layer that stands for others is indeed equal to its neighbour.
+        weights: for each operator, the number of operators of the user's model that it represents.
+        recomputed: operators in layers with gradient checkpointing, whose outputs are not kept.
+        complete: whether each layer that represents others was found equal to its neighbour in the graph, too.
     """
 
     operators: Classes[int]
@@ -51,7 +51,7 @@ class Folded:
 
 
 def fold(graph: Graph, skeleton: Skeleton) -> Folded:
-    """Makes the operators and parameters of layers one, where their graphs are the same."""
+    """Joins corresponding operators and parameters of equal layers, if their graphs are equal."""
     operators: Classes[int] = Classes()
     parameters: Classes[str] = Classes()
     groups: dict[int, list[Layer]] = {}
@@ -92,7 +92,7 @@ def fold(graph: Graph, skeleton: Skeleton) -> Folded:
 
 
 def _recomputed(graph: Graph, skeleton: Skeleton) -> set[int]:
-    """Operators inside of layers whose flag `gradient_checkpointing` (transformers') is set."""
+    """Operators in layers whose attribute `gradient_checkpointing` (of transformers) is True, except their outputs."""
     layers = {
         layer.name
         for layer in skeleton.layers
@@ -104,7 +104,7 @@ def _recomputed(graph: Graph, skeleton: Skeleton) -> set[int]:
 
 
 def _equal(first: list[Operator], second: list[Operator]) -> bool:
-    """Whether two lists of operators compute the same: the same operators, shapes and wires."""
+    """Whether two lists of operators compute the same: equal operators, shapes and connections."""
     if len(first) != len(second):
         return False
     places = [{operator.index: place for place, operator in enumerate(items)} for items in (first, second)]

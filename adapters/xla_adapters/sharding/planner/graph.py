@@ -1,8 +1,8 @@
-"""The captured graph as operators between values that training keeps or sends.
+"""`Graph`: the captured forward as operators that have a choice of layouts.
 
-Views, casts and functions of one value vanish here: they become the way in which a later operator sees an earlier
-value (`Operand.dims`). What needs no gradient (token ids, masks, positions) vanishes too: it is small or can be made
-in place, so it is at hand in any layout.
+Views, casts and unary functions are no operators here: they are part of how a later operator sees an earlier value
+(`Operand.dims`). Values without a gradient (token ids, masks, positions) are left out, too: they are small or cheap to
+compute, so they are assumed to be available in any layout.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from torch import fx
 from xla_adapters.sharding.planner.capture import Capture, shape_of, tensor_of
 from xla_adapters.sharding.planner.views import VIEWS, Dims, Shape, broadcast, bytes_of, compose, identity
 
-# Functions of one value whose result is not kept for the backward pass, or is cheap to have.
+# Unary functions whose result is not kept for the backward, or is cheap.
 _KEEPS_NOTHING = frozenset(("add", "sub", "neg", "rsub", "mul", "div", "sum", "mean", "cat", "dropout", "rsqrt", "pow"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
-    """A tensor as an operator sees it.
+    """An input of an operator: a view of another operator's output, or of a parameter.
 
     Attributes:
-        shape, batch, size: of what the operator sees: dimensions, the one which carries the batch, bytes.
-        source: the operator whose output it is a view of; None for a parameter or a free value.
-        parameter: the parameter it is a view of.
-        dims: for each dimension of the source's output, or of the parameter, the dimension here.
+        shape: of the view.
+        batch: the dimension of the view that is the batch; None if there is none.
+        size: bytes of the view.
+        source: index of the operator whose output it is a view of; None for a parameter or a free value.
+        parameter: name of the parameter it is a view of.
+        dims: for each dimension of the source's output, or of the parameter, the dimension of the view.
     """
 
     shape: Shape
@@ -43,11 +45,11 @@ class Operand:
 
     @property
     def free(self) -> bool:
-        """At hand in any layout."""
+        """Whether the value is available in any layout (it needs no gradient)."""
         return self.source is None and self.parameter is None
 
     def origin(self, dim: int) -> int | None:
-        """The dimension of the source or parameter that is split where this dimension is."""
+        """The dimension of the source or parameter for a dimension of the view; None if there is none."""
         return self.dims.index(dim) if dim in self.dims else None
 
 
@@ -56,14 +58,14 @@ class Operator:
     """An operator that has a choice of layouts.
 
     Attributes:
-        index: its place in the graph.
+        index: its position in the graph.
         target: its name without namespace and overload, e.g. `"linear"`.
         namespace: e.g. `"aten"`.
         args, kwargs: as called; tensors are `Operand`s.
-        operands: those tensors in order.
-        shape, batch, size: of its (first) output.
-        modules: it runs in, outermost first.
-        pointwise: each element of the output is made of one element of each input.
+        operands: the tensors among the arguments, in order.
+        shape, batch, size: of its (first) output, see `Operand`.
+        modules: names of the modules it runs in, outermost first.
+        pointwise: whether it is element-wise.
     """
 
     index: int
@@ -85,15 +87,14 @@ class Operator:
 
 @dataclass(kw_only=True)
 class Graph:
-    """Operators, and where values lie.
+    """The operators of a model, and the inputs and outputs of its modules.
 
     Attributes:
-        operators: in the order they run.
-        kept: functions of an operator's output which are kept for the backward pass beside it: (dims, bytes, batch).
-        outputs: for each module the operator and view that is its output, if there is one.
-        inputs: likewise what it takes.
-        parameters: shape and item size of each that the graph uses.
-        unknown: names of operators that nobody has a rule for; filled in later.
+        operators: in execution order.
+        kept: by index of an operator, unary functions of its output that the backward needs: (dims, bytes, batch).
+        outputs: by module, the value that is its output, if there is exactly one.
+        inputs: by module, the value that is its input, if there is exactly one.
+        unknown: names of operators without a rule; filled in by the planner.
     """
 
     operators: list[Operator] = field(default_factory=list)
@@ -104,12 +105,14 @@ class Graph:
 
 
 def build(capture: Capture) -> Graph:
-    """Makes operators of a captured graph."""
+    """Converts a captured graph."""
     return _Builder(capture=capture).build()
 
 
 @dataclass(kw_only=True)
 class _Builder:
+    """Converts the nodes of a captured graph in order; `seen` has the operand that each node became."""
+
     capture: Capture
     graph: Graph = field(default_factory=Graph)
     seen: dict[fx.Node, Operand] = field(default_factory=dict)
@@ -153,7 +156,7 @@ class _Builder:
         return self._operator(node, target, namespace)
 
     def _view(self, node: fx.Node, target: str, seen: Operand, first: bool) -> Operand | None:
-        """What is only another view, or a function, of one value."""
+        """The operand for a node that is a view or a unary function of one value; None for other nodes."""
         shape = shape_of(node) or ()
         if target in VIEWS and first:
             dims = VIEWS[target](seen.shape, shape, tuple(node.args[1:]))
@@ -171,7 +174,7 @@ class _Builder:
         return result
 
     def _item(self, node: fx.Node, seen: Operand) -> Operand | None:
-        """One of several outputs."""
+        """The operand for one of several outputs."""
         source = node.args[0]
         shape = shape_of(node) or ()
         if isinstance(source, fx.Node) and _name_of(source)[0] == "unbind":
@@ -185,7 +188,7 @@ class _Builder:
 
     def _operator(self, node: fx.Node, target: str, namespace: str) -> Operand:
         if node.target is not operator.getitem and target in _SPLITS:
-            # The parts are operators; the list of them is its input, seen as it is.
+            # Each part is an operator (its `getitem`); the list of parts stands for the input.
             return next(self.seen[item] for item in node.all_input_nodes if item in self.seen)
         operands: list[Operand] = []
 
@@ -221,12 +224,12 @@ class _Builder:
         return self._operand(node, source=index, dims=identity(len(result.shape)))
 
     def _module_outputs(self) -> None:
-        """A module's output: the one value made inside that is used outside."""
+        """Finds each module's output: the only value made inside that is used outside."""
         leaving: dict[str, list[Operand]] = {}
         for node in self.capture.nodes:
             if node not in self.seen or self.seen[node].source is None:
                 continue
-            # A cast to the same type gives the value of another module a second name inside of this one.
+            # A cast to the same type inside a module is still the value of the module that made it.
             made_in = self.graph.operators[self.seen[node].source or 0].modules
             for module in self.capture.modules[node]:
                 if module in made_in and any(module not in self.capture.modules[user] for user in node.users):
@@ -234,7 +237,7 @@ class _Builder:
         self.graph.outputs = {module: values[0] for module, values in leaving.items() if len(values) == 1}
 
     def _module_inputs(self) -> None:
-        """A module's input: the one value made outside that is used inside."""
+        """Finds each module's input: the only value made outside that is used inside."""
         entering: dict[str, list[Operand]] = {}
         for node in self.capture.nodes:
             if node not in self.seen or self.seen[node].source is None:
@@ -251,13 +254,13 @@ _SPLITS = frozenset(("split", "chunk", "split_with_sizes", "tensor_split", "unbi
 def _name_of(node: fx.Node) -> tuple[str, str]:
     if isinstance(node.target, torch._ops.OpOverload):
         namespace, name = node.target._schema.name.split("::")
-        # In place or not makes no difference to a layout.
+        # In-place variants have the same layouts.
         return (name.rstrip("_") or name, namespace)
     return (getattr(node.target, "__name__", str(node.target)), "")
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    # Not all overloads of these are tagged.
+    # torch does not tag all overloads of these as pointwise.
     named = _name_of(node)[0] in ("where", "masked_fill", "clamp", "lerp")
     return named or (isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags)
 

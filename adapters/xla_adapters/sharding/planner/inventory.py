@@ -1,4 +1,4 @@
-"""The parameters of a model: their names, and what others decided about them."""
+"""Lists the parameters of a model, with tied names and given specs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.mesh import Mesh, Spec
-from xla_adapters.sharding.plan import ParameterPlan
+from xla_adapters.sharding.plan_data import ParameterPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +21,9 @@ class Entry:
     Attributes:
         name: as in `named_parameters()`.
         tied: its other names.
-        tensor: itself.
-        fixed: its spec, if somebody else decided.
-        decided_by: who decides.
+        tensor: the parameter.
+        fixed: its spec, if it is given by the user.
+        decided_by: `"planner"`, `"user"` (annotated) or `"override"`.
     """
 
     name: str
@@ -33,7 +33,12 @@ class Entry:
     decided_by: str
 
     def planned(self, spec: Spec, used: Spec | None = None) -> ParameterPlan:
-        """Its entry in a plan."""
+        """The parameter's entry in a plan.
+
+        Args:
+            spec: how it is stored.
+            used: see `ParameterPlan`.
+        """
         return ParameterPlan(
             name=self.name,
             shape=tuple(self.tensor.shape),
@@ -46,15 +51,15 @@ class Entry:
 
 
 def take(model: nn.Module, fixed: Mapping[str, Spec], overrides: Mapping[str, Spec]) -> list[Entry]:
-    """All parameters, tied names resolved by identity.
+    """Lists all parameters; those with several names (tied weights) once.
 
     Args:
-        model: whose parameters.
-        fixed: specs that the user annotated, by any name; they come before overrides.
-        overrides: specs by name pattern; the first that matches decides.
+        model: the model.
+        fixed: specs that the user annotated, by any name; they have priority over overrides.
+        overrides: specs by name pattern; the first pattern that matches counts.
 
     Raises:
-        ConfigError: `fixed` names no parameter, or gives one parameter two specs.
+        ConfigError: `fixed` has an unknown name, or different specs for one parameter.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -82,7 +87,7 @@ def take(model: nn.Module, fixed: Mapping[str, Spec], overrides: Mapping[str, Sp
 
 
 def check(entries: list[Entry], mesh: Mesh) -> None:
-    """Raises if a parameter cannot be split as somebody decided.
+    """Raises if a parameter cannot be split as given.
 
     Raises:
         ConfigError: an axis is unknown, or a dimension does not divide.

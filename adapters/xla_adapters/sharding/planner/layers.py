@@ -1,4 +1,4 @@
-"""Equal layers: found by structure, so that one of them can be planned for all."""
+"""`skeleton`: copies a model without weights, with only two of each run of equal layers, so that planning is fast."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import nn
 
 from xla_adapters.sharding.mesh import Spec
 
-# What tells equal layers apart without making them different.
+# Attributes with the number of a layer; equal layers differ in them.
 _POSITION = re.compile(r"idx|index|layer_id|layer_num|block_id|depth")
-# Its key, itself, the group of its equals, the keys of those it stands for.
+# Key, module, number of its group of equal layers, keys of the layers it represents.
 _Child = tuple[str, nn.Module | None, int | None, tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One of several equal layers.
+    """A layer of the skeleton that represents one or more equal layers of the user's model.
 
     Attributes:
-        name: in the model that was captured.
-        keys: of the layers it stands for, in their container.
-        group: equal layers have the same.
-        weight: for how many layers of the user's model it stands, with those around it.
+        name: in the skeleton.
+        keys: of the layers it represents, in their container.
+        group: a number that equal layers share.
+        weight: number of layers of the user's model that it represents, including copies of its parents.
     """
 
     name: str
@@ -38,14 +38,14 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Skeleton:
-    """The user's model on the meta device, which holds no weights, with as few of its equal layers as is wanted.
+    """A copy of the user's model on the meta device, possibly with fewer equal layers.
 
     Attributes:
         module: the copy.
-        parameters: of the copy, by identity: the name in the user's model.
-        layers: of the copy, that have equals.
-        same: for each parameter of the user's model that has equals, the one (of the copy) which stands for it.
-        keys: for each module of the copy, its key in its parent in the user's model.
+        parameters: by `id` of a parameter of the copy, its name in the user's model.
+        layers: the layers of the copy that are equal to others.
+        same: by name of a parameter in an equal layer, the name of the parameter that represents it.
+        keys: by name of a module of the copy, its key in its parent in the user's model.
     """
 
     module: nn.Module
@@ -55,7 +55,7 @@ class Skeleton:
     keys: Mapping[str, str]
 
     def originals(self, name: str) -> tuple[str, ...]:
-        """The modules of the user's model that a module of the copy stands for."""
+        """Names of the modules of the user's model that a module of the copy represents."""
         layers = {layer.name: layer.keys for layer in self.layers}
         found = [""]
         path = ""
@@ -67,12 +67,12 @@ class Skeleton:
 
 
 def skeleton(model: nn.Module, fixed: Mapping[str, Spec], *, reduce: bool) -> Skeleton:
-    """Copies a model onto the meta device.
+    """Copies a model to the meta device.
 
     Args:
-        model: is not touched.
-        fixed: specs that are given; layers are equal only if theirs are.
-        reduce: keep only the first two of three or more equal layers in a row.
+        model: is not changed.
+        fixed: given specs; layers are equal only if their specs are.
+        reduce: keep only two of three or more equal layers in a row.
     """
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
@@ -91,6 +91,8 @@ def skeleton(model: nn.Module, fixed: Mapping[str, Spec], *, reduce: bool) -> Sk
 
 @dataclass(kw_only=True)
 class _Copy:
+    """Copies a model recursively, and collects what a `Skeleton` needs."""
+
     names: Mapping[int, str]
     fixed: Mapping[str, Spec]
     reduce: bool
@@ -111,7 +113,7 @@ class _Copy:
         state["_buffers"] = {key: self._tensor(value) for key, value in module._buffers.items()}
         children = {}
         for position, (key, child, group, stands) in enumerate(self._children(module, original)):
-            # Renumbered, because the code of models finds layers by position.
+            # Renumbered, because models access layers by position.
             new = str(position) if isinstance(module, (nn.ModuleList, nn.Sequential)) and key.isdigit() else key
             path, source = _join(name, new), _join(original, key)
             times = weight * len(stands)
@@ -133,7 +135,7 @@ class _Copy:
         return self.tensors[id(tensor)]
 
     def _children(self, module: nn.Module, original: str) -> list[_Child]:
-        """Children to keep."""
+        """The children to copy, with the layers that each represents."""
         children = list(module._modules.items())
         plain: list[_Child] = [(key, child, None, (key,)) for key, child in children]
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -185,7 +187,7 @@ class _Copy:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """A layer of several parts; two equal linear layers in a row are better planned apart."""
+    """Whether a module has several submodules with parameters; equal single layers in a row are planned separately."""
     return sum(1 for part in module.modules() if part._parameters) > 1
 
 

@@ -1,4 +1,4 @@
-"""`Planner`: a model that was captured once, planned for any mesh and budget."""
+"""`Planner`: captures a model once, and plans it for any mesh and memory budget."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from torch.utils import _pytree
 
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.mesh import DATA, MODEL, Mesh, Spec, used_axes
-from xla_adapters.sharding.plan import PlanCost, ShardingPlan
+from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding.plan_data import PlanCost
 from xla_adapters.sharding.planner import inventory, problem, result, structural
 from xla_adapters.sharding.planner.capture import Capture, CaptureError, batch_size, capture
 from xla_adapters.sharding.planner.costs import Fabric
 from xla_adapters.sharding.planner.fold import Folded, fold
 from xla_adapters.sharding.planner.graph import Graph, build
-from xla_adapters.sharding.planner.layouts import forced, without_cuts
 from xla_adapters.sharding.planner.storage import Parameter
 from xla_adapters.sharding.planner.strategies import Rules
+from xla_adapters.sharding.planner.strategy_filters import forced, propagated_only
 from xla_adapters.sharding.planner.topology import Topology
 
-# Two averages in float32, for each element of a parameter.
+# Bytes of Adam's state per element of a parameter: two averages in float32.
 ADAM_BYTES = 8
 
 Batch = Mapping[str, Any] | Sequence[Any]
@@ -33,6 +34,8 @@ Batch = Mapping[str, Any] | Sequence[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class _Captured:
+    """The graph of a model, and the classes of its equal layers."""
+
     capture: Capture
     graph: Graph
     folded: Folded
@@ -40,7 +43,20 @@ class _Captured:
 
 @dataclass(frozen=True, kw_only=True)
 class Planner:
-    """A model ready to be planned for any mesh; `begin` makes one."""
+    """A captured model that can be planned for any mesh. Create it with `begin`.
+
+    Attributes:
+        model, batch, around: as for `plan_model`.
+        entries: the model's parameters.
+        parameters: classes of parameters, by the name that represents the class.
+        classes: by name of a parameter, the name that represents its class.
+        captured: the graph; None if the model could not be captured.
+        rows: size of the batch.
+        batch_bytes: bytes of the whole batch.
+        topology: of devices and links.
+        optimizer_bytes: bytes of optimizer state per element of a trainable parameter.
+        notes: for the plans.
+    """
 
     model: nn.Module
     batch: Batch
@@ -106,9 +122,9 @@ class Planner:
         """Plans with their predicted cost, the fastest first; up to two for each mesh.
 
         Args:
-            meshes: to try; all of as many devices.
+            meshes: to try; all have the same number of devices.
             budget: bytes per device; None for no limit.
-            given: whether the mesh is the user's own choice, which is not passed over in silence.
+            given: whether the user chose the mesh; then a mesh that cannot be used is an error.
 
         Raises:
             ConfigError: nothing fits the budget, or the batch or a given spec fits no mesh.
@@ -129,7 +145,7 @@ class Planner:
             plans += found
             if not found:
                 least.append(self.least_memory(mesh))
-        # Devices that all do the same are no use; where a mesh is given, that is the user's wish.
+        # A plan that does not use the model axis wastes devices; it is only returned if the user chose the mesh.
         plans = [plan for plan in plans if given or not _idle(plan)] or plans
         if not plans and least:
             raise ConfigError(
@@ -142,7 +158,7 @@ class Planner:
         return sorted(plans, key=by_time)
 
     def costs(self, plans: Sequence[ShardingPlan]) -> list[PlanCost]:
-        """What a step costs under plans that somebody else made.
+        """The predicted cost of a step under each of these plans.
 
         Raises:
             ConfigError: a plan is for another model, or its mesh does not divide the batch.
@@ -152,7 +168,7 @@ class Planner:
             specs = {name: plan.spec_of(name) for name in sorted(entry.name for entry in self.entries)}
             decided = self.given(specs)
             if decided is None:
-                # Layers that are one here lie in different ways there.
+                # The plan has different specs for layers that are one class here.
                 decided = Planner.begin(
                     self.model,
                     self.batch,
@@ -166,7 +182,7 @@ class Planner:
         return costs
 
     def given(self, specs: Mapping[str, Spec]) -> Planner | None:
-        """The same model with all specs decided; None if layers that are planned as one have different ones."""
+        """The same model with all specs given; None if parameters of one class have different specs."""
         if any(specs[name] != specs[first] for name, first in self.classes.items()):
             return None
         return replace(
@@ -186,7 +202,13 @@ class Planner:
         inventory.check(self.entries, mesh)
 
     def plans(self, mesh: Mesh, budget: int | None, *, follow: bool = False) -> list[ShardingPlan]:
-        """The best plan that GSPMD follows by itself, and the best of all where that is another and is asked for."""
+        """The fastest plan that GSPMD propagates by itself and, unless `follow`, the fastest of all if it differs.
+
+        Args:
+            mesh: to plan for.
+            budget: bytes per device; None for no limit.
+            follow: whether to return the first one only.
+        """
         if self.captured is None:
             plan = self._structural(mesh, budget)
             return [plan] if plan is not None else []
@@ -198,7 +220,7 @@ class Planner:
         return found
 
     def usable(self, mesh: Mesh, budget: int | None, *, follow: bool = False) -> list[ShardingPlan]:
-        """`plans`; none if the mesh is no use for this model."""
+        """As `plans`, without plans that do not use the mesh's model axis; empty if the mesh does not fit the model."""
         try:
             self.check(mesh)
         except ConfigError:
@@ -206,14 +228,14 @@ class Planner:
         return [plan for plan in self.plans(mesh, budget, follow=follow) if not _idle(plan)]
 
     def _solved(self, mesh: Mesh, budget: int | None, *, follow: bool) -> ShardingPlan | None:
-        program = self._formulate(mesh, [without_cuts] if follow else [], follow=follow)
+        program = self._formulate(mesh, [propagated_only] if follow else [], follow=follow)
         values = program.program.solve(self._available(mesh, budget))
         return None if values is None else self._plan(mesh, program, values)
 
     def least_memory(self, mesh: Mesh) -> float:
-        """Bytes per device of the plan that takes the fewest."""
+        """Bytes per device of the plan that needs the least memory."""
         if self.captured is not None:
-            programs = [self._formulate(mesh, [without_cuts], follow=True), self._formulate(mesh, [], follow=False)]
+            programs = [self._formulate(mesh, [propagated_only], follow=True), self._formulate(mesh, [], follow=False)]
         else:
             fabric = self._fabric(mesh)
             programs = [
@@ -222,14 +244,14 @@ class Planner:
         return min(item.program.least_memory() for item in programs) + sum(self._constant(mesh).values())
 
     def cost(self, plan: ShardingPlan) -> PlanCost:
-        """What a step costs under a plan; its specs are those of the parameters here."""
+        """The predicted cost of a step under a plan; its specs must be those of `parameters`."""
         if self.captured is None:
             found = self._structural(plan.mesh, None)
             return found.predicted or PlanCost() if found is not None else PlanCost()
         rules = Rules(fabric=self._fabric(plan.mesh))
         axes = {axis for item in plan.activations for axis in used_axes(item.spec)} | set(plan.batch)
         follow = MODEL not in axes
-        filters: list[problem.Filter] = [without_cuts] if follow else []
+        filters: list[problem.Filter] = [propagated_only] if follow else []
         filters += forced(plan, self.captured.graph, self.captured.folded, self.captured.capture.skeleton, rules)
         program = self._formulate(plan.mesh, filters, follow=follow)
         values = program.program.solve(None)
@@ -242,7 +264,7 @@ class Planner:
         return {"batch": self.batch_bytes / self._fabric(mesh).data}
 
     def _available(self, mesh: Mesh, budget: int | None) -> float | None:
-        """What is left for the program; never nothing, which no division could express."""
+        """Bytes that are left for the program's choices; never 0, since the program divides by it."""
         return None if budget is None else max(1e-3, budget - sum(self._constant(mesh).values()))
 
     def _formulate(self, mesh: Mesh, filters: Sequence[problem.Filter], *, follow: bool) -> problem.Problem:
@@ -314,7 +336,7 @@ class Planner:
 
 
 def _captured(model: nn.Module, batch: Batch, fixed: Mapping[str, Spec]) -> _Captured:
-    """Two of each row of equal layers if that works, all of them otherwise."""
+    """Captures two of each run of equal layers if that works, else the whole model."""
     for reduce in (True, False):
         try:
             found = capture(model, batch, fixed, reduce=reduce)
@@ -348,7 +370,7 @@ def _parameters(entries: Sequence[inventory.Entry], classes: Mapping[str, str]) 
 
 
 def _idle(plan: ShardingPlan) -> bool:
-    """Whether nothing is split over the model axis."""
+    """Whether the mesh has a model axis over which nothing is split."""
     specs = [item.spec for item in plan.parameters] + [item.spec for item in plan.activations] + [plan.batch]
     split = {axis for spec in specs for axis in used_axes(spec)}
     return plan.mesh.axis_size(MODEL) > 1 and MODEL not in split
@@ -359,6 +381,6 @@ def _same(one: ShardingPlan, other: ShardingPlan) -> bool:
 
 
 def by_time(plan: ShardingPlan) -> tuple[float, int, tuple[int, ...]]:
-    """Sorts plans by their predicted time, to six digits; then the simpler one first."""
+    """A sort key: the predicted time to six digits, then the number of constraints."""
     seconds = plan.predicted.step_seconds if plan.predicted is not None else 0.0
     return (float(f"{seconds:.6g}"), len(plan.activations), tuple(-size for size in plan.mesh.shape))

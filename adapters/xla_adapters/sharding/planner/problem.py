@@ -1,9 +1,10 @@
 """The integer program of a model on one mesh.
 
-One choice per operator (how it runs) and per parameter (how it is stored), and the price of every seam between two
-choices. Seams are flows from the states of a producer to those of a consumer: a transport problem, whose relaxation is
-tight, in the place of a product of two choices. Equal layers share their choices, so that the number of columns does
-not depend on how many there are. The formulation follows Alpa (Zheng et al., OSDI 2022), section 4.2.
+There is one choice per operator (its strategy) and per parameter (how it is stored), and a cost for each pair of
+choices of a producer and a user. Instead of products of two choices, the program has flows from the states of the
+producer to those of the user: a transport problem, whose relaxation is tight. Equal layers share their choices, so the
+number of columns does not depend on the number of layers. The formulation follows Alpa (Zheng et al., OSDI 2022),
+section 4.2.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from xla_adapters.sharding.planner.storage import Parameter
 from xla_adapters.sharding.planner.strategies import Rules, Strategy, strategies_of
 from xla_adapters.sharding.planner.strategies.base import State, Want
 
-# The dimension that is split over the model axis, and whether all is there on the data axis.
+# The dimension that is split over the model axis, and whether the data axis splits nothing.
 _Stored = tuple[State, bool]
 _Left = TypeVar("_Left", State, _Stored)
 _Right = TypeVar("_Right", tuple[State, bool], Want)
@@ -32,12 +33,12 @@ Filter = Callable[[Operator, list[Strategy]], list[Strategy]]
 
 @dataclass(kw_only=True)
 class Problem:
-    """An integer program and what its columns mean.
+    """An integer program, and the meaning of its columns.
 
     Attributes:
-        program: the columns.
-        strategies: of each class of operators, with their columns.
-        stores: the specs of each class of parameters, with their columns.
+        program: the program.
+        strategies: for each class of operators, its strategies with their columns.
+        stores: for each class of parameters, its specs with their columns.
     """
 
     program: Program = field(default_factory=Program)
@@ -46,8 +47,14 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Seam:
-    """One use of a value by an operator."""
+class _Use:
+    """One use of a value by an operator.
+
+    Attributes:
+        consumer: the class of the operator.
+        position: of the value among its operands.
+        operand: the value as the operator sees it.
+    """
 
     consumer: int
     position: int
@@ -69,15 +76,15 @@ def formulate(
 
     Args:
         graph: the operators.
-        folded: which of them are decided together.
-        parameters: by the name that stands for a class.
-        rules: prices and mesh.
-        optimizer_bytes: of optimizer state for each element of a trainable parameter.
-        filters: take strategies away; never all.
-        held: operators whose output is held to a layout; what another makes is used as it is split, or gathered.
-        follow: only layouts that GSPMD (Xu et al., arXiv 2105.04663) propagates from the parameters by itself: no
-            value is cut along the model axis unless a parameter that is used with it is. Otherwise the batch and the
-            sequence may be cut too.
+        folded: which of them share a choice.
+        parameters: by the name that represents a class.
+        rules: costs and mesh.
+        optimizer_bytes: bytes of optimizer state per element of a trainable parameter.
+        filters: remove strategies; a filter that would remove all is ignored.
+        held: operators whose output will be constrained; other outputs are used as they are split, or gathered.
+        follow: only layouts that GSPMD (Xu et al., arXiv 2105.04663) propagates from the parameters by itself: a value
+            is split over the model axis only if a parameter used with it is. Otherwise the batch and the sequence may
+            be split, too.
     """
     return _Formulation(
         graph=graph, folded=folded, parameters=parameters, rules=rules, optimizer_bytes=optimizer_bytes,
@@ -87,6 +94,8 @@ def formulate(
 
 @dataclass(kw_only=True)
 class _Formulation:
+    """Writes the program; the fields are the arguments of `formulate`."""
+
     graph: Graph
     folded: Folded
     parameters: Mapping[str, Parameter]
@@ -107,7 +116,7 @@ class _Formulation:
             for operand in operator.operands:
                 if operand.parameter is None:
                     continue
-                # Elsewhere the gradient comes from a value that is the same for the whole batch, and is summed up.
+                # If the operator does not depend on the batch, gradients are summed before they reach the parameter.
                 uses[operand.parameter] = uses.get(operand.parameter, 0) + (operator.index in self.batched)
                 if operator.target == "embedding" and operator.index in self.batched:
                     lookups[operand.parameter] = (*lookups.get(operand.parameter, ()), operator.size)
@@ -126,8 +135,8 @@ class _Formulation:
             if operator.index in times:
                 for position, operand in enumerate(operator.operands):
                     if operand.parameter is not None:
-                        self._use(operator, position, operand, times[operator.index])
-        self._seams()
+                        self._use_of_parameter(operator, position, operand, times[operator.index])
+        self._uses_of_values()
         return self.problem
 
     @property
@@ -148,7 +157,7 @@ class _Formulation:
         self.problem.stores[parameter.name] = columns
 
     def _kept(self) -> set[int]:
-        """Operators whose output is needed in the backward pass: by any but an addition."""
+        """Operators whose output the backward needs: those used by anything but additions."""
         return {
             operand.source
             for operator in self.graph.operators
@@ -157,7 +166,7 @@ class _Formulation:
         }
 
     def _find_batch(self) -> None:
-        """Which operators depend on the batch, and which others' values have a gradient and are used by those."""
+        """Finds the operators that depend on the batch, and others with a gradient that are used by these."""
         learned: set[int] = set()
         for operator in self.graph.operators:
             sources = {operand.source for operand in operator.operands if operand.source is not None}
@@ -172,12 +181,12 @@ class _Formulation:
         return self.parameters[self.folded.parameters.of(parameter)]
 
     def _sums(self, operator: Operator, strategy: Strategy) -> tuple[Charge, ...]:
-        """Of gradients of values that are the same for the whole batch (a bias by relative position)."""
+        """Reductions of gradients of values that do not depend on the batch (a relative position bias, say)."""
         fabric, size = self.rules.fabric, 0.0
         if not fabric.topology.merges_sums:
             for operand, want in zip(operator.operands, strategy.wants, strict=True):
                 if operator.index in self.batched and operand.source in self.broadcast:
-                    # Not the operand's: that may be expanded.
+                    # Not the operand's size, which may be expanded.
                     whole = self.graph.operators[operand.source].size
                     size += whole / (1 if want.state is None else fabric.model)
         elif operator.index in self.broadcast:
@@ -197,7 +206,7 @@ class _Formulation:
                 split = strategy.output is not None and dims[strategy.output] is not None
                 parts = self.rules.fabric.data if batch is not None else 1
                 size += whole / parts / (self.rules.fabric.model if split else 1)
-            # Recomputed layers run forward once more (a third of forward and backward), and exist one at a time.
+            # Recomputed layers run their forward twice (a third more), and only one at a time keeps its activations.
             again = operator.index in self.folded.recomputed
             column = self.problem.program.column(
                 compute=strategy.seconds * (4 / 3 if again else 1),
@@ -210,8 +219,8 @@ class _Formulation:
         self.problem.program.choose_one([column for _, column in columns])
         self.problem.strategies[operator.index] = columns
 
-    def _use(self, operator: Operator, position: int, operand: Operand, times: int) -> None:
-        """From how a parameter is stored to how an operator uses it, on the model axis."""
+    def _use_of_parameter(self, operator: Operator, position: int, operand: Operand, times: int) -> None:
+        """Adds the flows from the stored layouts of a parameter to those in which an operator uses it."""
         if self.rules.fabric.model == 1 or operand.parameter is None:
             return
         parameter = self._class_of(operand.parameter)
@@ -231,7 +240,7 @@ class _Formulation:
             )
             for stored in left
             for use in right
-            # GSPMD does not turn a split parameter: it uses it as it is stored, or puts it together.
+            # GSPMD does not move the split of a parameter to another dimension: it keeps it, or gathers.
             if stored[0] is None or use[0] in (None, stored[0])
         }
         self._balance(flows, left, right)
@@ -242,7 +251,7 @@ class _Formulation:
         left: Mapping[_Left, list[int]],
         right: Mapping[_Right, list[int]],
     ) -> None:
-        """What flows out of each choice on the left, and into each on the right, is that choice."""
+        """Constrains flows: the sum out of each left choice, and into each right one, equals that choice (0 or 1)."""
         for begin, columns in left.items():
             terms = {column: 1.0 for (start, _), column in flows.items() if start == begin}
             self.problem.program.row(terms | dict.fromkeys(columns, -1.0), 0.0, 0.0)
@@ -250,77 +259,77 @@ class _Formulation:
             terms = {column: 1.0 for (_, end), column in flows.items() if end == want}
             self.problem.program.row(terms | dict.fromkeys(columns, -1.0), 0.0, 0.0)
 
-    def _seams(self) -> None:
-        """All uses of each value; those of equal layers are counted, not repeated."""
-        uses: dict[int, list[_Seam]] = {}
+    def _uses_of_values(self) -> None:
+        """Adds the flows of all values to their users; those of equal layers are added once and counted."""
+        uses: dict[int, list[_Use]] = {}
         counts: dict[int, int] = {}
         for operator in self.graph.operators:
             for position, operand in enumerate(operator.operands):
                 if operand.source is not None:
                     consumer = self.folded.operators.of(operator.index)
                     uses.setdefault(operand.source, []).append(
-                        _Seam(consumer=consumer, position=position, operand=operand)
+                        _Use(consumer=consumer, position=position, operand=operand)
                     )
                     weight = self.folded.weights[operator.index]
                     counts[operand.source] = max(counts.get(operand.source, 0), weight)
-        merged: dict[tuple[object, ...], tuple[int, list[_Seam], int]] = {}
-        for source, seams in uses.items():
-            form = tuple((seam.consumer, seam.position, seam.operand.dims) for seam in seams)
+        merged: dict[tuple[object, ...], tuple[int, list[_Use], int]] = {}
+        for source, consumers in uses.items():
+            form = tuple((use.consumer, use.position, use.operand.dims) for use in consumers)
             key = (self.folded.operators.of(source), form)
             count = merged[key][2] if key in merged else 0
-            merged[key] = (source, seams, count + counts[source])
-        for (first, *_), (_, seams, count) in merged.items():
-            self._fan_out(int(str(first)), seams, count)
+            merged[key] = (source, consumers, count + counts[source])
+        for (first, *_), (_, consumers, count) in merged.items():
+            self._fan_out(int(str(first)), consumers, count)
 
-    def _fan_out(self, index: int, seams: Sequence[_Seam], times: int) -> None:
-        """One value and its uses; a layout that several of them want is made once."""
+    def _fan_out(self, index: int, consumers: Sequence[_Use], times: int) -> None:
+        """Adds the flows of one value to its users; a layout that several users want is made once."""
         if self.rules.fabric.model == 1:
             return
         source = self.graph.operators[index]
         left: dict[State, list[int]] = {}
         for strategy, column in self.problem.strategies[index]:
             left.setdefault(strategy.output, []).append(column)
-        shared: dict[tuple[object, ...], list[tuple[int, _Seam, Want]]] = {}
-        for seam in seams:
+        shared: dict[tuple[object, ...], list[tuple[int, _Use, Want]]] = {}
+        for use in consumers:
             right: dict[Want, list[int]] = {}
             cuts: set[Want] = set()
-            for strategy, column in self.problem.strategies[seam.consumer]:
-                want = strategy.wants[seam.position]
+            for strategy, column in self.problem.strategies[use.consumer]:
+                want = strategy.wants[use.position]
                 right.setdefault(want, []).append(column)
-                if self._may_cut(seam.consumer, strategy):
+                if self._may_cut(use.consumer, strategy):
                     cuts.add(want)
             flows: dict[tuple[State, Want], int] = {}
             for state in left:
                 for want in right:
                     if self.follow and state is None and want.state is not None and want not in cuts:
                         continue
-                    if self.follow and self._stays(seam, state, right) and want.state is None:
+                    if self.follow and self._stays(use, state, right) and want.state is None:
                         continue
-                    if index not in self.held and self._turns(seam, state, want):
+                    if index not in self.held and self._turns(use, state, want):
                         continue
                     flows[state, want] = column = self.problem.program.column()
-                    origin = None if want.state is None else seam.operand.origin(want.state)
-                    view = (seam.operand.dims, want.state) if want.state is not None and origin is None else ()
+                    origin = None if want.state is None else use.operand.origin(want.state)
+                    view = (use.operand.dims, want.state) if want.state is not None and origin is None else ()
                     key = (state, origin, want.partial, view)
-                    shared.setdefault(key, []).append((column, seam, want))
+                    shared.setdefault(key, []).append((column, use, want))
             self._balance(flows, left, right)
         for (start, *_), members in shared.items():
             self._price(source, start if isinstance(start, int) else None, members, times)
 
-    def _stays(self, seam: _Seam, state: State, wants: Mapping[Want, Sequence[int]]) -> bool:
-        """Whether GSPMD leaves a value split although its parts do not meet those that are cut from it."""
-        if state is None or self.graph.operators[seam.consumer].target != "split":
+    def _stays(self, use: _Use, state: State, wants: Mapping[Want, Sequence[int]]) -> bool:
+        """Whether GSPMD keeps the split of a value that a `split` operator takes apart along the same dimension."""
+        if state is None or self.graph.operators[use.consumer].target != "split":
             return False
-        return any(want.state is not None and seam.operand.origin(want.state) == state for want in wants)
+        return any(want.state is not None and use.operand.origin(want.state) == state for want in wants)
 
-    def _turns(self, seam: _Seam, state: State, want: Want) -> bool:
-        """Whether a value is to change from one split to another where nothing makes a compiler do so."""
-        view = seen_as(self.rules, seam.operand, state)
-        parameters = any(item.parameter is not None for item in self.graph.operators[seam.consumer].operands)
+    def _turns(self, use: _Use, state: State, want: Want) -> bool:
+        """Whether a value would move its split to another dimension although nothing makes GSPMD do so."""
+        view = seen_as(self.rules, use.operand, state)
+        parameters = any(item.parameter is not None for item in self.graph.operators[use.consumer].operands)
         return not parameters and view is not None and want.state not in (None, view)
 
-    def _price(self, source: Operator, state: State, members: Sequence[tuple[int, _Seam, Want]], times: int) -> None:
-        changes = [reshard(self.rules, source, seam.operand, state, want) for _, seam, want in members]
+    def _price(self, source: Operator, state: State, members: Sequence[tuple[int, _Use, Want]], times: int) -> None:
+        changes = [reshard(self.rules, source, use.operand, state, want) for _, use, want in members]
         flows = [flow for flow, _, _ in members]
         forward = max(changes, key=lambda item: _seconds(item.forward))
         kept = forward.kept / times if members[0][1].consumer in self.folded.recomputed else forward.kept
@@ -332,7 +341,7 @@ class _Formulation:
             self._charge(flows, max((item.backward for item in changes), key=_seconds), 0.0, times)
 
     def _charge(self, flows: Sequence[int], charges: tuple[Charge, ...], kept: float, times: int) -> None:
-        """Collectives that run once if any of these flows is taken."""
+        """Adds collectives that run once if any of these flows is used."""
         if not charges:
             return
         program = self.problem.program
@@ -341,7 +350,7 @@ class _Formulation:
             program.row({column: 1.0, flow: -1.0}, 0.0, float("inf"))
 
     def _may_cut(self, consumer: int, strategy: Strategy) -> bool:
-        """Whether a parameter that is split makes GSPMD cut the other operands."""
+        """Whether a split parameter makes GSPMD split the other operands of an operator."""
         operands = self.graph.operators[consumer].operands
         return any(
             operand.parameter is not None and want.state is not None

@@ -1,4 +1,4 @@
-"""From the columns that were chosen to a plan."""
+"""`Solution`: reads a plan and its cost from the solved program."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xla_adapters.sharding.mesh import DATA, MODEL, DimSpec, Mesh, Spec, used_axes, without
-from xla_adapters.sharding.plan import ActivationPlan, PlanCost
+from xla_adapters.sharding.plan_data import ActivationPlan, PlanCost
 from xla_adapters.sharding.planner.costs import total
 from xla_adapters.sharding.planner.fold import Folded
 from xla_adapters.sharding.planner.graph import Graph, Operand
@@ -19,12 +19,12 @@ from xla_adapters.sharding.planner.strategies.base import State
 
 
 def cost_of(program: Program, values: Sequence[float], constant: Mapping[str, float]) -> PlanCost:
-    """What the chosen columns cost together.
+    """The cost of a solution.
 
     Args:
-        program: all columns.
-        values: how much of each is taken.
-        constant: bytes that any choice takes, by kind.
+        program: the program.
+        values: of its columns.
+        constant: bytes by kind that do not depend on choices.
     """
     memory = dict(constant)
     charges = []
@@ -44,7 +44,14 @@ def cost_of(program: Program, values: Sequence[float], constant: Mapping[str, fl
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """What was chosen for a captured model on one mesh."""
+    """The solution for a captured model on one mesh, as specs, batch axes and constraints.
+
+    Attributes:
+        graph, folded, skeleton: the captured model.
+        rules: costs and mesh.
+        problem: the program.
+        values: of its columns.
+    """
 
     graph: Graph
     folded: Folded
@@ -65,7 +72,7 @@ class Solution:
         }
 
     def used(self) -> dict[str, Spec]:
-        """Of classes of parameters that are stored split over the model axis, and taken whole by all who use them."""
+        """The used specs of parameters that are split over the model axis, but that all operators use whole."""
         wants: dict[str, set[State]] = {}
         for operator in self.graph.operators:
             for operand, want in zip(operator.operands, self.strategy(operator.index).wants, strict=True):
@@ -78,26 +85,26 @@ class Solution:
         }
 
     def strategy(self, index: int) -> Strategy:
-        """How an operator runs."""
+        """The chosen strategy of an operator."""
         columns = self.problem.strategies[self.folded.operators.of(index)]
         return next(strategy for strategy, column in columns if self.values[column] > 0.5)
 
     def batch(self) -> tuple[str, ...]:
-        """The axes that the batch is split over: those of the first values made of it."""
+        """The axes that the batch is split over: those of the outputs of the first operators."""
         votes = {True: 0.0, False: 0.0}
         for index in entries(self.graph):
             operator, strategy = self.graph.operators[index], self.strategy(index)
-            # What is summed up first takes the whole batch.
+            # A scattered output means that the operator takes the whole batch.
             votes[strategy.output == operator.batch and not strategy.scatters] += operator.size
         axes = (DATA, MODEL) if votes[True] > votes[False] else (DATA,)
         return tuple(axis for axis in axes if axis in self._mesh.axis_names)
 
     def activations(self) -> tuple[ActivationPlan, ...]:
-        """Constraints on what modules return, so that the compiler lays values out as planned.
+        """Constraints on outputs and inputs of modules, so that GSPMD uses the planned layouts.
 
-        On every layer; and, where the model axis is used, on every module with parameters: left alone, GSPMD spreads
-        the layout of an embedding or a bias over the values behind it, and gathers them once for each use. And on what
-        such a module takes, where that is to be split otherwise than it is.
+        Outputs are constrained for each repeated layer and, if the model axis is used, for each module with parameters.
+        Otherwise GSPMD propagates the layout of an embedding or a bias to later values, and gathers them at each use.
+        Inputs of such modules are constrained if they need another layout than the value has.
         """
         columns = [item for items in self.problem.strategies.values() for item in items]
         split = any(
@@ -127,7 +134,7 @@ class Solution:
         )
 
     def _wanted(self, module: str, operand: Operand, lying: Mapping[int, State]) -> Spec | None:
-        """How a module takes a value that is split otherwise; None if it takes it as it is, or in several ways."""
+        """The spec in which a module needs a value; None if that is its present one, or if it needs several."""
         assert operand.source is not None
         present = lying.get(operand.source, self.strategy(operand.source).output)
         wants = {
@@ -144,7 +151,7 @@ class Solution:
         return None if seen is None and state is not None else self._lying(operand, seen)
 
     def _taken(self) -> dict[int, State]:
-        """For each value the layout its users take it in, if that is one; it is the best moment to change it."""
+        """For each value whose users all want one layout, that layout: the value is best changed to it at once."""
         users: dict[int, set[State]] = {}
         for operator in self.graph.operators:
             wants = self.strategy(operator.index).wants
@@ -175,25 +182,25 @@ class Solution:
 
 
 def whole(spec: Spec) -> Spec:
-    """Nothing of it is split over the axes that plans use."""
+    """The spec without the data and the model axis."""
     return without(without(spec, MODEL), DATA)
 
 
 def held(graph: Graph, folded: Folded, skeleton: Skeleton) -> set[int]:
-    """Operators whose output is held to a layout, where the model axis is used."""
+    """The operators whose output is constrained if the model axis is used."""
     modules = _modules(skeleton)
     outputs = [operand.source for module, operand in graph.outputs.items() if module in modules]
     return {folded.operators.of(source) for source in outputs if source is not None}
 
 
 def _modules(skeleton: Skeleton) -> set[str]:
-    """Layers that have equals, and all modules with parameters of their own."""
+    """Names of the repeated layers, and of all modules with parameters of their own."""
     layers = {layer.name for layer in skeleton.layers}
     return layers | {name for name, module in skeleton.module.named_modules() if module._parameters}
 
 
 def entries(graph: Graph) -> list[int]:
-    """Operators that take the batch and no other activation."""
+    """The first operators: those that take the batch and no other activation."""
     return [
         operator.index
         for operator in graph.operators

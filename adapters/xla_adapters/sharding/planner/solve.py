@@ -1,4 +1,4 @@
-"""An integer linear program, solved by HiGHS through `scipy.optimize.milp`."""
+"""`Program`: an integer linear program, solved by HiGHS through `scipy.optimize.milp`."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
-from xla_adapters.errors import XLAAdapterError
+from xla_adapters.errors import SolverError
 from xla_adapters.sharding.planner.costs import Charge
+from xla_adapters.utils.native_output import without_lines
 
-# Relative to the cost of the step; a plan worse by less than this is as good.
+# Relative tolerance of the optimum.
 _GAP = 1e-5
-# A plan is the same on every machine only if no clock ends the search; the number of nodes does, should it be hopeless.
+# The search is limited by nodes and not by time, so that plans are the same on every machine.
 _NODES = 20_000
-
-
-class SolverError(XLAAdapterError):
-    """HiGHS gave up on a plan; no plan is lost without a word."""
 
 
 @dataclass(kw_only=True)
 class Program:
-    """Columns are choices (0 or 1) and flows between choices; each costs seconds and bytes.
+    """An integer linear program. Columns are choices (0 or 1) and flows between choices; each costs seconds and bytes.
+
+    The lists are by column.
 
     Attributes:
-        seconds: of each column, compute and communication.
-        compute: of those, computing.
-        charges: collectives of each column, and how often each.
-        memory: bytes of each column by kind.
-        integral: whether a column is a choice.
+        seconds: compute and communication.
+        compute: compute alone.
+        charges: collectives, and how often each runs.
+        memory: bytes by kind.
+        integral: whether it is a choice.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -50,7 +49,7 @@ class Program:
         integral: bool = False,
         times: float = 1.0,
     ) -> int:
-        """Adds a column, everything in it `times` as often; returns its index."""
+        """Adds a column, with all costs multiplied by `times`; returns its index."""
         self.seconds.append(times * (compute + sum(charge.seconds for charge in charges)))
         self.compute.append(times * compute)
         self.charges.append(tuple((charge, times) for charge in charges))
@@ -59,23 +58,23 @@ class Program:
         return len(self.seconds) - 1
 
     def row(self, terms: Mapping[int, float], low: float, high: float) -> None:
-        """Adds a constraint on a sum of columns."""
+        """Adds the constraint low <= sum of columns weighted by `terms` <= high."""
         self._rows.append((list(terms), list(terms.values()), low, high))
 
     def choose_one(self, columns: Sequence[int]) -> None:
-        """Exactly one of these is chosen."""
+        """Adds the constraint that exactly one of these columns is chosen."""
         self.row(dict.fromkeys(columns, 1.0), 1.0, 1.0)
 
     def solve(self, budget: float | None) -> tuple[float, ...] | None:
-        """The values of all columns at least cost; None if nothing fits the memory budget (bytes).
+        """The values of all columns in the fastest solution; None if nothing fits the memory budget (bytes).
 
         Raises:
-            SolverError: the solver gave up.
+            SolverError: the solver failed.
         """
         return self._milp(np.asarray(self.seconds), budget)
 
     def least_memory(self) -> float:
-        """The smallest number of bytes that any choice takes."""
+        """The bytes that the smallest solution takes."""
         values = self._milp(np.asarray(self._bytes()), None)
         return float(np.dot(values, self._bytes())) if values is not None else 0.0
 
@@ -97,16 +96,17 @@ class Program:
             ),
             shape=(len(rows), count),
         )
-        # Near 1, as solvers like it, and with a hint of preference for what comes first, so that ties are not chance.
+        # Scaled to about 1 for the solver, plus a small preference for earlier columns, so that ties are reproducible.
         scale = float(np.sum(objective[np.asarray(self.integral)])) / max(1, sum(self.integral)) or 1.0
         ties = np.where(self.integral, np.arange(count) / count * 1e-7, 0.0)
-        result = milp(
-            objective / scale + ties,
-            constraints=LinearConstraint(matrix, [row[2] for row in rows], [row[3] for row in rows]),
-            integrality=np.asarray(self.integral, dtype=int),
-            bounds=Bounds(0, 1),
-            options={"mip_rel_gap": _GAP, "node_limit": _NODES},
-        )
+        with without_lines("HighsMipSolverData::"):
+            result = milp(
+                objective / scale + ties,
+                constraints=LinearConstraint(matrix, [row[2] for row in rows], [row[3] for row in rows]),
+                integrality=np.asarray(self.integral, dtype=int),
+                bounds=Bounds(0, 1),
+                options={"mip_rel_gap": _GAP, "node_limit": _NODES},
+            )
         if result.x is None:
             if result.status == 2:
                 return None

@@ -1,4 +1,4 @@
-"""How a parameter, its gradient and its optimizer state are stored, and what that costs."""
+"""The ways to store a parameter with its gradient and optimizer state, and their costs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from xla_adapters.sharding.planner.costs import GRADIENTS, Charge, Fabric
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter and those planned with it.
+    """A class of equal parameters that get the same spec (those of equal layers).
 
     Attributes:
-        name: of the one that stands for all.
-        shape, itemsize: of each.
-        trainable: it has a gradient and optimizer state.
-        count: how many there are.
-        fixed: the spec somebody else decided.
-        uses: how many operators use each; more than one where it is tied.
-        lookups: bytes of the rows taken from it, for each use that takes rows (an embedding).
+        name: of the parameter that represents the class.
+        shape: of each.
+        itemsize: bytes per element.
+        trainable: whether they have a gradient and optimizer state.
+        count: number of parameters in the class.
+        fixed: the spec, if it is given.
+        uses: number of operators that use each; more than one for tied weights.
+        lookups: for each use as an embedding, the bytes of the rows that are looked up.
     """
 
     name: str
@@ -34,21 +35,21 @@ class Parameter:
 
     @property
     def size(self) -> float:
-        """Bytes of one of them."""
+        """Bytes of one parameter."""
         return float(math.prod(self.shape)) * self.itemsize
 
 
 def split_dim(spec: Spec, axis: str) -> int | None:
-    """The dimension that is split over an axis."""
+    """The dimension that is split over an axis; None if none is."""
     return next((dim for dim, entry in enumerate(spec) if axis in axes_of(entry)), None)
 
 
 def choices(parameter: Parameter, mesh: Mesh) -> list[Spec]:
-    """All ways to store a parameter: over the model axis, over the data axis, over both or none, where it divides."""
+    """The specs to choose from: split over the model axis, the data axis, both or none, where dimensions divide."""
     if parameter.fixed is not None:
         return [parameter.fixed]
     rank = len(parameter.shape)
-    # Of many dimensions (windows of convolutions) the two largest are enough.
+    # Of many dimensions (kernels of convolutions) the three largest are enough.
     dims = sorted(sorted(range(rank), key=lambda dim: (-parameter.shape[dim], dim))[:3])
     axes = {axis for axis in (DATA, MODEL) if axis in mesh.axis_names and mesh.axis_size(axis) > 1}
     found: list[Spec] = []
@@ -59,7 +60,7 @@ def choices(parameter: Parameter, mesh: Mesh) -> list[Spec]:
                 spec[model] = MODEL
             if data is not None:
                 if data == model:
-                    # One dimension over both axes: GSPMD cannot undo one without the other, and gathers everything.
+                    # If one dimension is split over both axes, GSPMD cannot gather one axis only, and gathers both.
                     continue
                 spec[data] = DATA
             if all(size % mesh.parts(entry) == 0 for size, entry in zip(parameter.shape, spec, strict=True)):
@@ -68,7 +69,7 @@ def choices(parameter: Parameter, mesh: Mesh) -> list[Spec]:
 
 
 def data_charges(parameter: Parameter, spec: Spec, fabric: Fabric) -> tuple[Charge, ...]:
-    """On the data axis: gradients are summed up; a split parameter is gathered, forward and backward (ZeRO, FSDP)."""
+    """Collectives on the data axis: gradients are reduced, and split parameters are gathered (ZeRO, FSDP)."""
     size = parameter.size / (1 if split_dim(spec, MODEL) is None else fabric.model)
     if split_dim(spec, DATA) is None:
         times = min(parameter.uses, 1) if fabric.topology.merges_sums else parameter.uses
@@ -80,7 +81,7 @@ def data_charges(parameter: Parameter, spec: Spec, fabric: Fabric) -> tuple[Char
     sums = min(products, 1) if fabric.topology.merges_sums else products
     scatter = fabric.reduce_scatter(DATA, size, GRADIENTS) * sums
     for rows in parameter.lookups:
-        # Each device adds the gradients of all rows to its own part of the table.
+        # Each device needs the gradients of all looked-up rows for its shard of the table.
         own = rows / (fabric.model if split_dim(spec, MODEL) == 1 else 1)
         moves = fabric.all_gather if split_dim(spec, DATA) == 0 else fabric.all_to_all
         scatter += moves(DATA, own, GRADIENTS)
@@ -90,23 +91,23 @@ def data_charges(parameter: Parameter, spec: Spec, fabric: Fabric) -> tuple[Char
 def use_charges(
     parameter: Parameter, stored: int | None, used: int | None, partial: bool, whole: bool, fabric: Fabric
 ) -> tuple[Charge, ...]:
-    """On the model axis: from how a parameter is stored to how an operator uses it, and back for its gradient.
+    """Collectives on the model axis, from the stored to the used layout of a parameter, and back for its gradient.
 
-    One that is split along a dimension is used so, or whole.
+    A parameter that is split along a dimension is used with that split, or gathered.
 
     Args:
-        parameter: which.
+        parameter: the parameter.
         stored, used: the dimension split over the model axis, or None.
-        partial: each device has a part of the sum which is the gradient.
-        whole: it is whole on the data axis.
-        fabric: prices.
+        partial: whether each device has only a partial sum of the gradient.
+        whole: whether the parameter is not split over the data axis.
+        fabric: the cost of collectives.
     """
     size = parameter.size
     trainable = parameter.trainable
     if stored == used and stored is not None:
         return ()
     if stored is None and used is None:
-        # Over both axes at once: what the model axis adds is its part of the data axis' shard.
+        # The gradient is reduced over both axes at once; the model axis adds the volume of a data shard.
         return fabric.all_reduce(MODEL, size / fabric.data, GRADIENTS) if partial and trainable else ()
     if stored is None:
         return fabric.all_gather(MODEL, size, GRADIENTS) if trainable else ()
@@ -116,7 +117,7 @@ def use_charges(
         return gathers
     if partial:
         return (*gathers, *fabric.reduce_scatter(MODEL, size, GRADIENTS))
-    # Each device has the whole gradient, and that is summed up over the batch: what is more than its part of it.
+    # Each device reduces the whole gradient over the data axis, not only its shard; this is the difference.
     more = size - size / fabric.model
     return (*gathers, *(fabric.all_reduce if whole else fabric.reduce_scatter)(DATA, more, GRADIENTS))
 
@@ -126,7 +127,7 @@ def _gathers(fabric: Fabric) -> int:
 
 
 def memory(parameter: Parameter, spec: Spec, fabric: Fabric, optimizer_bytes: float) -> dict[str, float]:
-    """Bytes on each device, of all parameters of this kind together."""
+    """Bytes per device by kind, of all parameters of the class together."""
     elements = parameter.count * math.prod(parameter.shape) / fabric.mesh.shards(spec)
     found = {"parameters": elements * parameter.itemsize}
     if parameter.trainable:

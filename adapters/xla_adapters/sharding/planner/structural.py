@@ -1,7 +1,7 @@
-"""A plan for a model that cannot be captured: data parallelism, with parameters stored split where that pays.
+"""The integer program for a model that cannot be captured: data parallelism, with parameters split where that pays.
 
-Without a graph nobody knows which layer follows which, and a pair of layers that is split the wrong way sends more than
-it saves. What is valid for any module is to split the batch over all devices and to gather what is stored split.
+Without a graph the order of layers is not known, and a pair of layers that is split in the wrong way communicates more
+than it saves. What works for any model is to split the batch over all devices, and to gather split parameters.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ from xla_adapters.sharding.planner.storage import Parameter
 def formulate(
     parameters: Mapping[str, Parameter], fabric: Fabric, *, rows: int, optimizer_bytes: float
 ) -> tuple[Problem, bool]:
-    """Writes the program of parameters alone; also says whether the batch is split over the model axis too.
+    """Writes the program, with choices for parameters only.
 
     Args:
-        parameters: all, by name.
-        fabric: prices.
-        rows: of the batch.
-        optimizer_bytes: of optimizer state for each element.
+        parameters: by name.
+        fabric: the cost of collectives.
+        rows: size of the batch.
+        optimizer_bytes: bytes of optimizer state per element.
+
+    Returns:
+        The program, and whether the batch is split over the model axis, too.
     """
     problem = Problem()
     spread = fabric.model > 1 and rows % (fabric.data * fabric.model) == 0
     parts = fabric.data * (fabric.model if spread else 1)
     for name in sorted(parameters):
         parameter = parameters[name]
-        # Each element of a layer's weight takes part in a product per row, forward and twice backward.
+        # Per row, each element of a weight costs 2 operations in the forward and 4 in the backward.
         work = 6.0 * rows * parameter.size / parameter.itemsize / parts / fabric.topology.flops
         columns = []
         for spec in storage.choices(parameter, fabric.mesh):

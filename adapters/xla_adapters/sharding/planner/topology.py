@@ -1,4 +1,4 @@
-"""`Topology`: what the devices and the links between them can do."""
+"""`Topology`: speed and memory of devices, and bandwidth and latency of their links."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from xla_adapters.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """What a device computes, holds and sends; all figures are of one device.
+    """The figures of one device and its links, for the planner's cost model.
 
     Args:
         name: for messages.
-        flops: matrix products, operations per second.
-        memory_bandwidth: bytes per second between the device and its own memory; everything but matrix products is
-            taken to be bound by it.
+        flops: operations per second in matrix products.
+        memory_bandwidth: bytes per second between the device and its memory; limits all other operations.
         memory_bytes: of the device.
-        bandwidth: bytes per second that a device sends around a ring of one mesh axis.
-        latency: seconds for one hop on the ring.
-        axis_bandwidth: where an axis differs, e.g. `{"data": 3e9}` for a data axis that crosses hosts.
-        axis_latency: likewise.
-        reduce_scatter: the compiler emits reduce-scatter; XLA's CPU backend emits an all-reduce and takes a slice.
-        merges_sums: several partial gradients of one value are added before they are reduced, once; XLA's CPU backend
+        bandwidth: bytes per second that a device sends on a ring along one mesh axis.
+        latency: seconds per hop on the ring.
+        axis_bandwidth: bandwidths of axes that differ, e.g. `{"data": 3e9}` for a data axis across hosts.
+        axis_latency: latencies of axes that differ.
+        reduce_scatter: whether the compiler emits reduce-scatters; XLA's CPU backend emits an all-reduce and a slice.
+        merges_sums: whether partial gradients of one value are added before a single reduction; XLA's CPU backend
             reduces each.
-        gathers_again: a parameter that is stored split is gathered for the forward pass and again for the backward
-            pass, as it must be to save memory; XLA's CPU backend keeps what it gathered.
+        gathers_again: whether a split parameter is gathered for the forward and again for the backward, which saves
+            memory; XLA's CPU backend keeps the gathered one.
 
     Raises:
         ConfigError: a figure is not positive.
@@ -57,21 +56,23 @@ class Topology:
                 raise ConfigError(f"{name}={value!r} of the topology {self.name!r} must be a positive number")
 
     def bandwidth_of(self, axis: str) -> float:
-        """Bytes per second around a ring of this axis."""
+        """Bytes per second that a device sends on a ring along this axis."""
         return self.axis_bandwidth.get(axis, self.bandwidth)
 
     def latency_of(self, axis: str) -> float:
-        """Seconds for one hop on a ring of this axis."""
+        """Seconds per hop on a ring along this axis."""
         return self.axis_latency.get(axis, self.latency)
 
     @classmethod
     def preset(cls, name: str) -> Topology:
-        """A known kind of device: `"cpu"`, `"v4"`, `"v5e"`, `"v5p"` or `"v6e"`.
+        """A known kind of device: `"cpu"`, `"v4"`, `"v5e"`, `"v5p"`, `"v6e"` or `"tpu7x"` (Ironwood).
 
         FLOP/s (bf16), memory and memory bandwidth are those Google publishes (cloud.google.com/tpu/docs, "System
         architecture", a page per generation). Bandwidth is both directions of one link of the torus, as "How to Scale
         Your Model" gives them (jax-ml.github.io/scaling-book/tpus): an approximation, because which links a mesh axis
-        gets is decided when the slice is laid out. The latency of a hop is an approximation too. `"cpu"` is a
+        gets is decided when the slice is laid out. The latency of a hop is an approximation too. A chip of tpu7x is two
+        devices (docs.cloud.google.com/tpu/docs/tpu7x): each has half of the chip's figures and half of a link.
+        The link is taken to be that of v5p, because both publish the same bandwidth per chip (1,200 GB/s). `"cpu"` is a
         processor with 10 Gbit/s between each and the next: orders of magnitude, not measurements.
 
         Raises:
@@ -101,5 +102,6 @@ _PRESETS = {
         Topology(name="v5e", flops=197e12, memory_bandwidth=8.19e11, memory_bytes=16 * _GIB, bandwidth=9e10),
         Topology(name="v5p", flops=459e12, memory_bandwidth=2.765e12, memory_bytes=95 * _GIB, bandwidth=1.8e11),
         Topology(name="v6e", flops=918e12, memory_bandwidth=1.64e12, memory_bytes=32 * _GIB, bandwidth=1.8e11),
+        Topology(name="tpu7x", flops=1153.5e12, memory_bandwidth=3.69e12, memory_bytes=96 * _GIB, bandwidth=9e10),
     )
 }

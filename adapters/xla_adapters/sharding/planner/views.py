@@ -1,4 +1,4 @@
-"""Which dimension of a tensor becomes which when it is viewed, moved or broadcast."""
+"""How views (reshape, transpose, broadcast, ...) map dimensions of a tensor to dimensions of the result."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Shape = tuple[int, ...]
-# For each dimension of the input, the dimension of the output that a split of it becomes; None if it is lost.
+# For each dimension of the input, the dimension of the output that has its split; None if the split is lost.
 Dims = tuple[int | None, ...]
 
 
 def identity(rank: int) -> Dims:
-    """Each dimension stays."""
+    """The mapping of a view that changes nothing."""
     return tuple(range(rank))
 
 
 def compose(first: Dims, second: Dims) -> Dims:
-    """One after the other."""
+    """The mapping of two views, one after the other."""
     return tuple(None if dim is None else second[dim] for dim in first)
 
 
 def reshaped(before: Shape, after: Shape) -> Dims:
-    """Through `view` and `reshape`.
+    """The mapping of `view` and `reshape`.
 
-    Dimensions are taken in groups of equal product, as small as can be; within a group only the outermost dimension
-    of the input stays whole in contiguous parts, as the outermost of the output.
+    Dimensions are taken in the smallest groups of equal product. In a group, only the outermost dimension of the input
+    can be split contiguously; it maps to the outermost dimension of the output.
     """
     result: list[int | None] = [None] * len(before)
     i = j = 0
@@ -49,7 +49,7 @@ def reshaped(before: Shape, after: Shape) -> Dims:
 
 
 def broadcast(before: Shape, after: Shape) -> Dims:
-    """Aligned at the last dimension; a dimension of one that grows is lost."""
+    """The mapping of a broadcast: aligned at the last dimension; an expanded dimension is lost."""
     offset = len(after) - len(before)
     return tuple(
         dim + offset if dim + offset >= 0 and after[dim + offset] == size else None for dim, size in enumerate(before)
@@ -88,7 +88,7 @@ def _broadcast(before: Shape, after: Shape, _args: Sequence[Any]) -> Dims:
     return broadcast(before, after)
 
 
-# By operator; called with the shapes before and after and the arguments that follow the tensor.
+# By name of the operator; called with the shapes before and after, and the arguments after the tensor.
 VIEWS: dict[str, Callable[[Shape, Shape, Sequence[Any]], Dims]] = {
     **dict.fromkeys(
         ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "view_as", "reshape_as"), _reshaped
@@ -109,5 +109,5 @@ VIEWS: dict[str, Callable[[Shape, Shape, Sequence[Any]], Dims]] = {
 
 
 def bytes_of(shape: Shape, itemsize: int) -> float:
-    """Of a whole tensor."""
+    """Bytes of a tensor."""
     return float(math.prod(shape)) * itemsize

@@ -1,4 +1,4 @@
-"""The state of a sharded training on disk: written and read part by part, never whole on one host."""
+"""Saves and loads the state of a sharded training shard by shard, so that no host needs memory for all of it."""
 
 from xla_adapters.sharding.state.consolidation import consolidate
 from xla_adapters.sharding.state.loading import load_state

@@ -1,6 +1,6 @@
-"""`consolidate`: the weights of a sharded checkpoint as safetensors files, which `from_pretrained` reads.
+"""`consolidate`: writes the weights of a sharded checkpoint as safetensors files, which `from_pretrained` reads.
 
-Needs neither the devices nor torch_xla.
+Needs neither devices nor torch_xla.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 def consolidate(
     folder: str | Path, output: str | Path, *, key: str = MODEL, max_shard_size: int | str = "5GB"
 ) -> list[Path]:
-    """Writes the weights of a checkpoint to `model.safetensors`, or several files and their index.
+    """Writes the weights of a checkpoint to `model.safetensors`, or to several files and an index.
 
-    One tensor at a time is in memory. Of tied weights there is one, as always in these files. Put a `config.json`
-    beside them for `from_pretrained`.
+    Only one tensor at a time is in memory. A tied weight is written once, as usual in these files. For
+    `from_pretrained`, put a `config.json` into the folder.
 
     Args:
-        folder: that `save_state({"model": model_state(model)}, folder)` wrote.
-        output: a folder; made if it does not exist.
-        key: under which the model's state was saved; `""` takes all tensors.
-        max_shard_size: bytes of one file, as a number or like `"5GB"`; a larger tensor has a file of its own.
+        folder: written by `save_state({"model": model_state(model)}, folder)`.
+        output: a folder; created if it does not exist.
+        key: the key of the model's state in the checkpoint; `""` takes all tensors.
+        max_shard_size: bytes per file, as a number or like `"5GB"`; a larger tensor gets a file of its own.
 
     Returns:
         The files.
 
     Raises:
-        ConfigError: there is no checkpoint, it has no tensor under this key, or the size is not one.
+        ConfigError: there is no checkpoint, it has no tensor under this key, or the size is not valid.
     """
     reader, limit = Reader(folder), _bytes(max_shard_size)
     prefix = f"{key}." if key else ""

@@ -1,4 +1,4 @@
-"""`load_state`: a checkpoint read onto any mesh, each device given its part only."""
+"""`load_state`: reads a checkpoint onto any mesh; each device gets only its shards."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from xla_adapters.backend import Backend, Part, get_backend
 from xla_adapters.errors import ConfigError
+from xla_adapters.runtime import Part, Runtime, get_runtime
 from xla_adapters.sharding.state.saving import METADATA
 
 BUCKET_BYTES = 512 * 2**20
 
 
 class Destination:
-    """A tensor to be read: buffers on the host for what this process needs of it, and where they go."""
+    """A tensor that is read: its buffers on the host, and what is made of them. This class makes a new host tensor.
+
+    Args:
+        shape, dtype: of the whole tensor.
+    """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
@@ -35,27 +39,27 @@ class Destination:
 
     @property
     def bytes(self) -> int:
-        """Of the whole tensor."""
+        """Size of the whole tensor in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
     def parts(self) -> list[Part]:
-        """What is to be read."""
+        """The parts of the tensor that this process needs, each once."""
         return [Part(offsets=(0,) * len(self.shape), sizes=tuple(self.shape))]
 
     def buffer(self, offsets: tuple[int, ...]) -> torch.Tensor:
-        """Where a part is read to."""
+        """The host buffer for the part at these offsets."""
         if self._buffer is None:
             self._buffer = torch.empty(self.shape, dtype=self.dtype)
         return self._buffer
 
     def finish(self) -> torch.Tensor:
-        """What was read, all parts being there."""
+        """The tensor, after all parts were read; the buffers are released."""
         result, self._buffer = self.buffer(()), None
         return result
 
 
 class OnHost(Destination):
-    """A tensor on the host, read in place."""
+    """Reads into an existing host tensor, in place."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor.shape, tensor.dtype)
@@ -71,27 +75,27 @@ class OnHost(Destination):
 
 
 class OnDevice(Destination):
-    """A new tensor on the devices.
+    """Makes a new tensor on the devices from its shards.
 
     Args:
-        shape, dtype: of it.
-        like: a tensor of the same shape that is cut as it will be; None is held whole.
-        backend: the seam.
+        shape, dtype: of the whole tensor.
+        like: a tensor of the same shape whose sharding the new one gets; None replicates it.
+        runtime: the runtime.
     """
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, *, like: torch.Tensor | None, backend: Backend) -> None:
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, *, like: torch.Tensor | None, runtime: Runtime) -> None:
         super().__init__(shape, dtype)
-        self._like, self._backend = like, backend
-        self._places = [] if like is None else backend.local_parts(like)
+        self._like, self._runtime = like, runtime
+        self._places = [] if like is None else runtime.spmd.local_parts(like)
         self._distinct = list(dict.fromkeys(self._places)) or super().parts()
         self._buffers: dict[tuple[int, ...], torch.Tensor] = {}
 
     def parts(self) -> list[Part]:
-        """What this process's devices hold."""
+        """The parts that this process's devices hold."""
         return self._distinct
 
     def buffer(self, offsets: tuple[int, ...]) -> torch.Tensor:
-        """For one of the parts."""
+        """The host buffer for the part at these offsets."""
         if not self._buffers:
             self._buffers = {part.offsets: torch.empty(part.sizes, dtype=self.dtype) for part in self._distinct}
         return self._buffers[offsets]
@@ -101,18 +105,18 @@ class OnDevice(Destination):
         buffers = {part.offsets: self.buffer(part.offsets) for part in self._distinct}
         self._buffers = {}
         if self._like is None or not self._places:
-            return self._backend.to_device(buffers[self._distinct[0].offsets])
-        return self._backend.upload_parts([buffers[part.offsets] for part in self._places], self._like)
+            return self._runtime.transfers.to_device(buffers[self._distinct[0].offsets])
+        return self._runtime.spmd.upload_parts([buffers[part.offsets] for part in self._places], self._like)
 
 
 class Reader:
-    """A checkpoint on disk.
+    """Reads a sharded checkpoint.
 
     Args:
-        folder: that `save_state`, or torch.distributed.checkpoint, wrote.
+        folder: written by `save_state` or by torch.distributed.checkpoint.
 
     Raises:
-        ConfigError: it holds no checkpoint.
+        ConfigError: the folder has no checkpoint.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -125,17 +129,17 @@ class Reader:
 
     @functools.cached_property
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Shapes and dtypes by name."""
+        """Shape and dtype of each tensor by name."""
         entries = self.metadata.state_dict_metadata.items()
         return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
     def path(self, name: str) -> tuple[str | int, ...]:
-        """The keys under which the entry lay in the state's nested dicts."""
+        """The keys of an entry in the nested dicts of the saved state."""
         planned: Mapping[str, Any] = self.metadata.planner_data or {}
         return tuple(planned.get(name, (name,)))
 
     def under(self, key: str) -> dict[str, tuple[str | int, ...]]:
-        """The entries under a key of the state, with the keys below it; names alone tell if nothing else does."""
+        """The entries under a key of the state, with their keys below it; from the names if no keys were saved."""
         found = {}
         for name in self.metadata.state_dict_metadata:
             path = self.path(name)
@@ -161,7 +165,7 @@ class Reader:
             )
 
     def objects(self, names: list[str]) -> dict[str, Any]:
-        """Entries that are no tensors."""
+        """Reads entries that are not tensors."""
         objects = _Objects()
         origin = torch.Size((0,))
         items = [
@@ -174,10 +178,14 @@ class Reader:
     def read(
         self, destinations: Mapping[str, Destination], *, bucket_bytes: int = BUCKET_BYTES
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors by name, in the order of `destinations`; on the host there is a bucket of them at a time.
+        """Reads tensors; yields (name, tensor) in the order of `destinations`.
+
+        Args:
+            destinations: what to read, by name.
+            bucket_bytes: how much may be on the host at a time.
 
         Raises:
-            ConfigError: the checkpoint lacks one, or has it in another shape.
+            ConfigError: the checkpoint lacks a tensor, or has it in another shape.
         """
         for name, destination in destinations.items():
             self.check(name, destination.shape)
@@ -188,13 +196,13 @@ class Reader:
                 yield name, destination.finish()
 
     def on_host(self, names: list[str]) -> Iterator[tuple[str, Any]]:
-        """Entries of either kind, tensors on the host."""
+        """Reads entries of either kind; tensors are on the host."""
         yield from self.objects([name for name in names if name not in self.tensors]).items()
         entries = {name: self.tensors[name] for name in names if name in self.tensors}
         yield from self.read({name: Destination(entry.size, entry.properties.dtype) for name, entry in entries.items()})
 
     def _fill(self, name: str, destination: Destination) -> None:
-        """Reads each chunk on disk that is needed once, whatever it is needed for."""
+        """Reads the needed chunks from disk, each once, and copies them to the buffers."""
         wanted = [
             ChunkStorageMetadata(offsets=torch.Size(part.offsets), sizes=torch.Size(part.sizes))
             for part in destination.parts()
@@ -214,7 +222,7 @@ class Reader:
 
     @contextmanager
     def _open(self, index: MetadataIndex, item: ReadItem) -> Iterator[Any]:
-        """What is stored under an index, as torch's reader opens it."""
+        """Opens a stored chunk as torch's reader does."""
         place = self._reader.storage_data[index]
         with open(self.folder / place.relative_path, "rb") as file:
             part = self._reader._slice_file(file, place)
@@ -225,17 +233,16 @@ class Reader:
 def load_state(state: dict[str, Any], folder: str | Path) -> None:
     """Reads a checkpoint into a state, in place.
 
-    It may have been written on another mesh, by another plan or without any: each device is given its part of what is
-    read, and keeps the sharding it has.
+    The checkpoint may come from another mesh or plan, or from an unsharded run: tensors keep their present sharding.
 
     Args:
-        state: nested dicts as they were saved, or a selection of them; tensors are overwritten, other entries replaced.
+        state: nested dicts as they were saved, or a part of them; tensors are overwritten, other entries replaced.
         folder: the checkpoint.
 
     Raises:
-        ConfigError: the folder holds no checkpoint, lacks an entry, or has a tensor in another shape.
+        ConfigError: the folder has no checkpoint, lacks an entry, or has a tensor in another shape.
     """
-    backend, reader = get_backend(), Reader(folder)
+    runtime, reader = get_runtime(), Reader(folder)
     flat, paths = flatten_state_dict(state)
     tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
     others = [name for name in flat if name not in tensors]
@@ -245,20 +252,20 @@ def load_state(state: dict[str, Any], folder: str | Path) -> None:
     for name, value in reader.objects(others).items():
         set_element(state, paths[name], value)
     for name, value in reader.read({name: destination_of(tensor) for name, tensor in tensors.items()}):
-        if backend.is_backend_tensor(tensors[name]):
-            backend.restore(tensors[name], backend.snapshot(value))
+        if runtime.device.owns(tensors[name]):
+            runtime.values.restore(tensors[name], runtime.values.snapshot(value))
 
 
 def destination_of(tensor: torch.Tensor) -> Destination:
-    """To read into a tensor, where it is."""
-    backend = get_backend()
-    if backend.is_backend_tensor(tensor):
-        return OnDevice(tensor.shape, tensor.dtype, like=tensor, backend=backend)
+    """The destination for values that will be copied into a tensor, on its device."""
+    runtime = get_runtime()
+    if runtime.device.owns(tensor):
+        return OnDevice(tensor.shape, tensor.dtype, like=tensor, runtime=runtime)
     return OnHost(tensor)
 
 
 class _Objects(DefaultLoadPlanner):
-    """Takes what is read and is no tensor."""
+    """Collects entries that are not tensors."""
 
     def __init__(self) -> None:
         super().__init__()

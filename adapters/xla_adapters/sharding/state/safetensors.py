@@ -1,4 +1,4 @@
-"""Safetensors files written tensor by tensor; the library's own writer needs all tensors of a file in memory.
+"""Writes safetensors files tensor by tensor; the library's own writer needs all tensors of a file in memory.
 
 Source of the format: https://huggingface.co/docs/safetensors (8 bytes length, a JSON header, then the data).
 """
@@ -40,16 +40,16 @@ def write_safetensors(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a file of which one tensor at a time is in memory.
+    """Writes a file with only one tensor at a time in memory.
 
     Args:
         path: of the file.
-        shapes: shape and dtype by name.
-        tensors: on the host, by name, in the order of `shapes`; each is taken when the one before is written.
-        metadata: of the file; readers expect `{"format": "pt"}`, which it is if not given.
+        shapes: shape and dtype of each tensor by name.
+        tensors: (name, host tensor) in the order of `shapes`; each is requested after the previous one is written.
+        metadata: of the file; readers expect `{"format": "pt"}`, the default.
 
     Raises:
-        ConfigError: the format has no such dtype.
+        ConfigError: the format does not support a dtype.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata) if metadata is not None else {"format": "pt"}}
     end = 0
@@ -59,7 +59,7 @@ def write_safetensors(
         start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
-    # The data begins at a multiple of 8 bytes.
+    # The data must begin at a multiple of 8 bytes.
     encoded += b" " * (-len(encoded) % 8)
     with open(path, "wb") as file:
         file.write(len(encoded).to_bytes(8, "little"))

@@ -1,7 +1,7 @@
-"""`save_state`: a checkpoint of torch.distributed.checkpoint, written part by part.
+"""`save_state`: writes a sharded checkpoint in the format of torch.distributed.checkpoint.
 
-torch_xla's own planner for it (2.9, `SPMDSavePlanner`) writes no part at all of a tensor that some devices of one
-process hold copies of, and says nothing; it is not used here.
+torch_xla's own planner for this (2.9, `SPMDSavePlanner`) is not used: it silently omits tensors that are partly
+replicated among the devices of one process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
-from xla_adapters.backend import Backend, Part, get_backend
 from xla_adapters.errors import RuntimeOrderError
+from xla_adapters.runtime import Part, Runtime, get_runtime
 
 METADATA = ".metadata"
 
@@ -41,38 +41,37 @@ def save_state(
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes a state without putting it together: each process writes what its devices hold, copies once.
+    """Writes a state without gathering it: each process writes the shards on its devices, each shard once.
 
-    On the host there is one tensor at a time. torch.distributed.checkpoint reads the result; so do `load_state` (onto
-    any mesh) and `consolidate`.
+    Only one tensor at a time is on the host. torch.distributed.checkpoint, `load_state` (onto any mesh) and
+    `consolidate` can read the result.
 
     Args:
         state: nested dicts of tensors, on devices or the host, and plain objects.
-        folder: to write to; made if it does not exist. A checkpoint that it holds is replaced when the new one is
-            complete.
-        process_group: of the processes that hold parts (the default group if not given); one process needs none.
+        folder: to write to; created if it does not exist. A checkpoint in it is replaced once the new one is complete.
+        process_group: the processes that hold shards (the default group if not given); not needed for one process.
 
     Raises:
-        RuntimeOrderError: other processes hold parts, and torch.distributed is not initialised.
+        RuntimeOrderError: other processes hold shards, and torch.distributed is not initialised.
     """
-    planner = _Planner(get_backend())
+    planner = _Planner(get_runtime())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         warnings.filterwarnings("ignore", "Detected an existing checkpoint")
         try:
             save(dict(state), storage_writer=_Writer(folder), planner=planner, process_group=process_group)
         except CheckpointException as error:
-            # torch wraps what happened in something that is no `Exception`.
+            # torch wraps the error in a class that does not derive from `Exception`.
             happened, _ = next(iter(error.failures.values()))
             raise happened from error
 
 
 class _OnDevice:
-    """A device tensor as torch.distributed.checkpoint sees it: what this process holds of it, each part once."""
+    """Presents a device tensor to torch.distributed.checkpoint: the parts that this process holds, each once."""
 
-    def __init__(self, tensor: torch.Tensor, backend: Backend) -> None:
-        self._tensor, self._backend = tensor.detach(), backend
-        self._places = backend.local_parts(tensor)
+    def __init__(self, tensor: torch.Tensor, runtime: Runtime) -> None:
+        self._tensor, self._runtime = tensor.detach(), runtime
+        self._places = runtime.spmd.local_parts(tensor)
         whole = Part(offsets=(0,) * tensor.ndim, sizes=tuple(tensor.shape))
         self.parts = list(dict.fromkeys(self._places)) or [whole]
 
@@ -92,23 +91,23 @@ class _OnDevice:
         ]
 
     def is_complete(self) -> bool:
-        """Whether this process holds all of it."""
+        """Whether this process holds all of the tensor."""
         return sum(torch.Size(part.sizes).numel() for part in self.parts) == self._tensor.numel()
 
     def to_host(self) -> dict[tuple[int, ...], torch.Tensor]:
-        """Copies of the parts by their offsets."""
+        """Copies of the parts on the host, by their offsets."""
         if not self._places:
-            return {self.parts[0].offsets: self._backend.to_host([self._tensor])[0]}
-        copies = zip(self._places, self._backend.parts_to_host(self._tensor), strict=True)
+            return {self.parts[0].offsets: self._runtime.transfers.to_host([self._tensor])[0]}
+        copies = zip(self._places, self._runtime.spmd.parts_to_host(self._tensor), strict=True)
         return {part.offsets: copy for part, copy in copies}
 
 
 class _Planner(DefaultSavePlanner):
-    """Brings a tensor to the host when its first part is written, and lets go of it with its last."""
+    """Copies a tensor to the host when its first part is written, and frees each part after it was written."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         super().__init__()
-        self._backend = backend
+        self._runtime = runtime
         self._copied, self._copies = "", dict[tuple[int, ...], torch.Tensor]()
 
     def set_up_planner(
@@ -117,8 +116,8 @@ class _Planner(DefaultSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         wrapped: dict[int, _OnDevice] = {}
         for name, value in self.state_dict.items():
-            if isinstance(value, torch.Tensor) and self._backend.is_backend_tensor(value):
-                self.state_dict[name] = wrapped.setdefault(id(value), _OnDevice(value, self._backend))
+            if isinstance(value, torch.Tensor) and self._runtime.device.owns(value):
+                self.state_dict[name] = wrapped.setdefault(id(value), _OnDevice(value, self._runtime))
         if not dist.is_initialized() and not all(value.is_complete() for value in wrapped.values()):
             raise RuntimeOrderError(
                 "other processes hold parts of the state, and they have to agree on who writes what: call "
@@ -141,13 +140,15 @@ class _Planner(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    """Lets go of each copy when it is written: torch's (2.9) keeps some for the length of a file, or until a
-    collection of garbage (`torch.save` leaves a cycle that holds what it saved).
+    """Frees each host copy once it is written.
+
+    torch's writer (2.9) keeps copies until a file is complete, or until garbage collection (`torch.save` leaves a
+    reference cycle).
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         assert isinstance(planner, _Planner)
-        # A name of its own: the files of a former checkpoint are whole until this one is.
+        # A new name, so that the files of the previous checkpoint stay intact until this one is complete.
         name = f"{plan.storage_data.prefix}{uuid.uuid4().hex[:8]}.distcp"
         results: list[WriteResult] = []
         if plan.items:

@@ -1,4 +1,4 @@
-"""What of a training is saved: the state of a model and of an optimizer, by the names of the parameters."""
+"""The state of models and optimizers for checkpoints, with the names of parameters as keys."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 
-from xla_adapters.backend import get_backend
 from xla_adapters.errors import ConfigError
+from xla_adapters.runtime import get_runtime
+from xla_adapters.runtime.transfers import to_host_in_one_transfer
 from xla_adapters.sharding.state.loading import Destination, OnDevice, Reader, destination_of
-from xla_adapters.transfers import to_host_in_one_transfer
 
 MODEL, OPTIMIZER = "model", "optimizer"
-# torch.optim counts steps on the host, unless the group says otherwise.
+# torch.optim keeps its step count on the host, unless the group is `capturable` or `fused`.
 _COUNT = "step"
 
 
 def model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers that belong to a checkpoint, each once: a tied weight under its first name."""
+    """Parameters and persistent buffers by name; a tied weight only under its first name."""
     persistent = model.state_dict(keep_vars=True).keys()
     tensors = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]
     return {name: tensor for name, tensor in tensors if name in persistent}
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state by the names of the parameters, so that it fits any mesh and any order of groups.
+    """The optimizer's state with names of parameters as keys, so that it does not depend on mesh or order.
 
     Args:
-        model: that the optimizer updates.
-        optimizer: any of torch.optim's kind.
+        model: whose parameters the optimizer updates.
+        optimizer: a `torch.optim.Optimizer`.
 
     Raises:
-        ConfigError: it updates a parameter that the model does not have.
+        ConfigError: the optimizer updates a parameter that the model does not have.
     """
     names = names_of_updated(model, optimizer)
     groups = [
@@ -48,18 +48,18 @@ def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def load_model(model: torch.nn.Module, folder: str | Path, *, key: str = MODEL, strict: bool = True) -> None:
-    """Reads the model's part of a checkpoint: `save_state({"model": model_state(model), ...}, folder)`.
+    """Loads a model from a checkpoint, in place; parameters keep their present sharding.
 
     Args:
-        model: on the device or the host, sharded in any way or not.
-        folder: the checkpoint.
-        key: under which the model's state was saved, `model_state` or its whole `state_dict()`.
-        strict: whether model and checkpoint must have the same names; otherwise what both have is read.
+        model: on the device or the host, sharded or not.
+        folder: written by `save_state({"model": model_state(model), ...}, folder)`.
+        key: the key of the model's state (`model_state`, or the whole `state_dict()`) in the checkpoint.
+        strict: whether model and checkpoint must have the same names; otherwise the common names are loaded.
 
     Raises:
-        ConfigError: it is another model's, or no checkpoint.
+        ConfigError: the checkpoint is of another model, or there is none.
     """
-    backend, reader = get_backend(), Reader(folder)
+    runtime, reader = get_runtime(), Reader(folder)
     saved = reader.under(key)
     names = {str(path[0]) for path in saved.values()}
     in_place, expected = model_state(model), set(model.state_dict().keys())
@@ -71,9 +71,9 @@ def load_model(model: torch.nn.Module, folder: str | Path, *, key: str = MODEL, 
             raise ConfigError(f"{folder} is a checkpoint of another model ({'; '.join(named)})")
     targets = {full: in_place[full_name] for full, path in saved.items() if (full_name := str(path[0])) in in_place}
     for full, value in reader.read({full: destination_of(tensor) for full, tensor in targets.items()}):
-        if backend.is_backend_tensor(targets[full]):
-            backend.restore(targets[full], backend.snapshot(value))
-    # What modules save by methods of their own, they load by such.
+        if runtime.device.owns(targets[full]):
+            runtime.values.restore(targets[full], runtime.values.snapshot(value))
+    # Extra state of modules (`get_extra_state`) is loaded by their own methods.
     rest = {full: path for full, path in saved.items() if path[0] in expected - in_place.keys() - tied}
     if rest:
         own: dict[str, Any] = {}
@@ -85,16 +85,16 @@ def load_model(model: torch.nn.Module, folder: str | Path, *, key: str = MODEL, 
 def load_optimizer(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path, *, key: str = OPTIMIZER
 ) -> None:
-    """Reads the optimizer's part of a checkpoint, cut as the parameters are cut now.
+    """Loads an optimizer from a checkpoint; its state gets the present sharding of the parameters.
 
     Args:
-        model: that the optimizer updates, on the device or the host.
-        optimizer: as it was made; it needs no state yet.
-        folder: that `save_state({"optimizer": optimizer_state(model, optimizer), ...}, folder)` wrote.
-        key: under which the optimizer's state was saved.
+        model: whose parameters the optimizer updates, on the device or the host.
+        optimizer: needs no state yet.
+        folder: written by `save_state({"optimizer": optimizer_state(model, optimizer), ...}, folder)`.
+        key: the key of the optimizer's state in the checkpoint.
 
     Raises:
-        ConfigError: it is another optimizer's or model's, or no checkpoint.
+        ConfigError: the checkpoint is of another optimizer or model, or there is none.
     """
     reader = Reader(folder)
     names = names_of_updated(model, optimizer)
@@ -127,27 +127,27 @@ def load_optimizer(
 
 
 def load_gradients(model: torch.nn.Module, folder: str | Path, *, key: str) -> None:
-    """Reads gradients that were saved by the names of their parameters, cut as the parameters are cut now.
+    """Loads gradients that were saved by name of the parameter; they get the present sharding of the parameters.
 
     Args:
         model: on the device or the host.
-        folder: that `save_state({key: gradients, ...}, folder)` wrote.
-        key: under which they were saved.
+        folder: written by `save_state({key: gradients, ...}, folder)`.
+        key: the key of the gradients in the checkpoint.
 
     Raises:
-        ConfigError: they are another model's, or it holds no checkpoint.
+        ConfigError: the gradients are of another model, or there is no checkpoint.
     """
     reader, parameters = Reader(folder), dict(model.named_parameters())
     names = {full: ".".join(map(str, path)) for full, path in reader.under(key).items()}
     strangers = sorted(set(names.values()) - parameters.keys())
     if strangers:
         raise ConfigError(f"{folder} has gradients of another model ({', '.join(strangers[:5])})")
-    backend, destinations = get_backend(), dict[str, Destination]()
+    runtime, destinations = get_runtime(), dict[str, Destination]()
     for full, name in names.items():
         saved, parameter = reader.tensors[full], parameters[name]
         destinations[full] = (
-            OnDevice(saved.size, saved.properties.dtype, like=parameter, backend=backend)
-            if backend.is_backend_tensor(parameter)
+            OnDevice(saved.size, saved.properties.dtype, like=parameter, runtime=runtime)
+            if runtime.device.owns(parameter)
             else Destination(saved.size, saved.properties.dtype)
         )
     for full, value in reader.read(destinations):
@@ -157,14 +157,14 @@ def load_gradients(model: torch.nn.Module, folder: str | Path, *, key: str) -> N
 def _destination(
     reader: Reader, full: str, parameter: torch.Tensor, entry: str, group: Mapping[str, Any]
 ) -> Destination:
-    """Where torch's `Optimizer.load_state_dict` puts it: with the parameter, but for counts of steps."""
+    """Where torch's `Optimizer.load_state_dict` would put a state: on the parameter's device, except step counts."""
     saved = reader.tensors[full]
-    backend = get_backend()
+    runtime = get_runtime()
     on_host = entry == _COUNT and not (group.get("capturable") or group.get("fused"))
-    if on_host or not backend.is_backend_tensor(parameter):
+    if on_host or not runtime.device.owns(parameter):
         return Destination(saved.size, saved.properties.dtype)
     like = parameter if saved.size == parameter.shape else None
-    return OnDevice(saved.size, saved.properties.dtype, like=like, backend=backend)
+    return OnDevice(saved.size, saved.properties.dtype, like=like, runtime=runtime)
 
 
 def _groups(
@@ -183,10 +183,10 @@ def _groups(
 
 
 def names_of_updated(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """The names of the model's parameters by `id`, all that the optimizer updates among them.
+    """The names of the model's parameters by `id`.
 
     Raises:
-        ConfigError: it updates others.
+        ConfigError: the optimizer updates parameters that the model does not have.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     strangers = sum(id(parameter) not in names for group in optimizer.param_groups for parameter in group["params"])

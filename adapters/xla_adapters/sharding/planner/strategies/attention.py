@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention`: heads, the batch or the queries may be split."""
+"""Strategies of `scaled_dot_product_attention`: heads, the batch or the queries may be split."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from xla_adapters.sharding.planner.strategies.contraction import contraction, vo
 
 
 def attention(operator: Operator, rules: Rules) -> list[Strategy] | None:
-    """(..., heads, queries, depth), keys and values alike, perhaps a mask that broadcasts."""
+    """Operands: query, key and value of shape (..., heads, tokens, depth), and possibly a mask that broadcasts."""
     query, key, value, *mask = operator.operands
     if not len(query.shape) == len(key.shape) == len(value.shape) >= 3:
         return None
     lead = list(string.ascii_lowercase[: len(query.shape) - 2])
-    # Grouped queries: fewer heads of keys; a split of one is then no split of the other.
+    # With grouped queries there are fewer key heads, so heads are not split.
     grouped = query.shape[-3] != key.shape[-3]
     kept = [label for label, size in zip(lead, query.shape, strict=False) if size > 1]
     kept = kept[:-1] if grouped else kept
@@ -34,6 +34,6 @@ def attention(operator: Operator, rules: Rules) -> list[Strategy] | None:
         splittable=[*kept, "Q"],
         work=2 * volume(sizes),
     )
-    # Without a fused kernel the weight of every key for every query is kept.
+    # Without a fused kernel the attention weights (queries x keys) are kept.
     scores = rules.local(operator) / operator.shape[-1] * key.shape[-2]
     return [replace(item, keeps=scores / (1 if item.output is None else rules.fabric.model)) for item in found]

@@ -1,9 +1,9 @@
-"""Everything that is a sum of products: labels say which dimensions of its tensors are the same.
+"""Strategies of tensor contractions (einsum-like operators); labels name the dimensions, as in einsum.
 
-Splitting a label over the model axis is a strategy. A label of the output costs nothing in the forward pass, and the
-gradient of each tensor that lacks it becomes a partial sum (the column-parallel layer of Megatron-LM, Shoeybi et al.,
-arXiv 1909.08053; with the batch's label: data parallelism). A label that is summed over makes the output a partial
-sum: all-reduced (the row-parallel layer), or scattered along another label (its sequence-parallel form).
+Splitting a label over the model axis is a strategy. A label of the output costs nothing in the forward, and the
+gradient of each operand that lacks it is a partial sum (the column-parallel layer of Megatron-LM, Shoeybi et al., arXiv
+1909.08053; with the label of the batch: data parallelism). If a label is summed over, the output is a partial sum. It
+is all-reduced (the row-parallel layer) or reduce-scattered along another label (its sequence-parallel form).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def contraction(
     splittable: Sequence[str],
     work: float,
 ) -> list[Strategy]:
-    """The strategies of a sum of products.
+    """The strategies of a contraction.
 
     Args:
-        operator: whose strategies.
-        rules: prices.
-        operands: a label for each dimension of each operand; one that is added to the output may have fewer, and a
-            label of "" is a dimension that is never split.
-        output: of the output.
-        splittable: labels that may be split.
-        work: multiplications and additions of the forward pass, for the whole tensors.
+        operator: the operator.
+        rules: costs.
+        operands: a label for each dimension of each operand. An operand that is added to the output may have fewer
+            labels; "" is a dimension that is never split.
+        output: the labels of the output.
+        splittable: the labels that may be split.
+        work: multiplications and additions of the forward, for the whole tensors.
     """
     found = [_split(operator, rules, operands, output, None, None, work)]
     for label in splittable:
@@ -77,7 +77,7 @@ def _split(
         if label in labels:
             wants.append(Want(state=labels.index(label)))
         elif summed:
-            # Added to the sum, when it is complete; where that is scattered, along with it.
+            # A bias is added after the reduction; if the output is scattered, the bias is split in the same way.
             aligned = None if scatter is None else scatter - (len(output) - len(labels))
             has = aligned is not None and aligned >= 0 and labels[aligned] == output[scatter or 0]
             wants.append(Want(state=aligned) if has else Want(partial=scatter is not None))
@@ -91,7 +91,7 @@ def _split(
         charges = fabric.all_reduce(MODEL, size, "activations")
         state = None
     else:
-        # Backward, the gradient is gathered again.
+        # In the backward the gradient is gathered.
         charges = (
             *fabric.reduce_scatter(MODEL, size, "activations"),
             *fabric.all_gather(MODEL, size, "activations"),
@@ -107,5 +107,5 @@ def _split(
 
 
 def volume(sizes: Mapping[str, int]) -> float:
-    """Multiplications and additions of a sum of products over all labels."""
+    """Multiplications and additions of a contraction over labels of these sizes."""
     return 2.0 * math.prod(sizes.values())

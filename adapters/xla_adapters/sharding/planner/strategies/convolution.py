@@ -1,4 +1,4 @@
-"""Convolutions: channels in and out and the batch may be split, pixels may not."""
+"""Strategies of convolutions: input channels, output channels or the batch may be split; pixels may not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xla_adapters.sharding.planner.strategies.contraction import contraction
 
 
 def convolution(operator: Operator, rules: Rules) -> list[Strategy] | None:
-    """(batch, in, pixels...) and (out, in / groups, window...), perhaps a bias; None if it has no batch."""
+    """Operands: (batch, in, pixels...), (out, in, kernel...), possibly a bias. None for groups, or without a batch."""
     x, weight, *bias = operator.operands
     if len(x.shape) != len(weight.shape) or operator.argument(6, "groups", 1) not in (1, None):
         return None

@@ -1,4 +1,4 @@
-"""`embedding`: rows of a table; the vocabulary is summed over, the width is not."""
+"""Strategies of `embedding`, as a contraction over the vocabulary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xla_adapters.sharding.planner.strategies.contraction import contraction
 
 
 def embedding(operator: Operator, rules: Rules) -> list[Strategy]:
-    """A table (V, H) and ids of any rank."""
+    """Operands: a table (V, H), and ids of any shape."""
     ids = operator.operands[1]
     lead = list(string.ascii_lowercase[: len(ids.shape)])
     return contraction(
@@ -19,6 +19,6 @@ def embedding(operator: Operator, rules: Rules) -> list[Strategy]:
         operands=[["V", "H"], lead],
         output=[*lead, "H"],
         splittable=[*lead, "V", "H"],
-        # Bound by memory; the products that it could be written as are not computed.
+        # A lookup is bound by memory traffic; no products are computed.
         work=operator.size / rules.fabric.topology.memory_bandwidth * rules.fabric.topology.flops,
     )

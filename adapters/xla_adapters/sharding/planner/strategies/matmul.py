@@ -1,4 +1,4 @@
-"""Matrix products: `linear`, `matmul`, `mm`, `bmm`, `addmm`, `baddbmm`, and those of experts."""
+"""Strategies of matrix products: `linear`, `matmul`, `mm`, `bmm`, `addmm`, `baddbmm`, and grouped ones of experts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def addmm(operator: Operator, rules: Rules) -> list[Strategy]:
 
 
 def matmul(operator: Operator, rules: Rules) -> list[Strategy] | None:
-    """`a @ b` of any ranks; None where one of them is a vector."""
+    """`a @ b` of any ranks; None if one of them is a vector."""
     left, right = operator.operands
     if len(left.shape) < 2 or len(right.shape) < 2:
         return None
@@ -48,7 +48,7 @@ def matmul(operator: Operator, rules: Rules) -> list[Strategy] | None:
     labels = []
     for item, last in ((left, ("M", "K")), (right, ("K", "N"))):
         own = lead[rank - len(item.shape) :]
-        # A dimension of one is broadcast: it has no part in a split.
+        # A dimension of size 1 is broadcast and cannot be split.
         own = ["" if size == 1 else label for label, size in zip(own, item.shape, strict=False)]
         labels.append([*own, *last])
     sizes = dict(zip(output, operator.shape, strict=True)) | {"K": left.shape[-1]}
@@ -58,8 +58,8 @@ def matmul(operator: Operator, rules: Rules) -> list[Strategy] | None:
 def grouped_mm(operator: Operator, rules: Rules) -> list[Strategy] | None:
     """Tokens sorted by expert, each with its expert's matrix: (T, K), (E, K, N) -> (T, N).
 
-    The experts may be split: every device then computes the tokens of its own, and the sum over devices is the output.
-    Tokens are not, because where one expert's tokens end is not known before.
+    The experts may be split: each device computes the tokens of its experts, and the outputs are all-reduced. Tokens
+    may not be split, because the number of tokens per expert depends on values.
     """
     if len(operator.operands) < 2 or [len(item.shape) for item in operator.operands[:2]] != [2, 3]:
         return None

@@ -1,4 +1,4 @@
-"""Normalisations: along the last dimensions, over the batch, over groups of channels."""
+"""Strategies of normalisations: over the last dimensions, over the batch, over groups of channels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from xla_adapters.sharding.planner.strategies.base import WHOLE, Rules, State, S
 
 
 def layer_norm(operator: Operator, rules: Rules) -> list[Strategy]:
-    """`layer_norm` and `rms_norm`; also fits a norm along any trailing dimensions.
+    """`layer_norm` and `rms_norm`, over any number of trailing dimensions.
 
-    Split along what is normalised, sums of each row are exchanged: twice in the forward pass, twice in the backward.
+    If a normalised dimension is split, sums per row are all-reduced: twice in the forward, twice in the backward.
     """
     shape = operator.argument(1, "normalized_shape")
     first = len(operator.shape) - (len(shape) if isinstance(shape, (list, tuple)) else 1)
@@ -30,7 +30,7 @@ def layer_norm(operator: Operator, rules: Rules) -> list[Strategy]:
 
 
 def batch_norm(operator: Operator, rules: Rules) -> list[Strategy]:
-    """Statistics of each channel over the whole batch: exchanged over every axis the batch is split over."""
+    """`batch_norm`: the statistics of each channel are all-reduced over all axes that the batch is split over."""
     channels = 2 * operator.shape[1] * 4.0
     found = []
     for state in rules.states(operator):
@@ -51,7 +51,7 @@ def batch_norm(operator: Operator, rules: Rules) -> list[Strategy]:
 
 
 def group_norm(operator: Operator, rules: Rules) -> list[Strategy]:
-    """Whole groups of channels, or the batch."""
+    """`group_norm`: whole groups of channels, or the batch, may be split."""
     groups = operator.argument(1, "num_groups", 1)
     found = []
     for state in rules.states(operator):
@@ -63,7 +63,7 @@ def group_norm(operator: Operator, rules: Rules) -> list[Strategy]:
 
 
 def _weight(state: State, dim: int | None) -> Want:
-    """A weight beside an input in this state; `dim` is its dimension that is split with it."""
+    """The layout of a weight if the input is in `state`; `dim` is the weight's dimension that is split with it."""
     if state is None:
         return WHOLE
     return Want(partial=True) if dim is None else Want(state=dim)

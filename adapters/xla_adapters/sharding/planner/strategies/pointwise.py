@@ -1,4 +1,4 @@
-"""Elementwise operators of several tensors, and those that only cut and join tensors."""
+"""Strategies of element-wise operators of several tensors, and of indexing, splitting and concatenation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xla_adapters.sharding.planner.strategies.base import WHOLE, Rules, Strategy
 
 
 def pointwise(operator: Operator, rules: Rules) -> list[Strategy]:
-    """Every operand is split as the output is; one that is broadcast along the split is whole."""
+    """Element-wise: each operand is split as the output; one that is broadcast along the split dimension is whole."""
     found = []
     for state in rules.states(operator):
         wants = []
@@ -26,10 +26,10 @@ def pointwise(operator: Operator, rules: Rules) -> list[Strategy]:
 
 
 def rows(operator: Operator, rules: Rules) -> list[Strategy] | None:
-    """`index`, `index_select`, `gather`, `topk`, `sort`: parts are picked or ordered along one dimension.
+    """`index`, `index_select`, `gather`, `topk`, `sort`: elements are selected or sorted along one dimension.
 
-    Which parts depends on values, so only another dimension may be split; and where they are picked along the batch
-    (the tokens of experts), every device needs the whole of it. None for forms there is no rule for.
+    The selection depends on values, so only other dimensions may be split. If it is along the batch (tokens of
+    experts), every device needs the whole batch. None for forms without a rule.
     """
     item, *others = operator.operands
     if any(not other.free for other in others):
@@ -64,9 +64,9 @@ def rows(operator: Operator, rules: Rules) -> list[Strategy] | None:
 def rearranged(operator: Operator, rules: Rules) -> list[Strategy]:
     """`cat`, `split`, `index_select` and the like, of tensors of the output's rank.
 
-    Along a dimension that changes its size the shards of input and output do not meet. Forward and backward GSPMD hands
-    each device's part on from neighbour to neighbour until it is near, and then exchanges what is still not in place
-    (so measured on the three parts of GPT-2's fused projection over 2, 4 and 8 devices).
+    If the split dimension changes its size, shards of input and output do not match. Forward and backward, GSPMD shifts
+    shards between neighbours with collective-permutes, and then exchanges the rest. (Measured with the three parts of
+    GPT-2's fused projection on 2, 4 and 8 devices.)
     """
     found = []
     for state in rules.states(operator):

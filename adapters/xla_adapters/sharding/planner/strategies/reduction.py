@@ -1,4 +1,4 @@
-"""Sums, means, softmax and the loss: what takes whole rows."""
+"""Strategies of reductions: sums, means, softmax, losses and pooling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xla_adapters.sharding.planner.strategies.base import WHOLE, Rules, Strategy
 
 
 def reduction(operator: Operator, rules: Rules) -> list[Strategy]:
-    """`sum`, `mean`, `var`, `amax` and kin over some dimensions; over a split one, devices exchange what they found."""
+    """`sum`, `mean`, `var`, `amax` and the like; if a reduced dimension is split, the results are all-reduced."""
     item = operator.operands[0]
     rank = len(item.shape)
     dims = operator.argument(1, "dim")
@@ -32,7 +32,7 @@ def reduction(operator: Operator, rules: Rules) -> list[Strategy]:
 
 
 def softmax(operator: Operator, rules: Rules) -> list[Strategy]:
-    """`softmax`, `log_softmax`, `cumsum`: along a split dimension the largest and the sum of each row are exchanged."""
+    """`softmax`, `log_softmax`, `cumsum`; along a split dimension maximum and sum of each row are all-reduced."""
     dim = _dims(operator.argument(1, "dim", -1), len(operator.shape))[0]
     rows = rules.local(operator) / max(1, operator.shape[dim])
     found = []
@@ -69,7 +69,7 @@ def cross_entropy(operator: Operator, rules: Rules) -> list[Strategy]:
 
 
 def pooling(operator: Operator, rules: Rules) -> list[Strategy]:
-    """Windows of pixels: the batch and the channels may be split."""
+    """Pooling: the batch and the channels may be split."""
     item = operator.operands[0]
     pixels = {dim for dim in range(len(item.shape)) if dim > len(item.shape) - 3}
     return [

@@ -1,0 +1,1 @@
+"""Reads and writes HLO modules (protobuf) as graphs, without XLA's own Python classes."""

@@ -1,1 +1,0 @@
-"""HLO modules as graphs that can be compared, taken apart and written again."""

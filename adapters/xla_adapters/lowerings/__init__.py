@@ -1,0 +1,1 @@
+"""Replacements for torch operators that torch_xla cannot trace well, or that would not stay sharded under SPMD."""

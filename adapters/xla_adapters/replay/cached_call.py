@@ -1,0 +1,178 @@
+"""`CachedCall`: a traced call of a step, described as a call of its executable."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from xla_adapters.replay.bound import HostChange
+from xla_adapters.replay.guards.snapshot import ModuleSnapshot
+from xla_adapters.replay.number import Number
+from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
+from xla_adapters.replay.optimizer_update import Update
+from xla_adapters.replay.slots import Kept, Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphValues:
+    """Where the inputs of the executable come from, and where its outputs go.
+
+    Attributes:
+        sources: for each input a slot, `"seed"` (the device's random seed), or a Python number.
+        targets: for each output the slots that it is written to.
+        donated: positions in `sources` whose buffers the executable reuses.
+        kept: the values that the step returns, by name.
+    """
+
+    sources: list[Slot | str | Number]
+    targets: list[list[Slot]]
+    donated: list[int]
+    kept: dict[str, Kept]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientChanges:
+    """What the step does to the `grad` attributes of leaves.
+
+    Attributes:
+        before: the leaves, and whether they have a gradient before the step.
+        created: `id` of each leaf that gets a new tensor as its gradient.
+        dropped: leaves that have no gradient after the step.
+    """
+
+    before: list[tuple[torch.Tensor, bool]]
+    created: set[int]
+    dropped: list[torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostEffects:
+    """What the step does on the host.
+
+    Attributes:
+        optimizers: the host math of those that step, in the order of their updates.
+        attributes: plain attributes that the step changes.
+        rebound: keys of the `"bound"` slots that get a new tensor.
+    """
+
+    optimizers: list[OptimizerHostMath]
+    attributes: list[HostChange]
+    rebound: set[tuple[str, int, str | int]]
+
+
+@dataclass(eq=False)
+class CachedCall:
+    """One traced call of a step: everything that a replay of it does. Two calls that agree can be replayed.
+
+    Attributes:
+        values: inputs and outputs of the executable.
+        gradients: what becomes of gradients.
+        host: what the step does on the host.
+        snapshot: the modules and other objects that the graph depends on.
+        updates: the optimizers' host math of this call, or of its last replay.
+        unrepeatable: what this call did that a replay cannot do; empty if nothing.
+        graph: the name of the graph.
+        text: the graph itself, if several calls are to be one executable.
+        executable: its name; empty until the call was executed.
+        outputs: those outputs of the last call that are needed as examples for pending outputs, by position.
+    """
+
+    values: GraphValues
+    gradients: GradientChanges
+    host: HostEffects
+    snapshot: ModuleSnapshot
+    updates: list[Update]
+    unrepeatable: str
+    graph: bytes
+    text: bytes = b""
+    executable: bytes = b""
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def identity(self) -> Hashable:
+        """Equal for two calls of the same graph with the same inputs and outputs."""
+        return (self.graph, tuple(map(_key, self.values.sources)), *self._state_key(), *self._results_key())
+
+    def _state_key(self) -> tuple[Hashable, ...]:
+        gradients = self.gradients
+        before = tuple((id(leaf), was_there) for leaf, was_there in gradients.before)
+        return tuple(self.values.donated), tuple(map(id, gradients.dropped)), before, frozenset(self.host.rebound)
+
+    def _results_key(self) -> tuple[Hashable, ...]:
+        return repr(_keys(self.values.targets)), frozenset(self.gradients.created), repr(self._kept_keys())
+
+    def _kept_keys(self) -> dict[str, Any]:
+        return {name: (kept.spec, [_key(leaf) for leaf in kept.leaves]) for name, kept in self.values.kept.items()}
+
+    @cached_property
+    def numbers(self) -> list[Number]:
+        """The inputs that began as Python numbers, in the order in which they were traced."""
+        return [source for source in self.values.sources if isinstance(source, Number)]
+
+    def names_of_tensors(self) -> dict[int, str]:
+        """For messages: the names of the modules' tensors, by `id`."""
+        return {
+            id(tensor): f"{name}.{key}"
+            for name, module in self.snapshot.modules
+            for group in (module._parameters, module._buffers)
+            for key, tensor in group.items()
+            if tensor is not None
+        }
+
+    def remember_outputs(self, results: Sequence[torch.Tensor]) -> None:
+        """Stores the outputs that `outputs` is for. Others would be kept alive until the end of the next call."""
+        self.outputs = {index: results[index] for index in self._remembered}
+
+    @cached_property
+    def _remembered(self) -> list[int]:
+        kept = {leaf for value in self.values.kept.values() for leaf in value.leaves if isinstance(leaf, int)}
+        slots = ((index, slot) for index, slots in enumerate(self.values.targets) for slot in slots)
+        return sorted(kept | {at for at, slot in slots if slot.kind == "buffer" or slot.key in self.host.rebound})
+
+    def difference(self, other: CachedCall) -> str | None:
+        """How this call differs from an earlier one, in words; None if a replay of one is a replay of the other.
+
+        Args:
+            other: the call before.
+        """
+        mine, theirs = self.values, other.values
+        gradients, earlier = self.gradients, other.gradients
+        if self.executable != other.executable:
+            return "the graph is another one than in the call before"
+        if list(map(_key, mine.sources)) != list(map(_key, theirs.sources)):
+            return "the inputs of the graph come from other tensors than in the call before"
+        if _keys(mine.targets) != _keys(theirs.targets) or gradients.created != earlier.created:
+            return "the results of the graph go to other tensors than in the call before"
+        if mine.donated != theirs.donated or list(map(id, gradients.dropped)) != list(map(id, earlier.dropped)):
+            return "other values are overwritten or dropped than in the call before"
+        if [(id(leaf), was) for leaf, was in gradients.before] != [(id(leaf), was) for leaf, was in earlier.before]:
+            return "other gradients exist than before the last call"
+        if any(now.takes_another_course(before) for now, before in zip(self.updates, other.updates, strict=True)):
+            return "the optimizer took another course than in the call before"
+        if self._kept_keys() != other._kept_keys():
+            return "the step returns other things than in the call before"
+        return self._host_difference(other)
+
+    def _host_difference(self, other: CachedCall) -> str | None:
+        if self.host.rebound != other.host.rebound or len(self.host.attributes) != len(other.host.attributes):
+            return "other attributes were changed than in the call before"
+        for mine, theirs in zip(self.host.attributes, other.host.attributes, strict=True):
+            if not mine.agree(theirs):
+                return f"{type(mine.owner).__name__}.{mine.name} was changed otherwise than in the call before"
+        if len(self.snapshot.modules) != len(other.snapshot.modules):
+            return "other modules were called than in the call before"
+        return other.snapshot.changed()
+
+
+def _key(source: Any) -> Any:
+    if isinstance(source, Slot):
+        return source.key
+    return ("number", str(source.value.dtype), source.of_update) if isinstance(source, Number) else source
+
+
+def _keys(targets: list[list[Slot]]) -> list[list[Any]]:
+    return [sorted(map(repr, (slot.key for slot in slots))) for slots in targets]

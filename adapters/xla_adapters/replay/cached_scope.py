@@ -1,0 +1,92 @@
+"""`CachedScope`: a traced call that runs the executable which replays of the step would run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from xla_adapters.replay.bound import BoundState
+from xla_adapters.replay.call_spec import CallSpec
+from xla_adapters.replay.errors import CannotReplay
+from xla_adapters.replay.pending_graph import PendingGraph, written_slots
+from xla_adapters.tracing.step_scope import StepScope
+
+
+class SeparatingScope(StepScope):
+    """A `StepScope` in which optimizers' updates share no input with the rest of the graph.
+
+    Python numbers that are equal share one input of the graph. In a replay they may differ, so those of an update are
+    kept apart. A step that cannot be replayed keeps this scope, so that its graph stays the same.
+
+    Args:
+        spec: describes the call.
+        **options: as for `StepScope`.
+    """
+
+    def __init__(self, spec: CallSpec, **options: Any) -> None:
+        super().__init__(**options)
+        self._spec = spec
+        self._kept: dict[str, Any] = {}
+
+    def keep(self, name: str, value: Any) -> None:
+        """Notes a value that the step returns, under a name."""
+        self._kept[name] = value
+
+    def update_begins(self, optimizer: Optimizer) -> None:
+        """Lets the numbers of the update have inputs of their own."""
+        with torch._C.DisableTorchFunction():
+            self._runtime.lazy.separate_scalars()
+
+    def update_ended(self, optimizer: Optimizer) -> None:
+        """Lets the numbers after the update have inputs of their own."""
+        with torch._C.DisableTorchFunction():
+            self._runtime.lazy.separate_scalars()
+
+
+class CachedScope(SeparatingScope):
+    """A `SeparatingScope` that executes its graph by an executable that can be run again.
+
+    A sync would compile the same graph a second time, because the runtime knows the two by different names. So a step
+    that was executed this way once is always executed this way, even if it cannot be replayed.
+
+    Args:
+        spec: describes the call.
+        **options: as for `StepScope`.
+    """
+
+    def _start_tracing(self) -> None:
+        self._runtime.device.initialize()
+        # Also if nothing is pending: it detects tensors that share a buffer.
+        self._runtime.tracing.flush()
+        self._bound = BoundState(self._spec.bound())
+        super()._start_tracing()
+        self._stream = self._runtime.random.seed()
+
+    def _execute(self) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            try:
+                graph = self._pending(self._near())
+            except CannotReplay:
+                self._runtime.tracing.finish_step()
+                return
+            # Tracing has advanced the seed. The next step continues from the seed at the beginning of this one.
+            self._runtime.random.set_seed(self._stream)
+            graph.run()
+
+    def _pending(self, near: Iterator[torch.Tensor]) -> PendingGraph:
+        if self._breaks.flushed:
+            raise CannotReplay("a part of the step was executed before its end")
+        return PendingGraph(self._runtime, written_slots(self._undo_log, self._spec.tensors, self._bound), near)
+
+    def _near(self) -> Iterator[torch.Tensor]:
+        """The tensors that a step's results are usually stored in."""
+        yield from (entry.tensor for entry in self._undo_log.entries())
+        yield from (leaf.grad for leaf, _ in self._undo_log.leaves() if leaf.grad is not None)
+        buffers = [module._buffers.get(name) for module, name, _ in self._undo_log.rebound_buffers()]
+        attributes = [owner.attributes() for owner in self._spec.bound()]
+        found = tree_leaves((self._kept, buffers, attributes))
+        yield from (leaf for leaf in found if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,85 @@
+"""`Part`: remembers entries of a dictionary or items of a sequence, to compare them later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import is_, itemgetter
+from typing import Any
+
+from xla_adapters.utils.plain_values import ABSENT, differs, is_simple
+
+_GROUPS = {"_parameters": "the parameter", "_buffers": "the buffer", "_modules": "the submodule"}
+
+
+class Part:
+    """Remembers some entries of a dictionary, or all items of a sequence.
+
+    Args:
+        owner: the dictionary or sequence.
+        path: its name for messages.
+        names: the keys of the entries; None for a sequence.
+        size: the number of all entries; None if others may be added or removed.
+    """
+
+    __slots__ = ("_fetch", "_names", "_noted", "_owner", "_path", "_size")
+
+    def __init__(self, owner: Any, path: str, names: tuple[Any, ...] | None, size: int | None) -> None:
+        self._owner = owner
+        self._path = path
+        self._names = names
+        self._size = size
+        self._fetch: Callable[[Any], tuple[Any, ...]] = tuple
+        if names is not None:
+            # Twice the first name: with a single name, `itemgetter` returns no tuple.
+            self._fetch = itemgetter(*names, names[0]) if names else _nothing
+        self._noted = self._fetch(owner)
+
+    @classmethod
+    def all_of(cls, owner: Mapping[Any, Any], path: str) -> Part:
+        """All entries of a dictionary."""
+        return cls(owner, path, tuple(owner), len(owner))
+
+    def is_unchanged(self) -> bool:
+        """Whether the entries are the same objects as before.
+
+        Raises:
+            KeyError: one of the names was removed.
+        """
+        size = self._size
+        return (size is None or len(self._owner) == size) and all(map(is_, self._fetch(self._owner), self._noted))
+
+    def difference(self) -> str | None:
+        """Which entry has another value, in words, or None. Equal values of other objects are no difference."""
+        if self._size is not None and len(self._owner) != self._size:
+            names = self._owner if isinstance(self._owner, Mapping) else ()
+            more = [name for name in names if name not in (self._names or ())]
+            return f"{self._path} has got {more[0]!r}" if more else f"{self._path} holds more or less than before"
+        if self._names is None:
+            changed = any(map(differs, self._owner, self._noted))
+            return f"{self._path} holds something else" if changed else None
+        for name, noted in zip(self._names, self._noted, strict=False):
+            present = self._owner.get(name, ABSENT)
+            if differs(present, noted):
+                return _changed(self._path, name, noted, present)
+        return None
+
+
+def _nothing(owner: Any) -> tuple[Any, ...]:
+    return ()
+
+
+def _changed(path: str, name: Any, noted: Any, present: Any) -> str:
+    owner, _, group = path.rpartition(".")
+    if group in _GROUPS:
+        return f"{_GROUPS[group]} {name} of {owner} was replaced"
+    if name == "training":
+        return f"{path} went to {'eval' if noted else 'train'} mode"
+    return f"{path}.{name}: {said(noted)} -> {said(present)}"
+
+
+def said(value: Any) -> str:
+    """The text of a value for a message."""
+    if value is ABSENT:
+        return "nothing"
+    # The repr of a tensor reads from the device; that of other objects may run user code.
+    return f"{value!r:.60}" if is_simple(value) else f"a {type(value).__name__}"

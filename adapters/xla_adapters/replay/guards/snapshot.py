@@ -1,0 +1,335 @@
+"""`ModuleSnapshot`: the attributes of modules when a step was traced, to find out later what has changed.
+
+Trusted modules compute from their attributes. So all attributes must be of a kind that can be compared: constants,
+tensors, modules, Python's own containers, functions and objects of trusted packages. With any other attribute the step
+is traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pathlib
+import re
+import sys
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from operator import attrgetter, eq
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from xla_adapters.replay.guards.part import Part, said
+from xla_adapters.replay.safety.guards import content_of
+from xla_adapters.replay.safety.trusted import is_installed_file, is_trusted, is_users_alone, is_users_file
+from xla_adapters.utils.plain_values import is_constant, is_plain_enum, is_simple, same_bits
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# Attributes of every module that do not change a step.
+_IDLE = frozenset(_OF_EVERY_MODULE - {"training", "_parameters", "_buffers", "_modules", *_HOOKS})
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+_SEQUENCES = (list, tuple, deque)
+# Objects that never change, or that do not change what a module computes.
+_FIXED = (inspect.Signature, re.Pattern, pathlib.PurePath, types.ModuleType, property, RemovableHandle)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_METHODS = frozenset(vars(nn.Module))
+_HOST_NUMBERS = 1024
+_traits = attrgetter("requires_grad", "dtype", "shape", "_backward_hooks", "_post_accumulate_grad_hooks")
+
+Exempt = Callable[[nn.Module], Collection[str]]
+
+
+class ModuleSnapshot:
+    """The attributes of modules at one time.
+
+    A model of twelve layers has some thousand attributes. They are compared by identity first, which is fast. Only if
+    an attribute is another object, values are compared.
+
+    Args:
+        roots: the modules; their submodules are included.
+        rebound: buffers and attributes, by `id` of the owner and name, that the step itself sets.
+        exempt: returns the names of a module's attributes that no graph depends on, or that are guarded elsewhere.
+        strict: whether an attribute that cannot be compared is an obstacle.
+
+    Attributes:
+        obstacle: what cannot be compared, in words; None if nothing.
+        modules: all modules, with their names.
+        tensors: all tensors on the device that are attributes.
+    """
+
+    def __init__(
+        self, roots: Iterable[nn.Module], *, rebound: set[tuple[int, str]], exempt: Exempt, strict: bool = True
+    ) -> None:
+        self._roots = list(roots)
+        self._rebound = rebound
+        self._exempt = exempt
+        self._strict = strict
+        self._loose: list[torch.Tensor] = []
+        self._take()
+
+    def _take(self) -> None:
+        self.obstacle: str | None = None
+        self.modules: list[tuple[str, nn.Module]] = []
+        self.tensors: list[torch.Tensor] = []
+        # Objects that were visited, by `id`. They are referenced, so that no other object gets their `id`.
+        self._seen: dict[int, Any] = {}
+        self._parts: list[Part] = []
+        self._sets: list[tuple[Any, Any, str]] = []
+        self._hosts: list[tuple[torch.Tensor, torch.Tensor, str]] = []
+        self._owned: list[tuple[torch.Tensor, str]] = []
+        self._classes: set[type] = set()
+        self._lenient: list[tuple[dict[str, Any], str, frozenset[str]]] = []
+        for root in self._roots:
+            for name, module in root.named_modules():
+                self._module(module, name or type(module).__name__)
+        for tensor in self._loose:
+            self._value(tensor, "a tensor that is in no module")
+        # Functions that trainers and models call from these namespaces may be replaced.
+        for namespace in (torch, torch.autograd, nn.functional, nn.utils):
+            self._code(vars(namespace), namespace.__name__)
+        for cls in (torch.Tensor, nn.Parameter):
+            # All entries, not only functions: code may read them from any tensor.
+            self._code(vars(cls), cls.__qualname__, Part.all_of(vars(cls), cls.__qualname__))
+        self._kinds = [(module, type(module), vars(module), name) for name, module in self.modules]
+        self._note_traits()
+
+    def _note_traits(self) -> None:
+        self._tensors = [tensor for tensor, _ in self._owned]
+        self._traits = list(map(_traits, self._tensors))
+        self._sizes = list(map(len, map(vars, self._tensors)))
+
+    # ---- taking the snapshot -----------------------------------------------------------------------
+
+    def _refuse(self, what: str) -> None:
+        if self._strict:
+            self.obstacle = self.obstacle or what
+
+    def _is_new(self, item: Any) -> bool:
+        return id(item) not in self._seen and self._seen.setdefault(id(item), item) is item
+
+    def _module(self, module: nn.Module, name: str) -> None:
+        if not self._is_new(module):
+            return
+        own = vars(module)
+        self.modules.append((name, module))
+        skipped = _IDLE | {key for key in own if (id(module), key) in self._rebound} | set(self._exempt(module))
+        # The analysis of a user's class has already guarded the attributes that its code reads.
+        lenient = self._strict and is_users_alone(type(module))
+        known = _OF_EVERY_MODULE if lenient else own
+        names = tuple(key for key in own if key in known and key not in skipped)
+        self._parts.append(Part(own, name, names, None if lenient else len(own)))
+        if lenient:
+            self._lenient.append((own, name, _METHODS - own.keys()))
+        self._class(type(module))
+        for key in names:
+            if key in _HOOKS:
+                self._hooks(own[key], name)
+            elif key == "_buffers":
+                kept = tuple(buffer for buffer in own[key] if (id(module), buffer) not in self._rebound)
+                self._parts.append(Part(own[key], f"{name}._buffers", kept, len(own[key])))
+                for buffer in kept:
+                    self._value(own[key][buffer], f"{name}.{buffer}", lenient)
+            elif key == "_modules":
+                # `named_modules` visits them.
+                self._parts.append(Part.all_of(own[key], f"{name}._modules"))
+            else:
+                self._value(own[key], f"{name}.{key}", lenient)
+
+    def _hooks(self, hooks: dict[int, Any], name: str) -> None:
+        self._parts.append(Part.all_of(hooks, name))
+        if not all(getattr(hook, "only_tensors", False) for hook in hooks.values()):
+            self._refuse(f"{name} has a hook, whose Python a replay would leave out")
+
+    def _value(self, value: Any, path: str, lenient: bool = False, depth: int = 8) -> None:
+        if is_constant(value) or is_plain_enum(value):
+            return
+        if isinstance(value, torch.Tensor):
+            self._tensor(value, path)
+        elif isinstance(value, nn.Module):
+            for name, module in value.named_modules():
+                self._module(module, f"{path}.{name}" if name else path)
+        elif not depth:
+            self._refuse(f"{path} nests too deeply to be compared")
+        elif not self._is_new(value) or not (self._strict or is_simple(value) or callable(value)):
+            # Without `strict`, only plain values are compared.
+            return
+        elif type(value) in _MAPPINGS:
+            self._mapping(value, path, lenient, depth)
+        elif type(value) in _SEQUENCES:
+            self._parts.append(Part(value, path, None, len(value)))
+            for item in value:
+                self._value(item, path, lenient, depth - 1)
+        elif type(value) in (set, frozenset) and all(map(is_constant, value)):
+            self._sets.append((value, frozenset(value), path))
+        elif isinstance(value, functools.partial):
+            self._value((value.func, value.args, value.keywords), path, lenient, depth - 1)
+        elif isinstance(value, types.MethodType):
+            self._value((value.__func__, value.__self__), path, lenient, depth - 1)
+        elif isinstance(value, (*_FUNCTIONS, type)):
+            self._function(value, path, lenient, depth)
+        elif isinstance(value, _FIXED) or lenient:
+            return
+        elif is_trusted(type(value)) and hasattr(value, "__dict__"):
+            # A configuration of a library.
+            self._mapping(vars(value), path, lenient, depth)
+        else:
+            self._refuse(f"{path} is a {type(value).__name__}, which cannot be compared")
+
+    def _mapping(self, value: dict[Any, Any], path: str, lenient: bool, depth: int) -> None:
+        if not all(is_constant(key) or is_plain_enum(key) or isinstance(key, type) for key in value):
+            if not lenient:
+                self._refuse(f"{path} has keys that cannot be compared")
+            return
+        self._parts.append(Part.all_of(value, path))
+        for key, item in value.items():
+            self._value(item, f"{path}.{key}", lenient, depth - 1)
+
+    def _function(self, value: Any, path: str, lenient: bool, depth: int) -> None:
+        if not is_trusted(value) and not lenient:
+            self._refuse(f"{path} is {getattr(value, '__qualname__', value)}, code of your own in a library's module")
+        for cell in getattr(value, "__closure__", None) or ():
+            if isinstance(content_of(cell), (types.FunctionType, types.MethodType)):
+                self._value(content_of(cell), path, lenient, depth - 1)
+
+    def _tensor(self, tensor: torch.Tensor, path: str) -> None:
+        if not self._is_new(tensor):
+            return
+        if tensor.device.type != "cpu":
+            self.tensors.append(tensor)
+            self.note_tensor(tensor, path)
+        elif tensor.numel() > _HOST_NUMBERS:
+            self._refuse(f"{path} is a tensor on the host, of {tensor.numel()} numbers")
+        else:
+            self._hosts.append((tensor, tensor.detach().clone(), path))
+
+    def note_tensor(self, tensor: torch.Tensor, path: str) -> None:
+        """Adds a tensor's `requires_grad`, shape, hooks and Python attributes to the snapshot."""
+        self._owned.append((tensor, path))
+        attributes = vars(tensor)
+        if attributes:
+            self._value(attributes, f"{path}'s attributes")
+        for hooks in _traits(tensor)[-2:]:
+            if hooks is None:
+                continue
+            # Even if it is empty: a hook that is registered later is added to the same dictionary.
+            self._parts.append(Part.all_of(hooks, path))
+            if not all(getattr(hook, "only_tensors", False) for hook in hooks.values()):
+                self._refuse(f"{path} has a hook, whose Python a replay would leave out")
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Adds a tensor that is in no module."""
+        self._loose.append(tensor)
+        self._value(tensor, "a tensor that is in no module")
+        self._note_traits()
+
+    def _class(self, cls: type) -> None:
+        """Adds the methods of trusted classes, and the functions of the Python modules that define them."""
+        for base in cls.__mro__:
+            if base in self._classes or base is object or not is_trusted(base):
+                continue
+            self._classes.add(base)
+            functions = _functions(vars(base))
+            # With the number of entries: a name that is added may hide a base class's.
+            self._code(vars(base), base.__qualname__, Part(vars(base), base.__qualname__, functions, len(vars(base))))
+            module = sys.modules[base.__module__]
+            if self._is_new(vars(module)):
+                self._code(vars(module), module.__name__)
+
+    def _code(self, names: Mapping[str, Any], path: str, part: Part | None = None) -> None:
+        """Adds the functions of a trusted namespace, and those in its registries (dictionaries of functions).
+
+        Args:
+            names: the namespace.
+            path: its name for messages.
+            part: what to compare of it, if more than the functions.
+        """
+        functions = _functions(names)
+        for name in functions:
+            self._check_origin(names[name], f"{path}.{name}")
+        self._parts.append(Part(names, path, functions, None) if part is None else part)
+        for name, item in names.items():
+            is_registry = isinstance(item, MutableMapping) and (type(item) is dict or is_trusted(type(item)))
+            if is_registry and not name.startswith("__") and self._is_new(item):
+                within = [item] if type(item) is dict else [*vars(item).values(), *vars(type(item)).values()]
+                for entries in within:
+                    if type(entries) is dict and any(
+                        isinstance(entry, types.FunctionType) for entry in entries.values()
+                    ):
+                        self._registry(entries, f"{path}.{name}")
+
+    def _registry(self, entries: dict[Any, Any], path: str) -> None:
+        self._parts.append(Part.all_of(entries, path))
+        for key, entry in entries.items():
+            if isinstance(entry, types.FunctionType):
+                self._check_origin(entry, f"{path}[{key!r}]")
+                if self._is_new(entry.__globals__):
+                    self._code(entry.__globals__, entry.__module__)
+
+    def _check_origin(self, function: Any, path: str) -> None:
+        file = function.__code__.co_filename if isinstance(function, types.FunctionType) else "<built in>"
+        if is_users_file(file) and not is_installed_file(file):
+            self._refuse(f"{path} is {function.__qualname__}, a function of your own in the place of a library's")
+
+    # ---- comparing ---------------------------------------------------------------------------------
+
+    def changed(self) -> str | None:
+        """What has changed since the snapshot, in words; None if nothing."""
+        if not self._is_touched():
+            return None
+        change = self._difference()
+        if change is None:
+            # Other objects with equal values: from now on these are compared.
+            self._take()
+        return change or self.obstacle
+
+    def _is_touched(self) -> bool:
+        try:
+            return (
+                not all(map(Part.is_unchanged, self._parts))
+                or any(type(item) is not cls or vars(item) is not own for item, cls, own, _ in self._kinds)
+                or not all(map(eq, map(_traits, self._tensors), self._traits))
+                or not all(map(eq, map(len, map(vars, self._tensors)), self._sizes))
+                or not all(hiding.isdisjoint(own) for own, _, hiding in self._lenient)
+                or any(item != noted for item, noted, _ in self._sets)
+                or any(_differs_on_host(tensor, noted) for tensor, noted, _ in self._hosts)
+            )
+        except KeyError:
+            return True
+
+    def _difference(self) -> str | None:
+        for part in self._parts:
+            if (change := part.difference()) is not None:
+                return change
+        for item, cls, own, path in self._kinds:
+            if type(item) is not cls or vars(item) is not own:
+                return f"{path} became a {type(item).__name__}, or got other attributes"
+        for (tensor, path), noted, size in zip(self._owned, self._traits, self._sizes, strict=True):
+            if _traits(tensor) != noted or len(vars(tensor)) != size:
+                return _changed_trait(tensor, path, noted)
+        for names, path, hiding in self._lenient:
+            if not hiding.isdisjoint(names):
+                return f"{path} has got {min(hiding & names.keys())!r}, which hides a method of every module"
+        for item, noted_items, path in self._sets:
+            if item != noted_items:
+                return f"{path} holds something else"
+        return next((f"{path} changed" for tensor, noted, path in self._hosts if _differs_on_host(tensor, noted)), None)
+
+
+def _changed_trait(tensor: torch.Tensor, path: str, noted: tuple[Any, ...]) -> str:
+    if tensor.requires_grad is not noted[0]:
+        return f"requires_grad of {path}: {said(noted[0])} -> {said(tensor.requires_grad)}"
+    if (tensor.dtype, tensor.shape) != noted[1:3]:
+        return f"the shape or dtype of {path} changed"
+    return f"a hook or an attribute of {path} changed"
+
+
+def _functions(names: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name, item in names.items() if isinstance(item, _FUNCTIONS))
+
+
+def _differs_on_host(tensor: torch.Tensor, noted: torch.Tensor) -> bool:
+    return tensor.shape != noted.shape or not same_bits(tensor.detach(), noted)

@@ -1,0 +1,83 @@
+"""`HeldValues`: the values of a step's state, kept from one replay to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from xla_adapters.runtime import Runtime
+
+
+class HeldValues:
+    """The device values of the tensors that replays read and write.
+
+    To ask a tensor for its value, torch first applies pending writes to its views. For a large state that takes longer
+    than the rest of a replay on the host. So the values are kept, and compared with the tensors by their storages
+    alone: the counter of a storage changes with each write, also with one through a view or an alias.
+
+    Args:
+        tensors: of the state.
+        runtime: the runtime.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], runtime: Runtime) -> None:
+        self._tensors = list(tensors)
+        # Bound here, since each replayed call uses them.
+        self._snapshot = runtime.values.snapshot
+        self._storage_marks = runtime.lazy.storage_marks
+        self._replace = runtime.lazy.replace
+        self._forget_writes = runtime.lazy.forget_writes
+        self._values = [self._snapshot(tensor) for tensor in self._tensors]
+        # Referenced, so that no new storage gets the address of an old one.
+        self._storages = [tensor.untyped_storage() for tensor in self._tensors]
+        self._names, self._changes = self._storage_marks(self._tensors)
+        # Positions of tensors whose present value was not written by `write`.
+        self._foreign = set(range(len(self._tensors)))
+        runtime.shared_buffers.note_writer(self)
+
+    def share_storage(self) -> bool:
+        """Whether two of the tensors share their storage now (`p.data = q.data`), so that it cannot be donated."""
+        names, _ = self._storage_marks(self._tensors)
+        return names != self._names and len(set(names)) < len(names)
+
+    def present(self) -> list[torch.Tensor]:
+        """The present values (as `Values.snapshot`)."""
+        names, changes = self._storage_marks(self._tensors)
+        if names != self._names or changes != self._changes:
+            for position, tensor in enumerate(self._tensors):
+                if names[position] != self._names[position] or changes[position] != self._changes[position]:
+                    self._values[position] = self._snapshot(tensor)
+                    self._storages[position] = tensor.untyped_storage()
+                    self._foreign.add(position)
+            self._names, self._changes = names, changes
+        return self._values
+
+    def write(self, positions: Sequence[int], values: Sequence[torch.Tensor]) -> None:
+        """Sets the values (as `LazyTensors.inner`) of tensors, of their views and of their aliases.
+
+        Args:
+            positions: of the tensors.
+            values: one for each position.
+        """
+        self._replace([self._tensors[position] for position in positions], values)
+        for position, value in zip(positions, values, strict=True):
+            self._values[position] = value
+            self._changes[position] += 1
+        if self._foreign:
+            self._foreign.difference_update(positions)
+
+    def computed(self) -> list[torch.Tensor]:
+        """The tensors whose present value was set by `write`."""
+        names, changes = self._storage_marks(self._tensors)
+        return [
+            tensor
+            for position, tensor in enumerate(self._tensors)
+            if position not in self._foreign
+            and names[position] == self._names[position]
+            and changes[position] == self._changes[position]
+        ]
+
+    def forget_writes(self) -> None:
+        """Releases the values that `write` has replaced."""
+        self._forget_writes(self._tensors)

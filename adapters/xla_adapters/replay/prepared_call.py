@@ -1,0 +1,251 @@
+"""`PreparedCall`: a cached call that can be replayed, with all that its replays have in common precomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, is_, is_not
+from typing import Any, TypeAlias, TypeGuard
+
+import torch
+
+from xla_adapters.replay.cached_call import CachedCall
+from xla_adapters.replay.errors import CannotReplay
+from xla_adapters.replay.held_values import HeldValues
+from xla_adapters.replay.number import Number
+from xla_adapters.replay.optimizer_update import Update, numbers_of
+from xla_adapters.replay.run_ahead import RunAhead
+from xla_adapters.replay.slots import CallTensors, Slot
+from xla_adapters.runtime import Runtime
+from xla_adapters.tracing.own_buffers import copies_of_taken
+
+_grad = attrgetter("grad")
+_ByPosition: TypeAlias = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
+
+
+class PreparedCall:
+    """Runs the executable of a cached call: checks that it still applies, collects its inputs, stores its outputs.
+
+    Args:
+        call: two traced calls agreed on it.
+        fixed: numbers of the optimizers that are no input of the graph; see `find_roles`.
+        runtime: the runtime.
+
+    Attributes:
+        call: what is replayed.
+        compiled: how many executables the process had compiled when this one was last used.
+    """
+
+    def __init__(self, call: CachedCall, fixed: Sequence[tuple[int, float]], runtime: Runtime) -> None:
+        self.call = call
+        self.compiled = runtime.counters.executables_compiled()
+        self._fixed = list(fixed)
+        self._sources = sources = call.values.sources
+        self._donated = call.values.donated
+        read = [(index, source.owner) for index, source in enumerate(sources) if _is_fixed(source)]
+        self._changing = [(index, source) for index, source in enumerate(sources) if not _is_fixed(source)]
+        targets = [(index, slot) for index, slots in enumerate(call.values.targets) for slot in slots]
+        written = [(index, slot.owner) for index, slot in targets if slot.kind == "tensor"]
+        self._assigned = [(index, slot) for index, slot in targets if slot.kind != "tensor"]
+        self._state = list({id(tensor): tensor for _, tensor in (*read, *written)}.values())
+        positions = {id(tensor): position for position, tensor in enumerate(self._state)}
+        # For each input the position of its tensor in the state; any for inputs that are no part of the state.
+        self._order = [0] * len(sources)
+        for index, tensor in read:
+            self._order[index] = positions[id(tensor)]
+        self._written = [positions[id(tensor)] for _, tensor in written]
+        self._outputs = [index for index, _ in written]
+        modules = [module for _, module in call.snapshot.modules]
+        self._parameters = [item for module in modules for item in module._parameters.values() if item is not None]
+        self._leaves_with = [leaf for leaf, was_there in call.gradients.before if was_there]
+        self._leaves_without = [leaf for leaf, was_there in call.gradients.before if not was_there]
+        self._layouts = runtime.spmd.layouts(self._state) if runtime.device.is_spmd() else []
+        self._held: HeldValues | None = None
+        self._ahead = RunAhead()
+        self._copies = -1
+        self._donated_by_form: dict[Hashable, list[int]] = {}
+
+    # ---- before a replay ---------------------------------------------------------------------------
+
+    def obstacle(self, runtime: Runtime, set_modes: Callable[[], object] | None) -> str | None:
+        """Why the next call of the step is not this one, in words; None if it is.
+
+        Args:
+            runtime: the runtime.
+            set_modes: puts the modules into train or eval mode, as the step itself does first.
+        """
+        call = self.call
+        change = call.snapshot.changed()
+        if change is not None and set_modes is not None:
+            set_modes()
+            change = call.snapshot.changed()
+        if change is not None:
+            return change
+        for optimizer in call.host.optimizers:
+            change = optimizer.obstacle()
+            if change is not None:
+                return change
+        for attribute in call.host.attributes:
+            change = attribute.obstacle()
+            if change is not None:
+                return change
+        if self._held is not None and self._held.share_storage():
+            return "two tensors of the state have come to share their storage"
+        if not _have_none(self._leaves_without):
+            return "a gradient exists that did not when the step was traced"
+        if not all(map(is_not, map(_grad, self._leaves_with), repeat(None))):
+            return "a gradient is absent that existed when the step was traced"
+        if self._layouts and runtime.spmd.layouts(self._state) != self._layouts:
+            return "a tensor of the state is sharded otherwise"
+        if runtime.counters.executables_compiled() - self.compiled > runtime.counters.executables_kept() // 2:
+            return "so many others were compiled that the executable may have been evicted"
+        return None
+
+    def new_numbers(self, updates: Sequence[Update]) -> list[tuple[Number, float]]:
+        """The inputs that are other numbers in the next call, with their values.
+
+        Args:
+            updates: the optimizers' host math of that call.
+
+        Raises:
+            CannotReplay: numbers that shared an input differ now, or one changed that is no input.
+        """
+        numbers = numbers_of(updates)
+        for role, value in self._fixed:
+            if numbers[role] != value:
+                raise CannotReplay(
+                    f"a number of the optimizer that is no input of the graph: {value:g} -> {numbers[role]:g}"
+                )
+        new: list[tuple[Number, float]] = []
+        for _, source in self._changing:
+            if isinstance(source, Number) and source.roles:
+                value = source.next(numbers)
+                if value != source.present:
+                    new.append((source, value))
+        return new
+
+    # ---- the replay --------------------------------------------------------------------------------
+
+    def inputs(self, tensors: CallTensors, new: Sequence[tuple[Number, float]], runtime: Runtime) -> list[torch.Tensor]:
+        """The inputs of the executable.
+
+        Args:
+            tensors: of the call.
+            new: see `new_numbers`.
+            runtime: the runtime.
+        """
+        uploads = runtime.transfers.upload_numbers([(value, number.value.dtype) for number, value in new])
+        for (number, value), upload in zip(new, uploads, strict=True):
+            number.value, number.present = upload, value
+        if self._held is None:
+            self._held = HeldValues(self._state, runtime)
+        values = self._held.present()
+        # One `map` for all positions: those that are no part of the state are replaced below.
+        found: list[Any] = list(map(values.__getitem__, self._order)) if values else [None] * len(self._sources)
+        for index, source in self._changing:
+            if isinstance(source, Number):
+                found[index] = source.value
+            elif isinstance(source, Slot):
+                tensor = source.get(tensors)
+                # What is updated goes in as its value, which can outlive the update (see `Executables.run`).
+                found[index] = tensor if source.kind == "batch" else runtime.values.snapshot(tensor)
+            else:
+                found[index] = runtime.random.seed_input()
+        return found
+
+    def own_buffers(self, inputs: list[torch.Tensor], tensors: CallTensors, runtime: Runtime) -> None:
+        """Copies what shares a buffer with a donated input, before the executable overwrites that.
+
+        Args:
+            inputs: of the executable; replaced in place where a copy was made.
+            tensors: of the call.
+            runtime: the runtime.
+        """
+        slots = [slot for slot in map(self._sources.__getitem__, self._donated) if isinstance(slot, Slot)]
+        if self.separate((slot.get(tensors) for slot in slots), runtime):
+            inputs[:] = self.inputs(tensors, (), runtime)
+        # A tensor of the batch may be one of the state.
+        batch = [index for index, source in self._changing if isinstance(source, Slot) and source.kind == "batch"]
+        given = {index: inputs[index] for index in batch}
+        for index, copy in copies_of_taken(self.donated_like(given.values(), inputs), given, runtime).items():
+            inputs[index] = copy
+
+    def separate(self, donated: Iterable[torch.Tensor], runtime: Runtime) -> bool:
+        """Gives donated tensors new buffers if copies made since the last run may share theirs.
+
+        Args:
+            donated: the tensors.
+            runtime: the runtime.
+
+        Returns:
+            Whether any tensor got a new buffer.
+        """
+        if runtime.shared_buffers.copies_made() == self._copies:
+            return False
+        shared = runtime.shared_buffers.may_share(list(donated))
+        runtime.shared_buffers.separate(shared)
+        self._copies = runtime.shared_buffers.copies_made()
+        return bool(shared)
+
+    def donated_like(self, given: Iterable[torch.Tensor], inputs: _ByPosition) -> list[torch.Tensor]:
+        """The donated inputs that have the dtype and shape of one of these tensors."""
+        if not self._donated_by_form:
+            for index in self._donated:
+                self._donated_by_form.setdefault(_form(inputs[index]), []).append(index)
+        forms = set(map(_form, given))
+        return [inputs[index] for form in forms for index in self._donated_by_form.get(form, ())]
+
+    def run(self, inputs: Sequence[torch.Tensor], runtime: Runtime) -> list[torch.Tensor]:
+        """Calls the executable; returns its outputs."""
+        return runtime.executables.run(self.call.executable, inputs, taken=[inputs[index] for index in self._donated])
+
+    # ---- after it ----------------------------------------------------------------------------------
+
+    def write_back(self, results: Sequence[torch.Tensor], tensors: CallTensors, runtime: Runtime) -> None:
+        """Stores the outputs of the executable where the step stores them, and does what else it does on the host."""
+        assert self._held is not None
+        gradients, host = self.call.gradients, self.call.host
+        self._held.write(self._written, list(map(runtime.lazy.inner, map(results.__getitem__, self._outputs))))
+        others: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for index, slot in self._assigned:
+            if slot.kind == "grad" and id(slot.owner) in gradients.created:
+                slot.owner.grad = results[index]
+            elif slot.kind == "buffer":
+                slot.owner._buffers[slot.name] = results[index]
+            elif slot.kind == "state":
+                slot.owner[slot.name] = results[index]
+            elif slot.key in host.rebound:
+                setattr(slot.owner, str(slot.name), results[index])
+            else:
+                others.append(slot.get(tensors))
+                values.append(results[index])
+        runtime.values.write(others, values)
+        runtime.shared_buffers.note_own_buffers(others)
+        self._ahead.written(lambda: self._forget_writes(others, runtime))
+        for leaf in gradients.dropped:
+            leaf.grad = None
+        for attribute in host.attributes:
+            attribute.apply()
+
+    def _forget_writes(self, others: Sequence[torch.Tensor], runtime: Runtime) -> None:
+        assert self._held is not None
+        self._held.forget_writes()
+        runtime.lazy.forget_writes(others)
+
+    def without_gradients(self) -> bool:
+        """Whether no parameter of the modules has a gradient."""
+        with torch._C.DisableTorchFunction():
+            return _have_none(self._parameters)
+
+
+def _have_none(leaves: Iterable[torch.Tensor]) -> bool:
+    return all(map(is_, map(_grad, leaves), repeat(None)))
+
+
+def _form(tensor: torch.Tensor) -> Hashable:
+    return tensor.dtype, tensor.shape
+
+
+def _is_fixed(source: Slot | str | Number) -> TypeGuard[Slot]:
+    return isinstance(source, Slot) and source.kind == "tensor"

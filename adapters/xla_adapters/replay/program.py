@@ -1,0 +1,318 @@
+"""`StepProgram`: one step of a training loop, over all its calls. Counts them, and explains each compile in the log."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from xla_adapters.config import XLAConfig
+from xla_adapters.errors import ReplayMismatchError, ReplayMismatchWarning, UnsupportedOptionError
+from xla_adapters.replay.cached_scope import SeparatingScope
+from xla_adapters.replay.call_spec import CallSpec
+from xla_adapters.replay.executable_cache import ExecutableCache
+from xla_adapters.replay.guards.ambient import unknown_mode
+from xla_adapters.replay.multistep.call_group import CallGroup
+from xla_adapters.replay.prepared_call import PreparedCall
+from xla_adapters.replay.replayed_call import ReplayedCall
+from xla_adapters.runtime import get_runtime
+from xla_adapters.runtime.extensions import extensions
+from xla_adapters.runtime.random_algorithm import use_random_algorithm
+from xla_adapters.runtime.rng import StepSeed
+from xla_adapters.runtime.uploads import name_tensors
+from xla_adapters.tracing.graph_history import GraphHistory, StepSignature
+from xla_adapters.tracing.scope_report import ScopeReport
+from xla_adapters.tracing.step_scope import StepScope, in_step
+from xla_adapters.utils.stack_room import with_stack_room
+
+logger = logging.getLogger("xla_adapters")
+
+
+class StepExecution(Protocol):
+    """How one call of a step is executed: traced (`StepScope`), or replayed (`ReplayedCall`)."""
+
+    @property
+    def is_open(self) -> bool: ...
+    @property
+    def executed(self) -> bool: ...
+    def open(self) -> None: ...
+    def close(self) -> ScopeReport: ...
+    def abort(self) -> None: ...
+    def translate(self, error: BaseException) -> Exception | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileEvent:
+    """One call of a step that compiled.
+
+    Attributes:
+        number: how many graphs the step has now.
+        call: which call it was, from 1.
+        graphs: how many graphs were compiled in this call.
+        seconds: time spent compiling.
+        reason: why, in words.
+        where: the position in the run, e.g. `"batch 7 of epoch 0"`; empty if not known.
+    """
+
+    number: int
+    call: int
+    graphs: int
+    seconds: float
+    reason: str
+    where: str = ""
+
+
+@dataclass
+class StepProgram:
+    """A step that is called many times.
+
+    Args:
+        name: of the step, for messages and dumps.
+        config: the options.
+        hint: for messages: where in the host framework a value can be read.
+        execution: makes the execution of a call that is not replayed; `StepScope` by default.
+
+    Attributes:
+        calls: how many calls there were.
+        graphs: how many graphs were compiled.
+        compile_seconds: how many seconds that took.
+        events: the calls that compiled.
+    """
+
+    name: str
+    config: XLAConfig
+    hint: str = ""
+    execution: Callable[..., StepExecution] = StepScope
+    calls: int = 0
+    graphs: int = 0
+    compile_seconds: float = 0.0
+    events: list[CompileEvent] = field(default_factory=list)
+    _history: GraphHistory = field(default_factory=GraphHistory, repr=False)
+    _signature: StepSignature = field(default_factory=StepSignature, repr=False)
+    _where: str = ""
+    _checkpoints: list[tuple[int, str]] = field(default_factory=list, repr=False)
+    _open: StepExecution | None = field(default=None, repr=False)
+    _replay: ExecutableCache | None = field(default=None, repr=False)
+    _replayed: PreparedCall | None = field(default=None, repr=False)
+
+    @cached_property
+    def _step_observers(self) -> list[Callable[[str], None]]:
+        # Not when the program is made: a decorated step must not import torch_xla, which reads the environment.
+        observers = (extension.step_observer(get_runtime().device) for extension in extensions())
+        return [observer for observer in observers if observer is not None]
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the open call is replayed: then the code of the step must not run; see `promise`."""
+        return self.is_open and isinstance(self._open, ReplayedCall)
+
+    @property
+    def replays(self) -> int:
+        """How many calls were replayed so far."""
+        return self._replay.replays if self._replay is not None else 0
+
+    @property
+    def verified(self) -> int:
+        """How many calls were traced to verify the replays before them; each of them reads once from the device."""
+        return self._replay.verified if self._replay is not None else 0
+
+    @property
+    def replay_reasons(self) -> dict[str, int]:
+        """Why calls were traced that might have been replayed, with how often."""
+        return dict(self._replay.reasons) if self._replay is not None else {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call is open."""
+        return self._open is not None and self._open.is_open
+
+    def open(
+        self,
+        *,
+        inputs: Any = None,
+        phase: str = "step",
+        seed: StepSeed | None = None,
+        facts: Mapping[str, Hashable] | None = None,
+        where: str = "",
+        replay: CallSpec | None = None,
+    ) -> None:
+        """Begins a call.
+
+        Args:
+            inputs: the batch (any nesting of dicts, lists and tensors), to explain compiles.
+            phase: which part of the loop this is.
+            seed: where the random numbers of the call start; by default the device's stream continues.
+            facts: further things that shape the graph.
+            where: the position in the run, for the log.
+            replay: describes the call for a replay; without it the call is traced.
+        """
+        use_random_algorithm(self.config)
+        # It references values of the state, which a traced call would have to keep.
+        self._replayed = None
+        self._where = where
+        name_tensors(inputs)
+        self._signature = StepSignature.of(phase, inputs, facts or {})
+        options = {"name": self.name, "config": self.config, "hint": self.hint}
+        options |= {"history": self._history, "signature": self._signature}
+        if replay is None or not self._may_replay(replay):
+            self._open = self.execution(seed=seed, **options)
+        else:
+            assert self._replay is not None
+            spec = dataclasses.replace(
+                replay,
+                several=self.config.steps_per_execution > 1,
+                strict=self.config.step_replay != True,  # noqa: E712 (it may be "auto")
+            )
+            key = (phase, replay.key, _repeated(replay.batch))
+            self._open = self._replay.choose(key, spec, seed, **options)
+        self._open.open()
+
+    def _may_replay(self, replay: CallSpec) -> bool:
+        if self.config.step_replay is False or in_step():
+            return False
+        if replay.change is not None:
+            self._make_replay().note(replay.change)
+        obstacle = replay.obstacle or unknown_mode()
+        if obstacle is not None and self.config.step_replay == "auto":
+            self.refuse_replay(obstacle)
+            return False
+        self._make_replay()
+        return get_runtime().replay_works
+
+    def refuse_replay(self, reason: str) -> None:
+        """Notes why the next call is traced without an attempt to replay it later."""
+        self._make_replay().refuse(reason)
+
+    def _make_replay(self) -> ExecutableCache:
+        if self._replay is None:
+            self._replay = ExecutableCache(
+                self.name,
+                self.config.replay_verify_every,
+                calls=lambda: self.calls,
+                on_mismatch=self._on_replay_mismatch,
+            )
+            if self.config.steps_per_execution > 1:
+                if get_runtime().device.is_spmd():
+                    raise UnsupportedOptionError(
+                        f"steps_per_execution={self.config.steps_per_execution} under SPMD: the executable of several "
+                        "steps is made for one device; leave it out, or leave sharding out"
+                    )
+                self._replay.group = CallGroup(
+                    self.name,
+                    self.config.steps_per_execution,
+                    rolled=self.config.steps_form == "loop",
+                    runtime=get_runtime(),
+                    note=self._replay.note,
+                )
+        return self._replay
+
+    def note_checkpoint(self, path: str) -> None:
+        """Notes a checkpoint with the results of all calls so far, for the message of a replay mismatch."""
+        self._checkpoints.append((self.calls, path))
+
+    def _on_replay_mismatch(self, difference: str, trusted: int) -> None:
+        saved = [path for calls, path in self._checkpoints if calls <= trusted]
+        error = ReplayMismatchError(
+            self.name,
+            difference,
+            trusted_steps=trusted,
+            steps=self.calls,
+            checkpoint=saved[-1] if saved else None,
+        )
+        if self.config.on_replay_mismatch == "error":
+            raise error
+        warnings.warn(str(error), ReplayMismatchWarning, stacklevel=2)
+
+    def verify_replay(self) -> None:
+        """Has the next call traced and compared with what its replay computes; does nothing if none was replayed."""
+        if self._replay is not None:
+            self._replay.verify()
+
+    def keep(self, name: str, value: Any) -> None:
+        """Notes a value that the step returns under a name, so that replays can return it too.
+
+        Does nothing in calls that cannot be replayed.
+        """
+        if isinstance(self._open, SeparatingScope):
+            self._open.keep(name, value)
+
+    def promise(self, name: str) -> Any:
+        """In a replayed call: the value that the step returns under a name. Its tensors have values after `close`."""
+        assert isinstance(self._open, ReplayedCall)
+        return self._open.promise(name)
+
+    def outputs(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The result of a function that is the complete step. In a replayed call the function is not called."""
+        if self.is_replaying:
+            return self.promise("outputs")
+        outputs = function(*args, **kwargs)
+        self.keep("outputs", outputs)
+        return outputs
+
+    @property
+    def left_no_gradients(self) -> bool:
+        """Whether the last call was replayed, and no parameter of its modules has a gradient now."""
+        return self._replayed is not None and self._replayed.without_gradients()
+
+    def close(self) -> ScopeReport:
+        """Ends the call: executes the graph, and explains a compile in the log."""
+        assert self._open is not None
+        replayed = isinstance(self._open, ReplayedCall)
+        self._replayed = self._open.prepared if isinstance(self._open, ReplayedCall) else None
+        report = self._open.close()
+        self._open = None
+        self.calls += 1
+        for step_ended in self._step_observers:
+            step_ended(self.name)
+        self._record(report, of_several=replayed)
+        return report
+
+    @with_stack_room
+    def abort(self) -> bool:
+        """Discards the open call, if there is one; returns whether one was discarded, here or by its own `close`."""
+        execution, self._open = self._open, None
+        if execution is None:
+            return False
+        execution.abort()
+        # After Ctrl-C during its compile the call counts as done.
+        self.calls += execution.executed
+        return not execution.executed
+
+    def translate(self, error: BaseException) -> Exception | None:
+        """The error to raise in place of one raised in the open call; `None` to raise that one."""
+        return self._open.translate(error) if self._open is not None else None
+
+    def _record(self, report: ScopeReport, *, of_several: bool) -> None:
+        where = f"call {self.calls}" + (f", {self._where}" if self._where else "")
+        if not of_several:
+            reason = self._history.ended(self.name, self._signature, report, where)
+        if not report.compiles:
+            return
+        self.graphs += report.compiles
+        self.compile_seconds += report.compile_seconds
+        if of_several:
+            reason = f"{self.config.steps_per_execution} steps in one executable"
+            logger.info("%s: compiled graph %d in %.1f s: %s", self.name, self.graphs, report.compile_seconds, reason)
+        self.events.append(
+            CompileEvent(
+                number=self.graphs,
+                call=self.calls,
+                graphs=report.compiles,
+                seconds=report.compile_seconds,
+                reason=reason,
+                where=self._where,
+            )
+        )
+
+
+def _repeated(batch: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """For each tensor of a batch the position of the first one that is the same device tensor."""
+    number = get_runtime().lazy.tensor_number
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(number(tensor), position) for position, tensor in enumerate(batch))

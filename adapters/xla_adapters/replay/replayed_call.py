@@ -1,0 +1,200 @@
+"""`ReplayedCall`: a call of a step that runs the executable of an earlier call instead of the step's Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_unflatten
+
+from xla_adapters.errors import DeviceOutOfMemoryError
+from xla_adapters.replay.garbage import without_collecting
+from xla_adapters.replay.multistep.call_group import CallGroup
+from xla_adapters.replay.number import Number
+from xla_adapters.replay.optimizer_update import Update
+from xla_adapters.replay.pending_output import PendingOutput
+from xla_adapters.replay.prepared_call import PreparedCall
+from xla_adapters.replay.slots import CallTensors, Slot
+from xla_adapters.runtime import Runtime
+from xla_adapters.runtime.rng import StepSeed
+from xla_adapters.tracing.interrupts import InterruptGuard, at_edge
+from xla_adapters.tracing.scope_report import NOTHING_COMPILED, ScopeReport
+
+
+class ReplayedCall:
+    """One call of a step, replayed. The executable is called by `close`.
+
+    Args:
+        name: of the step, for messages.
+        prepared: what to call.
+        tensors: of this call.
+        updates: the optimizers' host math of this call.
+        numbers: inputs of the graph that are other numbers than in the call before, with their values.
+        seed: where the random numbers of this call start; by default the device's stream continues.
+        runtime: the runtime.
+        done: called when the executable was called.
+        group: the group in which the call waits to be executed with others; None to execute it at once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        prepared: PreparedCall,
+        *,
+        tensors: CallTensors,
+        updates: Sequence[Update],
+        numbers: Sequence[tuple[Number, float]],
+        seed: StepSeed | None,
+        runtime: Runtime,
+        done: Callable[[], None],
+        group: CallGroup | None = None,
+    ) -> None:
+        self._name = name
+        self._prepared = prepared
+        self._optimizers = prepared.call.host.optimizers
+        self._tensors = tensors
+        self._updates = updates
+        self._numbers = numbers
+        self._seed = seed
+        self._runtime = runtime
+        self._done = done
+        self._group = group
+        self._pending: list[tuple[torch.Tensor, int]] = []
+        self._restores = ExitStack()
+        self._interrupts = InterruptGuard()
+        self._emptied: Optimizer | None = None
+        self._groups: list[dict[str, Any]] = []
+        self._depth = 0
+        self._is_open = False
+        self._executed = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the call has been opened and neither closed nor aborted."""
+        return self._is_open
+
+    @property
+    def prepared(self) -> PreparedCall:
+        """What is called."""
+        return self._prepared
+
+    @property
+    def executed(self) -> bool:
+        """Whether the executable was called, or the call waits in a group."""
+        return self._executed
+
+    @at_edge
+    def open(self) -> None:
+        """Begins the call. Optimizers that step in it update nothing: the executable does."""
+        self._interrupts.install()
+        self._is_open = True
+        if self._optimizers:
+            self._restores.callback(register_optimizer_step_pre_hook(self._empty).remove)
+            self._restores.callback(register_optimizer_step_post_hook(self._refill).remove)
+
+    @at_edge
+    def _empty(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Takes the parameters out of an optimizer's groups before it steps."""
+        math = next((math for math in self._optimizers if math.optimizer is optimizer), None)
+        if math is not None:
+            # `super().step()` of a subclass calls the hooks a second time.
+            self._depth += 1
+            if self._depth == 1:
+                idle = math.idle_groups()
+                self._emptied, self._groups = optimizer, optimizer.param_groups
+                optimizer.param_groups = idle
+
+    @at_edge
+    def _refill(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(math.optimizer is optimizer for math in self._optimizers):
+            self._depth -= 1
+            if not self._depth:
+                self._restore_groups()
+
+    def _restore_groups(self) -> None:
+        if self._emptied is not None:
+            self._emptied.param_groups = self._groups
+            self._emptied, self._groups = None, []
+
+    def promise(self, name: str) -> Any:
+        """The value that the step returns under a name. Its tensors are `PendingOutput` until `close`."""
+        call = self._prepared.call
+        kept = call.values.kept[name]
+        leaves: list[Any] = []
+        for leaf in kept.leaves:
+            if isinstance(leaf, Slot):
+                leaves.append(leaf.get(self._tensors))
+            elif isinstance(leaf, tuple):
+                leaves.append(leaf[0])
+            else:
+                tensor = torch._to_functional_tensor(self._runtime.lazy.inner(call.outputs[leaf]))
+                tensor.__class__ = PendingOutput
+                self._pending.append((tensor, leaf))
+                leaves.append(tensor)
+        return tree_unflatten(leaves, kept.spec)
+
+    @at_edge
+    def close(self) -> ScopeReport:
+        """Calls the executable and stores its results where the step stores them."""
+        if not self._is_open:
+            return NOTHING_COMPILED
+        try:
+            with without_collecting(), torch.no_grad(), torch._C.DisableTorchFunction():
+                return self._execute()
+        finally:
+            self._interrupts.finish()
+
+    def _execute(self) -> ScopeReport:
+        prepared, runtime, tensors = self._prepared, self._runtime, self._tensors
+        self._restores.close()
+        self._restore_groups()
+        runtime.random.set_seed(runtime.random.seed() if self._seed is None else self._seed.value())
+        if self._group is not None:
+            return self._wait(self._group)
+        inputs = prepared.inputs(tensors, self._numbers, runtime)
+        # The next traced call is compared with the numbers that the inputs have now.
+        prepared.call.updates = list(self._updates)
+        runtime.tracing.compute(inputs)
+        prepared.own_buffers(inputs, tensors, runtime)
+        results = prepared.run(inputs, runtime)
+        self._executed = True
+        self._done()
+        prepared.write_back(results, tensors, runtime)
+        for tensor, index in self._pending:
+            tensor.__class__ = torch.Tensor
+            runtime.values.write([tensor], [results[index]])
+        for update in self._updates:
+            update.advance()
+        prepared.compiled = runtime.counters.executables_compiled()
+        prepared.call.remember_outputs(results)
+        self._is_open = False
+        runtime.executables.finish_run()
+        return NOTHING_COMPILED
+
+    def _wait(self, group: CallGroup) -> ScopeReport:
+        self._is_open = False
+        self._executed = True
+        self._done()
+        report = group.add(self._prepared, self._tensors, self._updates, self._pending)
+        self._runtime.executables.finish_run()
+        return report
+
+    @at_edge
+    def abort(self) -> None:
+        """Discards the call; does nothing if the executable was called."""
+        if self._is_open:
+            self._is_open = False
+            self._restores.close()
+            # Needed if the optimizer's own step has raised.
+            self._restore_groups()
+            self._interrupts.finish()
+
+    def translate(self, error: BaseException) -> Exception | None:
+        """The error to raise in place of one of the runtime's; `None` for an error of another kind."""
+        if self._runtime.device.is_out_of_memory(error):
+            return DeviceOutOfMemoryError.of_step(self._name, self._runtime.device.hardware())
+        return None

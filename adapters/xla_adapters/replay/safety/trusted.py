@@ -1,0 +1,79 @@
+"""Which code is trusted: libraries whose modules compute only from their arguments and attributes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+import types
+from typing import Any
+
+from torch import nn
+
+from xla_adapters.utils.plain_values import ABSENT
+
+# The forward of their modules depends on its arguments and on the attributes of the modules, which are guarded.
+TRUSTED_PACKAGES = (
+    *("torch", "torch_xla", "torchvision", "transformers", "accelerate", "peft"),
+    *("lightning", "lightning_utilities", "torchmetrics", "xla_adapters", "hf_trainer", "lightning_strategy"),
+)
+
+
+_BUILTIN = (
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+    *(types.MethodWrapperType, types.ClassMethodDescriptorType, types.GetSetDescriptorType),
+)
+_STANDARD_LIBRARY = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
+
+
+@functools.lru_cache(maxsize=4096)
+def is_trusted_file(filename: str) -> bool:
+    """Whether a file of source code belongs to a trusted package."""
+    packages = (sys.modules.get(name) for name in TRUSTED_PACKAGES)
+    folders = (folder for package in packages if package is not None for folder in getattr(package, "__path__", ()))
+    return any(filename.startswith(f"{folder}/") for folder in folders)
+
+
+def is_users_file(filename: str) -> bool:
+    """Whether a file of source code belongs to no trusted package, nor to the standard library, and is a real file."""
+    is_standard = filename.startswith(_STANDARD_LIBRARY) and "-packages/" not in filename
+    return not (is_trusted_file(filename) or is_standard or filename.startswith("<"))
+
+
+def is_installed_file(filename: str) -> bool:
+    """Whether a file belongs to an installed package, trusted or not."""
+    return "/site-packages/" in filename or "/dist-packages/" in filename
+
+
+def is_trusted(item: Any) -> bool:
+    """Whether a function, method, class or module belongs to a trusted package, or is built in.
+
+    Functions are identified by their file, because wrappers copy the names of what they wrap.
+    """
+    item = getattr(item, "__func__", item)
+    if isinstance(item, types.FunctionType):
+        wrapped, filename = getattr(item, "__wrapped__", None), item.__code__.co_filename
+        # Decorators of the standard library (`functools`) may be around a trusted function.
+        return is_trusted_file(filename) if wrapped is None else is_trusted(wrapped) and not is_users_file(filename)
+    if isinstance(item, types.ModuleType):
+        return is_trusted_file(getattr(item, "__file__", None) or "")
+    if isinstance(item, type):
+        module = sys.modules.get(item.__module__)
+        return item.__module__ == "builtins" or (module is not None and is_trusted(module))
+    return isinstance(item, _BUILTIN)
+
+
+def is_users_class(cls: type) -> bool:
+    """Whether a class belongs to no trusted package, nor to the standard library."""
+    module = sys.modules.get(cls.__module__)
+    return cls.__module__ != "builtins" and is_users_file(getattr(module, "__file__", None) or "")
+
+
+def is_users_alone(cls: type) -> bool:
+    """Whether only the user's classes are between a module's class and `torch.nn.Module`."""
+    return not any(is_trusted(base) and issubclass(base, nn.Module) and base is not nn.Module for base in cls.__mro__)
+
+
+def lookup(cls: type, name: str) -> Any:
+    """The member of a class or its bases, as in their `__dict__`; `ABSENT` if there is none."""
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), ABSENT)

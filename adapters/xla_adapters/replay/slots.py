@@ -1,0 +1,85 @@
+"""`Slot`: where a tensor is stored that a step's graph reads or writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec
+
+
+@dataclass
+class CallTensors:
+    """The tensors that one call of a step is given.
+
+    Attributes:
+        batch: on the device, only read by the step.
+        extras: on the device, which the step may update in place; the same ones at the same positions each time.
+    """
+
+    batch: Sequence[torch.Tensor] = ()
+    extras: Sequence[torch.Tensor] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """The location of a tensor.
+
+    Attributes:
+        kind: `"tensor"` (the owner itself), `"grad"` (of the owner), `"buffer"` (of the owner, a module; the step
+            assigns another tensor to it), `"bound"` (an attribute of the owner), `"state"` (an entry of the owner, an
+            optimizer's state), `"batch"` or `"extra"` (at the position `name`).
+        owner: the tensor, module, object or dictionary.
+        name: of the buffer, attribute or entry, or the position.
+        key: equal for two slots of the same location.
+    """
+
+    kind: str
+    owner: Any = None
+    name: str | int = ""
+    key: tuple[str, int, str | int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", (self.kind, id(self.owner), self.name))
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that was stored here before a step still is, for slots that can get another tensor."""
+        if self.kind == "grad":
+            return self.owner.grad is tensor
+        return self.kind != "bound" or vars(self.owner).get(self.name) is tensor
+
+    def get(self, tensors: CallTensors) -> torch.Tensor:
+        """The tensor that is stored here now.
+
+        Args:
+            tensors: of the present call, for slots in the batch and the extras.
+        """
+        if self.kind == "tensor":
+            found = self.owner
+        elif self.kind == "grad":
+            found = self.owner.grad
+        elif self.kind == "buffer":
+            found = self.owner._buffers[self.name]
+        elif self.kind == "state":
+            found = self.owner[self.name]
+        elif self.kind == "bound":
+            found = vars(self.owner)[self.name]
+        else:
+            found = (tensors.batch if self.kind == "batch" else tensors.extras)[int(self.name)]
+        assert isinstance(found, torch.Tensor)
+        return found
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where a value comes from that the step returns.
+
+    Attributes:
+        spec: the structure of nested containers.
+        leaves: for each leaf the position of an output, a slot to read, or a tuple of one constant.
+    """
+
+    spec: TreeSpec
+    leaves: tuple[int | Slot | tuple[Any], ...]

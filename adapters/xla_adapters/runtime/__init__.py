@@ -1,0 +1,120 @@
+"""The runtime interface between this package and the device runtime."""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from xla_adapters.runtime.extensions import extensions
+from xla_adapters.runtime.interface import Device, Metrics, Runtime, RuntimeEvent
+from xla_adapters.runtime.parts import Part
+from xla_adapters.runtime.saving import save_from_device
+from xla_adapters.runtime.tile_assignment import TileAssignment
+from xla_adapters.runtime.tuning import FastCompile, Tuning
+
+__all__ = [
+    "Device",
+    "Metrics",
+    "Part",
+    "Runtime",
+    "RuntimeEvent",
+    "TileAssignment",
+    "get_runtime",
+    "initialize",
+    "prepare",
+    "switch_eager",
+    "using_runtime",
+]
+
+_runtime: Runtime | None = None
+
+
+def get_runtime() -> Runtime:
+    """The runtime in use: torch_xla, imported at the first call."""
+    global _runtime
+    if _runtime is None:
+        from xla_adapters.runtime.torch_xla.runtime import make_runtime
+
+        _runtime = make_runtime()
+    return _runtime
+
+
+def _copied(runtime: Runtime) -> tuple[Callable[[], Runtime], tuple[()]]:
+    """A copy of a runtime, in this process or another, is the one in use there."""
+    return get_runtime, ()
+
+
+copyreg.pickle(Runtime, _copied)
+
+
+def prepare() -> None:
+    """Sets what the device runtime reads as it starts (`XLA_FLAGS`), for programs in which another library starts it.
+
+    Importing `hf_trainer` calls it, since `transformers.TrainingArguments` start the runtime.
+    """
+    device = get_runtime().device
+    for extension in extensions():
+        extension.prepare(device)
+
+
+def initialize(
+    *, spmd: bool = False, eager: bool = True, fast_compile: FastCompile = False, keep_memory: bool | None = None
+) -> None:
+    """Starts the device runtime and switches the process to eager mode.
+
+    HF's Trainer and the Lightning strategies do both when they are constructed; a step starts the runtime. Call it
+    outside of steps. From then on safetensors, and so `save_pretrained`, can save a model that is on the device.
+
+    Args:
+        spmd: drive all devices of the process as one (needed for sharding).
+        eager: execute each operation outside of steps at once, as PyTorch does on other devices, for the rest of the
+            process. False leaves the mode as it is; torch_xla's own is lazy, in which operations are collected until
+            something reads a value or calls `torch_xla.sync()`.
+        fast_compile: on CPU devices. `"blocks"` compiles what a step repeats (layers, updates of alike parameters) once
+            and calls it; consecutive layers become a loop. Graphs with convolutions are left alone. 48 layers of a
+            GPT-2 took half of the CPU time to compile; steps took up to 1.3 times as long, and up to 1.3 times the
+            memory. It is worth it for replayed steps on one device. True also leaves out XLA's slowest compiler pass
+            (through `XLA_FLAGS`), which gains little more: sums round more, and wide models may take longer in each
+            step (docs/results/performance.md).
+        keep_memory: on CPU devices, whether the process keeps the memory that a step frees (glibc's `mallopt`) instead
+            of returning it to the system: 24 layers of a GPT-2 took 0.65 of the CPU time. None keeps it, unless the
+            environment configures the allocator (`MALLOC_TRIM_THRESHOLD_` and the like, `GLIBC_TUNABLES`). If the
+            runtime has not started yet, XLA is asked (through `XLA_FLAGS`) for pieces that can be kept, as
+            `import hf_trainer` does, too. It can be changed at any time; memory that was kept may stay. Trainers and
+            steps use the same setting.
+
+    Raises:
+        RuntimeOrderError: a device was already used without what is asked for.
+        ConfigError: `fast_compile` or `keep_memory` on a device that is no CPU, another `fast_compile`, or
+            `keep_memory` without glibc.
+    """
+    runtime = get_runtime()
+    runtime.device.initialize(spmd=spmd, tuning=Tuning(fast_compile=fast_compile, keep_memory=keep_memory))
+    save_from_device(runtime)
+    if eager:
+        switch_eager(True)
+
+
+def switch_eager(enabled: bool) -> None:
+    """Switches eager mode on or off, for the process.
+
+    Where it goes on, what is pending is executed: a replay would overwrite buffers that a pending value reads, and
+    looks for pending values in lazy mode only.
+    """
+    tracing = get_runtime().tracing
+    was_lazy = not tracing.eager()
+    tracing.set_eager(enabled)
+    if enabled and was_lazy:
+        tracing.flush()
+
+
+@contextmanager
+def using_runtime(runtime: Runtime) -> Iterator[Runtime]:
+    """Puts another runtime in place for the duration of the context (tests, successors)."""
+    global _runtime
+    previous, _runtime = _runtime, runtime
+    try:
+        yield runtime
+    finally:
+        _runtime = previous

@@ -1,0 +1,38 @@
+"""`Counters`: how often the runtime compiled, executed and transferred."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """Running totals since the process started. Times are in seconds."""
+
+    compiles: int
+    compile_seconds: float
+    executions: int
+    transfers_to_host: int
+    transfers_to_device: int
+    eager_compiles: int
+    eager_ops: int
+
+
+class Counters(Protocol):
+    """Counts what the runtime did since the process started."""
+
+    def metrics(self) -> Metrics:
+        """All totals. Waits for the device, since an execution is counted when it ends."""
+
+    def compile_totals(self) -> tuple[int, float]:
+        """Graphs compiled and the seconds that took. Does not wait, and leaves out single eager operations."""
+
+    def executables_compiled(self) -> int:
+        """Executables compiled, those of single eager operations too. Cheap: asked at each replayed call."""
+
+    def host_operators(self) -> dict[str, int]:
+        """How often each operator was computed on the host, for which the runtime has no kernel on the device."""
+
+    def executables_kept(self) -> int:
+        """How many executables the runtime keeps; with one more it forgets the one that was not used for longest."""

@@ -1,0 +1,146 @@
+"""`Runtime`: a device runtime as the package uses it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cached_property
+from typing import TypeVar
+
+from xla_adapters.errors import UnsupportedOptionError
+from xla_adapters.runtime.interface.counters import Counters
+from xla_adapters.runtime.interface.custom_kernels import CustomKernels
+from xla_adapters.runtime.interface.device import Device
+from xla_adapters.runtime.interface.executables import Executables
+from xla_adapters.runtime.interface.lazy_tensors import LazyTensors
+from xla_adapters.runtime.interface.random_numbers import Random
+from xla_adapters.runtime.interface.shared_buffers import SharedBuffers
+from xla_adapters.runtime.interface.spmd import Spmd
+from xla_adapters.runtime.interface.tracing import Tracing
+from xla_adapters.runtime.interface.transfers import Transfers
+from xla_adapters.runtime.interface.values import Values
+
+_Part = TypeVar("_Part")
+
+
+class Runtime:
+    """A device runtime: the objects that implement each protocol of the runtime interface.
+
+    An optional part that a runtime lacks raises `UnsupportedOptionError` when it is used. Code that can do without one
+    asks `has_lazy_tensors`, `has_shared_buffers` or `has_custom_kernels` first.
+
+    Args:
+        name: of the library, for messages.
+        dynamo_backend: what `torch.compile(backend=...)` is given to compile for these devices.
+        device: see `Device`; the other required parts accordingly.
+        why_no_replay: tries out on small graphs whether executables can be run again without tracing. Returns why not,
+            as a clause for messages; None if it works. Called at most once.
+        spmd: see `Spmd`; None if each process drives one device.
+        lazy: see `LazyTensors`; None if tensors always have a value outside of a trace.
+        shared_buffers: see `SharedBuffers`; None if a copied tensor has a buffer of its own at once.
+        custom_kernels: see `CustomKernels`; None if user code cannot add computations to a graph.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        dynamo_backend: str,
+        device: Device,
+        transfers: Transfers,
+        tracing: Tracing,
+        values: Values,
+        executables: Executables,
+        random: Random,
+        counters: Counters,
+        why_no_replay: Callable[[Runtime], str | None],
+        spmd: Spmd | None = None,
+        lazy: LazyTensors | None = None,
+        shared_buffers: SharedBuffers | None = None,
+        custom_kernels: CustomKernels | None = None,
+    ) -> None:
+        self.name = name
+        self.dynamo_backend = dynamo_backend
+        self.device = device
+        self.transfers = transfers
+        self.tracing = tracing
+        self.values = values
+        self.executables = executables
+        self.random = random
+        self.counters = counters
+        self._why_no_replay = why_no_replay
+        self._spmd = spmd
+        self._lazy = lazy
+        self._shared_buffers = shared_buffers
+        self._custom_kernels = custom_kernels
+
+    @property
+    def has_lazy_tensors(self) -> bool:
+        """Whether `lazy` is there."""
+        return self._lazy is not None
+
+    @property
+    def has_shared_buffers(self) -> bool:
+        """Whether `shared_buffers` is there."""
+        return self._shared_buffers is not None
+
+    @property
+    def has_custom_kernels(self) -> bool:
+        """Whether `custom_kernels` is there."""
+        return self._custom_kernels is not None
+
+    @property
+    def spmd(self) -> Spmd:
+        """Tensors cut over several devices.
+
+        Raises:
+            UnsupportedOptionError: the runtime lacks it.
+        """
+        return self._part(self._spmd, "SPMD (one process that drives several devices), which sharding needs")
+
+    @property
+    def lazy(self) -> LazyTensors:
+        """What step replay must know of lazy tensors.
+
+        Raises:
+            UnsupportedOptionError: the runtime lacks it.
+        """
+        return self._part(self._lazy, "lazy tensors, which step replay needs: use step_replay=False")
+
+    @property
+    def shared_buffers(self) -> SharedBuffers:
+        """Which tensors share a buffer.
+
+        Raises:
+            UnsupportedOptionError: the runtime lacks it.
+        """
+        return self._part(self._shared_buffers, "tensors that share buffers, which step replay asks for")
+
+    @property
+    def custom_kernels(self) -> CustomKernels:
+        """Computations that extensions add to graphs.
+
+        Raises:
+            UnsupportedOptionError: the runtime lacks it.
+        """
+        return self._part(self._custom_kernels, "computations of one's own in graphs, which an extension asks for")
+
+    def _part(self, part: _Part | None, what: str) -> _Part:
+        if part is None:
+            raise UnsupportedOptionError(f"the runtime {self.name} does not have {what}")
+        return part
+
+    @cached_property
+    def replay_works(self) -> bool:
+        """Whether steps can be replayed: executables run again without tracing. Says why not in a warning, once.
+
+        The first read starts the runtime, and compiles and runs small graphs to find out.
+        """
+        if self._lazy is None:
+            why: str | None = f"the runtime {self.name} has no lazy tensors, which step replay needs"
+        else:
+            why = self._why_no_replay(self)
+        if why is not None:
+            message = f"{why}: steps are traced again at each call instead of being replayed"
+            warnings.warn(message, UserWarning, stacklevel=2)
+        return why is None

@@ -1,0 +1,96 @@
+"""Random numbers per step: the same (seed, step, micro step) always draws the same numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from xla_adapters.utils.host_random import HostRandom
+
+_MASK = (1 << 64) - 1
+
+
+def _splitmix64(state: int) -> int:
+    """One round of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)."""
+    state = (state + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSeed:
+    """Names the random stream of one (micro) step.
+
+    torch_xla moves its stream on at every sync, so any additional sync changes later dropout masks.
+    A step that starts from its own seed does not depend on what ran before it: runs repeat, and a
+    resumed run draws what the uninterrupted one would have drawn. The seed is an input of the graph
+    and never causes a compile.
+
+    Args:
+        seed: the run's seed.
+        step: index of the optimizer step, from 0.
+        micro_step: index of the micro batch within it, from 0.
+        replica: index of the process, so that data-parallel replicas draw different masks.
+        stream: tells apart steps of one run that share an index (training, evaluation).
+    """
+
+    seed: int
+    step: int
+    micro_step: int = 0
+    replica: int = 0
+    stream: int = 0
+
+    def value(self) -> int:
+        """The seed as an integer of 63 bits."""
+        state = 0
+        for part in (self.seed, self.stream, self.replica, self.step, self.micro_step):
+            state = _splitmix64(state ^ (part & _MASK))
+        return state >> 1
+
+
+class ReadingStream:
+    """Random numbers for reading an epoch's data, of which training takes none; a context for each read.
+
+    The first batch is read with those that all draw from, for with it the order of the epoch is drawn, and stock draws
+    it so. The others are read with a branch of them: batches that are read again are the same, whatever the training
+    draws in between.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._first: HostRandom | None = None
+        self._own: HostRandom | None = None
+        self._outside: HostRandom | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a batch was read."""
+        return self._own is not None
+
+    @property
+    def may_have_drawn(self) -> bool:
+        """Whether reading a batch drew; what the first one drew itself, nobody knows."""
+        return self._own is None or self._own is self._first or not self._own.equals(cast(HostRandom, self._first))
+
+    def reading(self, epoch: int) -> ReadingStream:
+        """The context of the next read.
+
+        Args:
+            epoch: its number, from 0, which the branch depends on.
+        """
+        self._number = epoch
+        return self
+
+    def __enter__(self) -> None:
+        if self._own is not None:
+            self._outside = HostRandom.now()
+            self._own.restore()
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        if self._outside is not None:
+            self._own = HostRandom.now()
+            self._outside.restore()
+            self._outside = None
+        elif kind is None:
+            self._own = self._first = HostRandom.now().branch(self._number)

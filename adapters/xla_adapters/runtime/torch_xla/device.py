@@ -1,0 +1,125 @@
+"""`XLADevice`: starts torch_xla, and answers questions about its devices and processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+
+from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
+from xla_adapters.runtime.extensions import initialize_extensions
+from xla_adapters.runtime.torch_xla.operators import complete_autocast, register_kernels
+from xla_adapters.runtime.tuning import DEFAULT_TUNING, Tuning
+
+_C = torch_xla._XLAC
+_AUTO = (
+    "xr.use_spmd(auto=True) (or XLA_AUTO_SPMD=1): torch_xla 2.9's own automatic sharding splits nothing but on TPUs, "
+    "and costs one more compile. Leave it out, and say what is to be sharded: Trainer(..., auto_sharding=True), "
+    "XLAEagerStrategy(auto_sharding=True), or in a loop of your own xla_adapters.initialize(spmd=True) and "
+    'xla_adapters.distribute_module(model, partition_fn="AUTO", example=batch)'
+)
+
+
+class XLADevice:
+    """`Device` on torch_xla: any PJRT device, or the virtual device under SPMD."""
+
+    def __init__(self) -> None:
+        self._initialized = self._has_sync_points = False
+        self._device: torch.device | None = None
+
+    def initialize(self, *, spmd: bool = False, tuning: Tuning = DEFAULT_TUNING) -> None:
+        """See `Device`; switches SPMD on first if asked for."""
+        if tuning.asks_for_something or not self._initialized:
+            initialize_extensions(self, spmd=spmd, tuning=tuning)
+        if self._initialized and (not spmd or xr.is_spmd()):
+            return
+        if os.environ.get("XLA_DISABLE_FUNCTIONALIZATION", "0").lower() in ("1", "true"):
+            raise ConfigError(
+                "XLA_DISABLE_FUNCTIONALIZATION is set: without functionalization a failed step cannot be undone. "
+                "Unset it before torch_xla is imported."
+            )
+        if os.environ.get("XLA_AUTO_SPMD", "0").lower() in ("1", "true"):
+            raise UnsupportedOptionError(_AUTO)
+        if spmd and not xr.is_spmd():
+            if _C._xla_get_spmd_config_is_locked():
+                raise RuntimeOrderError(
+                    "SPMD was asked for after the XLA runtime had started without it, and it cannot be switched on any "
+                    "more (torch_xla 2.9 crashes at the first execution). Call xla_adapters.initialize(spmd=True) at "
+                    "the start of the program, before a tensor or model is moved to the XLA device and before "
+                    "transformers.TrainingArguments are created, which start the runtime; or set XLA_USE_SPMD=1."
+                )
+            xr.use_spmd()
+        # Under SPMD the device alone does not start the runtime; counting devices does.
+        xr.global_runtime_device_count()
+        self._device = torch_xla.device()
+        complete_autocast()
+        register_kernels()
+        self._initialized = True
+
+    def started(self) -> bool:
+        """See `Device`."""
+        return bool(_C._xla_get_spmd_config_is_locked())
+
+    def torch_device(self) -> torch.device:
+        """See `Device`."""
+        self.initialize()
+        assert self._device is not None
+        return self._device
+
+    def hardware(self) -> str:
+        """See `Device`."""
+        return str(xr.device_type())
+
+    def count(self) -> int:
+        """See `Device`."""
+        return int(xr.global_runtime_device_count())
+
+    def is_spmd(self) -> bool:
+        """See `Device`."""
+        return bool(xr.is_spmd())
+
+    def memory_info(self) -> dict[str, float]:
+        """See `Device`; XLA:CPU does not tell."""
+        try:
+            info = xm.get_memory_info(str(self.torch_device()))
+        except RuntimeError as error:
+            if "UNIMPLEMENTED" not in str(error):
+                raise
+            return {}
+        return {name: float(value) for name, value in info.items()}
+
+    def world_size(self) -> int:
+        """See `Device`."""
+        return int(xr.world_size())
+
+    def process_index(self) -> int:
+        """See `Device`."""
+        return int(xr.global_ordinal())
+
+    def preemption_sync_point(self) -> Callable[[int], bool] | None:
+        """See `Device`; only processes on TPUs have one."""
+        return self._sync_point_reached if self.hardware() == "TPU" and xr.process_count() > 1 else None
+
+    def _sync_point_reached(self, step: int) -> bool:
+        if not self._has_sync_points:
+            # As torch_xla's CheckpointManager does.
+            _C._ensure_xla_coordinator_initialized(xr.process_index(), xr.process_count(), xr.get_master_ip())
+            _C._activate_preemption_sync_manager()
+            self._has_sync_points = True
+        return bool(_C._sync_point_reached(step))
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """See `Device`."""
+        return tensor.device.type == "xla"
+
+    def wait(self) -> None:
+        """See `Device`."""
+        xm.wait_device_ops()
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """See `Device`."""
+        return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)

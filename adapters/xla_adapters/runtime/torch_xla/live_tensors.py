@@ -1,0 +1,31 @@
+"""`live_tensors`: all tensors on the device that Python can reach."""
+
+from __future__ import annotations
+
+import gc
+from itertools import compress
+
+import torch
+
+
+def live_tensors() -> list[torch.Tensor]:
+    """Every tensor on an XLA device that Python code can reach."""
+    objects = gc.get_objects()
+    # There may be millions: a look at each one's type, and no Python for those that are no tensors.
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
+    tensors: list[torch.Tensor] = list(compress(objects, map(kinds.__contains__, map(type, objects))))
+    for tensor in tensors:
+        # Of a tensor that only C++ holds, this is the object that it will be seen as again: it must be owned.
+        tensor._fix_weakref()  # type: ignore[attr-defined]
+    with torch._C.DisableTorchFunction():
+        return [tensor for tensor in tensors if _is_on_device(tensor)]
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.device.type == "xla"
+    except RuntimeError as error:
+        # An undefined tensor: what the garbage collector finds of one that is being taken apart.
+        if "does not have a device" not in str(error):
+            raise
+        return False

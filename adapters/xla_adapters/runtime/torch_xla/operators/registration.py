@@ -1,0 +1,90 @@
+"""`register_kernels`: puts kernels in place of those that torch_xla has, or lacks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+from torch.library import Library, get_kernel
+
+from xla_adapters.runtime.torch_xla.operators import (
+    elementwise,
+    embeddings,
+    integers,
+    pooling,
+    reductions,
+    resizing,
+    sampling,
+    sequences,
+)
+
+# Written with operators that have a backward; the dispatcher looks there before it records the call for autograd.
+_DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
+    **resizing.KERNELS,
+    **pooling.KERNELS,
+    **sampling.KERNELS,
+    **elementwise.KERNELS,
+    **sequences.DIFFERENTIABLE,
+}
+# torch's own decompositions, for operators whose backward is in this list as well, or none is needed.
+_TORCHS = (
+    *("addmv", "vdot", "glu_backward", "huber_loss", "huber_loss_backward", "im2col", "col2im", "nansum"),
+    *("channel_shuffle", "aminmax", "bucketize.Tensor", "unfold_backward"),
+)
+# The same for operators whose backward torch_xla does not have: the decomposition's is used.
+_TORCHS_DIFFERENTIABLE = (
+    "multi_margin_loss",
+    "multilabel_margin_loss_forward",
+    "logaddexp",
+    "logaddexp2",
+    "linalg_cross",
+)
+
+_library: Library | None = None
+
+
+def register_kernels() -> None:
+    """Registers the kernels with torch's dispatcher, for the rest of the process."""
+    global _library
+    if _library is not None:
+        return
+    _library = Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        # torch says once in a process that some kernel is being replaced, which is what is asked for.
+        warnings.filterwarnings("ignore", "(?s).*verriding a previously registered kernel", UserWarning)
+        for name, kernel in (*_DIFFERENTIABLE.items(), *((name, _torchs(name)) for name in _TORCHS_DIFFERENTIABLE)):
+            _library.impl(name, kernel, "AutogradXLA")
+            # Where autograd is left out: below another operator, and in inference mode.
+            _library.impl(name, kernel, "XLA", allow_override=True)
+        for name, kernel in embeddings.KERNELS.items():
+            _library.impl(name, kernel, "AutogradXLA")
+        for name in _TORCHS:
+            _library.impl(name, _torchs(name), "XLA")
+        for name, kernel in (*integers.KERNELS.items(), *sequences.KERNELS.items()):
+            _library.impl(name, kernel, "XLA")
+        for name, around in (*pooling.AROUND_STOCK.items(), *reductions.AROUND_STOCK.items()):
+            _put_around(name, around, "AutogradXLA")
+            _put_around(name, around, "XLA")
+        for name, around in integers.AROUND_STOCK.items():
+            # Integers have no gradients.
+            _put_around(name, around, "XLA")
+
+
+def _put_around(name: str, kernel: Callable[..., Any], key: str) -> None:
+    assert _library is not None
+    _library.impl(name, partial(_around, kernel, get_kernel(f"aten::{name}", key)), key, with_keyset=True)
+
+
+def _around(kernel: Callable[..., Any], stock: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    return kernel(partial(stock.call_boxed, keys), *args, **kwargs)
+
+
+def _torchs(name: str) -> Callable[..., Any]:
+    packet, _, overload = name.partition(".")
+    operator: Any = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    found: Callable[..., Any] = decomposition_table[operator]
+    return found

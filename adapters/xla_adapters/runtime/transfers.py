@@ -1,0 +1,104 @@
+"""Copies between host and device: few, and such that they never become another graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from operator import is_not
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from xla_adapters.runtime import get_runtime
+from xla_adapters.runtime.uploads import note_upload
+from xla_adapters.utils.nested_values import replaced, tensors_in
+
+_SCALAR_UPLOADS: frozenset[Callable[..., Any]] = frozenset(
+    {torch.Tensor.to, torch.tensor, torch.as_tensor, torch.scalar_tensor}
+)
+
+
+def upload_scalar(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function that may bring one number to the device, and gives the number a buffer of its own.
+
+    torch_xla makes a constant of a scalar 0 or 1 (each value another graph), and lets equal scalars
+    share one input, whose buffer is then never reused for an updated value (the first step is
+    another graph than the later ones).
+    """
+    source = args[0] if args else kwargs.get("data")
+    if _is_number_on_host(source) and not kwargs.get("requires_grad"):
+        host_args = [_on_host(value) for value in args]
+        host_kwargs = {name: _on_host(value) for name, value in kwargs.items()}
+        if any(map(is_not, host_args, args)) or any(host_kwargs[name] is not kwargs[name] for name in kwargs):
+            # On the host: what the call itself makes on the device would count as a copy of another tensor there.
+            return get_runtime().transfers.to_device(function(*host_args, **host_kwargs))
+    result = function(*args, **kwargs)
+    if not isinstance(result, torch.Tensor) or result.device.type != "xla":
+        return result
+    if isinstance(source, torch.Tensor) and source.device.type == "cpu":
+        note_upload(source, result)
+    if result.ndim != 0:
+        return result
+    if isinstance(source, torch.Tensor):
+        if source.device.type != "cpu" or (source.requires_grad and torch.is_grad_enabled()):
+            return result
+        return get_runtime().transfers.to_device(source.to(result.dtype))
+    # Not `requires_grad`: a leaf is what the call made, and stays it.
+    return (
+        result if result.requires_grad else get_runtime().transfers.to_device(torch.tensor(source, dtype=result.dtype))
+    )
+
+
+def _is_number_on_host(source: object) -> bool:
+    if type(source) is torch.Tensor:
+        records = source.requires_grad and torch.is_grad_enabled()
+        return source.ndim == 0 and source.device.type == "cpu" and not records
+    return isinstance(source, (bool, int, float))
+
+
+def _on_host(value: Any) -> Any:
+    """The argument, with "cpu" in place of an XLA device."""
+    if isinstance(value, (str, torch.device)) and torch.device(value).type == "xla":
+        return "cpu"
+    return value
+
+
+class _ScalarUploads(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _SCALAR_UPLOADS:
+            return upload_scalar(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def uploading() -> Iterator[None]:
+    """For copies from the host to the device.
+
+    In eager mode each would cost an execution. Scalars get buffers of their own (`upload_scalar`).
+    """
+    tracing = get_runtime().tracing
+    was_eager, constants = tracing.eager(), tracing.constant_scalars()
+    # Ctrl-C may come between any two lines.
+    try:
+        tracing.set_eager(False)
+        tracing.set_constant_scalars(False)
+        with _ScalarUploads():
+            yield
+    finally:
+        tracing.set_constant_scalars(constants)
+        tracing.set_eager(was_eager)
+
+
+def to_host_in_one_transfer(values: Any) -> Any:
+    """Copies every device tensor of a nested structure to the host, all in one transfer.
+
+    Args:
+        values: tensors in mappings, lists and tuples; anything else is left as it is.
+    """
+    runtime = get_runtime()
+    on_device = [tensor for tensor in tensors_in(values) if runtime.device.owns(tensor)]
+    copies = dict(zip(map(id, on_device), runtime.transfers.to_host(on_device), strict=True))
+    return replaced(values, lambda tensor: copies.get(id(tensor), tensor))

@@ -1,0 +1,105 @@
+"""`PlanCache`: stores plans and measurements in a run's folder, so that a restart does not repeat them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from xla_adapters.errors import ConfigError
+from xla_adapters.sharding.config import ShardingConfig
+from xla_adapters.sharding.measure.results import PlanResult
+from xla_adapters.sharding.mesh import Spec
+from xla_adapters.sharding.plan import FORMAT, ShardingPlan
+from xla_adapters.sharding.tiling import tiles_of
+
+_RESULTS = "measured.json"
+
+logger = logging.getLogger("xla_adapters")
+
+
+class PlanCache:
+    """Stores plans (one file per digest) and measurements of a run.
+
+    Args:
+        folder: of the run; the files are in its subfolder `sharding_plans`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "sharding_plans"
+
+    def path(self, digest: str) -> Path:
+        """The file of the plan with this digest."""
+        return self._folder / f"{digest}.json"
+
+    def find(self, digest: str) -> ShardingPlan | None:
+        """The plan stored under this digest; None if there is none.
+
+        Raises:
+            ConfigError: the file is not a plan; the message names it.
+        """
+        path = self.path(digest)
+        if not path.is_file():
+            return None
+        logger.info("sharding: the plan is that of %s, planned before for the same model, batch and options", path)
+        return ShardingPlan.load(path)
+
+    def keep(self, digest: str, plan: ShardingPlan) -> None:
+        """Stores a plan."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        plan.save(self.path(digest))
+
+    def results(self) -> dict[str, PlanResult]:
+        """The stored measurements, by `digest_of_step`.
+
+        Raises:
+            ConfigError: their file is damaged.
+        """
+        path = self._folder / _RESULTS
+        if not path.is_file():
+            return {}
+        try:
+            return {digest: PlanResult.from_values(values) for digest, values in json.loads(path.read_text()).items()}
+        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{path} is damaged ({error}): remove it, and plans are measured again") from error
+
+    def keep_results(self, results: Mapping[str, PlanResult]) -> None:
+        """Stores measurements, in place of those stored before."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        values = {digest: dataclasses.asdict(result) for digest, result in results.items()}
+        (self._folder / _RESULTS).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def digest_of(
+    model: torch.nn.Module, batch: Any, config: ShardingConfig, devices: int, topology: str, fixed: Mapping[str, Spec]
+) -> str:
+    """A hash of all that a plan depends on: model structure, shapes, options, devices, topology, versions."""
+    return _digest(_step(model, batch), repr(config), devices, topology, sorted(fixed.items()))
+
+
+def digest_of_step(model: torch.nn.Module, batch: Any, plan: ShardingPlan) -> str:
+    """A hash of all that a measurement depends on: model structure, shapes, versions, and tile assignments."""
+    stored = [tiles_of(plan.mesh, spec) for entry in plan.parameters for spec in (entry.spec, entry.spec_in_use)]
+    held = [(entry.module, entry.of, tiles_of(plan.mesh, entry.spec)) for entry in plan.activations]
+    # The mesh is part of it, because results list collectives by names of its axes.
+    return _digest(_step(model, batch), stored, held, tiles_of(plan.mesh, (plan.batch,)), repr(plan.mesh))
+
+
+def _step(model: torch.nn.Module, batch: Any) -> tuple[Any, ...]:
+    # With repeated names, so that tied weights make a difference.
+    named = model.named_parameters(remove_duplicate=False)
+    parameters = [(name, tuple(item.shape), str(item.dtype), item.requires_grad) for name, item in named]
+    leaves, structure = _pytree.tree_flatten(batch)
+    shapes = [(tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
+    return (repr(model), parameters, shapes, repr(structure), torch.__version__)
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(repr((FORMAT, *parts)).encode()).hexdigest()[:16]

@@ -1,0 +1,49 @@
+"""Only one thread can be inside a step, because the switches that a step sets apply to the process."""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+from xla_adapters.errors import ConcurrentStepError
+
+
+class Claimant(Protocol):
+    """A step that is the only one in the process while it is open."""
+
+    name: str
+
+    def abort(self) -> None:
+        """Discards the step."""
+
+
+_lock = threading.Lock()
+_held: tuple[threading.Thread, Claimant] | None = None
+
+
+def claim_process(claimant: Claimant) -> None:
+    """Makes a step the only one of the process. If another one is open whose thread has ended, discards that.
+
+    Raises:
+        ConcurrentStepError: another thread is inside a step.
+    """
+    global _held
+    thread = threading.current_thread()
+    with _lock:
+        if _held is not None:
+            owner, other = _held
+            if owner.is_alive():
+                raise ConcurrentStepError(
+                    f"the step {claimant.name!r} cannot begin in thread {thread.name!r}: thread {owner.name!r} is "
+                    f"inside the step {other.name!r}, and what a step traces belongs to the whole process. Run steps "
+                    "in one thread, or take turns with a lock."
+                )
+            other.abort()
+        _held = (thread, claimant)
+
+
+def release_process(claimant: Claimant) -> None:
+    """Lets other steps begin, if this one is the only one of the process."""
+    global _held
+    if _held is not None and _held[1] is claimant:
+        _held = None

@@ -1,0 +1,51 @@
+"""`Discarding`: a context that discards the open step if its body raises."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol
+
+from xla_adapters.tracing.interrupts import at_edge
+from xla_adapters.utils.stack_room import with_stack_room
+from xla_adapters.utils.torch_modes import TorchModes, finish_interrupted_exits
+
+
+class Discardable(Protocol):
+    """A step that may be open, or several."""
+
+    def abort(self) -> object:
+        """Discards the open step."""
+
+    def translate(self, error: BaseException) -> Exception | None:
+        """The error to raise in place of another one; `None` to raise that one."""
+
+
+class Discarding:
+    """Discards the open step if the body raises, and raises the error that `translate` returns in its place.
+
+    Args:
+        steps: what is discarded.
+    """
+
+    def __init__(self, steps: Discardable) -> None:
+        self._steps = steps
+        self._modes = TorchModes()
+
+    def __enter__(self) -> None:
+        pass
+
+    @at_edge
+    @with_stack_room
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        translated = self._steps.translate(error)
+        finish_interrupted_exits(error)
+        try:
+            self._steps.abort()
+        finally:
+            self._modes.restore()
+        if translated is not None:
+            raise translated from error

@@ -1,0 +1,188 @@
+"""`GraphBreaks`: applies `on_graph_break` to reads, syncs and profiler scopes inside a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from xla_adapters.errors import BreakKind, GraphBreakError
+from xla_adapters.runtime import Runtime, RuntimeEvent
+from xla_adapters.tracing.answers import Answers
+from xla_adapters.tracing.breaks import BreakPolicy, ProfilerScopes, classify_read
+from xla_adapters.tracing.library_reads import LibraryReads, library_reads
+from xla_adapters.tracing.undo_log import UndoLog
+from xla_adapters.utils.location import location_of
+
+
+class GraphBreaks:
+    """Handles what would execute part of a step's graph before the step ends.
+
+    Args:
+        policy: raises, warns or lets pass.
+        runtime: the runtime.
+
+    Attributes:
+        found: whether there was a graph break in the step.
+        flushed: whether part of the graph was executed before the end of the step.
+        executing: whether the step itself executes its graph: syncs are no graph breaks meanwhile.
+        answers: answers reads of known libraries; None if there are none.
+    """
+
+    def __init__(self, policy: BreakPolicy, runtime: Runtime) -> None:
+        self._policy = policy
+        self._runtime = runtime
+        self._undo_logs: Callable[[], Sequence[UndoLog]] = list
+        # Of the process when the step began, plus those of `flush`.
+        self._compiles = 0
+        self._on_host: dict[str, int] = {}
+        self._profiler_scopes = ProfilerScopes(policy, runtime)
+        self.found = False
+        self.flushed = False
+        self.executing = False
+        self.answers: Answers | None = None
+        self._reads: LibraryReads | None = None
+
+    def begin(self, undo_logs: Callable[[], Sequence[UndoLog]]) -> None:
+        """The step begins to be traced.
+
+        Args:
+            undo_logs: returns the undo logs of all open steps.
+        """
+        self._undo_logs = undo_logs
+        self._reads = library_reads()
+        self.answers = None if self._reads is None else Answers(self._reads, self, self._runtime)
+        self._compiles = self._runtime.counters.compile_totals()[0]
+        self._on_host = self._runtime.counters.host_operators()
+
+    def end(self, *, executed: bool) -> None:
+        """The step is not traced any more. Drops the reference to it, so that no reference cycle keeps its tensors.
+
+        Args:
+            executed: whether its graph was executed; otherwise the step is discarded.
+        """
+        if self.answers is not None:
+            deferred, self.answers = self.answers.deferred, None
+            if executed:
+                deferred.executed()
+            else:
+                deferred.discard()
+        self._undo_logs = list
+        self.executing = False
+
+    def on_read(self, what: str, tensor: torch.Tensor, kind: BreakKind | None = None) -> None:
+        """A value is about to be read on the host; executes what is pending if the tensor is.
+
+        Args:
+            what: the call, as the user knows it.
+            tensor: whose value is read.
+            kind: of the break; found from the call stack if not given.
+
+        Raises:
+            GraphBreakError: the subclass for the kind, under `on_graph_break="error"`.
+        """
+        pending = self._runtime.tracing.is_pending(tensor)
+        reader = None if self._reads is None else self._reads.reader()
+        if reader is None:
+            self._policy.meet(classify_read() if kind is None else kind, what, self._runtime, ready=not pending)
+        elif pending:
+            self._policy.tell_of_split(what, reader)
+        # Reads made of several operations execute more than what is flushed here; that is reported already.
+        self.found = True
+        if pending:
+            self.flush()
+
+    def on_dynamic(self, what: str, tensor: torch.Tensor) -> None:
+        """As `on_read`, for an operation whose result has a shape that depends on the tensor's values."""
+        self.on_read(what, tensor, BreakKind.HIDDEN_EXECUTION)
+
+    def meet(self, kind: BreakKind, what: str) -> None:
+        """Reports a break that the caller is about to cause, and executes what is pending.
+
+        Raises:
+            GraphBreakError: the subclass for `kind`, under `on_graph_break="error"`.
+        """
+        self._policy.meet(kind, what, self._runtime)
+        self.found = True
+        self.flush()
+
+    def on_runtime_event(self, event: RuntimeEvent, subject: object) -> None:
+        """User code or a library syncs, waits for the device, or opens or closes a profiler scope.
+
+        Raises:
+            GraphBreakError: the subclass for the kind, under `on_graph_break="error"`.
+        """
+        if self.executing:
+            return
+        if event is RuntimeEvent.PROFILER_ENTER:
+            self._profiler_scopes.enter(subject)
+        elif event is RuntimeEvent.PROFILER_EXIT:
+            self._profiler_scopes.exit(subject)
+        else:
+            kind = classify_read()
+            what = "wait for the device" if event is RuntimeEvent.WAIT else "sync (mark_step)"
+            if kind is BreakKind.TENSOR_READ:
+                kind = BreakKind.DEVICE_SYNC
+            elif kind is BreakKind.PROFILER_SCOPE:
+                what = "a profiler scope that syncs the device when it closes (StepTrace)"
+            self._policy.meet(kind, what, self._runtime)
+            if event is RuntimeEvent.SYNC:
+                self.flush()
+
+    def translate(self, error: BaseException) -> GraphBreakError | None:
+        """The error to raise in place of the runtime's for an execution that it refused; `None` for other errors."""
+        if not self._runtime.tracing.is_forbidden_execution(error):
+            return None
+        names = self._new_host_operators()
+        return self._policy.error(
+            BreakKind.HOST_OPERATOR if names else BreakKind.HIDDEN_EXECUTION,
+            _on_host(names) if names else "an operation whose result depends on values (a shape, a length)",
+            location_of(error.__traceback__),
+            self._runtime.tracing.pending_count(),
+        )
+
+    def _new_host_operators(self) -> list[str]:
+        """The operators that were computed on the host in this step, or are about to be."""
+        counts = self._runtime.counters.host_operators()
+        return sorted(name for name, count in counts.items() if count > self._on_host.get(name, 0))
+
+    def flush(self) -> None:
+        """Executes all that is pending, so that the rest of the step need not compute it again."""
+        self.flushed = True
+        for undo_log in self._undo_logs():
+            undo_log.forget_executed()
+        before = self._runtime.counters.compile_totals()
+        allowed = self._runtime.tracing.execution_allowed()
+        self._runtime.tracing.set_execution_allowed(True)
+        self.executing = True
+        try:
+            self._runtime.tracing.flush()
+        finally:
+            self.executing = False
+            self._runtime.tracing.set_execution_allowed(allowed)
+        self._compiles += self._runtime.counters.compile_totals()[0] - before[0]
+
+    def check_end(self) -> None:
+        """The step's code has run: adds the numbers that it deferred to the graph, and reports what can be told now.
+
+        Raises:
+            ProfilerScopeError: a profiler scope is still open, under `on_graph_break="error"`.
+            GraphBreakError: an operator was computed on the host, of values that were there, under "error".
+        """
+        self._profiler_scopes.refuse_open_ones()
+        if self.answers is not None:
+            self.answers.deferred.before_execution()
+        # After a flush operators run one by one (an optimizer that cannot be traced), some of them on the host.
+        names = [] if self.found or self.flushed else self._new_host_operators()
+        if names:
+            self._policy.at_end(BreakKind.HOST_OPERATOR, _on_host(names), self._runtime.tracing.pending_count())
+            return
+        compiled = self._runtime.counters.compile_totals()[0] > self._compiles
+        if compiled and not self.found and self._policy.mode == "warn":
+            what = "an operation read a value inside C++, where its line cannot be told"
+            self._policy.warn(BreakKind.HIDDEN_EXECUTION, what, None, self._runtime.tracing.pending_count())
+
+
+def _on_host(names: list[str]) -> str:
+    several = len(names) > 1
+    return f"the operator{'s' if several else ''} {', '.join(names)}, which torch_xla computes on the host"

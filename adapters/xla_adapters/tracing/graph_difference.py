@@ -1,0 +1,274 @@
+"""`explain_difference`: why a call of a step has another graph than an earlier call."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xla_adapters.tracing.operation_log import Call, ModuleCall, OperationLog, Update
+
+# Python numbers with these values are constants of the graph; others are inputs where operators compute with them.
+_SPECIAL = (0, 1)
+_ARITHMETIC = frozenset(
+    ("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv")
+)
+_NUMBER_REMEDY = (
+    "make it a tensor in the step (torch.tensor(value, device=x.device)): its value is then an input of the graph; "
+    "what decides shapes must be the same in each step"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Why two graphs differ.
+
+    Attributes:
+        cause: what changed, with the values before and now.
+        where: the line that does it now, with its text; empty if no single line does.
+        remedy: what to do.
+    """
+
+    cause: str
+    where: str
+    remedy: str
+
+    def __str__(self) -> str:
+        place = f"\n  where: {self.where}" if self.where else ""
+        return f"{self.cause}{place}\n  what to do: {self.remedy}"
+
+
+def explain_difference(before: OperationLog, now: OperationLog) -> Difference | None:
+    """The first thing that a step does differently; None if the calls of Python are the same.
+
+    Args:
+        before: of a call with another graph.
+        now: of the call that compiled.
+    """
+    first = common_length(before, now)
+    theirs, mine = _at(before, first), _at(now, first)
+    if theirs is None and mine is None:
+        return _of_numbers(before.entries, now.entries)
+    if isinstance(mine, ModuleCall) and isinstance(theirs, ModuleCall) and mine.kind is theirs.kind:
+        return _of_module(theirs, mine)
+    if isinstance(mine, Update) and isinstance(theirs, Update):
+        return _of_update(theirs, mine)
+    if isinstance(mine, Call) and isinstance(theirs, Call) and _same_place(theirs, mine):
+        return _of_call(theirs, mine)
+    return _of_path(theirs, mine)
+
+
+def common_length(before: OperationLog, now: OperationLog) -> int:
+    """How many entries at the beginning are the same, but for numbers that may be inputs of the graph."""
+    for index, (theirs, mine) in enumerate(zip(before.entries, now.entries, strict=False)):
+        if theirs != mine and not _may_be_equal(theirs, mine):
+            return index
+    return min(len(before.entries), len(now.entries))
+
+
+def _may_be_equal(theirs: Any, mine: Any) -> bool:
+    """Whether two different entries may give the same graph."""
+    if isinstance(theirs, Call) and isinstance(mine, Call):
+        return _same_place(theirs, mine) and theirs.form == mine.form and _kinds(theirs.numbers) == _kinds(mine.numbers)
+    # A missing state is made before the step computes, and learning rates are inputs.
+    return isinstance(theirs, Update) and isinstance(mine, Update) and theirs[:2] == mine[:2]
+
+
+def _kinds(numbers: Any) -> Any:
+    """The arguments with a mark in place of each number: another number may be another value of the same input."""
+    if isinstance(numbers, tuple):
+        return tuple(map(_kinds, numbers))
+    return "number" if type(numbers) in (int, float) else numbers
+
+
+def _at(log: OperationLog, index: int) -> Call | ModuleCall | Update | None:
+    return log.entries[index] if index < len(log.entries) else None
+
+
+def _same_place(theirs: Call, mine: Call) -> bool:
+    return theirs[:3] == mine[:3]
+
+
+def _of_call(theirs: Call, mine: Call) -> Difference:
+    name = _name(mine)
+    if theirs.numbers != mine.numbers:
+        before, now = _first_different(theirs.numbers, mine.numbers)
+        kind = {str: "a string", bool: "a bool"}.get(type(now), "a Python number")
+        return Difference(
+            cause=f"{kind} that is a part of the graph changed, in {name}: {before!r} -> {now!r}",
+            where=_line(mine),
+            remedy=_NUMBER_REMEDY,
+        )
+    return _of_form(name, theirs, mine)
+
+
+def _of_form(name: str, theirs: Call, mine: Call) -> Difference:
+    before, now = theirs.form, mine.form
+    if before and now and len(before) == len(now) == 3 and isinstance(before[0], tuple) and isinstance(now[0], tuple):
+        if before[0] != now[0]:
+            return Difference(
+                cause=f"the result of {name} has another shape: {before[0]} -> {now[0]}",
+                where=_line(mine),
+                remedy="give it the same shape in each step: pad batches to a fixed length or to a few lengths, and "
+                "drop the partial last batch (drop_last)",
+            )
+        if before[1] != now[1]:
+            return Difference(
+                cause=f"the result of {name} has another dtype: {_dtype(before[1])} -> {_dtype(now[1])}",
+                where=_line(mine),
+                remedy="use the same dtype in each step: check the batch's, and that autocast is on in all or in none",
+            )
+        return Difference(
+            cause=f"the result of {name} {'needs' if now[2] else 'does not need'} a gradient now",
+            where=_line(mine),
+            remedy="freeze parameters and choose between grad and no_grad before the training, or expect a compile",
+        )
+    return Difference(
+        cause=f"the result of {name} has another form: {before} -> {now}", where=_line(mine), remedy=_NUMBER_REMEDY
+    )
+
+
+def _of_module(theirs: ModuleCall, mine: ModuleCall) -> Difference:
+    name, where = mine.kind.__name__, _line(mine)
+    if theirs.training != mine.training:
+        modes = {True: "train", False: "eval"}
+        cause = f"{name} is in {modes[mine.training]} mode now; it was in {modes[theirs.training]} mode"
+        remedy = "call model.train() before the training steps and model.eval() before the others, each in its own step"
+    elif theirs.needed != mine.needed:
+        frozen = sum(theirs.needed) > sum(mine.needed)
+        cause = f"parameters of {name} are {'frozen' if frozen else 'trained'} now (requires_grad)"
+        remedy = "one compile for each set of trained parameters cannot be avoided; change the set rarely"
+    elif theirs.present != mine.present:
+        cause = f"parameters of {name} have {'a' if sum(mine.present) > sum(theirs.present) else 'no'} gradient now"
+        remedy = (
+            "drop or keep gradients the same way in each step: zero_grad(set_to_none=True) at the same place, and no "
+            "callback that sets them"
+        )
+    elif theirs.hooks != mine.hooks:
+        cause = f"{name} has {mine.hooks} hooks now; it had {theirs.hooks}"
+        remedy = "register hooks before the training, and keep them"
+    else:
+        return _of_path(theirs, mine)
+    return Difference(cause=cause, where=where, remedy=remedy)
+
+
+def _of_update(theirs: Update, mine: Update) -> Difference:
+    name = mine.kind.__name__
+    if theirs.kind is not mine.kind:
+        cause = f"the optimizer is {name} now; it was {theirs.kind.__name__}"
+    elif theirs.options != mine.options:
+        changed = (
+            next(
+                (f"{key}: {dict(old).get(key, 'absent')!r} -> {value!r}")
+                for old, new in zip(theirs.options, mine.options, strict=False)
+                for key, value in new
+                if dict(old).get(key) != value
+            )
+            if len(theirs.options) == len(mine.options)
+            else "another number of parameter groups"
+        )
+        cause = f"an option of {name} changed: {changed}"
+    elif theirs.rates != mine.rates:
+        return Difference(
+            cause=f"the learning rate of {name} is another, {theirs.rates} -> {mine.rates}: it equals, or equalled, "
+            "another number of the update (1 - beta, say), and equal numbers share one input of the graph",
+            where="",
+            remedy="nothing: a learning rate costs a compile only where it meets such a number",
+        )
+    else:
+        cause = f"{name} has a state for {mine.state} parameters now; it had one for {theirs.state} (was it made anew?)"
+    return Difference(
+        cause=cause,
+        where="",
+        remedy="make the optimizer once, with its options; a scheduler may change the learning rate",
+    )
+
+
+def _of_path(theirs: Call | ModuleCall | Update | None, mine: Call | ModuleCall | Update | None) -> Difference:
+    there = mine or theirs
+    assert there is not None
+    was = f"{_name(theirs)} at {_line(theirs)}" if theirs is not None else "the end of the step"
+    now = _name(mine) if mine is not None else "the end of the step"
+    return Difference(
+        cause=f"the step takes another path: it comes to {now}, where it came to {was}",
+        where=_line(there),
+        remedy="a branch of Python that depends on the step makes a graph for each path: compute both and choose with "
+        "torch.where, or accept one compile for each",
+    )
+
+
+def _of_numbers(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
+    """Where only numbers differ, that which is most likely a part of the graph."""
+    pairs = list(zip(before, now, strict=False))
+    changed = [
+        (mine, *_first_different(theirs.numbers, mine.numbers))
+        for theirs, mine in pairs
+        if isinstance(mine, Call) and theirs.numbers != mine.numbers
+    ]
+    special = [item for item in changed if (item[1] in _SPECIAL) != (item[2] in _SPECIAL)]
+    shared = _newly_equal(before, now)
+    if shared is not None and not special:
+        return shared
+    for mine, old, new in special or [item for item in changed if _name(item[0]) not in _ARITHMETIC]:
+        return Difference(
+            cause=f"a Python number that is a part of the graph changed, in {_name(mine)}: {old!r} -> {new!r}",
+            where=_line(mine),
+            remedy=_NUMBER_REMEDY,
+        )
+    updates = [(theirs, mine) for theirs, mine in pairs if isinstance(mine, Update)]
+    return next((_of_update(theirs, mine) for theirs, mine in updates if theirs != mine), None)
+
+
+def _newly_equal(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
+    """Two numbers that are equal in one of the calls only: equal numbers share one input of the graph."""
+    theirs, mine = _numbers_of(before), _numbers_of(now)
+    for index, ((old, _), (new, entry)) in enumerate(zip(theirs, mine, strict=False)):
+        for other in range(index):
+            was, equal = old == theirs[other][0], new == mine[other][0]
+            if was != equal:
+                there = mine[other][1]
+                text = f"{new!r} in {_name(entry)} and {mine[other][0]!r} in {_name(there)} ({_line(there)})"
+                return Difference(
+                    cause=f"{text} are {'equal now' if equal else f'not equal any more (both were {old!r})'}: equal "
+                    "Python numbers share one input of the graph",
+                    where=_line(entry),
+                    remedy="nothing, if it happens once; numbers that often meet can be kept apart by making one of "
+                    "them a tensor (torch.tensor(value, device=x.device))",
+                )
+    return None
+
+
+def _numbers_of(entries: Sequence[Any]) -> list[tuple[float, Call | Update]]:
+    """The numbers of the calls that may be inputs of the graph."""
+    found: list[tuple[float, Call | Update]] = []
+    for entry in entries:
+        if isinstance(entry, (Call, Update)):
+            found += [(number, entry) for number in entry.numbers if type(number) is float and number not in _SPECIAL]
+    return found
+
+
+def _first_different(before: Any, now: Any) -> tuple[Any, Any]:
+    if isinstance(before, tuple) and isinstance(now, tuple) and len(before) == len(now):
+        for old, new in zip(before, now, strict=True):
+            if old != new:
+                return _first_different(old, new)
+    return before, now
+
+
+def _name(entry: Call | ModuleCall | Update) -> str:
+    if isinstance(entry, Call):
+        name = getattr(entry.function, "__name__", "a call")
+        return {"__get__": "an attribute", "__getitem__": "indexing"}.get(name, name.strip("_"))
+    return entry.kind.__name__
+
+
+def _line(entry: Call | ModuleCall | Update) -> str:
+    if isinstance(entry, Update):
+        return "the optimizer's step"
+    text = linecache.getline(entry.file, entry.line).strip()
+    return f"{entry.file}:{entry.line}" + (f": {text}" if text else "")
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

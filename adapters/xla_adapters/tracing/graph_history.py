@@ -1,0 +1,163 @@
+"""`GraphHistory`: the graphs that a step has compiled so far, and why there is another one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from xla_adapters.tracing.graph_difference import common_length, explain_difference
+from xla_adapters.tracing.operation_log import OperationLog
+from xla_adapters.tracing.scope_report import ScopeReport
+
+logger = logging.getLogger("xla_adapters")
+
+# Of each step; more graphs than this are explained by the latest.
+_KEPT = 8
+# `with step():` makes a new object for each call, so its steps are identified by name.
+_by_name: dict[str, GraphHistory] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSignature:
+    """What is known of a call from outside the step; calls with different signatures have different graphs.
+
+    Attributes:
+        phase: which part of the loop this is, e.g. `"update"` or `"accumulate"`.
+        inputs: name, shape and dtype of each tensor of the batch; other values by their repr.
+        facts: further things that shape the graph, as the adapter knows them.
+    """
+
+    phase: str = "step"
+    inputs: tuple[tuple[str, str], ...] = ()
+    facts: tuple[tuple[str, Hashable], ...] = ()
+
+    @classmethod
+    def of(cls, phase: str, inputs: Any, facts: Mapping[str, Hashable]) -> StepSignature:
+        """Describes a call with this batch: any nesting of dicts, lists and tensors."""
+        return cls(phase=phase, inputs=tuple(_describe("", inputs)), facts=tuple(facts.items()))
+
+    def difference(self, other: StepSignature) -> list[str]:
+        """How this differs from an earlier signature, in words."""
+        changes = []
+        for mine, theirs in ((dict(self.inputs), dict(other.inputs)), (dict(self.facts), dict(other.facts))):
+            for name in dict.fromkeys([*theirs, *mine]):
+                before, now = theirs.get(name, "absent"), mine.get(name, "absent")
+                if before != now:
+                    changes.append(f"{name}: {before} -> {now}")
+        return changes
+
+
+@dataclass
+class GraphHistory:
+    """Remembers the graphs of a step.
+
+    Attributes:
+        hashes: of the graphs, where they are counted (`max_graphs`).
+        known: the first call of each phase, and the latest calls that compiled: what is known from outside, and what
+            they did.
+        graphs: how many graphs were compiled.
+        seconds: how many seconds that took.
+    """
+
+    hashes: set[str] = field(default_factory=set)
+    known: list[tuple[StepSignature, OperationLog]] = field(default_factory=list)
+    graphs: int = 0
+    seconds: float = 0.0
+    _phases: set[str] = field(default_factory=set)
+
+    def reason(self, signature: StepSignature, operations: OperationLog) -> str:
+        """Why a call compiles, compared with the most similar call of its phase that compiled."""
+        same_phase = [item for item in reversed(self.known) if item[0].phase == signature.phase]
+        if not same_phase:
+            return f"first call of the phase {signature.phase!r}"
+        nearest = min(
+            same_phase, key=lambda item: (len(signature.difference(item[0])), -common_length(item[1], operations))
+        )
+        changes = signature.difference(nearest[0])
+        if changes:
+            return "; ".join(changes) + self._other_shapes(signature, nearest[0])
+        found = explain_difference(nearest[1], operations)
+        if found is not None:
+            return str(found)
+        return (
+            "the batch looks as before, and the step calls the same functions: what differs is in the backward, in "
+            "code that was not called through torch's Python functions, or in what was computed before the step"
+        )
+
+    def _tell(self, name: str, signature: StepSignature, report: ScopeReport, where: str) -> str:
+        reason = self.reason(signature, report.operations)
+        is_first = self._note(signature, report.operations)
+        own = [item for item in self.known if item[0].phase == signature.phase]
+        if not is_first:
+            self.known.append((signature, report.operations))
+        if len(own) >= _KEPT:
+            self.known.remove(own[1])
+        self.graphs += report.compiles
+        self.seconds += report.compile_seconds
+        total = f", {self.seconds:.1f} s in all" if self.graphs > report.compiles else ""
+        position = f" ({where})" if where else ""
+        logger.log(
+            logging.INFO if is_first else logging.WARNING,
+            f"{name}: compiled graph {self.graphs} in {report.compile_seconds:.1f} s{total}{position}: {reason}",
+        )
+        return reason
+
+    def ended(self, name: str, signature: StepSignature, report: ScopeReport, where: str = "") -> str:
+        """Notes the end of a call; if it compiled, says why in the log and returns that reason.
+
+        Args:
+            name: of the step.
+            signature: of the call.
+            report: of its end.
+            where: the call's number, and its position in the run.
+        """
+        if report.compiles:
+            return self._tell(name, signature, report, where)
+        if report.operations.entries:
+            # Its graph may be known from another step.
+            self._note(signature, report.operations)
+        return ""
+
+    def _note(self, signature: StepSignature, operations: OperationLog) -> bool:
+        """Remembers the first call of each phase; returns whether it is this one."""
+        if signature.phase in self._phases:
+            return False
+        self._phases.add(signature.phase)
+        self.known.append((signature, operations))
+        return True
+
+    def _other_shapes(self, signature: StepSignature, nearest: StepSignature) -> str:
+        """Which forms each changed input had so far, and what to do."""
+        changed = [name for name, form in signature.inputs if dict(nearest.inputs).get(name, form) != form]
+        seen = [
+            f"{name} was {', '.join(dict.fromkeys(dict(old.inputs).get(name, 'absent') for old, _ in self.known))}"
+            for name in changed
+        ]
+        if not changed:
+            return ""
+        return (
+            f"\n  so far: {'; '.join(seen)}\n  what to do: pad to a fixed length or to a few lengths, and drop the "
+            "partial last batch (drop_last): each shape is a graph of its own"
+        )
+
+
+def history_of(name: str) -> GraphHistory:
+    """The history of the steps of this name."""
+    return _by_name.setdefault(name, GraphHistory())
+
+
+def _describe(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, torch.Tensor):
+        yield path or "input", f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _describe(f"{path}.{key}" if path else str(key), item)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _describe(f"{path}[{index}]", item)
+    elif value is not None:
+        yield path or "input", repr(value)[:80] if isinstance(value, (bool, int, float, str)) else type(value).__name__

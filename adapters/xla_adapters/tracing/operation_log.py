@@ -1,0 +1,145 @@
+"""`OperationLog`: the torch calls of one traced call of a step, in order, to tell later why a graph differs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from types import MethodWrapperType
+from typing import Any, NamedTuple
+
+import torch
+
+from xla_adapters.utils.location import is_plumbing
+
+_PLAIN = frozenset({int, float, bool, str, complex, type(None), torch.dtype, torch.device, type(Ellipsis)})
+
+
+class Call(NamedTuple):
+    """A call of a torch function.
+
+    Attributes:
+        function: what was called.
+        file, line: where, with torch's own code skipped.
+        numbers: the arguments that are no tensors.
+        form: shape, dtype and whether a gradient is needed, of the result.
+    """
+
+    function: Callable[..., Any]
+    file: str
+    line: int
+    numbers: tuple[Any, ...]
+    form: Any
+
+
+class ModuleCall(NamedTuple):
+    """A call of a module.
+
+    Attributes:
+        kind: the module's class.
+        training: its mode.
+        hooks: how many hooks are called around it.
+        needed: of each of its own parameters, whether it gets a gradient.
+        present: of each, whether it has one.
+        file, line: where, with torch's own code skipped.
+    """
+
+    kind: type
+    training: bool
+    hooks: int
+    needed: tuple[bool, ...]
+    present: tuple[bool, ...]
+    file: str
+    line: int
+
+
+class Update(NamedTuple):
+    """A step of an optimizer.
+
+    Attributes:
+        kind: the optimizer's class.
+        options: of each group of parameters, by name, without the learning rate.
+        rates: the learning rate of each group.
+        numbers: those of all its options, with the rates.
+        state: how many parameters have a state.
+    """
+
+    kind: type
+    options: tuple[tuple[tuple[str, Any], ...], ...]
+    rates: tuple[Any, ...]
+    numbers: tuple[float, ...]
+    state: int
+
+
+class OperationLog:
+    """What a step does, from what Python calls. Holds no tensors.
+
+    Attributes:
+        entries: in the order of the calls.
+    """
+
+    __slots__ = ("entries",)
+
+    def __init__(self) -> None:
+        self.entries: list[Call | ModuleCall | Update] = []
+
+    def call(self, function: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Notes a call of a torch function, but for what computes nothing: attributes, and marks for the profiler."""
+        if type(function) is MethodWrapperType or (
+            not isinstance(result, torch.Tensor) and "record_function" in getattr(function, "__name__", "")
+        ):
+            return
+        numbers = _plain(args)
+        if kwargs:
+            numbers += tuple((name, _plain((value,))) for name, value in kwargs.items())
+        self.entries.append(Call(function, *_place(), numbers, _form(result)))
+
+    def module(self, module: torch.nn.Module) -> None:
+        """Notes that a module is called."""
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        with torch._C.DisableTorchFunction():
+            needed = tuple([parameter.requires_grad for parameter in own])
+            present = tuple([parameter.grad is not None for parameter in own])
+        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
+        self.entries.append(ModuleCall(type(module), module.training, hooks, needed, present, *_place()))
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes that an optimizer steps."""
+        options = []
+        numbers: list[Any] = []
+        for group in optimizer.param_groups:
+            own = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+            # Not their `repr`: an option may hold tensors, whose values would be read.
+            options.append(tuple(zip(own, _plain(own.values()), strict=True)))
+            numbers += [value for value in (group.get("lr"), *own.values()) if type(value) in (int, float)]
+        rates = _plain(group.get("lr") for group in optimizer.param_groups)
+        self.entries.append(Update(type(optimizer), tuple(options), rates, tuple(numbers), len(optimizer.state)))
+
+
+def _plain(values: Iterable[Any]) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN:
+            found.append(value)
+        elif kind is tuple or kind is list or kind is torch.Size:
+            found.append(_plain(value))
+        elif kind is slice:
+            found.append(("slice", *_plain((value.start, value.stop, value.step))))
+        else:
+            found.append(kind.__name__)
+    return tuple(found)
+
+
+def _form(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return tuple(result.shape), result.dtype, result.requires_grad
+    if isinstance(result, (tuple, list)):
+        return tuple(map(_form, result))
+    return None
+
+
+def _place() -> tuple[str, int]:
+    frame = sys._getframe(2)
+    while is_plumbing(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

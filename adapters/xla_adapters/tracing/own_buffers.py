@@ -1,0 +1,59 @@
+"""Gives tensors that share a buffer separate buffers, before an executable overwrites it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from xla_adapters.runtime import Runtime
+from xla_adapters.tracing.undo_log import UndoLog
+
+
+def own_buffers_for_update(undo_log: UndoLog, runtime: Runtime) -> list[torch.Tensor]:
+    """Copies the tensors that share a buffer with those that the traced step updates. Called before it is executed.
+
+    Args:
+        undo_log: the step's.
+        runtime: the runtime.
+
+    Returns:
+        The tensors that the step updates.
+    """
+    written, copied = [], []
+    for entry in undo_log.entries():
+        if runtime.tracing.is_pending(entry.tensor):
+            written.append(entry)
+        elif not runtime.values.holds(entry.tensor, entry.value):
+            copied.append(entry.tensor)
+    buffers = runtime.shared_buffers if runtime.has_shared_buffers else None
+    if buffers is not None and copied:
+        # They became copies in this step, and share the buffer of the tensor they were copied from.
+        buffers.give_own_buffers([entry.former for entry in written], copied)
+    if buffers is not None and buffers.copies_made():
+        unknown = [entry.former for entry in written if buffers.is_unknown(entry.tensor, entry.value)]
+        if unknown:
+            buffers.give_own_buffers(unknown)
+    grads = [leaf.grad for leaf, before in undo_log.leaves() if leaf.grad is not None and leaf.grad is not before]
+    return [*(entry.tensor for entry in written), *(grad for grad in grads if runtime.tracing.is_pending(grad))]
+
+
+def copies_of_taken(
+    taken: Sequence[torch.Tensor], inputs: Mapping[int, torch.Tensor], runtime: Runtime
+) -> dict[int, torch.Tensor]:
+    """Copies the inputs that are the same value as a donated one.
+
+    Args:
+        taken: the donated inputs: the executable reuses their buffers.
+        inputs: other inputs, by position.
+        runtime: the runtime.
+
+    Returns:
+        The copies, by position.
+    """
+    found = runtime.lazy.aliases(list(inputs.values()), taken)
+    if not found:
+        return {}
+    keys = list(inputs)
+    copies = runtime.values.copies([inputs[keys[position]] for position in found])
+    return {keys[position]: copy for position, copy in zip(found, copies, strict=True)}

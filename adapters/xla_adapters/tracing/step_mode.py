@@ -1,0 +1,304 @@
+"""`StepMode`: the function mode that reports reads and records writes inside a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from xla_adapters.lowerings.attention import ATTENTION
+from xla_adapters.lowerings.norms import NORMS
+from xla_adapters.lowerings.operators import LOWERINGS, norm_with_torchs_variance
+from xla_adapters.runtime import get_runtime
+from xla_adapters.runtime.extensions import extensions
+from xla_adapters.runtime.transfers import upload_scalar
+from xla_adapters.tracing.answers import NO_ANSWER, Answers
+from xla_adapters.tracing.index_check import IndexCheck
+from xla_adapters.tracing.operation_log import OperationLog
+from xla_adapters.tracing.undo_log import UndoLog
+from xla_adapters.utils.fake_tensors import is_fake
+from xla_adapters.utils.torch_modes import leave_function_mode
+
+_Tensor = torch.Tensor
+_CALL = Callable[..., Any]
+
+# Calls that need the value of a tensor on the host, whatever their other arguments.
+_READS: dict[_CALL, str] = {
+    _Tensor.item: ".item()",
+    _Tensor.tolist: ".tolist()",
+    _Tensor.numpy: ".numpy()",
+    _Tensor.cpu: ".cpu()",
+    _Tensor.__array__: "numpy conversion",
+    _Tensor.__bool__: "bool(tensor)",
+    _Tensor.__int__: "int(tensor)",
+    _Tensor.__float__: "float(tensor)",
+    _Tensor.__index__: "use as an index",
+    _Tensor.__complex__: "complex(tensor)",
+    _Tensor.__repr__: "print / repr",
+    _Tensor.__format__: "formatting",
+    _Tensor.__contains__: "`in` on a tensor",
+    _Tensor.__reduce_ex__: "pickling",
+    _Tensor.equal: "torch.equal",
+    torch.equal: "torch.equal",
+    _Tensor.allclose: "torch.allclose",
+    torch.allclose: "torch.allclose",
+    _Tensor.is_nonzero: "is_nonzero",
+    torch.is_nonzero: "is_nonzero",
+}
+# Operations whose result has a shape that depends on the values of the tensor.
+_DYNAMIC: dict[_CALL, str] = {
+    function: name
+    for name, functions in {
+        "nonzero": (_Tensor.nonzero, torch.nonzero, _Tensor.argwhere, torch.argwhere),
+        "masked_select": (_Tensor.masked_select, torch.masked_select),
+        "unique": (_Tensor.unique, torch.unique),
+        "unique_consecutive": (_Tensor.unique_consecutive, torch.unique_consecutive),
+        "bincount": (_Tensor.bincount, torch.bincount),
+    }.items()
+    for function in functions
+}
+_INDEXING: frozenset[_CALL] = frozenset({_Tensor.__getitem__, _Tensor.__setitem__})
+_REPEATS: frozenset[_CALL] = frozenset({_Tensor.repeat_interleave, torch.repeat_interleave})
+_MASKS = (torch.bool, torch.uint8)
+# Calls that read only if they move a tensor from the device to the host.
+_MOVES: frozenset[_CALL] = frozenset({_Tensor.to, _Tensor.copy_, _Tensor.type})
+# Calls that make a tensor of Python numbers, or of tensors of one element.
+_FROM_NUMBERS: frozenset[_CALL] = frozenset({torch.tensor, torch.as_tensor, torch.scalar_tensor})
+# Calls that write some of their arguments in place, and whose name does not end with an underscore.
+_HIDDEN_WRITES: frozenset[_CALL] = frozenset({_Tensor.data.__set__, _Tensor.__setitem__})  # type: ignore[attr-defined]
+# Calls that may change the recorded value itself (see `Values.twin`), as batch norm does.
+_WRITE_THROUGH: frozenset[_CALL] = frozenset({_Tensor.__setitem__, torch._foreach_copy_})
+_NORMS: frozenset[_CALL] = frozenset(
+    {torch.batch_norm, torch.instance_norm, torch.nn.functional.batch_norm, torch.nn.functional.instance_norm}
+)
+
+
+# Calls that may shorten rows of the weight, and the position of the argument that asks for it.
+_EMBEDDINGS: dict[_CALL, int] = {torch.nn.functional.embedding: 3, torch.nn.functional.embedding_bag: 3}
+
+
+def _renorms(function: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    position = _EMBEDDINGS[function]
+    return len(args) > 1 and (args[position] if len(args) > position else kwargs.get("max_norm")) is not None
+
+
+def _writes_in_place(function: _CALL) -> bool:
+    if function in _HIDDEN_WRITES:
+        return True
+    name = getattr(function, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__index__", "__int__", "__iter__", "__invert__", "__init__")
+    return name.endswith("_")
+
+
+class StepMode(TorchFunctionMode):
+    """Intercepts the torch calls of a step: reports reads, records writes, and replaces operators by their lowerings.
+
+    It sees calls from Python only. For what happens inside C++ there are two other means: the undo log records the
+    leaves, whose gradients the autograd engine accumulates, and the runtime refuses to execute for a read.
+
+    Args:
+        undo_log: gets the tensors that are about to be written.
+        on_read: called with the name of the call and the tensor before a value is read on the host.
+        on_dynamic: the same, before an operation whose result has a shape that depends on values.
+        operations: gets every call that was made.
+        answers: answers reads of known libraries; None if there are none.
+    """
+
+    def __init__(
+        self,
+        undo_log: UndoLog,
+        on_read: Callable[[str, torch.Tensor], None],
+        on_dynamic: Callable[[str, torch.Tensor], None],
+        operations: OperationLog,
+        answers: Answers | None = None,
+    ) -> None:
+        super().__init__()
+        self.undo_log = undo_log
+        self._operations = operations
+        self._answers = answers
+        self._indices = IndexCheck(notes=answers is None)
+        self._on_read = on_read
+        self._on_dynamic = on_dynamic
+        self._writes: dict[_CALL, bool] = {}
+        runtime = get_runtime()
+        self._spmd = runtime.device.is_spmd()
+        self._lowerings = {**LOWERINGS, **(NORMS | ATTENTION if self._spmd else {})}
+        for extension in extensions():
+            self._lowerings |= extension.lowerings(runtime)
+
+    def __torch_function__(
+        self, func: _CALL, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and is_fake(args[0]):
+            return func(*args, **kwargs)
+        called = func
+        self._indices.check(func, args, kwargs)
+        if func in self._lowerings and args and args[0].device.type == "xla":
+            func = self._lowerings[func]
+        if func in _READS:
+            if args[0].device.type == "xla":
+                if self._answers is not None:
+                    answer = self._answers.read(func, _READS[func], args, kwargs)
+                    if answer is not NO_ANSWER:
+                        return answer
+                self._on_read(_READS[func], args[0])
+        elif func is _Tensor.backward:
+            return self._backward(*args, **kwargs)
+        elif func in _MOVES:
+            self._check_move(func, args, kwargs)
+            if func is _Tensor.to:
+                return self._noted(func, args, kwargs, upload_scalar(func, args, kwargs))
+        elif func in _FROM_NUMBERS:
+            if args and _is_list_of_device_scalars(args[0]):
+                return _stack(args[0], **kwargs)
+            return self._noted(func, args, kwargs, upload_scalar(func, args, kwargs))
+        elif func in _NORMS:
+            self._record_leaves((*args, *kwargs.values()))
+            for value in (*args[1:], *kwargs.values()):
+                if isinstance(value, _Tensor) and not value.requires_grad:
+                    self.undo_log.record(value, written_through=True)
+            return self._noted(called, args, kwargs, norm_with_torchs_variance(func, args, kwargs, split=self._spmd))
+        else:
+            if func is _Tensor.__setitem__ and _sets_number_by_mask(args):
+                # As masked_fill_ it is the same without a read of how many elements the mask selects.
+                mask = args[1].reshape(*args[1].shape, *[1] * (args[0].ndim - args[1].ndim))
+                func, args = _Tensor.masked_fill_, (args[0], mask, args[2])
+            dynamic = self._dynamic(func, args, kwargs)
+            if dynamic is not None:
+                if self._answers is not None:
+                    answer = self._answers.dynamic(func, args, kwargs, *dynamic)
+                    if answer is not NO_ANSWER:
+                        return answer
+                self._on_dynamic(*dynamic)
+            writes = self._writes.get(func)
+            if writes is None:
+                writes = self._writes[func] = _writes_in_place(func)
+            if func in _EMBEDDINGS and _renorms(func, args, kwargs):
+                self.undo_log.record(args[1], written_through=True)
+            if writes or "out" in kwargs or kwargs.get("inplace"):
+                self._record_writes(args, kwargs, written_through=func in _WRITE_THROUGH)
+            else:
+                self._record_leaves(args)
+                if kwargs:
+                    self._record_leaves(kwargs.values())
+        return self._noted(called, args, kwargs, func(*args, **kwargs))
+
+    def _noted(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        self._operations.call(func, args, kwargs, result)
+        if self._answers is not None:
+            self._answers.note(func, args, kwargs, result)
+        self._indices.note(func, args, kwargs, result)
+        return result
+
+    def _backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Runs the autograd engine with this mode on; torch switches it off inside a call that it intercepted."""
+        self.undo_log.record_enclosing_leaves()
+        self._operations.call(_Tensor.backward, args, kwargs, None)
+        if type(tensor) is not _Tensor:
+            return _Tensor.backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
+        if "gradient" in kwargs:
+            # The method and the function have different names for this argument.
+            kwargs["grad_tensors"] = kwargs.pop("gradient")
+        with self:
+            return torch.autograd.backward(tensor, *args, **kwargs)
+
+    def _dynamic(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, torch.Tensor] | None:
+        """The name of an operation whose result has no fixed shape, with the tensor it depends on; None for others."""
+        if func in _DYNAMIC:
+            name, looked_into = _DYNAMIC[func], args[0]
+        elif func in _INDEXING:
+            name = "a boolean index"
+            looked_into = _mask_in(args[1])
+        elif func in _REPEATS and kwargs.get("output_size") is None:
+            name = "repeat_interleave without output_size"
+            looked_into = kwargs.get("repeats", args[1] if len(args) > 1 else args[0])
+        elif func is torch.where and len(args) == 1 and not kwargs:
+            name, looked_into = "torch.where with one argument", args[0]
+        else:
+            return None
+        if isinstance(looked_into, _Tensor) and looked_into.device.type == "xla":
+            return name, looked_into
+        return None
+
+    def _check_move(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensor = args[0]
+        if func is _Tensor.copy_:
+            source = args[1] if len(args) > 1 else kwargs.get("src")
+            if isinstance(source, _Tensor) and source.device.type == "xla" and tensor.device.type != "xla":
+                self._on_read("copy_ to the host", source)
+            self.undo_log.record(tensor, written_through=True)
+            return
+        if tensor.device.type != "xla":
+            return
+        for target in (*args[1:], *kwargs.values()):
+            if isinstance(target, _Tensor):
+                to_host = target.device.type == "cpu"
+            elif isinstance(target, torch.device):
+                to_host = target.type == "cpu"
+            elif isinstance(target, str):
+                to_host = target.startswith("cpu") or (target.startswith("torch.") and ".xla." not in target)
+            else:
+                # Classes such as torch.FloatTensor, which `.type()` takes.
+                to_host = isinstance(target, type) and func is _Tensor.type
+            if to_host:
+                self._on_read(".to('cpu')", tensor)
+                return
+
+    def _record_writes(self, args: Iterable[Any], kwargs: dict[str, Any], *, written_through: bool) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, _Tensor):
+                self.undo_log.record(value, written_through=written_through)
+            elif isinstance(value, (list, tuple)):
+                self._record_writes(value, {}, written_through=written_through)
+
+    def _record_leaves(self, args: Iterable[Any]) -> None:
+        for value in args:
+            if isinstance(value, _Tensor):
+                if value.requires_grad and value.is_leaf:
+                    self.undo_log.record_leaf(value)
+            elif isinstance(value, (list, tuple)):
+                self._record_leaves(value)
+
+    def detach(self) -> None:
+        """Removes the mode from the thread's stack of modes, wherever it is in it.
+
+        It is in the stack twice if Ctrl-C came while a backward was leaving it.
+        """
+        leave_function_mode(self)
+
+
+def _sets_number_by_mask(args: tuple[Any, ...]) -> bool:
+    tensor, index, value = args
+    if not (isinstance(tensor, _Tensor) and tensor.device.type == "xla"):
+        return False
+    if not (isinstance(index, _Tensor) and index.dtype is torch.bool and index.shape == tensor.shape[: index.ndim]):
+        return False
+    return isinstance(value, (bool, int, float)) or (
+        isinstance(value, _Tensor) and value.ndim == 0 and value.device == tensor.device and value.dtype == tensor.dtype
+    )
+
+
+def _is_list_of_device_scalars(data: Any) -> bool:
+    return (
+        isinstance(data, (list, tuple))
+        and all(isinstance(item, _Tensor) and item.ndim == 0 for item in data)
+        and any(item.device.type == "xla" for item in data)
+    )
+
+
+def _stack(scalars: Any, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
+    """As `torch.tensor(scalars)`, on the device and without a read."""
+    device_of_scalars = next(scalar.device for scalar in scalars if scalar.device.type == "xla")
+    stacked = torch.stack([scalar.detach().to(device_of_scalars) for scalar in scalars])
+    return stacked if dtype is None else stacked.to(dtype)
+
+
+def _mask_in(index: Any) -> torch.Tensor | None:
+    for part in index if isinstance(index, tuple) else (index,):
+        if isinstance(part, _Tensor) and part.dtype in _MASKS:
+            return part
+    return None

@@ -1,0 +1,399 @@
+"""`StepScope`: traces the code inside it as one graph, and executes that graph once at the end.
+
+Implements the step of RFC pytorch/xla#6751: nothing is executed before the step ends, everything has been executed
+after it, and a step that ends early by an error changes nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+
+import torch
+
+from xla_adapters.config import XLAConfig
+from xla_adapters.errors import BreakKind, ConcurrentStepError, DeviceOutOfMemoryError, XLAAdapterError
+from xla_adapters.runtime import Runtime, RuntimeEvent, get_runtime
+from xla_adapters.runtime.extensions import extensions
+from xla_adapters.runtime.rng import StepSeed
+from xla_adapters.runtime.waiting_steps import settle
+from xla_adapters.tracing.activation_checkpointing import checkpointing_on_device
+from xla_adapters.tracing.breaks import BreakPolicy
+from xla_adapters.tracing.claim import claim_process, release_process
+from xla_adapters.tracing.discarding import Discarding
+from xla_adapters.tracing.graph_breaks import GraphBreaks
+from xla_adapters.tracing.graph_history import GraphHistory, StepSignature, history_of
+from xla_adapters.tracing.graph_limit import check_pending_graph
+from xla_adapters.tracing.interrupts import InterruptGuard, at_edge
+from xla_adapters.tracing.modules import ModuleGuard
+from xla_adapters.tracing.operation_log import OperationLog
+from xla_adapters.tracing.own_buffers import own_buffers_for_update
+from xla_adapters.tracing.scope_report import NOTHING_COMPILED, ScopeReport
+from xla_adapters.tracing.step_mode import StepMode
+from xla_adapters.tracing.undo_log import UndoLog
+from xla_adapters.tracing.undoing import keep_switches, restore_state
+from xla_adapters.tracing.updates import UpdateGuard
+from xla_adapters.utils.compiling import compiled_code_inlined
+from xla_adapters.utils.inference import inference_mode_as_no_grad
+from xla_adapters.utils.stack_room import with_stack_room
+from xla_adapters.utils.torch_modes import without_dispatch_modes
+
+
+class _Current(threading.local):
+    scope: StepScope | None = None
+
+
+_current = _Current()
+
+
+def current_scope() -> StepScope | None:
+    """The outermost step scope that this thread is in; `None` outside of steps."""
+    return _current.scope
+
+
+def in_step() -> bool:
+    """Whether this thread is inside a step that is being traced."""
+    return _current.scope is not None
+
+
+def when_step_ends(undo: Callable[[], None]) -> None:
+    """Registers a function to be called when the current step of this thread ends, normally or by an error."""
+    assert _current.scope is not None
+    _current.scope._restores.callback(undo)
+
+
+class StepScope:
+    """One traced call of a step. User code enters it by `xla_adapters.step()`; adapters open and close it themselves.
+
+    Args:
+        name: of the step, for messages and graph dumps.
+        config: the options; `XLAConfig()` if not given.
+        seed: where the random numbers of this call start; by default the device's stream continues.
+        hint: for messages: where in the host framework a value can be read.
+        history: the graphs of the step; by default those of all steps of this name.
+        signature: what is known of this call from outside.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = "step",
+        config: XLAConfig | None = None,
+        seed: StepSeed | None = None,
+        hint: str = "",
+        history: GraphHistory | None = None,
+        signature: StepSignature | None = None,
+    ) -> None:
+        self.name = name
+        self.history = history_of(name) if history is None else history
+        self.signature = StepSignature() if signature is None else signature
+        # What the call has done so far.
+        self.operations = OperationLog()
+        self.config = config if config is not None else XLAConfig()
+        self._seed = seed
+        self._runtime: Runtime = get_runtime()
+        self._breaks = GraphBreaks(BreakPolicy(self.config.on_graph_break, name, hint), self._runtime)
+        self._outer: StepScope | None = None
+        self._outer_undo_log: UndoLog | None = None
+        self._undo_log = UndoLog(self._runtime)
+        self._mode: StepMode | None = None
+        self._interrupts = InterruptGuard()
+        self._restores = ExitStack()
+        self._seeds_before: tuple[int, torch.Tensor] | None = None
+        self._is_open = False
+        self._executed = False
+
+    @property
+    def executed(self) -> bool:
+        """Whether the graph was handed to the device, even if an error followed (Ctrl-C while it compiles)."""
+        return self._executed
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the scope has been opened and neither closed nor aborted."""
+        return self._is_open
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this thread is in this scope (the outermost of nested ones)."""
+        return _current.scope is self
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether writes to tensors are recorded in the undo log."""
+        return self._mode is not None
+
+    @property
+    def forbids_breaks(self) -> bool:
+        """Whether a graph break is an error."""
+        return self.config.on_graph_break == "error"
+
+    @at_edge
+    @with_stack_room
+    @without_dispatch_modes
+    def open(self) -> None:
+        """Starts tracing. Inside another scope, only starts a new undo log.
+
+        Raises:
+            ConcurrentStepError: another thread is inside a step, or this scope is open already.
+        """
+        if self._is_open:
+            raise ConcurrentStepError(f"the step {self.name!r} is open already")
+        outer = _current.scope
+        if outer is not None:
+            self._is_open, self._outer = True, outer
+            assert outer._mode is not None
+            self._outer_undo_log = outer._mode.undo_log
+            self._undo_log = outer._mode.undo_log = UndoLog(self._runtime, enclosing=self._outer_undo_log)
+            return
+        settle("a step is traced")
+        # Ctrl-C below would leave the process claimed.
+        self._interrupts.install()
+        try:
+            claim_process(self)
+            self._is_open = True
+            self._runtime.device.initialize()
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                if self._runtime.has_shared_buffers:
+                    self._runtime.shared_buffers.separate_state()
+            self._start_tracing()
+        except BaseException:
+            if self._is_open:
+                self._stop_tracing()
+            self._interrupts.finish()
+            raise
+        _current.scope = self
+
+    @at_edge
+    @with_stack_room
+    @without_dispatch_modes
+    def close(self) -> ScopeReport:
+        """Stops tracing and executes the graph.
+
+        After an error that comes once the graph was handed to the device (Ctrl-C while it compiles), the step counts
+        as done. Any other error discards it.
+
+        Raises:
+            ProfilerScopeError: a profiler scope opened inside is still open; the step is discarded.
+            GraphLimitError: the graph would be one more than `max_graphs`; the step is discarded.
+        """
+        if not self._is_open:
+            return NOTHING_COMPILED
+        if self._outer is not None:
+            return self._close_inner(self._outer)
+        self._merge_inner_logs()
+        try:
+            report = self._finish_graph()
+        except BaseException as error:
+            if self._breaks.executing and not self._runtime.tracing.pending_count():
+                # The graph has been executed and the old values' buffers are gone: nothing can be restored.
+                self._executed = True
+                self._undo_log.clear()
+                self._stop_tracing()
+                self._interrupts.finish()
+                raise
+            translated = self.translate(error)
+            self.abort()
+            if translated is not None:
+                raise translated from error
+            raise
+        self._executed = True
+        self._stop_tracing()
+        self._undo_log.retire()
+        self._interrupts.finish()
+        return report
+
+    @at_edge
+    def _close_inner(self, outer: StepScope) -> ScopeReport:
+        """Leaves a step inside another one: its operations become part of the outer step's graph."""
+        if not outer.is_open:
+            self._is_open = False
+            raise ConcurrentStepError(
+                f"the step {self.name!r} is inside the step {outer.name!r}, which has ended before it; steps must "
+                "be left in the reverse order of their entry (a generator that is suspended inside a step?)"
+            )
+        self._leave_inner()
+        assert self._outer_undo_log is not None
+        self._undo_log.merge_into(self._outer_undo_log)
+        # A value that it still referenced would become an output of the outer step's graph.
+        self._undo_log.clear()
+        return NOTHING_COMPILED
+
+    @at_edge
+    def _finish_graph(self) -> ScopeReport:
+        """Completes the graph and executes it."""
+        runtime, undo_log = self._runtime, self._undo_log
+        self._breaks.check_end()
+        if self.config.free_grads is True:
+            undo_log.free_grads()
+        self.stop_recording()
+        undo_log.apply_writes()
+        undo_log.restate_dtypes()
+        undo_log.detach_new_grads()
+        if self.config.max_graphs is not None:
+            reason = partial(self.history.reason, self.signature, self.operations)
+            check_pending_graph(self.name, self.config.max_graphs, self.history.hashes, undo_log, runtime, reason)
+        runtime.tracing.set_execution_allowed(True)
+        self._breaks.executing = True
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            written = own_buffers_for_update(undo_log, runtime)
+        compiles, seconds = runtime.counters.compile_totals()
+        self._execute()
+        if runtime.has_shared_buffers:
+            runtime.shared_buffers.note_own_buffers(written)
+            runtime.shared_buffers.note_separated()
+        compiles_after, seconds_after = runtime.counters.compile_totals()
+        return ScopeReport(
+            compiles=compiles_after - compiles,
+            compile_seconds=seconds_after - seconds,
+            operations=self.operations,
+        )
+
+    @at_edge
+    @with_stack_room
+    @without_dispatch_modes
+    def abort(self) -> None:
+        """Stops tracing, discards the graph, and restores everything to its state before the scope."""
+        if not self._is_open:
+            return
+        if self._outer is not None:
+            self._leave_inner()
+            if self._outer.is_open:
+                with torch._C.DisableTorchFunction():
+                    self._undo_log.undo(discard=False)
+            return
+        self._merge_inner_logs()
+        self._stop_tracing()
+        try:
+            restore_state(self._runtime, self._undo_log, self._seeds_before)
+        finally:
+            self._interrupts.finish()
+
+    @at_edge
+    def __enter__(self) -> StepScope:
+        self._discarding = Discarding(self)
+        self.open()
+        return self
+
+    @at_edge
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.history.ended(self.name, self.signature, self.close())
+        else:
+            self._discarding.__exit__(kind, error, traceback)
+
+    def translate(self, error: BaseException) -> XLAAdapterError | None:
+        """The error to raise in place of one of the runtime's; `None` for an error of another kind."""
+        if self._runtime.device.is_out_of_memory(error):
+            return DeviceOutOfMemoryError.of_step(self.name, self._runtime.device.hardware())
+        return self._breaks.translate(error)
+
+    def _execute(self) -> None:
+        self._runtime.tracing.finish_step()
+
+    def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called when an optimizer is about to compute its update, after forward and backward."""
+
+    def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called when an optimizer has computed its update."""
+
+    # ---- tracing -------------------------------------------------------------------------------
+
+    def _start_tracing(self) -> None:
+        runtime = self._runtime
+        if runtime.tracing.pending_count():
+            # Operations from before the step are not part of its graph, and stay if the step is discarded.
+            runtime.tracing.flush()
+        restores = self._restores
+        keep_switches(runtime, restores)
+        runtime.tracing.set_graph_name(self.name)
+        runtime.tracing.set_eager(False)
+        # Backward runs in this thread: there the dispatch mode sees it, Ctrl-C interrupts it, and it does not matter
+        # whether a CPU backward ran before the runtime started (torch sizes its device queues only once).
+        restores.enter_context(torch.autograd.set_multithreading_enabled(False))
+        ModuleGuard(self).install(restores)
+        UpdateGuard(self, runtime).install(restores)
+        around = (extension.around_step(runtime) for extension in extensions())
+        for context in (inference_mode_as_no_grad(), checkpointing_on_device(), compiled_code_inlined(), *around):
+            restores.enter_context(context)
+        restores.enter_context(runtime.tracing.intercept(self._on_runtime_event))
+        runtime.tracing.set_execution_allowed(not self.forbids_breaks)
+        self._breaks.begin(self.undo_logs)
+        self._seeds_before = (runtime.random.seed(), torch.get_rng_state())
+        # The present seed is set too: if it is pending (drawn lazily since the last step), this graph would differ.
+        runtime.random.set_seed(self._seeds_before[0] if self._seed is None else self._seed.value())
+        self.start_recording(self._undo_log)
+
+    def _stop_tracing(self) -> None:
+        self._is_open = False
+        self._breaks.end(executed=self._executed)
+        if _current.scope is self:
+            _current.scope = None
+        self.stop_recording()
+        try:
+            self._restores.close()
+        finally:
+            release_process(self)
+
+    def _merge_inner_logs(self) -> None:
+        if self._mode is not None:
+            self._mode.undo_log.merge_up_to(self._undo_log)
+
+    def _leave_inner(self) -> None:
+        self._is_open = False
+        assert self._outer is not None
+        assert self._outer_undo_log is not None
+        if self._outer._mode is not None:
+            self._outer._mode.undo_log = self._outer_undo_log
+
+    def undo_logs(self) -> list[UndoLog]:
+        """The undo logs of all open steps, the innermost first."""
+        return [self._undo_log] if self._mode is None else self._mode.undo_log.chain()
+
+    def start_recording(self, undo_log: UndoLog) -> None:
+        """Starts recording writes to tensors in an undo log, and reporting reads."""
+        breaks = self._breaks
+        self._mode = StepMode(undo_log, breaks.on_read, breaks.on_dynamic, self.operations, breaks.answers)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    @at_edge
+    def stop_recording(self) -> None:
+        """Stops recording; `start_recording` starts it again."""
+        if self._mode is not None:
+            self._mode.detach()
+            self._mode = None
+
+    @at_edge
+    def pause_recording(self) -> None:
+        """Stops recording until `resume_recording`."""
+        if self._mode is not None:
+            self._mode.detach()
+
+    @at_edge
+    def resume_recording(self) -> None:
+        """Continues recording after `pause_recording`."""
+        if self._mode is not None:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    # ---- graph breaks ------------------------------------------------------------------------------
+
+    def meet_break(self, kind: BreakKind, what: str) -> None:
+        """Reports a graph break that the caller is about to cause, and executes what is pending.
+
+        Raises:
+            GraphBreakError: the subclass for `kind`, under `on_graph_break="error"`.
+        """
+        self._breaks.meet(kind, what)
+
+    def _on_runtime_event(self, event: RuntimeEvent, subject: object) -> None:
+        if self.is_current:
+            self._breaks.on_runtime_event(event, subject)
+
+    def flush(self) -> None:
+        """Executes all that is pending, so that the rest of the step need not compute it again."""
+        self._breaks.flush()

@@ -1,0 +1,363 @@
+"""`UndoLog`: the values that a step has replaced, to restore them after an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from xla_adapters.runtime import Runtime
+from xla_adapters.tracing.discarded import mark_discarded
+from xla_adapters.utils.fake_tensors import is_bare, is_fake
+
+
+@dataclass
+class TensorEntry:
+    """A tensor of which the step writes the value.
+
+    Attributes:
+        tensor: on the device or the host.
+        value: what it held before the step.
+        on_device: whether it is on the device.
+        twin: a second copy of the value, if an operation may have written `value` itself.
+        was_pending: whether the value was not computed yet when it was recorded.
+    """
+
+    tensor: torch.Tensor
+    value: torch.Tensor
+    on_device: bool
+    twin: torch.Tensor | None = None
+    was_pending: bool = False
+
+    @property
+    def former(self) -> torch.Tensor:
+        """The value before the step, as the step's graph reads it."""
+        return self.value if self.twin is None else self.twin
+
+
+@dataclass
+class _ModuleEntry:
+    module: torch.nn.Module
+    buffers: dict[str, torch.Tensor | None]
+
+
+@dataclass
+class _OptimizerEntry:
+    optimizer: Optimizer
+    state: list[tuple[Any, dict[Any, Any] | Any]]
+    groups: list[dict[str, Any]]
+
+
+_retired: list[torch.Tensor | None] = []
+
+
+def release_retired() -> None:
+    """Frees the replaced values of the last executed step; may wait for the device."""
+    _retired.clear()
+
+
+class UndoLog:
+    """Records the values that a step is about to replace, and restores them if the step fails.
+
+    XLA tensors are functional: an in-place operation makes the tensor refer to a new value. The log keeps a reference
+    to the old value, so recording copies nothing. A value is recorded right before it changes.
+
+    Args:
+        runtime: the runtime.
+        enclosing: the undo log of the step around this one. Then tensors that are not computed yet are recorded too,
+            because the enclosing step may have made them.
+    """
+
+    def __init__(self, runtime: Runtime, *, enclosing: UndoLog | None = None) -> None:
+        self._runtime = runtime
+        self._enclosing = enclosing
+        self._spmd = runtime.device.is_spmd()
+        self._tensors: dict[int, TensorEntry] = {}
+        self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._modules: dict[int, _ModuleEntry] = {}
+        self._optimizers: dict[int, _OptimizerEntry] = {}
+
+    def record(self, tensor: torch.Tensor, *, written_through: bool = False) -> None:
+        """Records the value of a tensor that is about to be written in place.
+
+        Args:
+            tensor: on the device or the host.
+            written_through: the operation may change the recorded value itself; see `Values.twin`.
+        """
+        entry = self._tensors.get(id(tensor))
+        if entry is not None:
+            if (
+                written_through
+                and entry.on_device
+                and entry.twin is None
+                and not self._runtime.tracing.is_pending(entry.value)
+            ):
+                entry.twin = self._runtime.values.twin(entry.value)
+            return
+        base = tensor._base
+        if base is not None:
+            # Writing into a view changes its base; the value of the view itself may be pending.
+            self.record(base, written_through=written_through)
+            return
+        if is_fake(tensor) or is_bare(tensor):
+            return
+        if self._runtime.device.owns(tensor):
+            # A pending tensor was made inside this step, so there is no value to restore. A reference to its value
+            # would make an intermediate result an output of the graph.
+            pending = self._runtime.tracing.is_pending(tensor)
+            if self._enclosing is None and pending:
+                return
+            if self._spmd and not pending:
+                # torch_xla hands the annotation on to the new value, and annotates all results of a step. Without one
+                # now, the first step would be another graph than the later ones.
+                self._runtime.spmd.annotate_whole(tensor)
+            value = self._runtime.values.snapshot(tensor)
+            twin = self._runtime.values.twin(value) if written_through else None
+            self._tensors[id(tensor)] = TensorEntry(tensor, value, True, twin, pending)
+        elif tensor.device.type == "cpu":
+            self._tensors[id(tensor)] = TensorEntry(tensor, tensor.detach().clone(), False)
+
+    def record_leaf(self, leaf: torch.Tensor) -> None:
+        """Records a parameter that the step uses, and its gradient."""
+        if id(leaf) in self._leaves or is_fake(leaf):
+            return
+        if leaf._base is not None and not torch.is_grad_enabled():
+            # A view made without gradients counts as a leaf (in the forward of an autograd function, say) and gets no
+            # gradient. A reference would keep what it is a view of alive, as an output of the graph.
+            return
+        grad = leaf.grad
+        self.record(leaf)
+        if grad is not None:
+            self.record(grad)
+        self._leaves[id(leaf)] = (leaf, grad)
+
+    def record_enclosing_leaves(self) -> None:
+        """Records the leaves of enclosing steps: a backward is about to change their gradients."""
+        for enclosing in self.chain()[1:]:
+            for leaf, _ in list(enclosing._leaves.values()):
+                self.record_leaf(leaf)
+
+    def record_module(self, module: torch.nn.Module) -> None:
+        """Records which tensors a module's buffers are: its forward may assign other ones."""
+        if module._buffers and id(module) not in self._modules:
+            self._modules[id(module)] = _ModuleEntry(module, dict(module._buffers))
+
+    def record_optimizer(self, optimizer: Optimizer) -> None:
+        """Records an optimizer's state, groups and parameters before it steps."""
+        if id(optimizer) in self._optimizers:
+            return
+        state = [(key, dict(value) if isinstance(value, dict) else value) for key, value in optimizer.state.items()]
+        groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+        for group in groups:
+            for parameter in group["params"]:
+                self.record_leaf(parameter)
+            for value in group.values():
+                if isinstance(value, torch.Tensor):
+                    self.record(value)
+        self.record_optimizer_state(optimizer)
+        # Last: after Ctrl-C above, the next call records everything.
+        self._optimizers[id(optimizer)] = _OptimizerEntry(optimizer, state, groups)
+
+    def record_optimizer_state(self, optimizer: Optimizer) -> None:
+        """Records the tensors of an optimizer's state, including those created since `record_optimizer`."""
+        for values in optimizer.state.values():
+            if isinstance(values, dict):
+                for value in _tensors_in(values.values()):
+                    self.record(value)
+
+    def chain(self) -> list[UndoLog]:
+        """This undo log and those of the enclosing steps, the innermost first."""
+        undo_logs, enclosing = [self], self._enclosing
+        while enclosing is not None:
+            undo_logs.append(enclosing)
+            enclosing = enclosing._enclosing
+        return undo_logs
+
+    def merge_up_to(self, outermost: UndoLog) -> None:
+        """Merges this undo log and the enclosing ones into the outermost one: inner steps were not closed."""
+        for undo_log in self.chain():
+            if undo_log is not outermost and undo_log._enclosing is not None:
+                undo_log.merge_into(undo_log._enclosing)
+
+    def forget_executed(self) -> None:
+        """Removes the tensors whose new values are about to be executed before the end of the step.
+
+        The execution reuses the buffers of their old values, so these changes cannot be undone. A gradient that did
+        not exist before the step can still be removed.
+        """
+        self._tensors = {
+            key: entry
+            for key, entry in self._tensors.items()
+            if entry.on_device and not self._runtime.tracing.is_pending(entry.tensor)
+        }
+        self._optimizers.clear()
+        self._modules.clear()
+
+    def entries(self) -> list[TensorEntry]:
+        """The recorded tensors on the device."""
+        return [entry for entry in self._tensors.values() if entry.on_device]
+
+    def leaves(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The recorded parameters, with their gradients before the step."""
+        return list(self._leaves.values())
+
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that stepped."""
+        return [entry.optimizer for entry in self._optimizers.values()]
+
+    def rebound_buffers(self) -> list[tuple[torch.nn.Module, str, torch.Tensor | None]]:
+        """Buffers that were assigned another tensor: module, name, and the tensor before the step."""
+        return [
+            (entry.module, name, before)
+            for entry in self._modules.values()
+            for name, before in entry.buffers.items()
+            if entry.module._buffers.get(name) is not before
+        ]
+
+    def pending_tensors(self) -> list[torch.Tensor]:
+        """The recorded tensors whose new value is not computed yet."""
+        tensors = [entry.tensor for entry in self._tensors.values() if entry.on_device]
+        return [tensor for tensor in tensors if self._runtime.tracing.is_pending(tensor)]
+
+    def apply_writes(self) -> None:
+        """Applies writes that were made through views to the tensors themselves, while their inputs still exist."""
+        for entry in self._tensors.values():
+            if entry.on_device:
+                self._runtime.values.snapshot(entry.tensor)
+
+    def restate_dtypes(self) -> None:
+        """Gives updated parameters the same dtype node as uploaded ones, so that later steps are the same graph."""
+        if not self._runtime.has_lazy_tensors:
+            return
+        with torch.no_grad():
+            for entry in self._optimizers.values():
+                for group in entry.optimizer.param_groups:
+                    for value in group["params"]:
+                        if self._runtime.device.owns(value) and self._runtime.tracing.is_pending(value):
+                            self._runtime.lazy.restate_dtype(value)
+
+    def detach_new_grads(self) -> None:
+        """Replaces new gradients by clones.
+
+        Gradients of biases and of transposed weights are views. Their base, which no code can reach, would be an
+        output of the graph in addition to the view. Cloning adds no operation to the executable.
+        """
+        with torch.no_grad():
+            for leaf, before in self._leaves.values():
+                grad = leaf.grad
+                if grad is None or grad is before or not self._runtime.device.owns(grad):
+                    continue
+                if self._runtime.tracing.is_pending(grad):
+                    leaf.grad = grad.clone()
+
+    def retire(self) -> None:
+        """Clears the log of a step that was executed.
+
+        The old values are freed after the next step was handed to the device. To free a buffer that the running step
+        still uses would wait for that step, and the next one could not be traced meanwhile.
+        """
+        global _retired
+        _retired = [value for entry in self._tensors.values() for value in (entry.value, entry.twin)]
+        self.clear()
+
+    def clear(self) -> None:
+        """Removes all entries; the changes so far cannot be undone any more."""
+        self._tensors.clear()
+        self._leaves.clear()
+        self._optimizers.clear()
+        self._modules.clear()
+
+    def free_grads(self) -> None:
+        """Sets the gradients of all recorded parameters to None."""
+        for leaf, _ in self._leaves.values():
+            leaf.grad = None
+
+    def merge_into(self, outer: UndoLog) -> None:
+        """Adds the entries to the undo log of the enclosing step, except for what is recorded there already."""
+        for key, entry in self._tensors.items():
+            outer._tensors.setdefault(key, entry)
+        for key, leaf in self._leaves.items():
+            outer._leaves.setdefault(key, leaf)
+        for key, optimizer in self._optimizers.items():
+            outer._optimizers.setdefault(key, optimizer)
+        for key, module in self._modules.items():
+            outer._modules.setdefault(key, module)
+        # Values that were pending when recorded belong to the enclosing step. References to them would make them
+        # outputs of its graph.
+        for key, entry in self._tensors.items():
+            if entry.was_pending and outer._tensors.get(key) is entry:
+                del outer._tensors[key]
+
+    def undo(self, *, discard: bool) -> None:
+        """Restores all recorded values.
+
+        Args:
+            discard: whether to discard the pending graph. False for a step inside a step: what the enclosing step has
+                traced so far stays.
+        """
+        runtime = self._runtime
+        with torch.no_grad():
+            for item in self._tensors.values():
+                if item.twin is not None:
+                    runtime.values.rewrite(item.value, item.twin)
+        changed = [
+            item
+            for item in self._tensors.values()
+            if not (item.on_device and runtime.values.holds(item.tensor, item.value))
+        ]
+        sharing: list[torch.Tensor] = []
+        if discard and runtime.tracing.pending_count():
+            sharing = mark_discarded(runtime, [entry.tensor for entry in self._tensors.values() if entry.on_device])
+        if discard:
+            runtime.tracing.discard_pending()
+        for entry in self._optimizers.values():
+            _restore_optimizer(entry)
+        for module in self._modules.values():
+            module.module._buffers.clear()
+            module.module._buffers.update(module.buffers)
+        for leaf, grad in self._leaves.values():
+            leaf.grad = grad
+        with torch.no_grad():
+            restored = []
+            for item in changed:
+                if item.on_device:
+                    runtime.values.restore(item.tensor, item.value)
+                    restored.append(item.tensor)
+                else:
+                    item.tensor.copy_(item.value)
+            for tensor in sharing:
+                runtime.values.snapshot(tensor)
+        # A value restored through a view (a bias's gradient is one) is a pending update of the view's base. All of
+        # them are applied here: later, in eager mode, each would be an execution.
+        if sum(runtime.tracing.is_pending(tensor) for tensor in restored) and discard:
+            runtime.tracing.flush()
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
+        elif isinstance(value, dict):
+            yield from _tensors_in(value.values())
+
+
+def _restore_optimizer(entry: _OptimizerEntry) -> None:
+    state = entry.optimizer.state
+    before = dict(entry.state)
+    for key in [key for key in state if key not in before]:
+        del state[key]
+    for key, values in before.items():
+        if isinstance(values, dict) and isinstance(state.get(key), dict):
+            state[key].clear()
+            state[key].update(values)
+        else:
+            state[key] = values
+    for group, saved in zip(entry.optimizer.param_groups, entry.groups, strict=False):
+        group.clear()
+        group.update(saved)
+    del entry.optimizer.param_groups[len(entry.groups) :]

@@ -1,0 +1,123 @@
+"""`UpdateGuard`: prepares optimizers for `optimizer.step()` inside a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from xla_adapters.runtime import Runtime
+from xla_adapters.tracing.guarded_step import GuardedStep
+from xla_adapters.tracing.optimizer_packages import check_supported
+from xla_adapters.tracing.optimizers import (
+    eager_reason,
+    is_stand_in,
+    needs_no_recording,
+    prepare_for_tracing,
+    warn_eager,
+)
+from xla_adapters.tracing.undo_log import UndoLog
+
+
+class UpdateGuard:
+    """Makes the first update the same graph as all later ones, and runs optimizers eagerly that cannot be traced.
+
+    Args:
+        step: in which optimizers step.
+        runtime: the runtime.
+    """
+
+    def __init__(self, step: GuardedStep, runtime: Runtime) -> None:
+        self._step = step
+        self._runtime = runtime
+        self._during_update = ExitStack()
+        self._eager_undo_logs: list[UndoLog] = []
+        self._updating: Optimizer | None = None
+        self._nested = 0
+
+    def install(self, restores: ExitStack) -> None:
+        """Registers hooks on all optimizers; closing `restores` removes them."""
+        restores.callback(register_optimizer_step_pre_hook(self._before).remove)
+        restores.callback(register_optimizer_step_post_hook(self._after).remove)
+        restores.callback(self._during_update.close)
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if not self._step.is_current or is_stand_in(optimizer):
+            return None
+        if optimizer is self._updating:
+            # `super().step()` of a subclass.
+            self._nested += 1
+            return None
+        check_supported(type(optimizer))
+        self._updating, self._nested = optimizer, 0
+        self._step.operations.update(optimizer)
+        reason = eager_reason(optimizer)
+        with torch._C.DisableTorchFunction():
+            # In the innermost log only: for an outer step this is not the state at its beginning.
+            self._step.undo_logs()[0].record_optimizer(optimizer)
+        if reason is not None:
+            self._run_eagerly(optimizer, reason)
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._enter(optimizer)
+            return None
+        closure = self._before_update(optimizer, closure)
+        return (
+            (args, {**kwargs, "closure": closure}) if "closure" in kwargs else ((args[0], closure, *args[2:]), kwargs)
+        )
+
+    def _before_update(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a closure, which runs forward and backward, so that the update is prepared after it."""
+
+        def evaluated(*args: Any, **kwargs: Any) -> Any:
+            # Some optimizers evaluate it again in the middle of their update.
+            self._during_update.close()
+            result = closure(*args, **kwargs)
+            self._enter(optimizer)
+            return result
+
+        return evaluated
+
+    def _enter(self, optimizer: Optimizer) -> None:
+        with torch._C.DisableTorchFunction():
+            prepare_for_tracing(optimizer, self._runtime)
+            self._step.undo_logs()[0].record_optimizer_state(optimizer)
+        self._step.update_begins(optimizer)
+        # A learning rate of exactly 0 or 1 would be a constant of the graph, and cost a compile.
+        tracing = self._runtime.tracing
+        self._during_update.callback(tracing.set_constant_scalars, tracing.constant_scalars())
+        tracing.set_constant_scalars(False)
+        if self._step.forbids_breaks and needs_no_recording(optimizer):
+            self._step.pause_recording()
+            self._during_update.callback(self._step.resume_recording)
+
+    def _run_eagerly(self, optimizer: Optimizer, reason: str) -> None:
+        warn_eager(optimizer, reason)
+        self._eager_undo_logs = self._step.undo_logs()
+        self._step.stop_recording()
+        self._step.flush()
+        self._runtime.tracing.set_execution_allowed(True)
+        self._runtime.tracing.set_eager(True)
+        self._during_update.callback(self._runtime.tracing.set_eager, False)
+        self._during_update.callback(self._runtime.tracing.set_execution_allowed, not self._step.forbids_breaks)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._step.is_current or is_stand_in(optimizer):
+            return
+        if optimizer is self._updating and self._nested:
+            self._nested -= 1
+            return
+        self._updating = None
+        self._during_update.close()
+        self._step.update_ended(optimizer)
+        undo_logs, self._eager_undo_logs = self._eager_undo_logs, []
+        if undo_logs:
+            # An eager update cannot be undone.
+            for undo_log in undo_logs:
+                undo_log.clear()
+            self._step.start_recording(undo_logs[0])

@@ -1,0 +1,145 @@
+"""Finds the line of the user's code that caused an event."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+
+_OWN_FOLDER = str(Path(__file__).resolve().parents[1])
+_STDLIB = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+_SITE = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+# File names of code that was typed into an interpreter or a notebook.
+_TYPED_IN = ("<stdin>", "<ipython-input-")
+# Packages through which a read passes on its way down; the cause is never there.
+_PLUMBING = ("torch", "torch_xla", "numpy", "_pytest", "pluggy", "accelerate", "safetensors")
+_plumbing_prefixes: list[str] = [f"{site}/{package}/" for site in _SITE for package in _PLUMBING]
+_framework_prefixes: list[str] = [_OWN_FOLDER + "/"]
+
+
+def hide_folder(folder: str | Path) -> None:
+    """Hides the files below `folder` from reported locations, as those of this package (the adapters call it)."""
+    _framework_prefixes.append(str(Path(folder).resolve()) + "/")
+    _plumbing_files.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Location:
+    """A line of source code, for error messages.
+
+    Attributes:
+        filename, lineno, function: where it is.
+        is_user_code: whether the file lies outside the standard library and site-packages.
+        called_from: for a line in a library, the line of the user's code that led there.
+    """
+
+    filename: str
+    lineno: int
+    function: str
+    is_user_code: bool
+    called_from: Location | None = None
+
+    @property
+    def source(self) -> str:
+        """The text of the line, stripped (empty if the file cannot be read)."""
+        return linecache.getline(self.filename, self.lineno).strip()
+
+    def __str__(self) -> str:
+        text = f"{self.filename}:{self.lineno} in {self.function}"
+        if self.source:
+            text += f": {self.source}"
+        if self.called_from is not None:
+            text += f"\n         called from {self.called_from}"
+        return text
+
+
+def _is_made_up(filename: str) -> bool:
+    return filename.startswith("<") and not filename.startswith(_TYPED_IN)
+
+
+def _is_library(filename: str) -> bool:
+    return _is_made_up(filename) or filename.startswith(_SITE) or filename.startswith(_STDLIB)
+
+
+_plumbing_files: dict[str, bool] = {}
+
+
+def is_plumbing(filename: str) -> bool:
+    """Whether a file belongs to torch, this package or another library that only passes calls on. Cached."""
+    known = _plumbing_files.get(filename)
+    if known is None:
+        known = _plumbing_files[filename] = _is_plumbing(filename)
+    return known
+
+
+def _is_plumbing(filename: str) -> bool:
+    if filename.startswith(tuple(_framework_prefixes)) or filename.startswith(tuple(_plumbing_prefixes)):
+        return True
+    return _is_made_up(filename) or (filename.startswith(_STDLIB) and not filename.startswith(_SITE))
+
+
+def _locate(frames: Iterable[tuple[CodeType, int]]) -> Location | None:
+    """The location of the innermost frame that is not plumbing; `frames` start with the innermost."""
+    site: tuple[CodeType, int] | None = None
+    for code, lineno in frames:
+        filename = code.co_filename
+        if site is None:
+            if _is_plumbing(filename):
+                continue
+            site = (code, lineno)
+        if not _is_library(filename) and not filename.startswith(tuple(_framework_prefixes)):
+            user = Location(filename=filename, lineno=lineno, function=code.co_name, is_user_code=True)
+            if site == (code, lineno):
+                return user
+            return Location(
+                filename=site[0].co_filename,
+                lineno=site[1],
+                function=site[0].co_name,
+                is_user_code=False,
+                called_from=user,
+            )
+    if site is None:
+        return None
+    return Location(filename=site[0].co_filename, lineno=site[1], function=site[0].co_name, is_user_code=False)
+
+
+def stack_frames(start: FrameType | None = None) -> Iterator[FrameType]:
+    """The frames of this thread from `start` (or the caller) outwards."""
+    frame = start if start is not None else sys._getframe(1)
+    current: FrameType | None = frame
+    while current is not None:
+        yield current
+        current = current.f_back
+
+
+def line_of_caller() -> str:
+    """File and line of the innermost frame that is not plumbing."""
+    frame = sys._getframe(1)
+    while is_plumbing(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def current_location() -> Location | None:
+    """The line that is being executed, with library plumbing skipped; None if there is none."""
+    return _locate((frame.f_code, frame.f_lineno) for frame in stack_frames(sys._getframe(1)))
+
+
+def location_of(traceback: TracebackType | None) -> Location | None:
+    """The line that raised an exception, with library plumbing skipped; None if there is none.
+
+    A traceback starts at the frame that caught the exception, so that frame's callers are added.
+    """
+    frames: list[tuple[CodeType, int]] = []
+    outermost = traceback.tb_frame if traceback is not None else None
+    while traceback is not None:
+        frames.append((traceback.tb_frame.f_code, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    frames.reverse()
+    if outermost is not None:
+        frames.extend((frame.f_code, frame.f_lineno) for frame in stack_frames(outermost.f_back) if outermost.f_back)
+    return _locate(frames)

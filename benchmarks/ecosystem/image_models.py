@@ -1,0 +1,158 @@
+"""Models of images: diffusion, classification by timm, segmentation."""
+
+from __future__ import annotations
+
+import timm
+import torch
+import transformers
+from diffusers import DDPMScheduler, UNet2DConditionModel, UNet2DModel
+from torch import nn
+
+from benchmarks.ecosystem.model import Model
+from benchmarks.zoo_batches import BATCH, Batch
+
+_PIXELS, _CLASSES, _TEXT_WIDTH = 16, 3, 12
+_STEPS = 1000
+
+
+class Denoiser(nn.Module):
+    """A UNet of diffusers and its loss: the noise of a picture is predicted, as in the programs of diffusers.
+
+    Args:
+        unet: predicts the noise.
+    """
+
+    def __init__(self, unet: nn.Module) -> None:
+        super().__init__()
+        self.unet = unet
+        self.scheduler = DDPMScheduler(num_train_timesteps=_STEPS)
+
+    def forward(
+        self, pixels: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor, text: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        noisy = self.scheduler.add_noise(pixels, noise, timesteps)
+        condition = {} if text is None else {"encoder_hidden_states": text}
+        predicted = self.unet(noisy, timesteps, **condition).sample
+        return {"loss": nn.functional.mse_loss(predicted, noise)}
+
+
+class Classifier(nn.Module):
+    """A model of timm and its loss.
+
+    Args:
+        net: of timm.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.net(pixel_values)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def unconditional() -> nn.Module:
+    """A UNet without a condition."""
+    return Denoiser(
+        UNet2DModel(
+            sample_size=_PIXELS,
+            layers_per_block=1,
+            block_out_channels=(8, 16),
+            norm_num_groups=4,
+            attention_head_dim=4,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        )
+    )
+
+
+def conditional() -> nn.Module:
+    """A UNet as in Stable Diffusion, conditioned on text."""
+    return Denoiser(
+        UNet2DConditionModel(
+            sample_size=_PIXELS,
+            in_channels=3,
+            out_channels=3,
+            layers_per_block=1,
+            block_out_channels=(8, 16),
+            norm_num_groups=4,
+            attention_head_dim=4,
+            cross_attention_dim=_TEXT_WIDTH,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        )
+    )
+
+
+def _noisy(generator: torch.Generator) -> Batch:
+    """The noise is part of the batch: a device draws other random numbers than the CPU."""
+    shape = (BATCH, 3, _PIXELS, _PIXELS)
+    return {
+        "pixels": torch.randn(shape, generator=generator),
+        "noise": torch.randn(shape, generator=generator),
+        "timesteps": torch.randint(0, _STEPS, (BATCH,), generator=generator),
+    }
+
+
+def _noisy_with_text(generator: torch.Generator) -> Batch:
+    return {**_noisy(generator), "text": torch.randn(BATCH, 5, _TEXT_WIDTH, generator=generator)}
+
+
+def _timm_vit() -> nn.Module:
+    net = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=_CLASSES
+    )
+    return Classifier(net)
+
+
+def _timm_convnext() -> nn.Module:
+    return Classifier(
+        timm.create_model("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=_CLASSES)
+    )
+
+
+def _timm_resnet() -> nn.Module:
+    return Classifier(timm.create_model("resnet10t", channels=(8, 8, 16, 16), stem_width=8, num_classes=_CLASSES))
+
+
+def _pictures(generator: torch.Generator) -> Batch:
+    pixels = torch.randn(BATCH, 3, 32, 32, generator=generator)
+    return {"pixel_values": pixels, "labels": torch.randint(0, _CLASSES, (BATCH,), generator=generator)}
+
+
+def _segformer() -> nn.Module:
+    config = transformers.SegformerConfig(
+        num_encoder_blocks=2,
+        depths=[1, 1],
+        sr_ratios=[2, 1],
+        hidden_sizes=[8, 16],
+        patch_sizes=[7, 3],
+        strides=[4, 2],
+        num_attention_heads=[1, 2],
+        mlp_ratios=[2, 2],
+        decoder_hidden_size=16,
+        num_labels=_CLASSES,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        classifier_dropout_prob=0.0,
+        drop_path_rate=0.0,
+    )
+    return transformers.SegformerForSemanticSegmentation(config)
+
+
+def _masks(generator: torch.Generator) -> Batch:
+    labels = torch.randint(0, _CLASSES, (BATCH, 32, 32), generator=generator)
+    # A border that the loss leaves out.
+    labels[:, :2] = 255
+    return {"pixel_values": torch.randn(BATCH, 3, 32, 32, generator=generator), "labels": labels}
+
+
+UNET = Model("diffusers UNet2D", unconditional, _noisy)
+UNET_CONDITION = Model("diffusers UNet2DCondition", conditional, _noisy_with_text)
+TIMM_VIT = Model("timm ViT", _timm_vit, _pictures)
+TIMM_CONVNEXT = Model("timm ConvNeXt", _timm_convnext, _pictures)
+TIMM_RESNET = Model("timm ResNet", _timm_resnet, _pictures)
+SEGMENTATION = Model(
+    "segmentation (Segformer)", _segformer, _masks, lambda: str(transformers.SegformerForSemanticSegmentation)
+)

@@ -1,0 +1,49 @@
+"""The cells of the table.
+
+Left out is what makes no sense: TRL and sentence-transformers train texts, Seq2SeqTrainer what generates a sequence
+from another; adapters of PEFT are shown for the models that people adapt.
+"""
+
+from __future__ import annotations
+
+from benchmarks.ecosystem import with_lightning, with_sentences, with_transformers, with_trl
+from benchmarks.ecosystem.cell import Cell
+from benchmarks.ecosystem.detection import HUNGARIAN, PADDED
+from benchmarks.ecosystem.graph_models import GCN_NORMALIZED, GCN_NORMALIZING
+from benchmarks.ecosystem.image_models import (
+    SEGMENTATION,
+    TIMM_CONVNEXT,
+    TIMM_RESNET,
+    TIMM_VIT,
+    UNET,
+    UNET_CONDITION,
+)
+from benchmarks.ecosystem.model import of_transformers
+
+DECODER = of_transformers("decoder (Llama)", "Llama (padded)")
+ENCODER = of_transformers("encoder (BERT)", "BERT (padded)")
+SEQ2SEQ = of_transformers("seq2seq (T5)", "T5 (padded)")
+BART = of_transformers("seq2seq (BART)", "BART (padded)")
+VISION = of_transformers("vision (ViT)", "ViT")
+SPEECH = of_transformers("speech (Whisper)", "Whisper")
+CTC = of_transformers("CTC speech (Wav2Vec2)", "Wav2Vec2 (CTC)")
+
+EVERY_MODEL = (
+    *(DECODER, ENCODER, SEQ2SEQ, VISION, SPEECH, CTC),
+    *(UNET, UNET_CONDITION, TIMM_VIT, TIMM_CONVNEXT, TIMM_RESNET),
+    *(SEGMENTATION, PADDED, HUNGARIAN, GCN_NORMALIZING, GCN_NORMALIZED),
+)
+
+
+def cells() -> list[Cell]:
+    """All of them, by trainer."""
+    return [
+        *with_transformers.plain(EVERY_MODEL),
+        *with_transformers.seq2seq((SEQ2SEQ, BART, SPEECH)),
+        *with_transformers.adapted((DECODER, ENCODER, SEQ2SEQ, VISION, SPEECH, UNET_CONDITION, TIMM_VIT), dora=False),
+        *with_transformers.adapted((DECODER, ENCODER, SEQ2SEQ, VISION), dora=True),
+        *with_trl.cells(),
+        *with_sentences.cells(),
+        *with_lightning.trainer(EVERY_MODEL),
+        *with_lightning.fabric(EVERY_MODEL),
+    ]

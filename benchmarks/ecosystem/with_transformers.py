@@ -1,0 +1,137 @@
+"""transformers' Trainer and Seq2SeqTrainer, and both with adapters of PEFT."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import hf_trainer
+from benchmarks.ecosystem.cell import EPSILON, LEARNING_RATE, STEPS, Cell, Trained, weights_of
+from benchmarks.ecosystem.model import Model
+from benchmarks.plain_cpu import without_xla
+from benchmarks.snapshots import StepSnapshots
+from benchmarks.training import Batches, only_item
+from xla_adapters import count, get_runtime
+from xla_adapters.config import OnGraphBreak
+
+
+def cells(stock: type, ours: type, config: type, trainer: str, models: tuple[Model, ...]) -> list[Cell]:
+    """Cells of one of transformers' trainers.
+
+    Args:
+        stock: transformers' own.
+        ours: the one on XLA.
+        config: of the arguments.
+        trainer: its name.
+        models: trained by it.
+    """
+
+    def train(model: Model, on_graph_break: OnGraphBreak | None) -> Trained:
+        return train_with(
+            stock,
+            ours,
+            config,
+            lambda: {
+                "model": model.seeded(),
+                "train_dataset": Batches(model.batches(STEPS)),
+                "data_collator": only_item,
+            },
+            on_graph_break,
+            per_device_train_batch_size=1,
+            remove_unused_columns=False,
+        )
+
+    return [Cell(trainer, model.name, functools.partial(train, model), model.prepare) for model in models]
+
+
+def plain(models: tuple[Model, ...]) -> list[Cell]:
+    """Cells of the Trainer."""
+    return cells(transformers.Trainer, hf_trainer.Trainer, transformers.TrainingArguments, "HF Trainer", models)
+
+
+def seq2seq(models: tuple[Model, ...]) -> list[Cell]:
+    """Cells of the Seq2SeqTrainer."""
+    return cells(
+        transformers.Seq2SeqTrainer,
+        hf_trainer.Seq2SeqTrainer,
+        transformers.Seq2SeqTrainingArguments,
+        "Seq2SeqTrainer",
+        models,
+    )
+
+
+def adapted(models: tuple[Model, ...], *, dora: bool) -> list[Cell]:
+    """Cells of the Trainer with models whose linear layers have adapters of PEFT: DoRA or LoRA."""
+
+    def build(model: Model) -> nn.Module:
+        config = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.0, use_dora=dora)
+        return get_peft_model(model.build(), config)
+
+    name = "PEFT DoRA" if dora else "PEFT LoRA"
+    changed = tuple(Model(model.name, functools.partial(build, model), model.batch, model.prepare) for model in models)
+    return cells(transformers.Trainer, hf_trainer.Trainer, transformers.TrainingArguments, name, changed)
+
+
+def train_with(
+    stock: type,
+    ours: type,
+    config: type,
+    options: Callable[[], dict[str, Any]],
+    on_graph_break: OnGraphBreak | None,
+    **arguments: Any,
+) -> Trained:
+    """Trains by a trainer derived from transformers'.
+
+    Args:
+        stock: for the CPU.
+        ours: for XLA.
+        config: of the arguments.
+        options: makes those of the trainer.
+        on_graph_break: None for the CPU.
+        arguments: for `config`.
+    """
+    values = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "learning_rate": LEARNING_RATE,
+        "adam_epsilon": EPSILON,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        **arguments,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        if on_graph_break is None:
+            with without_xla():
+                trainer = stock(args=config(folder, use_cpu=True, **values), **options())
+                trainer.train()
+            return Trained(losses=_losses(trainer), weights=weights_of(trainer.model))
+        # The first access to `replay_works` executes two tiny graphs, which must not be counted.
+        _ = get_runtime().replay_works
+        snapshots = StepSnapshots()
+        trainer = ours(args=config(folder, **values), callbacks=[snapshots], on_graph_break=on_graph_break, **options())
+        with count() as counters:
+            trainer.train()
+    program = trainer._xla.steps.train
+    return Trained(
+        losses=_losses(trainer),
+        weights=weights_of(trainer.model),
+        compiles=counters.compiles,
+        executions=[int(step["executions"]) for step in snapshots.steps],
+        calls=program.calls,
+        replays=program.replays,
+        reasons=program.replay_reasons,
+    )
+
+
+def _losses(trainer: transformers.Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -1,0 +1,56 @@
+"""Saves models that are on the device by the code that saves models on the CPU: the same calls, the same files."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers.modeling_utils
+import transformers.trainer
+
+from xla_adapters import get_runtime
+from xla_adapters.runtime import saving
+from xla_adapters.utils.patching import replaced
+
+
+def save_pretrained_from_device() -> None:
+    """From now on `PreTrainedModel.save_pretrained` saves a model that is on the device, for the rest of the process.
+
+    transformers finds tied weights by the addresses of their memory, which only tensors on the host have.
+    """
+    library: Any = transformers.modeling_utils
+    find = library.remove_tied_weights_from_state_dict
+    if hasattr(find, "of_xla_adapters"):
+        return
+
+    @functools.wraps(find)
+    def without_tied(state_dict: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = find(saving.weights_on_host(state_dict, get_runtime()), model)
+        return found
+
+    without_tied.of_xla_adapters = True  # type: ignore[attr-defined]
+    library.remove_tied_weights_from_state_dict = without_tied
+
+
+@contextmanager
+def saving_as_on_the_cpu(trainer: transformers.Trainer) -> Iterator[None]:
+    """Inside the context `Trainer.save_model` calls the trainer's `_save`, as it does on the CPU.
+
+    On XLA devices transformers calls a function of its own instead: an override of `_save` is ignored, a plain module
+    becomes a pickle, and the tokenizer of the collator is not saved.
+
+    Args:
+        trainer: the trainer. With several processes nothing changes.
+    """
+    if trainer.args.world_size > 1:
+        yield
+        return
+
+    def save(model: Any, args: Any, accelerator: Any, processing: Any, fsdp: bool, output_dir: str) -> None:
+        trainer._save(output_dir)
+
+    with replaced(transformers.trainer, "save_tpu_checkpoint", save):
+        yield

@@ -1,0 +1,100 @@
+"""`TrainerOptions`: the checked XLA options of one trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_trainer.arguments import XLAArguments, check_safe_checkpoints
+from xla_adapters import XLAConfig
+from xla_adapters.checkpoint import CheckpointConfig
+from xla_adapters.errors import ConfigError
+from xla_adapters.sharding import ShardingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions:
+    """The XLA options of one trainer, after all checks that need no trainer.
+
+    Attributes:
+        config: how steps are run.
+        sharding: how the model is sharded; None trains on one device.
+        safe_checkpoints: whether a `CheckpointStore` commits checkpoints.
+        checkpoint: when checkpoints are saved, and how.
+    """
+
+    config: XLAConfig
+    sharding: ShardingConfig | None
+    safe_checkpoints: bool
+    checkpoint: CheckpointConfig
+
+    @classmethod
+    def resolve(
+        cls,
+        xla_args: XLAArguments | XLAConfig | None,
+        core: Mapping[str, object],
+        *,
+        auto_sharding: bool | Mapping[str, Any] | None,
+        sharding: str | Mapping[str, Any] | ShardingConfig | None,
+        safe_checkpoints: bool | None,
+        checkpoint: CheckpointConfig | Mapping[str, Any] | None,
+    ) -> TrainerOptions:
+        """The options from `xla_args` or from single arguments. Each may be given in one of the two ways.
+
+        Args:
+            xla_args: the options as one object; None if they are given singly.
+            core: the fields of `XLAConfig` by name; None stands for an option that was not given.
+            auto_sharding, sharding, safe_checkpoints, checkpoint: as for `XLATrainerMixin`.
+
+        Raises:
+            ConfigError: an option was given in both ways, or a value is not valid.
+        """
+        return cls(
+            config=_config(xla_args, core),
+            sharding=_sharding(xla_args, auto_sharding, sharding),
+            safe_checkpoints=_safe_checkpoints(xla_args, safe_checkpoints),
+            checkpoint=_checkpoint(xla_args, checkpoint),
+        )
+
+
+def _config(xla_args: XLAArguments | XLAConfig | None, core: Mapping[str, object]) -> XLAConfig:
+    given = {name: value for name, value in core.items() if value is not None}
+    if xla_args is not None and given:
+        raise ConfigError(
+            f"the XLA options were given twice: as xla_args= and as {', '.join(f'{name}=' for name in sorted(given))}"
+        )
+    if isinstance(xla_args, XLAConfig):
+        return xla_args
+    if xla_args is not None:
+        return xla_args.to_config()
+    return XLAArguments(**given).to_config()  # type: ignore[arg-type]
+
+
+def _sharding(
+    xla_args: XLAArguments | XLAConfig | None,
+    auto_sharding: bool | Mapping[str, Any] | None,
+    sharding: str | Mapping[str, Any] | ShardingConfig | None,
+) -> ShardingConfig | None:
+    given = ShardingConfig.resolve(auto_sharding=auto_sharding, sharding=sharding)
+    parsed = xla_args.to_sharding() if isinstance(xla_args, XLAArguments) else None
+    if given is not None and parsed is not None:
+        raise ConfigError("sharding was asked for twice: by xla_args= and by auto_sharding= or sharding=")
+    return given if given is not None else parsed
+
+
+def _safe_checkpoints(xla_args: XLAArguments | XLAConfig | None, given: bool | None) -> bool:
+    if not isinstance(xla_args, XLAArguments):
+        return check_safe_checkpoints(True if given is None else given)
+    if given is not None:
+        raise ConfigError("the XLA options were given twice: as xla_args= and as safe_checkpoints=")
+    return xla_args.safe_checkpoints
+
+
+def _checkpoint(
+    xla_args: XLAArguments | XLAConfig | None, given: CheckpointConfig | Mapping[str, Any] | None
+) -> CheckpointConfig:
+    parsed = xla_args.checkpoint if isinstance(xla_args, XLAArguments) else None
+    if given is not None and parsed is not None:
+        raise ConfigError("the checkpoint options were given twice: as xla_args= and as checkpoint=")
+    return CheckpointConfig.resolve(given if given is not None else parsed)

@@ -1,0 +1,1 @@
+"""What Lightning's connector asks a strategy for while a Trainer or Fabric is constructed."""

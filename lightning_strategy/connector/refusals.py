@@ -1,0 +1,196 @@
+"""Checks that raise on what Lightning offers and XLA does not support, each with the alternative."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_strategy.connector.flags import ConnectorFlags
+from xla_adapters import XLAConfig, get_runtime, initialize
+from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
+from xla_adapters.sharding.dtensor import accept_placements
+
+_GPU_NAMES = ("gpu", "cuda")
+_NO_FUSED_KERNEL = (
+    "torch has no fused optimizer kernel for XLA. Leave it out: inside the compiled step XLA fuses the update by itself"
+)
+_ALL_DEVICES: tuple[Any, ...] = ("auto", 1, "1", -1, "-1")
+_ONE_DEVICE: tuple[Any, ...] = (*_ALL_DEVICES, [0], (0,), "0,")
+
+
+def check_flags(flags: ConnectorFlags, strategy: str) -> None:
+    """Raises on arguments of the Trainer or Fabric that contradict the strategy.
+
+    Raises:
+        UnsupportedOptionError: with the argument, and what to give instead.
+    """
+    hardware = get_runtime().device.hardware()
+    accelerator = flags.accelerator
+    if isinstance(accelerator, str) and accelerator not in ("auto", hardware.lower()):
+        is_same = (accelerator in _GPU_NAMES and hardware in ("CUDA", "GPU")) or accelerator == "xla"
+        if not is_same:
+            raise UnsupportedOptionError(
+                f"accelerator={accelerator!r} and {strategy}: this strategy drives the PJRT device of the process, "
+                f"which is {hardware} (PJRT_DEVICE). Leave accelerator out, or give another strategy"
+            )
+    check_devices(flags.devices, strategy)
+    if flags.num_nodes != 1:
+        raise UnsupportedOptionError(
+            f"num_nodes={flags.num_nodes} and {strategy}: this version trains in one process on one node"
+        )
+
+
+def check_devices(devices: Any, strategy: str) -> None:
+    """Raises on another number of devices than one, or under sharding than that of the mesh.
+
+    Raises:
+        UnsupportedOptionError: several devices without sharding.
+        ConfigError: sharding, and another number than that of the mesh.
+    """
+    runtime = get_runtime()
+    if runtime.device.is_spmd():
+        number = runtime.device.count()
+        if devices not in (*_ALL_DEVICES, number, str(number)):
+            raise ConfigError(
+                f"devices={devices!r} and {strategy}: it shards over a mesh of all {number} devices of the process; "
+                f"leave devices out, or give devices={number}"
+            )
+    elif devices not in _ONE_DEVICE:
+        raise UnsupportedOptionError(
+            f"devices={devices!r} and {strategy}: without sharding one process trains on one device; leave devices "
+            f"out, or give the strategy sharding= to train on all devices of the process, e.g. {strategy}("
+            "sharding='dp')"
+        )
+
+
+def start_runtime(strategy: str, *, shards: bool, eager: bool) -> None:
+    """Starts the XLA runtime and makes the process eager; raises where the strategy does not work.
+
+    Args:
+        strategy: its name, for messages.
+        shards: whether it shards.
+        eager: whether operations outside of steps execute at once, from now on.
+
+    Raises:
+        RuntimeOrderError: the process runs under SPMD, and the strategy does not shard.
+        UnsupportedOptionError: the process is one of several.
+    """
+    runtime = get_runtime()
+    runtime.device.initialize()
+    if runtime.device.is_spmd() and not shards:
+        raise RuntimeOrderError(
+            f"{strategy}() was created in a process that runs the XLA devices under SPMD, and it does not shard: each "
+            "of the devices would compute the same. Give it auto_sharding=True or sharding=, or use it in a process of "
+            "its own, without xr.use_spmd() or xla_adapters.initialize(spmd=True)"
+        )
+    if runtime.device.world_size() > 1:
+        raise UnsupportedOptionError(
+            f"{strategy}: {runtime.device.world_size()} processes were launched, and this version trains in one"
+        )
+    initialize(eager=eager)
+
+
+def check_fabric_config(config: XLAConfig) -> None:
+    """Raises on options that need a loop of Lightning's, or a step that is a function.
+
+    Raises:
+        UnsupportedOptionError: with the alternative.
+    """
+    if config.accumulation == "unrolled":
+        raise UnsupportedOptionError(
+            "accumulation='unrolled' with Fabric: the loop is yours; put one `with fabric.strategy.step():` around "
+            "all micro batches of an update instead"
+        )
+    if config.needs_replay is not None:
+        raise UnsupportedOptionError(
+            f"{config.needs_replay} with Fabric: the body of a `with` block cannot be left out; make the "
+            "step a function and decorate it with xla_adapters.CompiledStep"
+        )
+
+
+def check_placed(module: torch.nn.Module) -> None:
+    """Makes plain sharded parameters of a module's `DTensor`s; raises if there are any.
+
+    Raises:
+        ConfigError: an optimizer may refer to the former parameters already.
+    """
+    if placed := accept_placements(module):
+        raise ConfigError(
+            f"{placed[0]} is a DTensor, of which a plain parameter was made, and an optimizer would update the "
+            "former one: call xla_adapters.sharding.dtensor.accept_placements(module) before the optimizer is made"
+        )
+
+
+def check_nesting(active: Sequence[XLAConfig], config: XLAConfig) -> None:
+    """Raises if a run begins inside another one with other settings (a fit from a callback of a fit, say).
+
+    Raises:
+        ConfigError: with the options that differ.
+    """
+    for outer in active:
+        differing = [
+            f"{field.name}={getattr(outer, field.name)!r} there and {getattr(config, field.name)!r} here"
+            for field in fields(config)
+            if getattr(outer, field.name) != getattr(config, field.name)
+        ]
+        if differing:
+            raise ConfigError(
+                "a run begins while another one in this process is under way with other settings: "
+                f"{'; '.join(differing)}. The mode belongs to the whole process: give both strategies the same "
+                "settings, or start the second run when the first has ended"
+            )
+
+
+def check_trainer(trainer: Trainer, module: LightningModule, config: XLAConfig) -> None:
+    """Raises on options of the Trainer and of the module that a compiled step does not support.
+
+    Raises:
+        UnsupportedOptionError: with the alternative.
+    """
+    if trainer._detect_anomaly and config.compiles_step:
+        raise UnsupportedOptionError(
+            "detect_anomaly=True: it reads every gradient on the host, and inside a compiled step there are none yet. "
+            "Use xla_mode='eager' to look for the anomaly, or EarlyStopping(check_finite=True) to stop at it"
+        )
+    if module.automatic_optimization:
+        return
+    if config.accumulation == "unrolled":
+        raise UnsupportedOptionError(
+            "accumulation='unrolled' with manual optimization: your training_step decides when the optimizer steps; "
+            "leave the option out"
+        )
+    if config.free_grads is True:
+        raise UnsupportedOptionError(
+            "free_grads=True with manual optimization: gradients belong to your training_step; call "
+            "optimizer.zero_grad() at its end instead"
+        )
+
+
+def check_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Raises on a fused optimizer: torch allows one that is created while its parameters are on the host.
+
+    Raises:
+        UnsupportedOptionError: it is one.
+    """
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise UnsupportedOptionError(f"{type(optimizer).__name__}(fused=True): {_NO_FUSED_KERNEL}")
+
+
+@contextmanager
+def explaining_fused() -> Iterator[None]:
+    """Translates torch's error about a fused optimizer for XLA parameters into one that says what to do.
+
+    Raises:
+        UnsupportedOptionError: the body asked for one.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "fused=True" not in str(error):
+            raise
+        raise UnsupportedOptionError(f"configure_optimizers asks for fused=True: {_NO_FUSED_KERNEL}") from error

@@ -1,0 +1,1 @@
+"""Training with Lightning Fabric: the user writes the loop and marks its steps."""

@@ -1,0 +1,200 @@
+"""`FabricSteps`: the steps of a Fabric loop, numbered, so that each has its own random numbers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_strategy.metrics.snapshot import MetricSnapshot
+from lightning_strategy.sharding.module_sharding import ModuleSharding
+from xla_adapters import StepProgram, StepScope, StepSeed, XLAConfig, get_runtime, in_step
+from xla_adapters.errors import RuntimeOrderError
+from xla_adapters.runtime.random_algorithm import resume_random_algorithm
+from xla_adapters.tracing.discarding import Discarding
+from xla_adapters.tracing.library_reads import LibraryReads, answering, reads_of_packages
+from xla_adapters.tracing.unguarded_scopes import EagerScope, LazyScope
+from xla_adapters.utils.compiling import as_if_compiling
+
+StepKind = Literal["train", "eval"]
+
+_HINT = " (behind the step; what it made is there then)"
+_STREAMS: dict[StepKind, int] = {"train": 0, "eval": 1}
+
+
+class FabricSteps:
+    """Opens, closes and numbers the steps of one Fabric, and seeds the device for each.
+
+    Args:
+        config: the options.
+        sharding: of the strategy, if it shards.
+
+    Attributes:
+        config: the options.
+        is_launched: whether `fabric.launch()` was called.
+        count: training steps done since the seed was set.
+    """
+
+    def __init__(self, config: XLAConfig, sharding: ModuleSharding | None = None) -> None:
+        self.config = config
+        self._sharding = sharding
+        self.is_launched = False
+        self.count = 0
+        self._evaluated = 0
+        self._seed: int | None = None
+        self._runtime = get_runtime()
+        self._programs: dict[tuple[StepKind, str], StepProgram] = {}
+        self._batch: Any = None
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._metrics: list[weakref.ref[Metric]] = []
+        self._reads: LibraryReads | None = None
+
+    # ---- what the loop uses --------------------------------------------------------------------
+
+    def place_batch(self, batch: Any) -> None:
+        """Shards a batch, or a tensor, that was moved to the device, if the strategy shards."""
+        if self._sharding is not None:
+            self._sharding.place_batch(batch)
+
+    def note_batch(self, batch: Any) -> None:
+        """Remembers the shapes of the loader's last batch, to explain compiles by."""
+        self._batch = apply_to_collection(batch, torch.Tensor, _shape_of)
+
+    def note_optimizer(self, optimizer: Optimizer) -> None:
+        """Remembers an optimizer: whether its parameters have gradients decides the graph of a step."""
+        self._optimizers.append(weakref.ref(optimizer))
+
+    def note_module(self, module: torch.nn.Module) -> None:
+        """Remembers the metrics of a module, which are restored if a step is discarded, and what its layers read."""
+        self._metrics += [weakref.ref(part) for part in module.modules() if isinstance(part, Metric)]
+        self._reads = reads_of_packages((), module) or self._reads
+
+    # ---- random numbers ------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """The seed was set: steps are counted from 0."""
+        self._seed = None
+        self.count = self._evaluated = 0
+
+    def random_state(self) -> dict[str, Any]:
+        """What a checkpoint must hold for a resumed loop to draw the same random numbers as this one."""
+        return {
+            "seed": self._base_seed(),
+            "step": self.count,
+            "device": self._runtime.random.seed(),
+            "algorithm": self._runtime.random.algorithm(),
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `random_state` returned."""
+        self._seed = int(state["seed"])
+        self.count, self._evaluated = int(state["step"]), 0
+        self._runtime.random.set_seed(int(state["device"]))
+        if "algorithm" in state:
+            resume_random_algorithm(state["algorithm"])
+
+    def _base_seed(self) -> int:
+        return torch.initial_seed() if self._seed is None else self._seed
+
+    def _step_seed(self, kind: StepKind) -> StepSeed:
+        # Evaluation steps have a stream of their own, so that they do not change the training's numbers.
+        micro_step = self._evaluated if kind == "eval" else 0
+        return StepSeed(seed=self._base_seed(), step=self.count, micro_step=micro_step, stream=_STREAMS[kind])
+
+    def _count(self, kind: StepKind) -> None:
+        if kind == "eval":
+            self._evaluated += 1
+        else:
+            self.count += 1
+            self._evaluated = 0
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    def run(self, kind: StepKind, name: str, inputs: Any) -> AbstractContextManager[Any]:
+        """The context in which the body of one step runs.
+
+        Args:
+            kind: whether it trains or evaluates.
+            name: of the step, for messages.
+            inputs: the batch, to explain compiles by; None for the loader's last one.
+
+        Raises:
+            RuntimeOrderError: Fabric is not launched.
+            ConfigError: the first batch of a training cannot be split over the devices.
+        """
+        if not self.is_launched:
+            raise RuntimeOrderError(
+                f"the step {name!r} was entered outside of a launched Fabric: call fabric.launch() before the loop "
+                "(it switches the process to eager mode, and lets metrics, batches and seeds work in steps)"
+            )
+        if self._sharding is not None and kind == "train":
+            self._sharding.check_first_batch(self._batch if inputs is None else inputs)
+        if in_step():
+            return StepScope(name=name, config=self.config)
+        if self.config.compiles_step and (kind == "train" or self.config.compile_eval):
+            return self._compiled(kind, name, self._batch if inputs is None else inputs)
+        return self._uncompiled(kind)
+
+    @contextmanager
+    def _compiled(self, kind: StepKind, name: str, inputs: Any) -> Iterator[None]:
+        program = self._program(kind, name)
+        gradients = "present" if kind == "train" and self._gradients_present() else "absent"
+        metrics = MetricSnapshot(metric for metric in (found() for found in self._metrics) if metric is not None)
+        seed, calls = self._step_seed(kind), program.calls
+        try:
+            with answering(self._reads), Discarding(program):
+                program.open(
+                    inputs=inputs,
+                    phase=f"gradients {gradients}" if kind == "train" else "evaluation",
+                    seed=seed,
+                    where=f"step {self.count}",
+                )
+                with as_if_compiling():
+                    yield
+                program.close()
+        finally:
+            # An error does not tell whether the step was executed: after Ctrl-C during the compile it was.
+            if program.calls > calls:
+                self._count(kind)
+            else:
+                metrics.restore()
+
+    @contextmanager
+    def _uncompiled(self, kind: StepKind) -> Iterator[None]:
+        self._runtime.random.set_seed(self._step_seed(kind).value())
+        with LazyScope() if self.config.xla_mode == "lazy" else EagerScope(), as_if_compiling():
+            yield
+        self._count(kind)
+
+    @contextmanager
+    def own_graph(self, name: str) -> Iterator[None]:
+        """A graph of its own for clipping or for the update, under dynamo."""
+        program = self._program("train", name)
+        with Discarding(program):
+            program.open(phase=name, where=f"step {self.count}")
+            yield
+            program.close()
+
+    def _program(self, kind: StepKind, name: str) -> StepProgram:
+        if (kind, name) not in self._programs:
+            config = replace(self.config, xla_mode="eager+compile")
+            if kind == "eval":
+                config = replace(config, max_graphs=None, free_grads=False)
+            self._programs[kind, name] = StepProgram(name, config, hint=_HINT)
+        return self._programs[kind, name]
+
+    def _gradients_present(self) -> bool:
+        optimizers = (found() for found in self._optimizers)
+        groups = (group for optimizer in optimizers if optimizer is not None for group in optimizer.param_groups)
+        return any(parameter.grad is not None for group in groups for parameter in group["params"])
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

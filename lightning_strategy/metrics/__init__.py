@@ -1,0 +1,1 @@
+"""Logged values and torchmetrics in compiled steps."""

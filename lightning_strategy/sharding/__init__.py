@@ -1,0 +1,1 @@
+"""Sharding of what a strategy trains."""

@@ -1,0 +1,235 @@
+"""What transformers does otherwise on XLA devices, and what a subclass of its Trainer overrides: as on the CPU."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
+
+import hf_trainer
+import xla_adapters
+from hf_trainer import XLATrainerMixin
+from tests.hf_trainer.scenarios import (
+    Classifier,
+    arguments,
+    assert_close,
+    gpt2,
+    on_cpu,
+    ours,
+    reference,
+    token_samples,
+    vector_samples,
+)
+from tests.isolation import isolated
+
+
+class Collator:
+    """A collator with a tokenizer, which is saved with the model."""
+
+    def __init__(self) -> None:
+        words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+        self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+
+    def __call__(self, samples: list[Any]) -> dict[str, Any]:
+        return transformers.default_data_collator(samples)  # type: ignore[no-any-return]
+
+
+class Overriding(transformers.Trainer):
+    """Overrides methods as libraries do (sentence-transformers): without the arguments that stock does not pass."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.called: list[str] = []
+        super().__init__(*args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        self.called.append("_save")
+        super()._save(output_dir, state_dict)
+
+    def _load_from_checkpoint(self, checkpoint_path: str) -> None:  # type: ignore[override]
+        self.called.append("_load_from_checkpoint")
+        super()._load_from_checkpoint(checkpoint_path)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        self.called.append("_track_num_input_tokens")
+        super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
+
+    def get_optimizer_cls_and_kwargs(  # type: ignore[override]
+        self, args: TrainingArguments, model: Any = None
+    ) -> tuple[Any, dict[str, Any]]:
+        assert self.is_in_train
+        return torch.optim.SGD, {"lr": 0.5, "optimizer_dict": [{"params": list(self.model.parameters())}]}  # type: ignore[union-attr]
+
+
+class OverridingOnXLA(XLATrainerMixin, Overriding):  # type: ignore[misc]
+    """The same with the mixin before it."""
+
+
+def _saving(folder: Path, **options: Any) -> dict[str, Any]:
+    return {"output_dir": str(folder), "save_strategy": "steps", "save_steps": 2, "max_steps": 2, **options}
+
+
+@isolated
+def test_files_of_a_plain_module(tmp_path: Path) -> None:
+    ours(Classifier(), vector_samples(8), args=arguments(**_saving(tmp_path / "xla")), data_collator=Collator())
+    reference(Classifier(), vector_samples(8), args=_saving(tmp_path / "cpu"), data_collator=Collator())
+    files = {path.name for path in (tmp_path / "cpu" / "checkpoint-2").iterdir()}
+    assert {"model.safetensors", "tokenizer.json"} <= files
+    assert files <= {path.name for path in (tmp_path / "xla" / "checkpoint-2").iterdir()}
+    one, other = (
+        safetensors.torch.load_file(tmp_path / name / "checkpoint-2" / "model.safetensors") for name in ("xla", "cpu")
+    )
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-5)
+
+
+@isolated
+def test_overrides_of_a_subclass_are_called_as_on_the_cpu(tmp_path: Path) -> None:
+    calls, losses = [], []
+    options: dict[str, Any] = {"include_num_input_tokens_seen": "all"}
+    for name in ("cpu", "xla"):
+        for steps, resume in ((2, None), (4, True)):
+            args = _saving(tmp_path / name, max_steps=steps, **options)
+            if name == "xla":
+                trainer: Any = OverridingOnXLA(Classifier(), arguments(**args), train_dataset=vector_samples(32))
+                trainer.train(resume_from_checkpoint=resume)
+            else:
+                with on_cpu(Classifier(), vector_samples(32), args=args, trainer_class=Overriding) as trainer:
+                    trainer.train(resume_from_checkpoint=resume)
+            calls.append(trainer.called)
+            losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert calls[:2] == calls[2:]
+    assert {"_save", "_load_from_checkpoint", "_track_num_input_tokens"} <= {*calls[2], *calls[3]}
+    assert_close(losses[3], losses[1])
+
+
+@isolated
+def test_a_live_model_is_saved_by_its_library_in_one_transfer(tmp_path: Path) -> None:
+    """`gpt2` has tied weights."""
+    model = ours(gpt2(), token_samples(16)).trainer.model
+    with xla_adapters.count() as counts:
+        model.save_pretrained(tmp_path)
+        safetensors.torch.save_model(model, str(tmp_path / "other.safetensors"))
+    assert (counts.transfers_to_host, counts.eager_ops) == (2, 0)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    here, there = model.state_dict(), loaded.state_dict()
+    assert here.keys() == there.keys()
+    assert all(torch.equal(value.cpu(), there[name]) for name, value in here.items())
+    fresh = gpt2(seed=1)
+    safetensors.torch.load_model(fresh, str(tmp_path / "other.safetensors"))
+    assert all(torch.equal(value, there[name]) for name, value in fresh.state_dict().items())
+    with pytest.raises(RuntimeError, match="share memory"):
+        safetensors.torch.save_file(dict(here), str(tmp_path / "shared.safetensors"))
+
+
+@isolated
+def test_the_only_process_is_the_first_of_its_host(tmp_path: Path) -> None:
+    run = ours(Classifier(), vector_samples(8), args=arguments(**_saving(tmp_path, save_on_each_node=True)))
+    args = run.trainer.args
+    assert (args.local_process_index, args.should_log, args.should_save) == (0, True, True)
+    assert run.trainer.state.is_local_process_zero
+    assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file()
+
+
+@isolated
+def test_internal_callbacks_are_not_listed() -> None:
+    run = ours(Classifier(), vector_samples(8), args=arguments(max_steps=1))
+    with on_cpu(Classifier(), vector_samples(8)) as stock:
+        expected = [type(callback).__name__ for callback in stock.callback_handler.callbacks]
+    listed = [type(callback).__name__ for callback in run.trainer.callback_handler.callbacks]
+    assert listed == [*expected, "CountEachStep"]
+
+
+@isolated
+def test_objects_are_gathered_in_one_process() -> None:
+    args = {"eval_use_gather_object": True}
+    losses = []
+    trainer: Any = hf_trainer.Trainer(Classifier(), arguments(**args), eval_dataset=vector_samples(6))
+    losses.append(trainer.evaluate()["eval_loss"])
+    with on_cpu(Classifier(), None, args=args, eval_dataset=vector_samples(6)) as stock:
+        losses.append(stock.evaluate()["eval_loss"])
+    assert_close(losses[:1], losses[1:])
+
+
+@isolated
+def test_a_training_step_outside_of_a_training() -> None:
+    batch = transformers.default_data_collator(vector_samples(4))
+    trainer: Any = hf_trainer.Trainer(Classifier(), arguments())
+    # A training sets it.
+    trainer.current_gradient_accumulation_steps = 1
+    loss = trainer.training_step(trainer.model, dict(batch))
+    with on_cpu(Classifier(), None) as stock:
+        stock.current_gradient_accumulation_steps = 1
+        expected = stock.training_step(stock.model, dict(batch))  # type: ignore[arg-type]
+    assert_close([loss.item()], [expected.item()])
+    for ours_, theirs in zip(trainer.model.parameters(), stock.model.parameters(), strict=True):  # type: ignore[union-attr]
+        torch.testing.assert_close(ours_.grad.cpu(), theirs.grad, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+@isolated
+def test_an_optimizer_that_was_made_before_the_model_is_moved(has_state: bool) -> None:
+    def made(model: torch.nn.Module) -> tuple[Any, Any]:
+        optimizer = torch.optim.AdamW(
+            [{"params": [parameter], "lr": 0.01 * (1 + index)} for index, parameter in enumerate(model.parameters())]
+        )
+        if has_state:
+            model(torch.ones(2, 4))["logits"].sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
+
+    xla_adapters.initialize()
+    here, there = Classifier(), Classifier()
+    run = ours(here, vector_samples(32), optimizers=made(here))
+    expected = reference(there, vector_samples(32), optimizers=made(there))
+    assert_close(run.losses, expected.losses)
+    run.assert_one_graph(4)
+
+
+@isolated
+def test_the_filter_of_losses_says_why_it_does_nothing() -> None:
+    class Nan(Classifier):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+            results = super().forward(x, labels)
+            return {**results, "loss": results["loss"] * float("nan")}
+
+    with pytest.warns(UserWarning, match="logging_nan_inf_filter"):
+        ours(Nan(), vector_samples(8))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*logging_nan_inf_filter")
+        ours(Nan(), vector_samples(8), args=arguments(logging_nan_inf_filter=False))
+
+
+class Inference(TrainerCallback):
+    """Computes under `inference_mode` after each step, as evaluators of sentence-transformers do."""
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+
+    @torch.inference_mode()
+    def on_step_end(self, *args: Any, model: Any, **kwargs: Any) -> None:
+        logits = model(torch.ones(2, 4, device=next(model.parameters()).device))["logits"]
+        assert not logits.requires_grad
+        self.sums.append(logits.view(-1)[1:].sum().item())
+
+
+@isolated
+def test_inference_mode_between_steps() -> None:
+    ours_, theirs = Inference(), Inference()
+    ours(Classifier(), vector_samples(16), callbacks=[ours_])
+    reference(Classifier(), vector_samples(16), callbacks=[theirs])
+    assert_close(ours_.sums, theirs.sums)
+    # The model is still on the device, also for code that runs after the training.
+    model = ours(Classifier(), vector_samples(8)).trainer.model
+    with torch.inference_mode():
+        logits = model(torch.ones(2, 4, device="xla"))["logits"]
+    assert not logits.requires_grad
+    torch.testing.assert_close(logits.cpu(), model.cpu()(torch.ones(2, 4))["logits"].detach())

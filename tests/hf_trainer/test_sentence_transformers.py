@@ -1,0 +1,82 @@
+"""sentence-transformers under `XLATrainerMixin`: training, and `encode` afterwards."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from hf_trainer import XLATrainerMixin
+from tests.hf_trainer.scenarios import assert_close, train, without_xla
+from tests.isolation import isolated
+from xla_adapters import get_runtime
+
+datasets = pytest.importorskip("datasets")
+sentence_transformers = pytest.importorskip("sentence_transformers")
+losses = pytest.importorskip("sentence_transformers.losses")
+models = pytest.importorskip("sentence_transformers.models")
+_Stock = sentence_transformers.SentenceTransformerTrainer
+_TEXTS = ["a first one", "b", "some other text, longer"]
+
+
+class _Trainer(XLATrainerMixin, _Stock):  # type: ignore[misc, valid-type]
+    pass
+
+
+def _model(device: str) -> Any:
+    folder = tempfile.mkdtemp()
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    without = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    BertModel(BertConfig(vocab_size=128, max_position_embeddings=64, **small, **without)).save_pretrained(folder)
+    characters = ["<pad>", "<unk>", *map(chr, range(32, 127))]
+    tokens = Tokenizer(WordLevel({one: index for index, one in enumerate(characters)}, unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", unk_token="<unk>").save_pretrained(folder)
+    transformer = models.Transformer(folder, max_seq_length=16)
+    pooling = models.Pooling(16)
+    return sentence_transformers.SentenceTransformer(modules=[transformer, pooling], device=device)
+
+
+def _arguments(**options: Any) -> Any:
+    return sentence_transformers.SentenceTransformerTrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=4,
+        max_steps=4,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        learning_rate=1e-2,
+        **options,
+    )
+
+
+def _trainer(kind: Any, device: str, **options: Any) -> Any:
+    model = _model(device)
+    rows = [{"anchor": f"q{index:02d}", "positive": f"answer {index:02d}"} for index in range(16)]
+    loss = losses.MultipleNegativesRankingLoss(model)
+    return kind(model=model, args=_arguments(**options), train_dataset=datasets.Dataset.from_list(rows), loss=loss)
+
+
+@isolated
+def test_encode_after_a_training() -> None:
+    get_runtime().device.initialize()
+    with without_xla():
+        stock = _trainer(_Stock, "cpu", use_cpu=True)
+        stock.train()
+        expected = stock.model.encode(_TEXTS)
+    run = train(_trainer(_Trainer, "xla"))
+    theirs = [entry["loss"] for entry in stock.state.log_history if "loss" in entry]
+    assert_close(run.losses, theirs, tolerance=1e-4)
+    assert [step.executions for step in run.steps] == [1] * len(run.steps), run.explain()
+    model = run.trainer.model
+    assert model.device.type == "xla"
+    np.testing.assert_allclose(model.encode(_TEXTS), expected, atol=1e-4)
+    np.testing.assert_allclose(model.encode(_TEXTS, convert_to_tensor=True).cpu().numpy(), expected, atol=1e-4)

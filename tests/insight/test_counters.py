@@ -1,0 +1,93 @@
+"""The counts are those of the code inside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import xla_adapters
+from tests.isolation import isolated
+from xla_adapters.data.batches import sample_count, token_count
+from xla_adapters.insight.run_stats import RunStats
+
+
+@isolated
+def test_counts_by_kind() -> None:
+    xla_adapters.initialize(eager=False)
+    tensor = torch.ones(3).to("xla")
+    with xla_adapters.count() as lazy:
+        assert (tensor * 2.5).sum().item() == 7.5
+    assert (lazy.compiles, lazy.executions, lazy.transfers_to_host, lazy.eager_ops) == (1, 1, 1, 0)
+    with xla_adapters.eager(), xla_adapters.count() as eager:
+        result = tensor + tensor
+    assert (eager.compiles, eager.executions, eager.eager_ops, eager.eager_compiles) == (0, 0, 1, 1)
+    assert result.tolist() == [2, 2, 2]
+    assert lazy.compile_seconds > 0 < lazy.wall_seconds
+    assert set(lazy.as_dict()) >= {"compiles", "executions", "transfers_to_host", "eager_ops", "host_seconds"}
+
+
+@isolated
+def test_counts_are_there_when_the_body_raises() -> None:
+    xla_adapters.initialize(eager=False)
+    tensor = torch.ones(3).to("xla")
+
+    def fails() -> None:
+        (tensor * 2.5).sum().item()
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"), xla_adapters.count() as counters:
+        fails()
+    assert counters.executions == 1
+
+
+@isolated
+def test_run_stats_summary() -> None:
+    now = [0.0]
+    stats = RunStats(clock=lambda: now[0])
+    assert stats.summary() == "nothing was run"
+    stats.start()
+    tensor = torch.ones(3).to("xla")
+    for _ in range(2):
+        (tensor * 2.5).sum().item()
+        stats.count_batch(samples=4, tokens=40)
+        stats.count_step()
+    now[0] = 1e6
+    stats.stop()
+    totals = stats.as_dict()
+    assert (totals["steps"], totals["compiles"], totals["executions"]) == (2, 1, 2)
+    assert totals["executions_per_step"] == 1
+    assert totals["tokens_per_second"] == pytest.approx(80 / 1e6, rel=1e-3)
+    summary = stats.summary()
+    assert "2 (1.00 per step)" in summary
+    assert "tokens/s" in summary
+
+
+@isolated
+def test_run_stats_of_a_lap_are_those_since_the_last_one() -> None:
+    now = [0.0]
+    stats = RunStats(clock=lambda: now[0])
+    stats.start()
+    tensor = torch.ones(3).to("xla")
+    laps = []
+    for steps in (1, 3):
+        for _ in range(steps):
+            (tensor * 2.5).sum().item()
+            stats.count_batch(samples=4)
+            stats.count_step()
+        now[0] += 1e6 * steps
+        laps.append(stats.lap())
+    assert [(lap["steps"], lap["compiles"], lap["executions"], lap["seconds"]) for lap in laps] == [
+        (1, 1, 1, 1e6),
+        (3, 0, 3, 3e6),
+    ]
+    assert laps[1]["samples_per_second"] == pytest.approx(4e-6, rel=1e-3)
+    stats.stop()
+    assert stats.as_dict()["executions"] == 4
+
+
+@isolated
+def test_batches_are_counted_by_their_shapes() -> None:
+    ids = torch.zeros(2, 5)
+    assert (sample_count({"scale": torch.tensor(1.0), "input_ids": ids}), token_count({"input_ids": ids})) == (2, 10)
+    assert (sample_count(["text", (ids[:1],)]), token_count([ids])) == (1, 0)
+    assert (sample_count("text"), token_count({"input_ids": [1, 2]})) == (0, 0)

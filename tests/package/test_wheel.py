@@ -1,0 +1,132 @@
+"""What is built has what it promises, and trains in a fresh environment for each Python version that it promises."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+CONSTRAINTS = ROOT / "constraints.txt"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PACKAGES = {"xla_adapters", "hf_trainer", "lightning_strategy"}
+_PYTHON = "Programming Language :: Python :: "
+VERSIONS = [text.removeprefix(_PYTHON) for text in PROJECT["classifiers"] if text.startswith(f"{_PYTHON}3.")]
+_EXTRAS = {"hf_trainer": "xla-adapters[hf]", "lightning_strategy": "xla-adapters[lightning]"}
+
+
+def _uv(*arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "uv", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, timeout=800)
+    assert not check or done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return done
+
+
+def _interpreter(version: str) -> str | None:
+    """The path of an interpreter of this version that is there already, installed by itself or by pyenv."""
+    if version == ".".join(map(str, sys.version_info[:2])):
+        return sys.executable
+    found = _uv("python", "find", "--no-project", "--no-python-downloads", version, check=False)
+    if found.returncode == 0:
+        return found.stdout.strip()
+    if pyenv := shutil.which("pyenv"):
+        root = Path(subprocess.run([pyenv, "root"], capture_output=True, text=True, check=True).stdout.strip())
+        return next((str(path) for path in sorted(root.glob(f"versions/{version}.*/bin/python"))), None)
+    return None
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel, built from the sdist; and the sdist."""
+    folder = tmp_path_factory.mktemp("dist")
+    _uv("build", "--build-constraint", CONSTRAINTS, "--out-dir", folder, ROOT)
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, sdist
+
+
+def test_versions_that_may_install_are_those_that_are_tested() -> None:
+    allowed = SpecifierSet(PROJECT["requires-python"])
+    assert [f"3.{minor}" for minor in range(40) if allowed.contains(f"3.{minor}.0")] == VERSIONS
+
+
+def test_the_wheel_has_the_packages_and_nothing_else(built: tuple[Path, Path]) -> None:
+    names = zipfile.ZipFile(built[0]).namelist()
+    info = f"xla_adapters-{PROJECT['version']}.dist-info"
+    assert {name.partition("/")[0] for name in names} == {*PACKAGES, info}
+    assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
+    assert f"{info}/licenses/LICENSE" in names
+    # Beside Python files only what says that they are typed.
+    others = {name for name in names if not name.endswith((".py", "/py.typed")) and not name.startswith(info)}
+    assert others == set()
+
+
+def test_the_sdist_has_what_builds_the_wheel_and_nothing_else(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[1]) as archive:
+        paths = [Path(name).parts[1:] for name in archive.getnames()]
+    files = {"LICENSE", "README.md", "PKG-INFO", "pyproject.toml", ".gitignore"}
+    assert {path[0] for path in paths} == {"adapters", "hf_trainer", "lightning_strategy", *files}
+    assert ("adapters", "xla_adapters", "py.typed") in paths
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_fresh_environment_trains(version: str, built: tuple[Path, Path], tmp_path: Path) -> None:
+    """All dependencies are installed afresh; those of `constraints.txt`, which the other tests have."""
+    interpreter = _interpreter(version)
+    if interpreter is None:
+        pytest.skip(f"no Python {version} on this machine")
+    environment = tmp_path / "environment"
+    python = environment / "bin" / "python"
+    _uv("venv", "--python", interpreter, environment)
+    try:
+        _install(python, f"xla-adapters @ {built[0].as_uri()}")
+        for package, extra in _EXTRAS.items():
+            failed = _run(python, tmp_path, "-c", f"import {package}")
+            assert failed.returncode == 1
+            assert f"pip install '{extra}'" in failed.stderr.splitlines()[-1]
+        _install(python, f"xla-adapters[hf,lightning] @ {built[0].as_uri()}")
+        shutil.copy(Path(__file__).with_name("one_step.py"), tmp_path)
+        trained = _run(python, tmp_path, tmp_path / "one_step.py", tmp_path / "out")
+        assert trained.returncode == 0, trained.stderr
+        _check(json.loads(trained.stdout.splitlines()[-1]), environment, version)
+    finally:
+        # Several GB, where the file system has no hard links to the cache.
+        shutil.rmtree(environment)
+
+
+def _install(python: Path, requirement: str) -> None:
+    _uv("pip", "install", "--link-mode", "hardlink", "--python", python, "--constraint", CONSTRAINTS, requirement)
+
+
+def _run(python: Path, folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A program without this repository, nor anything that PYTHONPATH names, on its path."""
+    # Not what the tests set for themselves.
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PJRT_DEVICE": "CPU"}
+    command = [str(python), "-I", *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+
+
+def _check(printed: dict[str, object], environment: Path, version: str) -> None:
+    changes, files, path, python = (printed[name] for name in ("changes", "files", "path", "python"))
+    assert isinstance(changes, dict)
+    assert isinstance(files, list)
+    assert isinstance(path, list)
+    assert isinstance(python, list)
+    assert ".".join(map(str, python)) == version
+    assert sorted(changes) == ["core", "hf", "lightning"]
+    assert all(0 < change < math.inf for change in changes.values()), changes
+    assert printed["executions"] == {"core": 1, "hf": 1, "lightning": 1}
+    assert [file for file in files if not Path(file).is_relative_to(environment)] == []
+    assert [entry for entry in path if Path(entry).is_relative_to(ROOT)] == []

@@ -1,0 +1,62 @@
+"""The training tests on another platform than torch_xla's own CPU: a PJRT plugin, as GPUs and accelerators have.
+
+The plugin computes on the CPU, too, so that the tests' expectations are the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from tests.plugin_platform.build import ROOT, build
+
+pytestmark = pytest.mark.slow
+
+_IS_THE_DEVICE = "tests/plugin_platform/on_xcpu.py::test_it_is_the_device"
+# Each way to train once: traced, replayed, accumulated, sharded. Left out are replays of sharded steps, which the
+# plugin sometimes traces instead (about one run in eight: "the inputs of the graph come from other tensors than in the
+# call before"), details that do not depend on the platform, and tests of what is for CPU devices alone: `fast_compile`,
+# and the random algorithm that is chosen there (tests/cpu, tests/runtime/test_runtime_order.py,
+# tests/runtime/test_random_algorithm.py).
+SELECTED = {
+    "core": (
+        "tests/plugin_platform/on_xcpu.py",
+        "tests/tracing/test_step_scope.py",
+        "tests/replay/test_replay.py",
+        "tests/sharding/test_distribute.py::test_recipes_and_planned",
+    ),
+    "hf_trainer": (
+        _IS_THE_DEVICE,
+        "tests/hf_trainer/test_training.py",
+        "tests/hf_trainer/test_replay.py::test_one_graph_and_the_same_numbers",
+    ),
+    "lightning_strategy": (
+        _IS_THE_DEVICE,
+        "tests/lightning_strategy/test_training.py",
+        "tests/lightning_strategy/test_replay.py::test_everything_logged_with_a_schedule_and_dropout",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("no C compiler (cc, gcc, clang) to build the plugin's shim with")
+    return build(compiler, tmp_path_factory.mktemp("xcpu"))
+
+
+@pytest.mark.parametrize("group", SELECTED)
+def test_trains_on_a_plugin(group: str, environment: Mapping[str, str]) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *SELECTED[group]]
+    env = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
+    # Nothing was skipped: then the line would say so.
+    assert re.search(r"^\d+ passed(, \d+ deselected)? in ", done.stdout, re.MULTILINE), done.stdout[-2_000:]

@@ -1,0 +1,1 @@
+"""Helpers of a research group, installed as a package of their own."""

@@ -1,0 +1,452 @@
+"""What steps do beside operators on their state: replays are as if each pass was traced, or there are none."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.swa_utils import AveragedModel
+
+from tests.isolation import isolated
+from tests.replay.replay_twins import Twin
+from tests.support import differences
+from xla_adapters import CompiledStep, XLAConfig
+from xla_adapters.tracing.activation_checkpointing import checkpoint
+
+_Body = Callable[[Callable[..., CompiledStep[Any]]], Any]
+
+
+def _alike(body: _Body, **options: Any) -> CompiledStep[Any]:
+    """Runs the same with and without replay, and demands the same; returns the last step of the replayed run."""
+    found, steps = [], []
+
+    def make(config: XLAConfig, function: Callable[..., Any]) -> CompiledStep[Any]:
+        steps.append(CompiledStep(function, config=config))
+        return steps[-1]
+
+    for config in (XLAConfig(step_replay=False), XLAConfig(step_replay="auto", **options)):
+        torch.manual_seed(0)
+        found.append(_on_host(body(partial(make, config))))
+    assert found[0] == found[1], (body.__name__, found, steps[-1].reasons)
+    return steps[-1]
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, nn.Module):
+        return [_on_host(tensor) for tensor in value.state_dict().values()]
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().tolist()
+    return [_on_host(item) for item in value] if isinstance(value, (list, tuple)) else copy.deepcopy(value)
+
+
+def _trained(optimizer: Callable[[Any], Optimizer], *, passes: int = 8) -> _Body:
+    def body(make: Callable[..., CompiledStep[Any]]) -> Any:
+        model = nn.Linear(4, 3).to("xla")
+        own = optimizer(model.parameters())
+        step = make(_update(model, own))
+        losses = [step(torch.full((2, 4), number + 1.0)) for number in range(passes)]
+        return losses, model, own.told() if isinstance(own, _Own) else None
+
+    return body
+
+
+def _update(model: nn.Module, optimizer: Optimizer) -> Callable[..., torch.Tensor]:
+    def update(inputs: torch.Tensor) -> torch.Tensor:
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return update
+
+
+class _Own(Optimizer):
+    """Gradient descent whose rate depends on how often it stepped."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.begin()
+
+    def begin(self) -> None:
+        """What it keeps."""
+
+    def rate(self) -> float:
+        """Of this step."""
+        return 0.1
+
+    def told(self) -> Any:
+        """What it keeps, to be compared."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        rate = self.rate()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-rate)
+
+
+class _InDictionary(_Own):
+    def begin(self) -> None:
+        self.stats = {"deep": {"steps": 0}}
+
+    def rate(self) -> float:
+        self.stats["deep"]["steps"] += 1
+        return 0.1 / self.stats["deep"]["steps"]
+
+    def told(self) -> Any:
+        return self.stats
+
+
+class _InList(_Own):
+    def begin(self) -> None:
+        self.history: list[int] = []
+
+    def rate(self) -> float:
+        self.history.append(1)
+        return 0.1 / len(self.history)
+
+    def told(self) -> Any:
+        return self.history
+
+
+class _InGroup(_InList):
+    def begin(self) -> None:
+        self.history = self.param_groups[0]["history"] = []
+
+    def rate(self) -> float:
+        self.param_groups[0]["history"].append(1)
+        return 0.1 / len(self.history)
+
+
+class _Count:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def next(self) -> float:
+        self.count += 1
+        return 0.1 / self.count
+
+
+class _InObject(_Own):
+    def begin(self) -> None:
+        self.counter = _Count()
+
+    def rate(self) -> float:
+        return self.counter.next()
+
+    def told(self) -> Any:
+        return self.counter.count
+
+
+class _OfNoParameter(_Own):
+    def rate(self) -> float:
+        state: dict[str, int] = self.state["all"]  # type: ignore[index]
+        state["steps"] = state.get("steps", 0) + 1
+        return 0.1 / state["steps"]
+
+    def told(self) -> Any:
+        return self.state["all"]["steps"]  # type: ignore[index]
+
+
+_steps = 0
+_log: list[int] = []
+
+
+class _InGlobal(_Own):
+    def begin(self) -> None:
+        global _steps
+        _steps = 0
+
+    def rate(self) -> float:
+        global _steps
+        _steps += 1
+        return 0.1 / _steps
+
+    def told(self) -> Any:
+        return _steps
+
+
+class _InGlobalList(_Own):
+    def begin(self) -> None:
+        _log.clear()
+
+    def rate(self) -> float:
+        _note()
+        return 0.1 / len(_log)
+
+    def told(self) -> Any:
+        return _log
+
+
+def _note() -> None:
+    _log.append(1)
+
+
+class _InClass(_Own):
+    steps = 0
+
+    def begin(self) -> None:
+        _InClass.steps = 0
+
+    def rate(self) -> float:
+        type(self).steps += 1
+        return 0.1 / self.steps
+
+    def told(self) -> Any:
+        return self.steps
+
+
+class _Random(_Own):
+    def rate(self) -> float:
+        return float(torch.rand(()))
+
+
+class _Momentum(torch.optim.SGD):
+    """What it overrides is called by the library's step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.counter = _Count()
+
+    def _init_group(self, group: Any, *lists: Any) -> Any:
+        group["lr"] = self.counter.next()
+        return super()._init_group(group, *lists)  # type: ignore[misc]
+
+
+@isolated
+def test_optimizers_that_keep_more_on_the_host() -> None:
+    # The list is made here: a closure may hold it as well.
+    counted: list[int] = []
+
+    class InClosure(_Own):
+        def begin(self) -> None:
+            counted.clear()
+
+        def rate(self) -> float:
+            counted.append(1)
+            return 0.1 / len(counted)
+
+        def told(self) -> Any:
+            return counted
+
+    kinds = (_InDictionary, _InList, _InGroup, _InObject, _OfNoParameter, _InGlobal, _InGlobalList, _InClass)
+    for kind in (*kinds, InClosure, _Momentum):
+        step = _alike(_trained(kind))
+        assert step.replays == 0
+        assert any("none of the known optimizers" in reason for reason in step.reasons), (kind, step.reasons)
+    for kind in (_Random, _Own):
+        assert _alike(_trained(kind)).replays == 0
+
+
+def _clamp(optimizer: Optimizer, *_: Any) -> None:
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.clamp_(-0.05, 0.05)
+
+
+def _replace_step(optimizer: Any) -> None:
+    former = optimizer.step
+
+    def step(*args: Any) -> None:
+        former(*args)
+        _clamp(optimizer)
+
+    optimizer.step = step
+
+
+def _changed(change: Callable[[Optimizer], Any], moment: int) -> _Body:
+    def body(make: Callable[..., CompiledStep[Any]]) -> Any:
+        model = nn.Linear(4, 3).to("xla")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step, losses, handle = make(_update(model, optimizer)), [], None
+        for number in range(8):
+            if number == moment:
+                handle = change(optimizer)
+            losses.append(step(torch.full((2, 4), number + 1.0)))
+        if handle is not None:
+            handle.remove()
+        return losses, model
+
+    return body
+
+
+@isolated
+def test_hooks_of_optimizers() -> None:
+    changes: list[tuple[Callable[[Optimizer], Any], str]] = [
+        (lambda optimizer: optimizer.register_step_post_hook(_clamp), "the step of SGD has a hook (_clamp)"),
+        (lambda optimizer: optimizer.register_step_pre_hook(_clamp), "the step of SGD has a hook (_clamp)"),
+        (lambda optimizer: register_optimizer_step_post_hook(_clamp), "the step of SGD has a hook (_clamp)"),
+        (_replace_step, "the step of SGD was replaced by another one"),
+    ]
+    for change, reason in changes:
+        for moment in (0, 4):
+            step = _alike(_changed(change, moment))
+            assert step.replays == max(0, moment - 2), step.reasons
+            assert list(step.reasons) == [reason]
+
+    def scheduled(make: Callable[..., CompiledStep[Any]]) -> Any:
+        model = nn.Linear(4, 3).to("xla")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = make(_update(model, optimizer))
+        losses = [step(torch.ones(2, 4)) for _ in range(4)]
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for _ in range(4):
+            losses.append(step(torch.ones(2, 4)))
+            schedule.step()
+        return losses, model
+
+    assert _alike(scheduled).replays == 6
+
+
+@isolated
+def test_verifying_a_correct_step_warns_of_nothing() -> None:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("xla_adapters").addHandler(handler)
+
+    def run(twin: Twin) -> None:
+        schedule = torch.optim.lr_scheduler.LinearLR(twin.optimizer, 1.0, 0.0, total_iters=20)
+        for _ in range(26):
+            twin.run(1)
+            schedule.step()
+
+    for options in ({}, {"steps_per_execution": 3}):
+        for optimizer in (torch.optim.AdamW, torch.optim.SGD):
+            retraced = Twin(False, optimizer)
+            replayed = Twin("auto", optimizer, config={"replay_verify_every": 4, **options})
+            run(retraced)
+            run(replayed)
+            assert differences(retraced.state(), replayed.state()) == []
+            assert replayed.step.replays >= 15, replayed.step.reasons
+    assert not [message for message in messages if "differs" in message], messages
+
+
+@isolated
+def test_tensors_written_through_an_alias() -> None:
+    def averaged(write: Callable[[torch.Tensor, torch.Tensor], object]) -> _Body:
+        def body(make: Callable[..., CompiledStep[Any]]) -> Any:
+            model = nn.Linear(4, 3).to("xla")
+            average = copy.deepcopy(model)
+            update = _update(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+
+            def function(inputs: torch.Tensor) -> torch.Tensor:
+                loss = update(inputs)
+                with torch.no_grad():
+                    for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+                        write(mine, theirs)
+                return loss
+
+            step = make(function)
+            return [step(torch.full((2, 4), number + 1.0)) for number in range(6)], model, average
+
+        return body
+
+    writes: list[Callable[[torch.Tensor, torch.Tensor], object]] = [
+        lambda mine, theirs: mine.data.copy_(mine.data * 0.9 + theirs.data * 0.1),
+        lambda mine, theirs: mine.data.copy_(theirs.data),
+        lambda mine, theirs: mine.detach().copy_(mine.detach() * 0.9 + theirs.detach() * 0.1),
+    ]
+    for write in writes:
+        assert "through an alias" in str(_alike(averaged(write)).reasons)
+
+    def of_torch(make: Callable[..., CompiledStep[Any]]) -> Any:
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).to("xla")
+        average = AveragedModel(model)
+        update = _update(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+
+        def function(inputs: torch.Tensor) -> torch.Tensor:
+            loss = update(inputs)
+            average.update_parameters(model)
+            return loss
+
+        step = make(function)
+        return [step(torch.randn(2, 4)) for _ in range(6)], model, average.module
+
+    def recomputed(make: Callable[..., CompiledStep[Any]]) -> Any:
+        model = nn.Linear(4, 3).to("xla")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def function(inputs: torch.Tensor) -> torch.Tensor:
+            loss = checkpoint(model, inputs.requires_grad_()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()  # type: ignore[no-any-return]
+
+        step = make(function)
+        return [step(torch.randn(2, 4)) for _ in range(6)], model
+
+    _alike(of_torch)
+    _alike(recomputed)
+
+
+@isolated
+def test_batches_that_are_written_or_part_of_the_state() -> None:
+    def filled(make: Callable[..., CompiledStep[Any]]) -> Any:
+        model = nn.Linear(4, 3).to("xla")
+        update = _update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def function(inputs: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
+            flag.fill_(5.0)
+            return update(inputs)
+
+        step = make(function)
+        first, second = (torch.zeros(2, device="xla") for _ in range(2))
+        for _ in range(4):
+            step(torch.ones(2, 4), first)
+        first.zero_()
+        step(torch.ones(2, 4), second)
+        return first, second, model
+
+    assert "the step writes into a tensor of its batch" in _alike(filled).reasons
+
+    def of_state(make: Callable[..., CompiledStep[Any]]) -> Any:
+        model = nn.Linear(4, 4).to("xla")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        step = make(_update(model, optimizer))
+        losses = [step(torch.full((4, 4), number + 1.0)) for number in range(4)]
+        alias, clone = model.weight.detach(), model.weight.detach().clone()
+        for batch in (alias, torch.ones(4, 4), alias, alias, clone, model.weight.data, clone, torch.ones(4, 4)):
+            losses.append(step(batch))
+        moments = [state["exp_avg"] for state in optimizer.state.values()]
+        return losses, alias, clone, model, moments
+
+    for several in (1, 3):
+        step = _alike(of_state, replay_verify_every=None, **({"steps_per_execution": several} if several > 1 else {}))
+        assert step.replays == 10, step.reasons
+
+
+@isolated
+def test_parameters_in_no_module() -> None:
+    def body(make: Callable[..., CompiledStep[Any]]) -> Any:
+        weight = torch.randn(3, 4).to("xla").requires_grad_()
+        bias = torch.zeros(3, device="xla", requires_grad=True)
+        optimizer = torch.optim.SGD([weight, bias], lr=0.1)
+
+        def function(inputs: torch.Tensor) -> torch.Tensor:
+            loss = nn.functional.linear(inputs, weight, bias).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step = make(function)
+        losses = [step(torch.full((2, 4), number + 1.0)) for number in range(4)]
+        weight.requires_grad_(False)
+        losses += [step(torch.full((2, 4), number + 1.0)) for number in range(4)]
+        return losses, weight, bias
+
+    step = _alike(body)
+    assert step.replays == 4
+    assert "the shape, dtype or mode of weight changed" in step.reasons

@@ -1,0 +1,140 @@
+"""Imports go down only, there is no cycle, and each library has one place that knows it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests import architecture
+from tests.architecture import CORE, PACKAGES, ROOMS, ROOT, STRANGERS, imported, modules, room_of, tree
+
+_FRAMEWORKS = {"transformers", "accelerate", "lightning", "pytorch_lightning"}
+# The rest of the core is in folders.
+_FILES_OF_THE_CORE = {"__init__.py", "cli.py", "config.py", "errors.py"}
+_LINES_OF_A_FILE = 400
+_LINES_OF_A_FUNCTION = 60
+
+
+def _libraries(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imported(path)}
+
+
+def test_imports_go_down() -> None:
+    upward = {
+        edge: sorted(imports)
+        for edge, imports in architecture.between_rooms().items()
+        if ROOMS.index(edge[0]) > ROOMS.index(edge[1])
+    }
+    assert upward == {}
+
+
+def test_strangers_do_not_import_each_other() -> None:
+    between = architecture.between_rooms()
+    assert [edge for pair in STRANGERS for edge in (pair, pair[::-1]) if edge in between] == []
+
+
+def test_there_is_no_cycle() -> None:
+    assert architecture.cycles() == []
+
+
+def test_a_cycle_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set[str]()}
+    monkeypatch.setattr(architecture, "edges", lambda: graph)
+    assert architecture.cycles() == [["b", "c"]]
+
+
+def test_only_one_folder_imports_torch_xla() -> None:
+    folder = CORE / "runtime" / "torch_xla"
+    users = {path.parent for path in modules().values() if "torch_xla" in _libraries(path)}
+    assert users == {folder}
+
+
+def test_the_core_knows_no_framework_and_no_adapter() -> None:
+    for module, path in modules().items():
+        others = _FRAMEWORKS | {"hf_trainer", "lightning_strategy"}
+        if module.startswith("hf_trainer"):
+            others = {"lightning", "pytorch_lightning", "lightning_strategy"}
+        elif module.startswith("lightning_strategy"):
+            others = {"transformers", "hf_trainer"}
+        assert not _libraries(path) & others, module
+
+
+def test_the_safety_analysis_knows_nothing_of_xla() -> None:
+    for module in modules():
+        if module.startswith("xla_adapters.replay.safety"):
+            for target in architecture.edges()[module]:
+                assert target.startswith("xla_adapters.replay.safety") or room_of(target) == "utils", (module, target)
+
+
+def test_only_the_folder_of_the_cpu_asks_whether_it_is_one() -> None:
+    """Plans for other devices are made on CPU devices too, so that measuring them is about CPUs by its nature."""
+    allowed = {"cpu", "sharding"}
+    asking = {
+        module
+        for module, path in modules().items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Constant) and node.value == "CPU" and room_of(module) not in allowed
+    }
+    assert asking == set()
+
+
+def test_only_the_package_itself_imports_the_folder_of_the_cpu() -> None:
+    between = architecture.between_rooms()
+    assert [source for source, target in between if target == "cpu"] == ["xla_adapters"]
+
+
+def test_the_core_is_in_folders() -> None:
+    assert {path.name for path in CORE.glob("*.py")} == _FILES_OF_THE_CORE
+
+
+def test_the_name_adapters_is_left_to_its_owner() -> None:
+    assert not (CORE.parent / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_are_typed(package: str) -> None:
+    assert (PACKAGES[package] / "py.typed").exists()
+
+
+def _helpers() -> list[Path]:
+    """The code beside the packages that is no test itself."""
+    paths = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    return [path for path in paths if not path.name.startswith("test_")]
+
+
+def _too_long() -> set[str]:
+    found = set()
+    for path in (*modules().values(), *_helpers()):
+        name = path.relative_to(ROOT).as_posix()
+        if len(path.read_text(encoding="utf-8").splitlines()) > _LINES_OF_A_FILE:
+            found.add(name)
+        for node in ast.walk(tree(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert node.end_lineno is not None
+                if node.end_lineno - node.lineno + 1 > _LINES_OF_A_FUNCTION:
+                    found.add(f"{name}: {node.name}")
+    return found
+
+
+def test_files_and_functions_are_short() -> None:
+    assert _too_long() == set()
+
+
+def test_warnings_are_in_one_file() -> None:
+    """`xla-adapters explain` and the page of errors have an entry for each class of that file."""
+    classes = {
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in modules().values()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Warning") and path != CORE / "errors.py"
+    }
+    assert classes == set()
+
+
+def test_a_long_file_and_a_long_function_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ROOT / "tests" / "architecture.py"
+    monkeypatch.setattr("tests.test_architecture._LINES_OF_A_FILE", 10)
+    monkeypatch.setattr("tests.test_architecture._LINES_OF_A_FUNCTION", 5)
+    assert {path.relative_to(ROOT).as_posix(), "tests/architecture.py: edges"} <= _too_long()

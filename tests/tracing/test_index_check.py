@@ -1,0 +1,151 @@
+"""Indices of the batch that are out of range: an error in the step that traces them, and before a replay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import xla_adapters
+from tests.isolation import isolated
+from xla_adapters.errors import IndexRangeError
+from xla_adapters.replay.compiled_step import CompiledStep
+
+ROWS = 10
+
+
+def _embed(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return functional.embedding(ids, weight)
+
+
+def _flat(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return functional.embedding(ids.view(-1)[1:], weight)
+
+
+def _item(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return weight[ids]
+
+
+def _select(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return weight.index_select(0, ids.flatten())
+
+
+def _gather(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return weight.gather(0, ids)
+
+
+def _entropy(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    shifted = functional.pad(ids, (0, 1), value=-100)[..., 1:].contiguous()
+    return functional.cross_entropy(weight.sum(1).expand(shifted.numel(), -1), shifted.view(-1), reduction="none")
+
+
+def _step(lookup: Callable[..., torch.Tensor]) -> tuple[CompiledStep[Any], nn.Parameter]:
+    xla_adapters.initialize()
+    weight = nn.Parameter(torch.ones(ROWS, 4, device="xla"))
+    optimizer = torch.optim.SGD([weight], 0.1)
+
+    def train(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = lookup(weight, batch["ids"]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return CompiledStep(train), weight
+
+
+def _batch(number: int, bad: int | None = None) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, ROWS, (2, 4), generator=torch.Generator().manual_seed(number))
+    if bad is not None:
+        ids[1, 2] = bad
+    return {"ids": ids}
+
+
+def _refused(step: CompiledStep[Any], batch: dict[str, torch.Tensor]) -> str:
+    """The message. The error itself would keep what the step has computed."""
+    said = ""
+    try:
+        step(batch)
+    except IndexRangeError as error:
+        said = str(error)
+    assert said
+    return said
+
+
+@pytest.mark.parametrize("lookup", [_embed, _flat, _item, _select, _gather, _entropy])
+@isolated
+def test_a_traced_and_a_replayed_step_name_the_index(lookup: Callable[..., torch.Tensor]) -> None:
+    step, weight = _step(lookup)
+    said = _refused(step, _batch(0, bad=ROWS))
+    assert re.search(rf"ids\[1, 2\] is 10, and .* takes -?\d+ to 9.*here(.|\n)*in {lookup.__name__}", said), said
+    assert torch.equal(weight.cpu(), torch.ones(ROWS, 4))
+    with xla_adapters.count() as counts:
+        for number in range(6):
+            step(_batch(number))
+    assert counts.compiles == 1, step.reasons
+    assert step.replays > 0
+    replays, before = step.replays, weight.detach().cpu().clone()
+    assert "ids[1, 2] is -11" in _refused(step, _batch(7, bad=-ROWS - 1))
+    assert torch.equal(weight.cpu(), before)
+    # The next batches are replayed again, without another compile; a bad one is found again.
+    with xla_adapters.count() as counts:
+        for number in range(8, 14):
+            step(_batch(number))
+        _refused(step, _batch(14, bad=ROWS))
+    # This loss, traced again after replays, is another graph; so it is in a verification.
+    assert counts.compiles == (lookup is _entropy)
+    assert step.replays > replays
+
+
+def _clamped(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return functional.embedding(ids.clamp(0, ROWS - 1), weight)
+
+
+def _changed(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    ids = ids.clone()
+    ids[ids >= ROWS] = 0
+    return functional.embedding(ids, weight)
+
+
+def _where(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return functional.embedding(torch.where(ids < ROWS, ids, 0), weight)
+
+
+def _first_columns(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return functional.embedding(ids[:, :2], weight)
+
+
+@pytest.mark.parametrize("lookup", [_clamped, _changed, _where, _first_columns])
+@isolated
+def test_no_false_alarm(lookup: Callable[..., torch.Tensor]) -> None:
+    step, _ = _step(lookup)
+    for number in range(6):
+        step(_batch(number))
+    replays = step.replays
+    with xla_adapters.count() as counts:
+        for number in range(6, 16):
+            step(_batch(number, bad=ROWS + 7))
+    assert counts.compiles == 0
+    # At most one batch is traced for it, and what a new capture needs.
+    assert step.replays >= replays + 5 or lookup is _changed
+
+
+@isolated
+def test_ignored_labels_and_a_batch_that_is_changed_on_the_device() -> None:
+    step, _ = _step(_entropy)
+    for number in range(6):
+        step(_batch(number, bad=-100))
+    assert step.replays > 0
+    weight = torch.ones(ROWS, 4, device="xla")
+    ids = _batch(0, bad=ROWS)["ids"]
+
+    def corrected(batch: torch.Tensor) -> torch.Tensor:
+        batch.clamp_(0, ROWS - 1)
+        return functional.embedding(batch, weight).sum()
+
+    assert CompiledStep(corrected)(ids).item() == 2 * 4 * 4

@@ -1,0 +1,314 @@
+"""Reads of a known library inside a step: answered from the batch, deferred, or a split that is told once."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import math
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import xla_adapters
+from tests.isolation import isolated
+from tests.support import Loop
+from xla_adapters import DiscardedTensorError, GraphBreakWarning, TensorReadError
+from xla_adapters.runtime.uploads import note_upload
+from xla_adapters.tracing.deferred_numbers import DeferredNumber
+from xla_adapters.tracing.library_reads import LibraryReads, answering
+
+_LIBRARY = """
+import torch
+
+def log(metrics, loss):
+    metrics.append(loss.item())
+    metrics.append(loss.detach().mul(2).item() / 4)
+
+def log_and_change(metrics, loss):
+    value = loss.detach().clone()
+    metrics.append(value.item())
+    value.add_(100)
+    return value
+
+def per_token(loss, labels):
+    valid = (labels[:, 1:] != -100).sum()
+    return loss / valid.item() if valid > 0 else loss * 0
+
+def count(labels, total):
+    return total + int((labels != -100).sum()), torch.nonzero(labels[:, 0] != -100, as_tuple=False).view(-1)
+
+def after_a_write(labels):
+    labels[:, 0] = -100
+    return bool((labels != -100).any())
+
+def after_a_hidden_write(labels):
+    labels.data[:, 0] = 7
+    return labels[0, 0].item()
+
+def where_the_largest_is(labels):
+    return labels.max(1).indices[0].item()
+
+def decide(loss):
+    if loss.item() > 0:
+        return loss * 2
+    return loss
+
+def selected(values, labels):
+    mask = labels != -100
+    return values[mask].sum(), values[mask].mean(), values[mask].max()
+
+def without_loops(edges):
+    return edges[:, edges[0] != edges[1]]
+
+def total(metrics, loss, times):
+    running = 0
+    for _ in range(times):
+        running += loss.item()
+    metrics.append(running)
+"""
+
+
+def _library(folder: Path) -> tuple[Any, LibraryReads]:
+    """A module that is a known library, and its reads."""
+    folder = folder / "library"
+    folder.mkdir(exist_ok=True)
+    path = folder / "metrics.py"
+    path.write_text(_LIBRARY, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("metrics_of_a_library", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module, LibraryReads([str(folder)])
+
+
+def _loop() -> Loop:
+    loop = Loop()
+    # Else the first step executes what made it.
+    xla_adapters.get_runtime().tracing.flush()
+    return loop
+
+
+def _labels(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows)
+
+
+@isolated
+def test_numbers_that_are_logged_are_known_after_the_step(tmp_path: Path) -> None:
+    library, reads = _library(tmp_path)
+    loop = _loop()
+    metrics: list[Any] = []
+    losses = []
+    with answering(reads), xla_adapters.count() as counts:
+        for _ in range(4):
+            with xla_adapters.step():
+                loss = loop.body()
+                library.log(metrics, loss)
+            losses.append(loss)
+    assert (counts.compiles, counts.executions, counts.transfers_to_host) == (1, 4, 0)
+    assert all(isinstance(number, DeferredNumber) for number in metrics)
+    with xla_adapters.count() as counts:
+        expected = xla_adapters.get_runtime().transfers.to_host(losses)
+        values = [float(number) for number in metrics]
+    # One transfer for the losses and for the numbers of all steps.
+    assert counts.transfers_to_host == 1
+    assert values == [number for loss in expected for number in (loss.item(), loss.item() * 2 / 4)]
+
+
+@isolated
+def test_a_deferred_number_behaves_as_the_number(tmp_path: Path) -> None:
+    library, reads = _library(tmp_path)
+    metrics: list[Any] = []
+    with answering(reads), xla_adapters.step():
+        library.log(metrics, torch.full((), 2.5, device="xla") * 3)
+        changed = library.log_and_change(metrics, torch.full((), 1.5, device="xla"))
+    number, half, before = metrics
+    assert (sum(metrics[:2]) / 2, type(sum(metrics[:2]))) == (5.625, float)
+    assert (number == 7.5, half < number, number >= 8, number != 7.5, hash(number)) == (
+        True,
+        True,
+        False,
+        False,
+        hash(7.5),
+    )
+    assert (f"{number:.2f}", str(number), repr(number), round(number, 0), int(number)) == ("7.50", "7.5", "7.5", 8.0, 7)
+    assert (
+        number + 1,
+        1 - number,
+        -number,
+        abs(-number),
+        number * 2,
+        15 / number,
+        number // 2,
+        number % 2,
+        number**2,
+    ) == ((8.5, -6.5, -7.5, 7.5, 15.0, 2.0, 3.0, 1.5, 56.25))
+    assert (math.sqrt(number * number), max(half, number), number.is_integer(), bool(number)) == (7.5, 7.5, False, True)
+    assert np.mean([number, half]) == 5.625
+    assert torch.equal(torch.ones(2) * number, torch.full((2,), 7.5))
+    assert type(copy.deepcopy(number)) is type(pickle.loads(pickle.dumps(number))) is float
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        json.dumps(number)
+    # As it was when it was read.
+    assert (before, changed.item()) == (1.5, 101.5)
+
+
+@isolated
+def test_what_the_batch_determines_is_known_on_the_host(tmp_path: Path) -> None:
+    library, reads = _library(tmp_path)
+    loop = _loop()
+    batches = [
+        _labels([1, 2, -100], [3, -100, -100]),
+        _labels([-100, -100, -100], [5, 6, 7]),
+        _labels([-100] * 3, [-100] * 3),
+    ]
+    found, losses = [], []
+    total = 0
+    with answering(reads), xla_adapters.count() as counts:
+        for batch in batches:
+            with xla_adapters.step():
+                labels = batch.to("xla")
+                loss = loop.body()
+                losses.append((loss, library.per_token(loss.detach(), labels)))
+                total, rows = library.count(labels, total)
+            found.append((total, rows.tolist()))
+    assert found == [(3, [0, 1]), (6, [1]), (6, [])]
+    assert counts.executions == 3
+    assert [round((per_token / loss).item(), 5) for loss, per_token in losses] == [1.0, 0.5, 0.0]
+
+
+@isolated
+def test_layers_look_at_integers_of_the_batch_and_at_nothing_else(tmp_path: Path) -> None:
+    library, _ = _library(tmp_path)
+    reads = LibraryReads([], layers=[str(tmp_path / "library")])
+    loop = _loop()
+    edges = _labels([0, 1, 1, 2], [1, 1, 2, 0])
+    with answering(reads), xla_adapters.count() as counts:
+        with xla_adapters.step():
+            loss = loop.body()
+            found = library.without_loops(edges.to("xla"))
+            (chosen,) = library.selected(loss.detach().expand(4), edges.to("xla")[0])[:1]
+    assert (counts.compiles, counts.executions) == (1, 1)
+    assert found.tolist() == [[0, 1, 2], [1, 2, 0]]
+    assert chosen.item() == pytest.approx(4 * loss.item())
+    # What is no integer of the batch is read as by other code.
+    for read in (library.decide, lambda loss: library.log([], loss)):
+        with answering(reads), pytest.raises(TensorReadError, match="item"), xla_adapters.step():
+            read(loop.body())
+
+
+@isolated
+def test_a_changed_batch_is_not_taken_for_the_hosts_copy(tmp_path: Path) -> None:
+    library, reads = _library(tmp_path)
+    with answering(reads), pytest.warns(GraphBreakWarning, match="bool"), xla_adapters.step():
+        answer = library.after_a_write(_labels([1, -100]).to("xla"))
+    assert answer is False
+    # The host's own batch may be written over once it is uploaded.
+    with answering(reads), xla_adapters.step():
+        batch = _labels([1, 2])
+        labels = batch.to("xla")
+        batch.fill_(-100)
+        total, _ = library.count(labels, 0)
+    assert total == 2
+
+
+@isolated
+def test_a_decision_splits_the_step_and_is_told_once(tmp_path: Path) -> None:
+    library, reads = _library(tmp_path)
+    loop = _loop()
+    with answering(reads), warnings.catch_warnings(record=True) as told, xla_adapters.count() as counts:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with xla_adapters.step():
+                loss = loop.forward()
+                decided = library.decide(loss)
+            assert decided.item() == 2 * loss.item()
+    line = _LIBRARY.splitlines().index("    if loss.item() > 0:") + 1
+    (message,) = [str(warning.message) for warning in told if warning.category is GraphBreakWarning]
+    assert f"metrics.py:{line} in decide" in message
+    assert "executed in two parts" in message
+    assert "\n" not in message
+    assert counts.executions == 4
+
+
+@isolated
+def test_selections_by_mask_are_summed_without_a_shape_that_depends_on_values(tmp_path: Path) -> None:
+    library, reads = _library(tmp_path)
+    batch = _labels([1, 2, -100], [3, -100, -100])
+    values = torch.tensor([[1.0, 2.0, float("nan")], [4.0, 5.0, 6.0]])
+    on_host = values.clone().requires_grad_()
+    expected = library.selected(on_host, batch)
+    (expected[0] + expected[1]).backward()
+    with answering(reads), xla_adapters.count() as counts:
+        with xla_adapters.step():
+            leaf = values.to("xla").requires_grad_()
+            found = library.selected(leaf, batch.to("xla"))
+            (found[0] + found[1]).backward()
+    assert [one.item() for one in found] == pytest.approx([one.item() for one in expected])
+    assert leaf.grad is not None
+    assert on_host.grad is not None
+    assert torch.allclose(leaf.grad.cpu(), on_host.grad)
+    assert counts.executions == 1
+
+
+@isolated
+def test_other_code_reads_as_before(tmp_path: Path) -> None:
+    library, reads = _library(tmp_path)
+    loop = _loop()
+    with answering(reads):
+        with pytest.raises(TensorReadError), xla_adapters.step():
+            loop.forward().item()
+        with pytest.raises(TensorReadError), xla_adapters.step():
+            bool((_labels([1]).to("xla") > 0).all())
+        metrics: list[Any] = []
+        with pytest.raises(TensorReadError, match="not computed yet"), xla_adapters.step():
+            library.log(metrics, loop.forward())
+            float(metrics[0])
+    with pytest.raises(TensorReadError), xla_adapters.step():
+        library.log(metrics, loop.forward())
+
+
+@isolated
+def test_numbers_of_a_discarded_step_have_no_value(tmp_path: Path) -> None:
+    library, reads = _library(tmp_path)
+    loop = _loop()
+    metrics: list[Any] = []
+    with answering(reads), pytest.raises(KeyError), xla_adapters.step():
+        library.log(metrics, loop.body())
+        raise KeyError
+    for use in (float, repr, lambda number: number + 1, lambda number: number > 0, json.dumps):
+        with pytest.raises((DiscardedTensorError, TypeError)):
+            use(metrics[0])
+    with pytest.raises(DiscardedTensorError, match="discarded"):
+        sum(metrics)
+
+
+@isolated
+def test_a_running_total_may_be_long(tmp_path: Path) -> None:
+    library, reads = _library(tmp_path)
+    metrics: list[Any] = []
+    with answering(reads), xla_adapters.step():
+        library.total(metrics, torch.full((), 0.5, device="xla") * 2, 3000)
+    assert metrics[0] == 3000
+
+
+@isolated
+def test_what_the_host_may_not_know_is_read_from_the_device(tmp_path: Path) -> None:
+    """A write through `.data`, and where the largest of equal values stands."""
+    library, reads = _library(tmp_path)
+    on_host = _labels([1, 5, 5], [2, 3, 1])
+    with answering(reads):
+        for function in (library.after_a_hidden_write, library.where_the_largest_is):
+            labels = on_host.to("xla")
+            note_upload(on_host, labels)
+            with xla_adapters.step():
+                number = function(labels)
+            assert isinstance(number, DeferredNumber)
+            if function is library.after_a_hidden_write:
+                assert number == 7

@@ -1,0 +1,115 @@
+"""What `torch.compile` compiled is a part of the step's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+import xla_adapters
+from tests.isolation import isolated
+from xla_adapters.replay.compiled_step import CompiledStep
+
+
+class _Net(nn.Module):
+    """A function, a submodule or all of it is compiled."""
+
+    def __init__(self, what: str, backend: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.act: Callable[..., torch.Tensor] = _activation
+        if what == "function":
+            self.act = torch.compile(_activation, backend=backend)
+        elif what == "submodule":
+            self.second = torch.compile(self.second, backend=backend)  # type: ignore[assignment]
+        elif what == "in place":
+            self.compile(backend=backend)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.second(self.act(self.first(inputs)))
+        return result
+
+
+def _activation(values: torch.Tensor) -> torch.Tensor:
+    return torch.relu(values) * 2
+
+
+def _losses(device: str, what: str, backend: str = "openxla", scope: Any = None) -> list[float]:
+    model: Any = _Net(what, backend).to(device)
+    if what == "module":
+        model = torch.compile(model, backend=backend)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    losses = []
+    for number in range(3):
+        inputs = torch.full((4, 8), number / 4).to(device)
+        with scope():
+            loss = model(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses]
+
+
+@isolated
+@pytest.mark.parametrize("backend", ["openxla", "inductor"])
+@pytest.mark.parametrize("what", ["function", "submodule", "module", "in place"])
+def test_one_graph_per_step(what: str, backend: str) -> None:
+    xla_adapters.initialize()
+    with xla_adapters.count() as counters:
+        found = _losses("xla", what, backend, xla_adapters.step)
+    assert (counters.compiles, counters.executions) == (1, 3)
+    assert found == pytest.approx(_losses("cpu", "nothing", scope=torch.enable_grad), abs=1e-6)
+
+
+@isolated
+@pytest.mark.parametrize("fails", [False, True])
+def test_outside_of_steps_it_is_compiled_as_before(fails: bool) -> None:
+    xla_adapters.initialize()
+    calls: list[int] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        calls.append(len(inputs))
+        return module.forward
+
+    function = torch.compile(_activation, backend=backend)
+    values = torch.ones(4, device="xla")
+    try:
+        with xla_adapters.step():
+            function(values)
+            if fails:
+                raise ValueError("the test's own")
+    except ValueError:
+        assert fails
+    assert calls == []
+    assert function(torch.ones(4)).tolist() == [2, 2, 2, 2]
+    assert len(calls) == 1
+
+
+@isolated
+@pytest.mark.parametrize("what", ["function", "submodule", "module", "in place"])
+def test_a_step_that_may_be_replayed(what: str) -> None:
+    xla_adapters.initialize()
+    model: Any = _Net(what, "openxla").to("xla")
+    if what == "module":
+        model = torch.compile(model, backend="openxla")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train(inputs: torch.Tensor) -> torch.Tensor:
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = CompiledStep(train)
+    losses = [float(step(torch.ones(4, 8))) for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)
+    assert step.program.graphs == 1
+    # Replayed, or traced with the reason.
+    assert step.replays or step.reasons

@@ -1,0 +1,57 @@
+"""Messages name the line of the user's code, not one of the libraries it went through."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from xla_adapters.utils.location import Location, current_location, location_of
+
+
+def here() -> Location | None:
+    return current_location()
+
+
+def test_current_location_is_the_calling_line() -> None:
+    location = here()
+    assert location is not None
+    assert location.filename == __file__
+    assert location.function == "here"
+    assert location.source == "return current_location()"
+    assert location.is_user_code
+    assert str(location).startswith(f"{__file__}:{location.lineno} in here")
+
+
+def test_the_standard_library_is_passed_over() -> None:
+    found: list[Location | None] = []
+    json.loads("[1]", parse_int=lambda text: found.append(current_location()))
+    assert found[0] is not None
+    assert found[0].filename == __file__
+
+
+def test_location_of_an_exception() -> None:
+    def fails() -> None:
+        raise ValueError
+
+    try:
+        fails()
+    except ValueError as error:
+        location = location_of(error.__traceback__)
+    assert location is not None
+    assert (location.filename, location.function) == (__file__, "fails")
+    assert location_of(None) is None
+
+
+def test_a_line_in_a_library_says_who_called_it() -> None:
+    import transformers.trainer_callback as library
+
+    namespace: dict[str, object] = {"current_location": current_location}
+    code = compile("def in_library():\n    return current_location()\n", library.__file__, "exec")
+    exec(code, namespace)
+    location = namespace["in_library"]()  # type: ignore[operator]
+    assert location.filename == library.__file__
+    assert not location.is_user_code
+    assert location.called_from is not None
+    assert location.called_from.filename == __file__
+    assert location.called_from.lineno == sys._getframe().f_lineno - 5
+    assert "called from" in str(location)
