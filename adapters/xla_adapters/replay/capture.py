@@ -54,10 +54,10 @@ class CaptureScope(CachedScope):
         self._optimizers: list[OptimizerHostMath] = []
         self._updates: list[Update] = []
         self._obstacle: CannotReplay | None = None
-        self._entry: dict[int, list[Slot]] = {}
+        self._given: list[tuple[Slot, int]] = []
         self._host_random: HostRandom | None = None
-        self._before_update: set[int] = set()
-        self._update_buffers: set[int] = set()
+        self._before_update: dict[int, torch.Tensor] = {}
+        self._update_buffers: dict[int, torch.Tensor] = {}
 
     def _start_tracing(self) -> None:
         self._watched = self._spec.watched()
@@ -70,7 +70,7 @@ class CaptureScope(CachedScope):
         self._separate_batch(tensors.batch)
         for kind, group in (("batch", tensors.batch), ("extra", tensors.extras)):
             for index, handle in enumerate(self._runtime.lazy.handles(group)):
-                self._entry.setdefault(handle, []).append(Slot(kind, name=index))
+                self._given.append((Slot(kind, name=index), handle))
         # Made here, so that the graph's input can be recognised by its buffer.
         self._seed_input = self._runtime.random.seed_input()
 
@@ -123,11 +123,15 @@ class CaptureScope(CachedScope):
     def update_ended(self, optimizer: Optimizer) -> None:
         """Notes which inputs of the graph only the optimizer reads."""
         with torch._C.DisableTorchFunction():
-            self._update_buffers |= self._buffers_read() - self._before_update
+            read = self._buffers_read()
+        self._update_buffers |= {handle: read[handle] for handle in read.keys() - self._before_update.keys()}
         super().update_ended(optimizer)
 
-    def _buffers_read(self) -> set[int]:
-        """The buffers that the graph of the state and its gradients reads, as far as it is traced."""
+    def _buffers_read(self) -> dict[int, torch.Tensor]:
+        """What the graph of the state and its gradients reads, as far as it is traced, by handle.
+
+        The tensors are kept because a handle is an address: without them another buffer could get it.
+        """
         written = [entry.tensor for entry in self._undo_log.entries()]
         gradients = [leaf.grad for leaf, _ in self._undo_log.leaves() if leaf.grad is not None]
         pending = [
@@ -135,7 +139,7 @@ class CaptureScope(CachedScope):
             for tensor in (*written, *gradients)
             if torch._is_functional_tensor(tensor) and self._runtime.tracing.is_pending(tensor)
         ]
-        return {item.handle for item in self._runtime.executables.inputs(pending)}
+        return {item.handle: item.value for item in self._runtime.executables.inputs(pending)}
 
     # ---- the end -------------------------------------------------------------------------------------
 
@@ -145,6 +149,7 @@ class CaptureScope(CachedScope):
                 graph = self._pending(iter(()))
             except CannotReplay as error:
                 self._verify(error)
+                self._forget_buffers()
                 self._runtime.tracing.finish_step()
                 self._done(error, False)
                 return
@@ -152,10 +157,11 @@ class CaptureScope(CachedScope):
             try:
                 self._check()
                 found = self._captured(
-                    GraphSlots(self._runtime, self._undo_log, self._entry, self._spec, self._bound, graph)
+                    GraphSlots(self._runtime, self._undo_log, self._unmoved(), self._spec, self._bound, graph)
                 )
             except CannotReplay as error:
                 found = error
+            self._forget_buffers()
             self._verify(found)
             is_cached = isinstance(found, CachedCall) or graph.name in self._executables
             if isinstance(found, CachedCall) and self._spec.several:
@@ -171,6 +177,23 @@ class CaptureScope(CachedScope):
             else:
                 self._runtime.tracing.finish_step()
         self._done(found, is_cached)
+
+    def _forget_buffers(self) -> None:
+        self._before_update.clear()
+        self._update_buffers.clear()
+
+    def _unmoved(self) -> dict[int, list[Slot]]:
+        """The slots of the batch and the extras that are still in the buffers they were in before the step, by handle.
+
+        A tensor may have moved to another buffer (when it was annotated, say), and then a number of the step may have
+        got the address of the former one.
+        """
+        slots: dict[int, list[Slot]] = {}
+        for slot, before in self._given:
+            tensor = slot.get(self._spec.tensors)
+            if not self._runtime.tracing.is_pending(tensor) and self._runtime.lazy.handles([tensor]) == [before]:
+                slots.setdefault(before, []).append(slot)
+        return slots
 
     def _verify(self, found: CachedCall | CannotReplay) -> None:
         if self._verification is not None:
@@ -210,7 +233,7 @@ class CaptureScope(CachedScope):
         (seed,) = self._runtime.lazy.handles([self._seed_input])
         return CachedCall(
             values=GraphValues(
-                sources=slots.sources(seed, self._update_buffers),
+                sources=slots.sources(seed, self._update_buffers.keys()),
                 targets=slots.targets(kept, self._kept),
                 donated=list(slots.graph.donors),
                 kept=kept,

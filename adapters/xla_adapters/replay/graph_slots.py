@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ class GraphSlots:
     Args:
         runtime: the runtime.
         undo_log: the step's.
-        entry: slots of the batch and the extras before the step, by the handle of their buffer.
+        entry: slots of those of the batch and the extras that are still where they were before the step, by the handle
+            of their buffer.
         spec: describes the call.
         bound: the attributes that the step may set, as they were before it.
         graph: the pending graph.
@@ -167,7 +168,7 @@ class GraphSlots:
 
     # ---- the graph -----------------------------------------------------------------------------------
 
-    def sources(self, seed: int, update_buffers: set[int]) -> list[Slot | str | Number]:
+    def sources(self, seed: int, update_buffers: Collection[int]) -> list[Slot | str | Number]:
         """Where the inputs come from.
 
         Args:
