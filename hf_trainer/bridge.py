@@ -106,7 +106,6 @@ class Bridge:
         # After all that may refuse the options: a trainer that cannot be made leaves the process as it is.
         initialize(eager=options.config.eager_by_default)
         save_pretrained_from_device()
-        use_no_grad_for_inference_mode()
         hold_jit_checkpoint(trainer.callback_handler.callbacks)
         self.steps = StepDriver(options.config, trainer.args.seed)
         self.session = Session(trainer, options.config, self.steps, self.sharding)
@@ -153,6 +152,8 @@ class Bridge:
 
     def training_begins(self) -> None:
         """The model and the optimizer exist; the weights may come from a checkpoint."""
+        # `model_init` has made another one since the session began.
+        use_no_grad_for_inference_mode(model_of(self._trainer))
         self.sharding.training_begins()
         if self.checkpoints.resumed_from is not None:
             restore_rest(self._trainer, self.checkpoints.resumed_from)

@@ -29,7 +29,7 @@ def checked_loss(trainer: transformers.Trainer) -> Iterator[None]:
     @functools.wraps(method)
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
         loss = method(*args, **kwargs)
-        if not kwargs.get("return_outputs"):
+        if not (args[2] if len(args) > 2 else kwargs.get("return_outputs")):
             check_loss(loss, source)
         return loss
 

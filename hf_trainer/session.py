@@ -16,6 +16,7 @@ from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.runtime.modes import eager
 from xla_adapters.tracing.library_reads import answering
 from xla_adapters.tracing.undo_log import release_retired
+from xla_adapters.utils.inference import use_no_grad_for_inference_mode
 
 
 class Session:
@@ -47,6 +48,7 @@ class Session:
             stack.callback(setattr, self, "_is_running", False)
             self._is_running = True
             correct_process_index(self._trainer.args)
+            use_no_grad_for_inference_mode(model_of(self._trainer))
             stack.enter_context(trainer_patches())
             stack.enter_context(answering(reads_of(self._trainer)))
             stack.enter_context(eager(self._config.eager_by_default))

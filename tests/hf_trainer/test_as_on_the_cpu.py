@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -231,5 +232,10 @@ def test_inference_mode_between_steps() -> None:
     model = ours(Classifier(), vector_samples(8)).trainer.model
     with torch.inference_mode():
         logits = model(torch.ones(2, 4, device="xla"))["logits"]
+        assert not torch.is_inference_mode_enabled()
     assert not logits.requires_grad
     torch.testing.assert_close(logits.cpu(), model.cpu()(torch.ones(2, 4))["logits"].detach())
+    ours_.sums.clear()
+    gc.collect()
+    with torch.inference_mode():
+        assert torch.is_inference_mode_enabled()

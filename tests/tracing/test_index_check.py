@@ -149,3 +149,24 @@ def test_ignored_labels_and_a_batch_that_is_changed_on_the_device() -> None:
         return functional.embedding(batch, weight).sum()
 
     assert CompiledStep(corrected)(ids).item() == 2 * 4 * 4
+
+
+def _padded(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return functional.embedding(torch.where(ids < 0, 0, ids), weight)
+
+
+@isolated
+def test_padding_that_the_step_removes_hides_no_other_value() -> None:
+    step, _ = _step(_padded)
+    for number in range(4):
+        step(_batch(number))
+    for number in range(4, 14):
+        step(_batch(number, bad=-1))
+    replays = step.replays
+    assert replays >= 8
+    assert "ids[1, 2] is 13" in _refused(step, _batch(14, bad=ROWS + 3))
+    with xla_adapters.count() as counts:
+        for number in range(15, 21):
+            step(_batch(number, bad=-1))
+    assert counts.compiles == 0
+    assert step.replays > replays

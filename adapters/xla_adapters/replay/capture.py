@@ -56,8 +56,8 @@ class CaptureScope(CachedScope):
         self._obstacle: CannotReplay | None = None
         self._given: list[tuple[Slot, int]] = []
         self._host_random: HostRandom | None = None
-        self._before_update: dict[int, torch.Tensor] = {}
-        self._update_buffers: dict[int, torch.Tensor] = {}
+        self._before_update: set[int] = set()
+        self._update_buffers: set[int] = set()
 
     def _start_tracing(self) -> None:
         self._watched = self._spec.watched()
@@ -123,15 +123,11 @@ class CaptureScope(CachedScope):
     def update_ended(self, optimizer: Optimizer) -> None:
         """Notes which inputs of the graph only the optimizer reads."""
         with torch._C.DisableTorchFunction():
-            read = self._buffers_read()
-        self._update_buffers |= {handle: read[handle] for handle in read.keys() - self._before_update.keys()}
+            self._update_buffers |= self._buffers_read() - self._before_update
         super().update_ended(optimizer)
 
-    def _buffers_read(self) -> dict[int, torch.Tensor]:
-        """What the graph of the state and its gradients reads, as far as it is traced, by handle.
-
-        The tensors are kept because a handle is an address: without them another buffer could get it.
-        """
+    def _buffers_read(self) -> set[int]:
+        """The buffers that the graph of the state and its gradients reads, as far as it is traced."""
         written = [entry.tensor for entry in self._undo_log.entries()]
         gradients = [leaf.grad for leaf, _ in self._undo_log.leaves() if leaf.grad is not None]
         pending = [
@@ -139,7 +135,7 @@ class CaptureScope(CachedScope):
             for tensor in (*written, *gradients)
             if torch._is_functional_tensor(tensor) and self._runtime.tracing.is_pending(tensor)
         ]
-        return {item.handle: item.value for item in self._runtime.executables.inputs(pending)}
+        return {item.handle for item in self._runtime.executables.inputs(pending)}
 
     # ---- the end -------------------------------------------------------------------------------------
 
@@ -149,7 +145,6 @@ class CaptureScope(CachedScope):
                 graph = self._pending(iter(()))
             except CannotReplay as error:
                 self._verify(error)
-                self._forget_buffers()
                 self._runtime.tracing.finish_step()
                 self._done(error, False)
                 return
@@ -161,7 +156,6 @@ class CaptureScope(CachedScope):
                 )
             except CannotReplay as error:
                 found = error
-            self._forget_buffers()
             self._verify(found)
             is_cached = isinstance(found, CachedCall) or graph.name in self._executables
             if isinstance(found, CachedCall) and self._spec.several:
@@ -177,10 +171,6 @@ class CaptureScope(CachedScope):
             else:
                 self._runtime.tracing.finish_step()
         self._done(found, is_cached)
-
-    def _forget_buffers(self) -> None:
-        self._before_update.clear()
-        self._update_buffers.clear()
 
     def _unmoved(self) -> dict[int, list[Slot]]:
         """The slots of the batch and the extras that are still in the buffers they were in before the step, by handle.
@@ -233,7 +223,7 @@ class CaptureScope(CachedScope):
         (seed,) = self._runtime.lazy.handles([self._seed_input])
         return CachedCall(
             values=GraphValues(
-                sources=slots.sources(seed, self._update_buffers.keys()),
+                sources=slots.sources(seed, self._update_buffers),
                 targets=slots.targets(kept, self._kept),
                 donated=list(slots.graph.donors),
                 kept=kept,

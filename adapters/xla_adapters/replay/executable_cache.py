@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from xla_adapters.replay.replayed_call import ReplayedCall
 from xla_adapters.replay.verification import Verification, next_due
 from xla_adapters.runtime import Runtime, get_runtime
 from xla_adapters.runtime.rng import StepSeed
+from xla_adapters.runtime.uploads import upload_of
 from xla_adapters.runtime.waiting_steps import settle
 from xla_adapters.tracing.index_check import Bounds, bounds_of, violated
 
@@ -51,7 +52,7 @@ class _Plan:
         is_cached: whether the last traced call ran an executable that replays would call.
         bounds: the values that tensors of the batch may have in a replay, by position.
         suspects: the positions of those whose values made this call be traced.
-        unbounded: the positions of those that may have any values, as such a call has shown.
+        unbounded: the positions of those that may have any values, as such calls have shown.
     """
 
     call: CachedCall | None = None
@@ -69,8 +70,17 @@ class _Plan:
 
     def note_bounds(self, batch: Sequence[torch.Tensor]) -> None:
         """A traced call has found all indices in its batch in range."""
-        self.unbounded |= self.suspects
-        self.bounds = {index: found for index, found in bounds_of(batch).items() if index not in self.unbounded}
+        for index, bounds in bounds_of(batch).items():
+            before = self.bounds.get(index)
+            self.bounds[index] = bounds if before is None else replace(bounds, shown=before.shown)
+        for index in self.suspects:
+            upload = upload_of(batch[index])
+            widened = self.bounds[index].widened(upload.values) if upload is not None else None
+            if widened is None:
+                self.unbounded.add(index)
+            else:
+                self.bounds[index] = widened
+        self.bounds = {index: bounds for index, bounds in self.bounds.items() if index not in self.unbounded}
 
     def forget(self) -> None:
         """Forgets what was captured."""

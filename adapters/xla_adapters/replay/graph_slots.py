@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -168,7 +168,7 @@ class GraphSlots:
 
     # ---- the graph -----------------------------------------------------------------------------------
 
-    def sources(self, seed: int, update_buffers: Collection[int]) -> list[Slot | str | Number]:
+    def sources(self, seed: int, update_buffers: set[int]) -> list[Slot | str | Number]:
         """Where the inputs come from.
 
         Args:

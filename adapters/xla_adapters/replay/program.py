@@ -156,7 +156,6 @@ class StepProgram:
         # It references values of the state, which a traced call would have to keep.
         self._replayed = None
         self._where = where
-        name_tensors(inputs)
         self._signature = StepSignature.of(phase, inputs, facts or {})
         options = {"name": self.name, "config": self.config, "hint": self.hint}
         options |= {"history": self._history, "signature": self._signature}
@@ -171,6 +170,8 @@ class StepProgram:
             )
             key = (phase, replay.key, _repeated(replay.batch))
             self._open = self._replay.choose(key, spec, seed, **options)
+        if not isinstance(self._open, ReplayedCall):
+            name_tensors(inputs)
         self._open.open()
 
     def _may_replay(self, replay: CallSpec) -> bool:
@@ -289,8 +290,8 @@ class StepProgram:
         return self._open.translate(error) if self._open is not None else None
 
     def _record(self, report: ScopeReport, *, of_several: bool) -> None:
-        where = f"call {self.calls}" + (f", {self._where}" if self._where else "")
         if not of_several:
+            where = f"call {self.calls}" + (f", {self._where}" if self._where else "")
             reason = self._history.ended(self.name, self._signature, report, where)
         if not report.compiles:
             return

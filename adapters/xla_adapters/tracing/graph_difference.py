@@ -14,10 +14,16 @@ _SPECIAL = (0, 1)
 _ARITHMETIC = frozenset(
     ("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv")
 )
-_NUMBER_REMEDY = (
-    "make it a tensor in the step (torch.tensor(value, device=x.device)): its value is then an input of the graph; "
-    "what decides shapes must be the same in each step"
+# Where operators take a tensor in place of a number.
+_TAKES_TENSORS = _ARITHMETIC | {"pow", "rpow", "ipow", "getitem", "where", "lerp", "fill", "clamp", "remainder"}
+_TAKES_TENSORS |= {"eq", "ne", "lt", "le", "gt", "ge"}
+_TENSOR_REMEDY = (
+    "make it a tensor in the step (torch.tensor(value, device=x.device)): its value is then an input of the graph"
 )
+_KEPT_REMEDY = (
+    "keep it the same in each step, or choose among a few values (one compile for each): {name} takes no tensor there"
+)
+_FORM_REMEDY = "give it the same form in each step, or expect one compile for each"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +101,7 @@ def _of_call(theirs: Call, mine: Call) -> Difference:
     if theirs.numbers != mine.numbers:
         before, now = _first_different(theirs.numbers, mine.numbers)
         kind = {str: "a string", bool: "a bool"}.get(type(now), "a Python number")
-        return Difference(
-            cause=f"{kind} that is a part of the graph changed, in {name}: {before!r} -> {now!r}",
-            where=_line(mine),
-            remedy=_NUMBER_REMEDY,
-        )
+        return _of_constant(kind, mine, before, now)
     return _of_form(name, theirs, mine)
 
 
@@ -125,7 +127,17 @@ def _of_form(name: str, theirs: Call, mine: Call) -> Difference:
             remedy="freeze parameters and choose between grad and no_grad before the training, or expect a compile",
         )
     return Difference(
-        cause=f"the result of {name} has another form: {before} -> {now}", where=_line(mine), remedy=_NUMBER_REMEDY
+        cause=f"the result of {name} has another form: {before} -> {now}", where=_line(mine), remedy=_FORM_REMEDY
+    )
+
+
+def _of_constant(kind: str, call: Call, before: Any, now: Any) -> Difference:
+    name = _name(call)
+    may_be_tensor = type(now) in (int, float) and getattr(call.function, "__name__", "").strip("_") in _TAKES_TENSORS
+    return Difference(
+        cause=f"{kind} that is a part of the graph changed, in {name}: {before!r} -> {now!r}",
+        where=_line(call),
+        remedy=_TENSOR_REMEDY if may_be_tensor else _KEPT_REMEDY.format(name=name),
     )
 
 
@@ -211,11 +223,7 @@ def _of_numbers(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
     if shared is not None and not special:
         return shared
     for mine, old, new in special or [item for item in changed if _name(item[0]) not in _ARITHMETIC]:
-        return Difference(
-            cause=f"a Python number that is a part of the graph changed, in {_name(mine)}: {old!r} -> {new!r}",
-            where=_line(mine),
-            remedy=_NUMBER_REMEDY,
-        )
+        return _of_constant("a Python number", mine, old, new)
     updates = [(theirs, mine) for theirs, mine in pairs if isinstance(mine, Update)]
     return next((_of_update(theirs, mine) for theirs, mine in updates if theirs != mine), None)
 
@@ -223,19 +231,21 @@ def _of_numbers(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
 def _newly_equal(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
     """Two numbers that are equal in one of the calls only: equal numbers share one input of the graph."""
     theirs, mine = _numbers_of(before), _numbers_of(now)
+    first_old: dict[float, int] = {}
+    first_new: dict[float, int] = {}
     for index, ((old, _), (new, entry)) in enumerate(zip(theirs, mine, strict=False)):
-        for other in range(index):
-            was, equal = old == theirs[other][0], new == mine[other][0]
-            if was != equal:
-                there = mine[other][1]
-                text = f"{new!r} in {_name(entry)} and {mine[other][0]!r} in {_name(there)} ({_line(there)})"
-                return Difference(
-                    cause=f"{text} are {'equal now' if equal else f'not equal any more (both were {old!r})'}: equal "
-                    "Python numbers share one input of the graph",
-                    where=_line(entry),
-                    remedy="nothing, if it happens once; numbers that often meet can be kept apart by making one of "
-                    "them a tensor (torch.tensor(value, device=x.device))",
-                )
+        was, equal = first_old.setdefault(old, index), first_new.setdefault(new, index)
+        if was == equal:
+            continue
+        other, there = mine[equal if equal < index else was]
+        text = f"{new!r} in {_name(entry)} and {other!r} in {_name(there)} ({_line(there)})"
+        return Difference(
+            cause=f"{text} are {'equal now' if equal < index else f'not equal any more (both were {old!r})'}: equal "
+            "Python numbers share one input of the graph",
+            where=_line(entry),
+            remedy="nothing, if it happens once; numbers that often meet can be kept apart by making one of "
+            "them a tensor (torch.tensor(value, device=x.device))",
+        )
     return None
 
 

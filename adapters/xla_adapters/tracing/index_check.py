@@ -7,10 +7,12 @@ step also says what values each integer tensor of a batch may have, so that repl
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -23,6 +25,8 @@ from xla_adapters.utils.location import current_location
 
 _Tensor = torch.Tensor
 _CALL = Callable[..., Any]
+# A tensor with more values out of bounds is not compared in replays.
+_MOST_SHOWN = 16
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 
@@ -33,25 +37,35 @@ class Bounds:
     Attributes:
         low, high: the smallest, and the first that is too large.
         ignored: a further value that is allowed.
+        shown: values out of bounds that a traced step has not looked up (padding that a mask removes, say).
     """
 
     low: int
     high: int
     ignored: int | None = None
+    shown: frozenset[int] = frozenset()
 
     def outlier(self, values: torch.Tensor) -> int | None:
         """A value that is out of bounds; None if there is none."""
+        return next(iter(self._outliers(values)), None)
+
+    def widened(self, values: torch.Tensor) -> Bounds | None:
+        """The bounds with what these values show; None if too many values would be allowed."""
+        shown = self.shown.union(self._outliers(values))
+        return dataclasses.replace(self, shown=shown) if len(shown) <= _MOST_SHOWN else None
+
+    def _outliers(self, values: torch.Tensor) -> Sequence[int]:
         if not values.numel():
-            return None
+            return ()
         # NumPy: torch would wake its threads for each of these.
         with torch._C.DisableTorchFunction():
             array = values.numpy()
         if self.low <= array.min() and array.max() < self.high:
-            return None
-        outside = (array < self.low) | (array >= self.high)
+            return ()
+        outside = array[(array < self.low) | (array >= self.high)]
         if self.ignored is not None:
-            outside &= array != self.ignored
-        return int(array[outside][0]) if outside.any() else None
+            outside = outside[outside != self.ignored]
+        return [value for value in numpy.unique(outside).tolist() if value not in self.shown]
 
     def and_also(self, other: Bounds | None) -> Bounds | None:
         """Bounds that hold if both do; None if they allow different further values."""

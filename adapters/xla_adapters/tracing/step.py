@@ -72,8 +72,9 @@ class Step:
                 "Decorate a plain function and call that."
             )
         self._name = self._name or function.__name__
-        code = inspect.unwrap(function).__code__
-        self._phase = f"{code.co_filename}:{code.co_firstlineno}"
+        # Compiled functions (of Cython, say) have none.
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        self._phase = f"{code.co_filename}:{code.co_firstlineno}" if code else f"{function.__module__}.{self._name}"
         if inspect.isgeneratorfunction(function):
             return self._wrap_generator(function)  # type: ignore[return-value]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
 
@@ -20,16 +21,28 @@ def inference_mode_as_no_grad() -> Iterator[None]:
         yield
 
 
-def use_no_grad_for_inference_mode() -> None:
-    """The same from now on, for the rest of the process: for a model that stays on the device after its training."""
+# Models that were trained, and may be used outside a run.
+_models: WeakSet[torch.nn.Module] = WeakSet()
+
+
+def use_no_grad_for_inference_mode(model: torch.nn.Module) -> None:
+    """The same from now on, as long as the model lives and is on an XLA device: it may be used after its training."""
+    _models.add(model)
     enter = torch.inference_mode.__enter__
     if not hasattr(enter, "of_xla_adapters"):
-        torch.inference_mode.__enter__ = _without_gradients(enter)  # type: ignore[method-assign]
+        torch.inference_mode.__enter__ = _without_gradients(enter, _some_model_is_on_device)  # type: ignore[method-assign]
 
 
-def _without_gradients(enter: Callable[[torch.inference_mode], None]) -> Callable[[torch.inference_mode], None]:
+def _some_model_is_on_device() -> bool:
+    firsts = (next(model.parameters(), None) for model in _models)
+    return any(first is not None and first.device.type == "xla" for first in firsts)
+
+
+def _without_gradients(
+    enter: Callable[[torch.inference_mode], None], applies: Callable[[], bool] = lambda: True
+) -> Callable[[torch.inference_mode], None]:
     def without_gradients(self: torch.inference_mode) -> None:
-        if not self.mode:
+        if not self.mode or not applies():
             enter(self)
             return
         # The stock `__exit__` leaves what it finds there.

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from functools import wraps
 from operator import methodcaller
-from types import CodeType
+from types import CodeType, GeneratorType
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -95,7 +95,7 @@ def finish_interrupted_exits(error: BaseException) -> None:
         while traceback is not None:
             if traceback.tb_frame.f_code in _CONTEXT_EDGES:
                 generator = getattr(traceback.tb_frame.f_locals.get("self"), "gen", None)
-                if generator is not None:
+                if isinstance(generator, GeneratorType) and not generator.gi_running:
                     generator.close()
             traceback = traceback.tb_next
         met = met.__context__
