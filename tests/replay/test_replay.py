@@ -12,6 +12,8 @@ import xla_adapters
 from tests.isolation import isolated, run_in_child
 from tests.replay.replay_twins import Twin, assert_twins
 from xla_adapters import CompiledStep, XLAConfig
+from xla_adapters.replay.call_spec import CallSpec
+from xla_adapters.replay.capture import CaptureScope
 
 
 @pytest.mark.parametrize(
@@ -226,3 +228,20 @@ def test_bit_identical_as_users_have_it_compiled(optimizer: type[torch.optim.Opt
     )
     assert (traced[1], replayed[1]) == (0, 20)
     assert all(map(torch.equal, traced[0], replayed[0]))
+
+
+@isolated(env={"CPU_NUM_DEVICES": "8"})
+def test_a_tensor_that_has_moved_is_not_looked_for_at_its_old_address() -> None:
+    xla_adapters.initialize(spmd=True)
+    runtime = xla_adapters.get_runtime()
+    total, batch = torch.zeros(1).to("xla"), torch.ones(8, device="xla")
+    scope = CaptureScope(
+        CallSpec(batch=[batch], extras=[total]), set(), lambda found, is_cached: None, config=XLAConfig()
+    )
+    scope.open()
+    (before,) = runtime.lazy.handles([total])
+    # As before each write. The next number that is uploaded may get the address.
+    runtime.spmd.annotate_whole(total)
+    assert runtime.lazy.handles([total]) != [before]
+    assert [slot.kind for slots in scope._unmoved().values() for slot in slots] == ["batch"]
+    scope.abort()
