@@ -38,13 +38,17 @@ def named(names: str) -> list[Cell]:
     return [cell for cell in every if not words or any(word in cell.name.lower() for word in words)]
 
 
+def _verdict(row: Row) -> dict[str, bool]:
+    return {"single_execution": row.single_execution, "equal": row.equal}
+
+
 def add_targets(made: report.Report, rows: list[Row]) -> None:
     """Adds the targets for the cells that ran."""
-    whole = sum(row.whole for row in rows)
-    made.target("share of cells with 1 execution per step under error", whole / len(rows), "at least", SHARE)
+    one = sum(row.single_execution for row in rows)
+    made.target("share of cells with 1 execution per step under error", one / len(rows), "at least", SHARE)
     made.target("cells that crashed", sum(row.error is not None for row in rows), "exactly", 0)
     made.target("cells with the CPU's losses and weights", sum(row.equal for row in rows), "exactly", len(rows))
-    unexplained = sum(not row.whole and row.why is None for row in rows)
+    unexplained = sum(not row.single_execution and row.why is None for row in rows)
     made.target("cells that are split without a reason", unexplained, "exactly", 0)
 
 
@@ -71,13 +75,13 @@ def main(command: list[str] | None = None) -> int:
         rows.append(row)
         state = row.why or f"1 execution per step, {row.replays} of {row.calls} calls replayed"
         print(f"[{number}/{len(chosen)}] {cell.name} ({row.seconds:.0f} s): {state}", file=sys.stderr, flush=True)
-        made.results["rows"] = [asdict(one) | {"whole": one.whole, "equal": one.equal} for one in rows]
+        made.results["rows"] = [asdict(one) | _verdict(one) for one in rows]
         made.save(options)
     add_targets(made, rows)
     print(str(__doc__).split("\n\n", 1)[1])
     print(markdown(rows) if options.markdown else table_of(rows))
-    whole, equal = sum(row.whole for row in rows), sum(row.equal for row in rows)
-    print(f'\n{whole} of {len(rows)} cells train with 1 execution per step under on_graph_break="error";')
+    single, equal = sum(row.single_execution for row in rows), sum(row.equal for row in rows)
+    print(f'\n{single} of {len(rows)} cells train with 1 execution per step under on_graph_break="error";')
     print(f"{equal} have the CPU's losses (within {LOSS_LIMIT:g}) and weights (within {WEIGHT_LIMIT:g}).")
     return made.finish(options)
 

@@ -145,18 +145,22 @@ class Row:
         )
 
     @property
-    def whole(self) -> bool:
+    def single_execution(self) -> bool:
         """Whether it trains under `on_graph_break="error"` with one execution per step."""
         return self.error is None and self.refused is None and self.executions == 1
 
     @property
     def why(self) -> str | None:
-        """Why it is not whole, or not equal to the CPU: in one line; None if it is both."""
+        """Why it takes more than one execution, or differs from the CPU, in one line; None if neither."""
         if self.error is not None:
             return f"crashed: {self.error}"
         if self.refused is not None:
             return self.refused
-        wrong = [] if self.whole else [f"{self.executions} executions in a step: {self.split or 'no line known'}"]
+        wrong = (
+            []
+            if self.single_execution
+            else [f"{self.executions} executions in a step: {self.split or 'no line known'}"]
+        )
         if not self.equal:
             wrong.append(f"differs from the CPU by {self.loss_difference} (losses), {self.weight_difference} (weights)")
         return "; ".join(wrong) or None

@@ -34,7 +34,7 @@ def markdown(rows: list[Row]) -> str:
 def _values(row: Row) -> tuple[object, ...]:
     replayed = f"{row.replays} of {row.calls}" if row.calls is not None else "no"
     figures = (row.compiles, row.executions, row.loss_difference, row.weight_difference)
-    return (row.trainer, row.model, *figures, replayed, row.whole)
+    return (row.trainer, row.model, *figures, replayed, row.single_execution)
 
 
 def _cell(value: object) -> str:

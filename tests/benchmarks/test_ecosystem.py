@@ -55,7 +55,7 @@ def _use(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_cell_of_each_library_trains_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_of_each_library_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _use(monkeypatch, *_WHOLE)
     path = tmp_path / "e.json"
     assert ecosystem.main(["--check", "--json", str(path)]) == 0
@@ -107,7 +107,7 @@ def _trained(**changes: Any) -> cell.Trained:
 def test_a_row_says_what_is_wrong(change: dict[str, Any], why: str | None) -> None:
     row = cell.Row("trainer", "model")
     row.take(_trained(**change), _trained(executions=[]))
-    assert row.whole is ("executions" not in change)
+    assert row.single_execution is ("executions" not in change)
     assert row.why is None if why is None else why in str(row.why)
 
 

@@ -7,15 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaForSequenceClassification
 
+from benchmarks.ecosystem.text import llama, tokenizer
 from hf_trainer import XLATrainerMixin
 from tests.hf_trainer.scenarios import Run, train, without_xla
 from tests.isolation import isolated
@@ -53,43 +47,8 @@ class RLOO(XLATrainerMixin, trl.RLOOTrainer):
     pass
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each character."""
-    characters = ["<pad>", "<bos>", "<eos>", "<unk>", *map(chr, range(32, 127))]
-    tokens = Tokenizer(models.WordLevel({one: index for index, one in enumerate(characters)}, unk_token="<unk>"))
-    tokens.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokens.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokens, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
-    )
-
-
-def _model(kind: Any = LlamaForCausalLM, **options: Any) -> Any:
-    torch.manual_seed(0)
-    model = kind(
-        LlamaConfig(
-            vocab_size=128,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=64,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            **options,
-        )
-    )
-    # DPO and KTO load their reference from there.
-    folder = tempfile.mkdtemp()
-    model.save_pretrained(folder)
-    model.config._name_or_path = model.name_or_path = folder
-    return model
-
-
 def _reward_model() -> Any:
-    return _model(LlamaForSequenceClassification, num_labels=1)
+    return llama(LlamaForSequenceClassification, num_labels=1)
 
 
 def _rows(make: Callable[[int], dict[str, Any]], count: int = 24) -> Any:
@@ -151,7 +110,7 @@ def _both(
         adapter = (
             {} if peft is None else {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.0)}
         )
-        return {"train_dataset": rows, "processing_class": _tokenizer(), **adapter, **options}
+        return {"train_dataset": rows, "processing_class": tokenizer(), **adapter, **options}
 
     with without_xla():
         reference = stock(model=make(), args=_arguments(config, use_cpu=True, **args), **more())
@@ -181,7 +140,7 @@ def _assert_one_execution(run: Run, *, graphs: int | None = 1) -> None:
 
 @isolated
 def test_sft() -> None:
-    run, expected = _both(SFT, trl.SFTConfig, _model, _rows(_text), args={"logging_steps": 2})
+    run, expected = _both(SFT, trl.SFTConfig, llama, _rows(_text), args={"logging_steps": 2})
     _assert_logs_are_equal(run, expected)
     _assert_one_execution(run)
     assert run.logged("num_tokens")[-1] > 0
@@ -199,7 +158,7 @@ def test_reward() -> None:
 
 @isolated
 def test_dpo() -> None:
-    run, expected = _both(DPO, trl.DPOConfig, _model, _rows(_preference), args={})
+    run, expected = _both(DPO, trl.DPOConfig, llama, _rows(_preference), args={})
     _assert_logs_are_equal(run, expected)
     _assert_one_execution(run)
 
@@ -212,7 +171,7 @@ def test_dpo_evaluates(lora: bool) -> None:
     run, expected = _both(
         DPO,
         trl.DPOConfig,
-        _model,
+        llama,
         rows,
         args={"eval_strategy": "steps", "eval_steps": 2},
         eval_dataset=rows.select(range(6)),
@@ -238,7 +197,7 @@ def test_sft_variants(variant: str) -> None:
     options = {"lora": variant == "LoRA"}
     if variant == "prompt and completion":
         args, options = {**args, "eval_strategy": "steps", "eval_steps": 2}, {"eval_dataset": rows.select(range(6))}
-    run, expected = _both(SFT, trl.SFTConfig, _model, rows, args=args, **options)
+    run, expected = _both(SFT, trl.SFTConfig, llama, rows, args=args, **options)
     _assert_logs_are_equal(run, expected)
     _assert_one_execution(run)
 
@@ -246,7 +205,7 @@ def test_sft_variants(variant: str) -> None:
 @pytest.mark.slow
 @isolated
 def test_kto() -> None:
-    run, expected = _both(KTO, trl.KTOConfig, _model, _rows(_judged), args={})
+    run, expected = _both(KTO, trl.KTOConfig, llama, _rows(_judged), args={})
     _assert_logs_are_equal(run, expected)
     # One graph for each number of desirable completions in a batch.
     _assert_one_execution(run, graphs=None)
@@ -263,7 +222,7 @@ def test_grpo() -> None:
     args = {"max_completion_length": 4, "num_generations": 2, "top_k": 1, "max_steps": 3}
     rows = _rows(lambda index: {"prompt": f"say {index % 10}:"})
     with pytest.warns(GraphBreakWarning, match="nanmin.*executed in two parts"):
-        run, expected = _both(GRPO, trl.GRPOConfig, _model, rows, args=args, reward_funcs=_length)
+        run, expected = _both(GRPO, trl.GRPOConfig, llama, rows, args=args, reward_funcs=_length)
     _assert_logs_are_equal(run, expected)
     assert run.logged("completions/mean_length")[0] > 0
 
@@ -273,7 +232,7 @@ def test_grpo() -> None:
 def test_rloo() -> None:
     args = {"max_completion_length": 4, "num_generations": 2, "top_k": 1, "max_steps": 3}
     rows = _rows(lambda index: {"prompt": f"say {index % 10}:"})
-    run, expected = _both(RLOO, trl.RLOOConfig, _model, rows, args=args, reward_funcs=_length)
+    run, expected = _both(RLOO, trl.RLOOConfig, llama, rows, args=args, reward_funcs=_length)
     _assert_logs_are_equal(run, expected)
     assert run.logged("completions/mean_length")[0] > 0
 
@@ -282,7 +241,7 @@ def test_rloo() -> None:
 def test_the_default_precision() -> None:
     # TRL's default is bfloat16 autocast. On the CPU it asks the host whether it has it.
     assert trl.SFTConfig(output_dir=tempfile.mkdtemp(), report_to=[]).bf16
-    run, expected = _both(SFT, trl.SFTConfig, _model, _rows(_text), args={"bf16": True})
+    run, expected = _both(SFT, trl.SFTConfig, llama, _rows(_text), args={"bf16": True})
     _assert_one_execution(run)
     losses = [entry["loss"] for entry in expected if "loss" in entry]
     assert run.losses == pytest.approx(losses, abs=2e-2)
@@ -294,10 +253,10 @@ def test_grpo_learns() -> None:
     args = {"max_completion_length": 8, "num_generations": 4, "max_steps": 12, "beta": 0.01, "learning_rate": 3e-2}
     rows = _rows(lambda index: {"prompt": f"say {index % 10}:"})
     trainer = GRPO(
-        model=_model(),
+        model=llama(),
         args=_arguments(trl.GRPOConfig, **args),
         train_dataset=rows,
-        processing_class=_tokenizer(),
+        processing_class=tokenizer(),
         reward_funcs=_length,
     )
     run = train(trainer)
