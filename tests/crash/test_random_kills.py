@@ -35,10 +35,10 @@ def test_a_kill_and_a_few_bits(name: str, tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(OURS))
-def test_ten_kills(name: str, tmp_path: Path) -> None:
-    """A hundred in all."""
-    result = crash.kill(name, 10, 3, tmp_path)
-    assert (result.kills, result.resumed, result.identical, result.errors) == (10, 10, 10, [])
+def test_five_kills(name: str, tmp_path: Path) -> None:
+    """Of each way to save; `benchmarks.crash` kills more often."""
+    result = crash.kill(name, 5, 3, tmp_path)
+    assert (result.kills, result.resumed, result.identical, result.errors) == (5, 5, 5, [])
 
 
 @pytest.mark.slow

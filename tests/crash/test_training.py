@@ -137,8 +137,8 @@ def test_a_few_kills(asynchronous: bool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_fifty_kills(asynchronous: bool, tmp_path: Path) -> None:
-    survive(50, 2, tmp_path, asynchronous=asynchronous)
+def test_twenty_kills(asynchronous: bool, tmp_path: Path) -> None:
+    survive(20, 2, tmp_path, asynchronous=asynchronous)
 
 
 @pytest.mark.slow

@@ -25,8 +25,8 @@ _PROGRAMS, _SAMPLE = 2, 2
 # Of places that nearly every program has, where all changes are made: all of one program's, and of the others so many.
 _COMMON = 1
 # Of the places of a training with a framework, each run of which takes seconds.
-_OF_TRAINERS = 8
-_ALL_COMMON = ("nothing_around", "mlp_adamw")
+_OF_TRAINERS = 5
+_ALL_COMMON = ("mlp_adamw",)
 # A training with a framework takes longer: so many tests share these.
 _PARTS = {"hf": 3, "lightning": 4, "plain": 2}
 

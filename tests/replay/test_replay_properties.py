@@ -67,4 +67,4 @@ def test_random_trainings() -> None:
 @pytest.mark.slow
 @isolated(timeout=550)
 def test_many_random_trainings() -> None:
-    _search(40)
+    _search(20)

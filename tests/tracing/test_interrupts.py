@@ -160,18 +160,19 @@ def test_where_a_traced_step_enters_and_leaves() -> None:
         loop, run = loop_of_steps()
         places = sorted(place for place in passed(run) if place[0] in _EDGES)
         assert len(places) > 200
-        assert check(run, loop, places, Other()) > 100
+        assert check(run, loop, places[::2], Other()) > 50
         run()
 
 
-@isolated(timeout=900)
+@isolated(timeout=500)
 @pytest.mark.slow
 def test_everywhere_in_a_traced_step() -> None:
     with xla_adapters.eager():
         loop, run = loop_of_steps()
         places = sorted(passed(run))
         assert len(places) > 1500
-        assert check(run, loop, places, Other()) > 1000
+        # All that a step enters and leaves is in the test above.
+        assert check(run, loop, places[::6], Other()) > 160
         run()
 
 
