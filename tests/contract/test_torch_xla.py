@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
@@ -340,3 +341,10 @@ def test_each_draw_moves_the_stream_on_alike() -> None:
         del drawn
     assert len(places) == 1
     assert places != {7}
+
+
+def test_a_scan_runs_by_one_function_that_is_looked_up() -> None:
+    from torch_xla.experimental import scan
+
+    assert list(inspect.signature(scan._scan_impl_flat).parameters) == ["fn", "init", "xs", "reverse"]
+    assert "_scan_impl_flat(" in inspect.getsource(scan._scan_impl_pytree)

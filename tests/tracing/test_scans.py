@@ -89,3 +89,24 @@ def test_the_error_of_a_step_is_seen_though_it_made_leaves() -> None:
         leaf = torch.ones(3, device="xla").mul(2).detach().requires_grad_()
         (leaf * 2).sum().backward()
         raise ZeroDivisionError
+
+
+@isolated
+def test_scanned_layers_outside_steps() -> None:
+    xla_adapters.initialize()
+    from torch_xla.experimental.scan_layers import scan_layers
+
+    layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
+    expected = nn.Sequential(*layers)(torch.ones(2, 5))
+    expected.square().sum().backward()
+    gradients = [parameter.grad.clone() for parameter in layers.parameters() if parameter.grad is not None]
+    layers.zero_grad()
+    layers.to("xla")
+    found = scan_layers(layers, torch.ones(2, 5, device="xla"))
+    found.square().sum().backward()
+    assert xla_adapters.get_runtime().tracing.eager()
+    assert xla_adapters.get_runtime().tracing.pending_count() == 0
+    torch.testing.assert_close(found.cpu(), expected)
+    for parameter, gradient in zip(layers.parameters(), gradients, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.cpu(), gradient)
