@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -78,6 +79,7 @@ def test_scanned_layers_train_as_layers_one_by_one() -> None:
             return (nn.Sequential(*self.layers)(inputs),)
 
     expected = _train(lambda _: Layers(), "cpu", None)
+    warnings.simplefilter("error", UserWarning)
     for replay in (False, "auto"):
         assert _train(lambda _: Layers(), "xla", replay) == pytest.approx(expected, abs=1e-5)
 

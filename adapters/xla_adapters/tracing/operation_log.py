@@ -98,7 +98,8 @@ class OperationLog:
         own = [parameter for parameter in module._parameters.values() if parameter is not None]
         with torch._C.DisableTorchFunction():
             needed = tuple([parameter.requires_grad for parameter in own])
-            present = tuple([parameter.grad is not None for parameter in own])
+            # `functional_call` puts results in the place of parameters: torch warns where their gradient is looked at.
+            present = tuple([parameter.is_leaf and parameter.grad is not None for parameter in own])
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
         self.entries.append(ModuleCall(type(module), module.training, hooks, needed, present, *_place()))
 
