@@ -40,6 +40,10 @@ class XLAArguments:
     max_graphs: Optional[int] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
         default=None, metadata={"help": "How many different graphs the training step may compile."}
     )
+    on_recompile: str = field(
+        default="warn",
+        metadata={"help": "warn, error or ignore: what a graph after the first one of a training step does."},
+    )
     free_grads: str = field(
         default="auto",
         metadata={"help": "auto, true or false: drop gradients inside the step, so that they are not its outputs."},

@@ -37,7 +37,7 @@ class StepDriver:
         scope_config = replace(config, free_grads=False, xla_mode="eager+compile")
         self.train = StepProgram("train_step", scope_config, hint=_HINT)
         self.optimizer = StepProgram("optimizer_step", scope_config, hint=_HINT)
-        other_config = replace(scope_config, max_graphs=None, steps_per_execution=1)
+        other_config = replace(scope_config.without_graph_limits(), steps_per_execution=1)
         self.evaluation = StepProgram("eval_step", other_config, hint=_EVAL_HINT)
         self.generation = StepProgram("generate", other_config, hint=_EVAL_HINT)
         self._micro_step = 0

@@ -28,7 +28,7 @@ from lightning_strategy.sharding.host import bring_to_host
 from lightning_strategy.sharding.module_sharding import AutoShardingOption, ShardingOption, make_sharding, plan_of
 from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.checkpoint import CheckpointConfig
-from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, RngAlgorithm, StepReplay, XLAMode
+from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, OnRecompile, RngAlgorithm, StepReplay, XLAMode
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding.dtensor import accept_placements
 from xla_adapters.sharding.plan import ShardingPlan
@@ -75,6 +75,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         on_graph_break: OnGraphBreak | None = None,
         compile_eval: bool | None = None,
         max_graphs: int | None = None,
+        on_recompile: OnRecompile | None = None,
         free_grads: FreeGrads | None = None,
         accumulation: Accumulation | None = None,
         rng_algorithm: RngAlgorithm | None = None,
@@ -94,6 +95,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
                 "on_graph_break": on_graph_break,
                 "compile_eval": compile_eval,
                 "max_graphs": max_graphs,
+                "on_recompile": on_recompile,
                 "free_grads": free_grads,
                 "accumulation": accumulation,
                 "step_replay": step_replay,

@@ -19,6 +19,7 @@ from xla_adapters import ConfigError, XLAAdapterError, XLAConfig, step
         ({"free_grads": "never"}, ["'auto'", "True", "False"]),
         ({"accumulation": "all"}, ["'per_micro_batch'", "'unrolled'"]),
         ({"max_graphs": 0}, ["None", ">= 1"]),
+        ({"on_recompile": "raise"}, ["'warn'", "'error'", "'ignore'"]),
         ({"max_graphs": True}, ["None", ">= 1"]),
         ({"max_graphs": 1.5}, ["None", ">= 1"]),
     ],
@@ -31,7 +32,7 @@ def test_unknown_values_list_the_valid_ones(options: dict[str, Any], listed: lis
 
 
 @pytest.mark.parametrize("mode", ["eager", "eager+dynamo", "lazy"])
-@pytest.mark.parametrize("option", [{"accumulation": "unrolled"}, {"max_graphs": 3}])
+@pytest.mark.parametrize("option", [{"accumulation": "unrolled"}, {"max_graphs": 3}, {"on_recompile": "error"}])
 def test_options_that_could_not_take_effect_are_refused(mode: Any, option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"eager\+compile"):
         XLAConfig(xla_mode=mode, **option)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from xla_adapters.errors import ConfigError
@@ -13,6 +13,7 @@ OnGraphBreak = Literal["error", "warn", "allow"]
 Accumulation = Literal["per_micro_batch", "unrolled"]
 FreeGrads = Literal["auto"] | bool
 StepReplay = Literal["auto"] | bool
+OnRecompile = Literal["warn", "error", "ignore"]
 OnReplayMismatch = Literal["error", "retrace"]
 StepsForm = Literal["loop", "unrolled"]
 RngAlgorithm = Literal["auto", "default", "philox", "three_fry"]
@@ -38,6 +39,9 @@ class XLAConfig:
             without a warning.
         compile_eval: whether evaluation and prediction steps are compiled graphs, too.
         max_graphs: how many different graphs a step may compile before `GraphLimitError`; `None` for no limit.
+        on_recompile: what a graph after the first one of a training step does: `"warn"` logs a warning that says what
+            has changed; `"error"` raises `GraphLimitError` with the same text before it compiles; `"ignore"` logs it
+            as information.
         free_grads: whether gradients are freed inside the step, so that they are not outputs of its graph (less
             memory); `"auto"` does so if nothing can read them afterwards.
         accumulation: with gradient accumulation, `"per_micro_batch"` executes one graph per micro batch;
@@ -69,6 +73,7 @@ class XLAConfig:
     on_graph_break: OnGraphBreak = "error"
     compile_eval: bool = True
     max_graphs: int | None = None
+    on_recompile: OnRecompile = "warn"
     free_grads: FreeGrads = "auto"
     accumulation: Accumulation = "per_micro_batch"
     step_replay: StepReplay = "auto"
@@ -81,6 +86,7 @@ class XLAConfig:
     def __post_init__(self) -> None:
         _check_choice("xla_mode", self.xla_mode, get_args(XLAMode))
         _check_choice("on_graph_break", self.on_graph_break, get_args(OnGraphBreak))
+        _check_choice("on_recompile", self.on_recompile, get_args(OnRecompile))
         _check_choice("compile_eval", self.compile_eval, (True, False))
         _check_choice("free_grads", self.free_grads, ("auto", True, False))
         _check_choice("step_replay", self.step_replay, ("auto", True, False))
@@ -116,9 +122,10 @@ class XLAConfig:
                 f"step_replay=True needs xla_mode='eager+compile' (it is {self.xla_mode!r}): "
                 "the other modes have no step graph to replay"
             )
-        if self.max_graphs is not None and self.xla_mode != "eager+compile":
+        limit = "on_recompile='error'" if self.on_recompile == "error" else f"max_graphs={self.max_graphs}"
+        if self.limits_graphs and self.xla_mode != "eager+compile":
             raise ConfigError(
-                f"max_graphs={self.max_graphs} needs xla_mode='eager+compile' (it is {self.xla_mode!r}): "
+                f"{limit} needs xla_mode='eager+compile' (it is {self.xla_mode!r}): "
                 "only there does the step own its graphs and can count them"
             )
 
@@ -154,6 +161,16 @@ class XLAConfig:
     def compiles_step(self) -> bool:
         """Whether training steps run as one compiled graph."""
         return self.xla_mode == "eager+compile"
+
+    @property
+    def limits_graphs(self) -> bool:
+        """Whether a further graph may be an error."""
+        return self.max_graphs is not None or self.on_recompile == "error"
+
+    def without_graph_limits(self) -> XLAConfig:
+        """The same options for steps that may have several graphs, as evaluations with a partial last batch have."""
+        on_recompile: OnRecompile = "warn" if self.on_recompile == "error" else self.on_recompile
+        return replace(self, max_graphs=None, on_recompile=on_recompile)
 
     @property
     def may_replay(self) -> bool:

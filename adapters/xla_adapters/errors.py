@@ -63,12 +63,12 @@ class RuntimeOrderError(XLAAdapterError, RuntimeError):
 
 
 class GraphLimitError(XLAAdapterError, RuntimeError):
-    """A step was about to compile more different graphs than `max_graphs` allows.
+    """A step was about to compile more different graphs than `max_graphs` or `on_recompile="error"` allows.
 
     Each new combination of shapes, dtypes and Python values in a step is a graph of its own, and is compiled. The step
     was discarded: parameters and optimizer state are as before it.
 
-    What to do: pad batches to a fixed length, drop the last partial batch, or raise `max_graphs`.
+    What to do: what the message says; or raise `max_graphs`, or choose `on_recompile="warn"`.
     """
 
 

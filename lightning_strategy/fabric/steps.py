@@ -186,7 +186,7 @@ class FabricSteps:
         if (kind, name) not in self._programs:
             config = replace(self.config, xla_mode="eager+compile")
             if kind == "eval":
-                config = replace(config, max_graphs=None, free_grads=False)
+                config = replace(config.without_graph_limits(), free_grads=False)
             self._programs[kind, name] = StepProgram(name, config, hint=_HINT)
         return self._programs[kind, name]
 

@@ -25,7 +25,7 @@ from lightning_strategy.fabric.steps import FabricSteps
 from lightning_strategy.fabric.updates import FabricUpdates
 from lightning_strategy.sharding.module_sharding import AutoShardingOption, ShardingOption, make_sharding, plan_of
 from xla_adapters import XLAConfig, get_runtime, in_step
-from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, RngAlgorithm, XLAMode
+from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, OnRecompile, RngAlgorithm, XLAMode
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding.plan import ShardingPlan
 
@@ -84,6 +84,7 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
         on_graph_break: OnGraphBreak | None = None,
         compile_eval: bool | None = None,
         max_graphs: int | None = None,
+        on_recompile: OnRecompile | None = None,
         free_grads: FreeGrads | None = None,
         accumulation: Accumulation | None = None,
         rng_algorithm: RngAlgorithm | None = None,
@@ -99,6 +100,7 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
                 "on_graph_break": on_graph_break,
                 "compile_eval": compile_eval,
                 "max_graphs": max_graphs,
+                "on_recompile": on_recompile,
                 "free_grads": free_grads,
                 "accumulation": accumulation,
                 "rng_algorithm": rng_algorithm,

@@ -58,7 +58,7 @@ class StepDriver:
         self._runtime = get_runtime()
         # The strategy frees gradients itself, in the update: a step of an accumulation must keep them.
         train_config = replace(config, free_grads=False, xla_mode="eager+compile")
-        eval_config = replace(train_config, max_graphs=None, steps_per_execution=1)
+        eval_config = replace(train_config.without_graph_limits(), steps_per_execution=1)
         self.train = StepProgram("train_step", train_config, hint=_TRAIN_HINT)
         self.update = StepProgram("optimizer_step", train_config, hint=_TRAIN_HINT)
         self.evaluation = {

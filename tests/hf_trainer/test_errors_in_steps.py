@@ -338,6 +338,17 @@ def test_max_graphs_discards_the_step() -> None:
 
 
 @isolated
+def test_a_recompile_is_an_error_on_request_in_training_only() -> None:
+    """The last batch of the evaluation is smaller, and accumulation has a graph for each kind of micro batch."""
+    args = arguments(max_steps=4, gradient_accumulation_steps=2, per_device_eval_batch_size=3)
+    run = ours(Classifier(), vector_samples(32), args=args, on_recompile="error", eval_dataset=vector_samples(4))
+    run.trainer.evaluate()
+    assert len(run.losses) == 4
+    with pytest.raises(GraphLimitError, match=r"on_recompile='error': x: \(4, 4\) float32 -> \(2, 4\) float32"):
+        ours(Classifier(), _two_lengths(), args=arguments(max_steps=6), on_recompile="error")
+
+
+@isolated
 def test_max_graphs_counts_graphs() -> None:
     """Exactly the allowed number of graphs is no error."""
     one_shape = ours(Classifier(), vector_samples(8), args=arguments(max_steps=6), max_graphs=1)

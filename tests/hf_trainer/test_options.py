@@ -22,10 +22,18 @@ _VALUES: dict[str, Any] = {
     "on_graph_break": "warn",
     "compile_eval": False,
     "max_graphs": 3,
+    "on_recompile": "ignore",
     "free_grads": "false",
     "accumulation": "unrolled",
 }
-_CONFIG = XLAConfig(on_graph_break="warn", compile_eval=False, max_graphs=3, free_grads=False, accumulation="unrolled")
+_CONFIG = XLAConfig(
+    on_graph_break="warn",
+    compile_eval=False,
+    max_graphs=3,
+    on_recompile="ignore",
+    free_grads=False,
+    accumulation="unrolled",
+)
 
 
 @isolated

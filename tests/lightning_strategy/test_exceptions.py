@@ -264,8 +264,9 @@ def test_a_later_fit_goes_on_from_before_the_failed_step() -> None:
     assert all(value.isfinite() for value in run.callback_metrics.values())
 
 
+@pytest.mark.parametrize("limit", [{"max_graphs": 1}, {"on_recompile": "error"}], ids=str)
 @isolated
-def test_step_that_is_refused_at_its_end_leaves_metrics_as_before_it() -> None:
+def test_step_that_is_refused_at_its_end_leaves_metrics_as_before_it(limit: dict[str, Any]) -> None:
     class Counts(Metered):
         seen: Any = None
 
@@ -274,7 +275,7 @@ def test_step_that_is_refused_at_its_end_leaves_metrics_as_before_it() -> None:
 
     rows = BATCH + BATCH // 2
     module = Counts()
-    run = trainer(XLAEagerStrategy(max_graphs=1), max_epochs=1)
+    run = trainer(XLAEagerStrategy(**limit), max_epochs=1)
     with pytest.raises(GraphLimitError):
         run.fit(module, loader(rows=rows))
     assert module.seen is not None

@@ -141,3 +141,36 @@ def test_the_limit_says_why() -> None:
             GraphLimitError, match=r"in topk: 3 -> 2\n  where: .*test_recompiles.py:\d+: .*\n  what to do"
         ):
             training.step("limited", max_graphs=1)
+
+
+@isolated
+def test_another_graph_is_an_error_on_request() -> None:
+    with xla_adapters.eager():
+        training = Training()
+        for _ in range(3):
+            training.step("strict", on_recompile="error")
+        # Another phase of the same step may have a graph of its own.
+        with xla_adapters.step(name="strict", on_recompile="error"), torch.no_grad():
+            training.model(training.batch.to("xla"))
+        weights = [parameter.detach().cpu().clone() for parameter in training.model.parameters()]
+        training.model.kept = 2
+        with pytest.raises(
+            GraphLimitError, match=r"on_recompile='error': .*in topk: 3 -> 2\n  where: .*\n  what to do"
+        ):
+            training.step("strict", on_recompile="error")
+        for before, parameter in zip(weights, training.model.parameters(), strict=True):
+            assert torch.equal(before, parameter.detach().cpu())
+        training.model.kept = 3
+        training.step("strict", on_recompile="error")
+
+
+@isolated
+def test_another_graph_is_no_warning_on_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "xla_adapters")
+    with xla_adapters.eager():
+        training = Training()
+        training.step("quiet", on_recompile="ignore")
+        training.model.kept = 2
+        training.step("quiet", on_recompile="ignore")
+    (said,) = [record for record in caplog.records if "in topk: 3 -> 2" in record.message]
+    assert said.levelno == logging.INFO

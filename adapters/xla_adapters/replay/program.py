@@ -291,8 +291,9 @@ class StepProgram:
 
     def _record(self, report: ScopeReport, *, of_several: bool) -> None:
         if not of_several:
+            warns = self.config.on_recompile != "ignore"
             where = f"call {self.calls}" + (f", {self._where}" if self._where else "")
-            reason = self._history.ended(self.name, self._signature, report, where)
+            reason = self._history.ended(self.name, self._signature, report, where, warns=warns)
         if not report.compiles:
             return
         self.graphs += report.compiles

@@ -56,7 +56,7 @@ class GraphHistory:
     """Remembers the graphs of a step.
 
     Attributes:
-        hashes: of the graphs, where they are counted (`max_graphs`).
+        hashes: of the graphs, where they are counted (`XLAConfig.limits_graphs`).
         known: the first call of each phase, and the latest calls that compiled: what is known from outside, and what
             they did.
         graphs: how many graphs were compiled.
@@ -88,7 +88,11 @@ class GraphHistory:
             "code that was not called through torch's Python functions, or in what was computed before the step"
         )
 
-    def _tell(self, name: str, signature: StepSignature, report: ScopeReport, where: str) -> str:
+    def has_graph_of(self, phase: str) -> bool:
+        """Whether a call of this phase has ended."""
+        return phase in self._phases
+
+    def _tell(self, name: str, signature: StepSignature, report: ScopeReport, where: str, warns: bool) -> str:
         reason = self.reason(signature, report.operations)
         is_first = self._note(signature, report.operations)
         own = [item for item in self.known if item[0].phase == signature.phase]
@@ -101,12 +105,14 @@ class GraphHistory:
         total = f", {self.seconds:.1f} s in all" if self.graphs > report.compiles else ""
         position = f" ({where})" if where else ""
         logger.log(
-            logging.INFO if is_first else logging.WARNING,
+            logging.WARNING if warns and not is_first else logging.INFO,
             f"{name}: compiled graph {self.graphs} in {report.compile_seconds:.1f} s{total}{position}: {reason}",
         )
         return reason
 
-    def ended(self, name: str, signature: StepSignature, report: ScopeReport, where: str = "") -> str:
+    def ended(
+        self, name: str, signature: StepSignature, report: ScopeReport, where: str = "", *, warns: bool = True
+    ) -> str:
         """Notes the end of a call; if it compiled, says why in the log and returns that reason.
 
         Args:
@@ -114,9 +120,10 @@ class GraphHistory:
             signature: of the call.
             report: of its end.
             where: the call's number, and its position in the run.
+            warns: whether a graph after the first one of a phase is a warning.
         """
         if report.compiles:
-            return self._tell(name, signature, report, where)
+            return self._tell(name, signature, report, where, warns)
         if report.operations.entries:
             # Its graph may be known from another step.
             self._note(signature, report.operations)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from types import TracebackType
 
 import torch
@@ -233,9 +232,9 @@ class StepScope:
         undo_log.apply_writes()
         undo_log.restate_dtypes()
         undo_log.detach_new_grads()
-        if self.config.max_graphs is not None:
-            reason = partial(self.history.reason, self.signature, self.operations)
-            check_pending_graph(self.name, self.config.max_graphs, self.history.hashes, undo_log, runtime, reason)
+        if self.config.limits_graphs:
+            call = (self.signature, self.operations)
+            check_pending_graph(self.name, self.config, call, self.history, undo_log, runtime)
         runtime.tracing.set_execution_allowed(True)
         self._breaks.executing = True
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -283,7 +282,7 @@ class StepScope:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is None:
-            self.history.ended(self.name, self.signature, self.close())
+            self.history.ended(self.name, self.signature, self.close(), warns=self.config.on_recompile != "ignore")
         else:
             self._discarding.__exit__(kind, error, traceback)
 
