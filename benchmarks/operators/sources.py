@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 
 # Of each source; the list has hundreds for some, most of them the same operators with other shapes.
-MOST_SAMPLES = 40
+MOST_SAMPLES = 16
 _DTYPES = (torch.float32, torch.int64, torch.bool)
 
 
@@ -159,6 +158,9 @@ _DIRECT = (
 @functools.cache
 def sources() -> tuple[Source, ...]:
     """All of them; a source is known by its place."""
+    # Here, since it takes seconds, and a package that torch does not install.
+    from torch.testing._internal.common_methods_invocations import op_db
+
     listed = (
         Source(
             info.formatted_name,
