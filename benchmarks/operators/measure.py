@@ -1,0 +1,201 @@
+"""`measure`: runs one sample inside a step, forward and backward, and compares it with the CPU."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch_xla.debug.metrics as xla_metrics
+from torch.utils._pytree import tree_leaves, tree_map
+
+import xla_adapters
+from benchmarks.operators.cases import Case, copied, differentiable, placed
+from benchmarks.operators.sources import Sample, sources, without_values
+
+# From the best to the worst.
+How = Literal["in the graph", "by decomposition", "on the host", "fails"]
+ORDER: tuple[How, ...] = ("in the graph", "by decomposition", "on the host", "fails")
+LIMIT = 1e-5
+_KERNEL = "xla::"
+_LONGEST_REASON = 160
+
+
+@dataclass
+class Found:
+    """What a sample showed.
+
+    Attributes:
+        source: where it is from.
+        forward, backward: how they run; None for what the sample does not have, or what was not reached. For an
+            operator of the backward, `backward` is how the operator runs.
+        why: what was refused or failed, or what differs, if anything did.
+        difference: the largest to the CPU, of values above 1 relative to them; None if there is none to tell.
+        kernels: torch_xla's that ran in place of the operator's own.
+    """
+
+    source: str
+    forward: How | None = None
+    backward: How | None = None
+    why: str | None = None
+    difference: float | None = None
+    kernels: tuple[str, ...] = ()
+
+
+@dataclass
+class _Run:
+    """A sample that has run: results, arguments after the call, gradients, and the kernels of both directions."""
+
+    results: Any = None
+    arguments: Any = None
+    gradients: Any = ()
+    forward: dict[str, int] | None = None
+    backward: dict[str, int] | None = None
+    phase: Literal["forward", "backward", "end"] = "forward"
+
+
+def measure(operator: str, case: Case) -> Found:
+    """Runs a sample on the CPU, and inside a step under `on_graph_break="error"`."""
+    source = sources()[case.source]
+    samples = source.samples()
+    sample = next(one for index, one in enumerate(samples) if index == case.sample)
+    return measure_sample(operator, case, sample, source.name)
+
+
+def measure_sample(operator: str, case: Case, sample: Sample, name: str) -> Found:
+    """As `measure`, of a sample that is there."""
+    found = Found(name)
+    plain, ours = _Run(), _Run()
+    before = tree_map(copied, (sample.args, sample.kwargs))
+    _compute(plain, Sample(sample.call, *tree_map(copied, before)), case, dict)
+    inputs = tree_map(functools.partial(placed, device=torch.device("xla")), before)
+    on_host: dict[str, int] = {}
+    try:
+        with xla_adapters.count() as counters:
+            start = _counted()
+            with xla_adapters.step(on_graph_break="error"):
+                _compute(ours, Sample(sample.call, *tree_map(_pending, inputs)), case, _counted)
+            on_host = {name: times for name, times in _since(start).items() if name.startswith("aten::")}
+        difference, what = _compare(ours, plain, values=without_values(operator) is None)
+    except xla_adapters.GraphBreakError as error:
+        return _ended(found, ours, "on the host", error)
+    except Exception as error:  # noqa: BLE001 (whatever it is, the operator fails)
+        return _ended(found, ours, "fails", error)
+    if on_host or counters.executions > 1:
+        found.forward = "on the host"
+        found.why = f"{counters.executions} executions, on the host: {', '.join(sorted(on_host)) or 'a read'}"
+        return found
+    _classify(found, operator, case, ours)
+    found.difference, found.why = difference, what
+    return found
+
+
+def _compute(run: _Run, sample: Sample, case: Case, count: Callable[[], dict[str, int]]) -> None:
+    start = count()
+    run.arguments = (sample.args, sample.kwargs)
+    run.results = sample.call(*sample.args, **sample.kwargs)
+    run.forward = {name: times for name, times in count().items() if times > start.get(name, 0)}
+    if case.differentiates:
+        run.phase, middle = "backward", count()
+        results, inputs = differentiable(run.results), differentiable(run.arguments)
+        weights = [_weights_of(one) for one in results]
+        run.gradients = torch.autograd.grad(results, inputs, weights, allow_unused=True)
+        run.backward = {name: times for name, times in count().items() if times > middle.get(name, 0)}
+    run.phase = "end"
+
+
+def _weights_of(result: torch.Tensor) -> torch.Tensor:
+    """The gradient that arrives: some numbers, the same on each device."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(result.shape, generator=generator, dtype=result.dtype).to(result.device)
+
+
+def _pending(value: Any) -> Any:
+    """A tensor that is yet to be computed, as the inputs of an operator in a step are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    with torch.no_grad():
+        computed = torch.logical_or(value, value) if value.dtype is torch.bool else value * 1
+    return computed.requires_grad_(value.requires_grad)
+
+
+def _counted() -> dict[str, int]:
+    names = (name for name in xla_metrics.counter_names() if name.startswith((_KERNEL, "aten::")))
+    return {name: int(xla_metrics.counter_value(name) or 0) for name in names}
+
+
+def _since(start: dict[str, int]) -> dict[str, int]:
+    return {name: times for name, times in _counted().items() if times > start.get(name, 0)}
+
+
+def _ended(found: Found, run: _Run, how: How, error: Exception) -> Found:
+    """The sample came to an end in one of its phases."""
+    if run.phase == "backward":
+        found.forward, found.backward = "in the graph", how
+    else:
+        found.forward = how
+    lines = str(error).strip().splitlines() or [""]
+    line = re.sub(r"/\S*/(site-packages/|(?=benchmarks/))", "", lines[0].rstrip(".:"))
+    line = line.removeprefix("step: ")
+    found.why = f"{type(error).__name__}: {line}"[:_LONGEST_REASON]
+    return found
+
+
+def _classify(found: Found, operator: str, case: Case, run: _Run) -> None:
+    """Tells torch_xla's kernel for an operator from others that stand for it."""
+    there = run.backward if case.in_backward else run.forward
+    kernels = {name.removeprefix(_KERNEL) for name in there or ()}
+    # In place, of a view under functionalization, for any backend, or into a result; each also with symbolic sizes.
+    own = {operator + suffix for suffix in ("", "_", "_copy", "_overrideable", "_out")}
+    own |= {f"{name}_symint" for name in own}
+    how: How = "in the graph" if kernels & own else "by decomposition"
+    if how == "by decomposition":
+        found.kernels = tuple(sorted(kernels))
+    found.forward = "in the graph" if case.in_backward else how
+    if case.differentiates:
+        found.backward = how if case.in_backward else "in the graph"
+
+
+def _compare(ours: _Run, plain: _Run, *, values: bool) -> tuple[float | None, str | None]:
+    """The largest difference, and what differs if that is too much."""
+    parts = (
+        ("result", ours.results, plain.results),
+        ("argument", ours.arguments, plain.arguments),
+        ("gradient", ours.gradients, plain.gradients),
+    )
+    largest, what = 0.0, None
+    for name, here, there in parts:
+        one, other = tree_leaves(here), tree_leaves(there)
+        if len(one) != len(other):
+            return float("inf"), f"{len(one)} {name}s in place of {len(other)}"
+        for number, (mine, wanted) in enumerate(zip(one, other, strict=True)):
+            difference, about = _difference(mine, wanted, values=values)
+            if not difference <= largest:
+                largest = difference
+                what = f"{name} {number}: {about}" if difference > LIMIT else None
+    return (largest if values or largest else None), what
+
+
+def _difference(mine: Any, wanted: Any, *, values: bool) -> tuple[float, str]:
+    wrong = float("inf")
+    if not isinstance(wanted, torch.Tensor):
+        comparable = isinstance(wanted, (bool, int, float)) and values
+        return (wrong, f"{mine} in place of {wanted}") if comparable and mine != wanted else (0.0, "")
+    if not isinstance(mine, torch.Tensor):
+        return wrong, f"{type(mine).__name__} in place of a tensor"
+    if (mine.dtype, mine.shape) != (wanted.dtype, wanted.shape):
+        return wrong, f"{mine.dtype} {list(mine.shape)} in place of {wanted.dtype} {list(wanted.shape)}"
+    mine, wanted = (value.detach().resolve_conj().resolve_neg().cpu() for value in (mine, wanted))
+    if not values or not wanted.numel():
+        return 0.0, ""
+    if wanted.is_complex():
+        mine, wanted = torch.view_as_real(mine), torch.view_as_real(wanted)
+    mine, wanted = mine.double(), wanted.double()
+    distance = (mine - wanted).abs() / wanted.abs().clamp_min(1)
+    same = (mine == wanted) | (mine.isnan() & wanted.isnan())
+    distance = distance.masked_fill(same, 0).nan_to_num(nan=wrong, posinf=wrong)
+    at = int(distance.argmax())
+    return float(distance.flatten()[at]), f"{mine.flatten()[at]:.9g} in place of {wanted.flatten()[at]:.9g}"
