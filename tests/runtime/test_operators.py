@@ -118,6 +118,46 @@ _GROUPS: dict[str, tuple[tuple[int, ...], dict[str, _Call]]] = {
             ),
         },
     ),
+    "activations and losses": (
+        _ROWS,
+        {
+            "elu": lambda x: functional.elu(x),
+            "elu, slope": lambda x: functional.elu(x * 3, 0.7),
+            "elu, in place": lambda x: functional.elu(x * 3, 0.7, inplace=True),
+            "selu": lambda x: functional.selu(x),
+            "selu, in place": lambda x: functional.selu(x * 2, inplace=True),
+            "celu": lambda x: functional.celu(x, 1.3),
+            "celu, another": lambda x: functional.celu(x, 0.5),
+            "celu, in place": lambda x: functional.celu(x * 2, 0.5, inplace=True),
+            "kl": lambda x: functional.kl_div(x.log_softmax(1), x.detach().softmax(0), reduction="batchmean"),
+            "std": lambda x: torch.std(x, 1) + x.std(),
+            "singular values": lambda x: torch.svd(x)[1],
+            "frozen batch norm": lambda x: functional.batch_norm(
+                x.reshape(2, 3, 8), x[0, :3].detach() + 0.3, x[1, :3].detach().square() + 1, x[2, :3], x[3, :3]
+            ),
+            "frozen batch norm, plain": lambda x: functional.batch_norm(
+                x.reshape(2, 3, 8), x[0, :3].detach() + 0.3, x[1, :3].detach().square() + 1
+            ),
+        },
+    ),
+    "dimensions and strides": (
+        (5, 5, 5),
+        {
+            "index_add": lambda x: x.index_add(1, torch.tensor([0, 3, 3, 1, 4], device=x.device), x * 2, alpha=3),
+            "index_add, last": lambda x: x.index_add(-1, torch.tensor([0, 3, 3, 1, 4], device=x.device), x.flip(0)),
+            "index_add, first": lambda x: x.index_add(0, torch.tensor([4, 0], device=x.device), x[:2] * 2),
+            "index_copy": lambda x: x.index_copy(1, torch.tensor([4, 3, 0, 1, 2], device=x.device), x * 2),
+            "index_copy, first": lambda x: x.index_copy(0, torch.tensor([4, 0], device=x.device), x[1:3] * 2),
+            **{
+                f"diagonal {offset}, {dims}": lambda x, offset=offset, dims=dims: x.diagonal(offset, *dims)
+                for offset in (0, 1, -2)
+                for dims in ((0, 1), (1, 2), (0, 2), (1, 0), (-1, 0))
+            },
+            "diag_embed": lambda x: torch.diag_embed(x[0], 1, 0, 1),
+            "written to a diagonal": lambda x: (x * 1).diagonal_scatter(x[0, :, :4] * 2, 1, 0, 1),
+            "as_strided": lambda x: x.as_strided((2, 3), (25, 5), 7) + x.as_strided((2, 3), (1, 2)),
+        },
+    ),
 }
 
 

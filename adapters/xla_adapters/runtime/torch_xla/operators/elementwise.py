@@ -127,6 +127,12 @@ def _isin(
     return ~found if invert else found
 
 
+def _celu(self: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
+    """As `torch.celu`. torch_xla's own runs the executable of another `alpha`: its graphs have one hash."""
+    result: torch.Tensor = torch.ops.aten.elu(self, alpha, 1.0, 1.0 / alpha)
+    return result
+
+
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {
     "fmax": _fmax,
     "fmin": _fmin,
@@ -136,5 +142,6 @@ KERNELS: dict[str, Callable[..., torch.Tensor]] = {
     "digamma": _digamma,
     "i0": _i0,
     "copysign.Tensor": _copysign,
+    "celu": _celu,
     "isin.Tensor_Tensor": _isin,
 }

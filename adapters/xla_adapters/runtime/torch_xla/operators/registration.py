@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
-from torch.library import Library, get_kernel
+from torch.library import Library, fallthrough_kernel, get_kernel
 
 from xla_adapters.runtime.torch_xla.operators import (
+    dimensions,
     elementwise,
     embeddings,
+    frozen_norms,
     integers,
     pooling,
     reductions,
@@ -34,7 +36,12 @@ _DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
 _TORCHS = (
     *("addmv", "vdot", "glu_backward", "huber_loss", "huber_loss_backward", "im2col", "col2im", "nansum"),
     *("channel_shuffle", "aminmax", "bucketize.Tensor", "unfold_backward"),
+    # torch_xla 2.9 has it, with other numbers where the input is given and not the result.
+    "elu_backward",
 )
+# torch composes these of operators that have a backward, and so do torch_xla's kernels. Without an entry for autograd
+# torch warns of "silently incorrect behavior" in each backward.
+_COMPOSED = ("cross", "diag", "inverse", "kl_div", "logdet", "qr", "selu", "selu_", "std", "std.dim", "svd")
 # The same for operators whose backward torch_xla does not have: the decomposition's is used.
 _TORCHS_DIFFERENTIABLE = (
     "multi_margin_loss",
@@ -62,6 +69,8 @@ def register_kernels() -> None:
             _library.impl(name, kernel, "XLA", allow_override=True)
         for name, kernel in embeddings.KERNELS.items():
             _library.impl(name, kernel, "AutogradXLA")
+        for name in _COMPOSED:
+            _library.impl(name, fallthrough_kernel, "AutogradXLA")
         for name in _TORCHS:
             _library.impl(name, _torchs(name), "XLA")
         for name, kernel in (*integers.KERNELS.items(), *sequences.KERNELS.items()):
@@ -69,8 +78,10 @@ def register_kernels() -> None:
         for name, around in (*pooling.AROUND_STOCK.items(), *reductions.AROUND_STOCK.items()):
             _put_around(name, around, "AutogradXLA")
             _put_around(name, around, "XLA")
-        for name, around in integers.AROUND_STOCK.items():
-            # Integers have no gradients.
+        for name, around in frozen_norms.AROUND_STOCK.items():
+            _put_around(name, around, "AutogradXLA")
+        for name, around in (*integers.AROUND_STOCK.items(), *dimensions.AROUND_STOCK.items()):
+            # Integers have no gradients, and torch's own formulas for those of the others call such kernels.
             _put_around(name, around, "XLA")
 
 
