@@ -245,32 +245,3 @@ def test_a_tensor_that_has_moved_is_not_looked_for_at_its_old_address() -> None:
     assert runtime.lazy.handles([total]) != [before]
     assert [slot.kind for slots in scope._unmoved().values() for slot in slots] == ["batch"]
     scope.abort()
-
-
-@isolated
-def test_sums_over_parameters_are_the_same_graph_after_replays() -> None:
-    xla_adapters.initialize()
-    assert xla_adapters.get_runtime().replay_works
-    model = nn.Linear(4, 3).to("xla")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
-    def train(batch: torch.Tensor) -> torch.Tensor:
-        penalty = sum(parameter.square().sum() for parameter in model.parameters())
-        loss = model(batch).square().mean() + 0.01 * penalty + model.weight.softmax(1).log().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    step = CompiledStep(train)
-    with xla_adapters.count() as counters:
-        for number in range(40):
-            step(torch.full((6, 4), number / 40))
-    assert counters.compiles == 1, step.reasons
-    # The verifications alone are traced.
-    assert step.replays == 40 - 2 - 3
-    with xla_adapters.count() as counters:
-        for number in range(4):
-            step(torch.full((5, 4), number / 40))
-            step(torch.full((6, 4), number / 40))
-    assert counters.compiles == 1, step.reasons

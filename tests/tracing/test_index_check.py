@@ -97,7 +97,8 @@ def test_a_traced_and_a_replayed_step_name_the_index(lookup: Callable[..., torch
         for number in range(8, 14):
             step(_batch(number))
         _refused(step, _batch(14, bad=ROWS))
-    assert counts.compiles == 0
+    # This loss, traced again after replays, is another graph; so it is in a verification.
+    assert counts.compiles == (lookup is _entropy)
     assert step.replays > replays
 
 

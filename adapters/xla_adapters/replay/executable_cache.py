@@ -23,7 +23,6 @@ from xla_adapters.replay.prepared_call import PreparedCall
 from xla_adapters.replay.replayed_call import ReplayedCall
 from xla_adapters.replay.verification import Verification, next_due
 from xla_adapters.runtime import Runtime, get_runtime
-from xla_adapters.runtime.results import restate_results
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.runtime.uploads import upload_of
 from xla_adapters.runtime.waiting_steps import settle
@@ -149,8 +148,6 @@ class ExecutableCache:
                 next_call = self._replay(plan, plan.prepared, spec, seed, runtime)
             except CannotReplay as error:
                 self.note(str(error))
-                # Before what knows of them is forgotten.
-                restate_results(runtime)
                 plan.forget()
                 spec.look_again()
             else:

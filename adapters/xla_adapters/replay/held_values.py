@@ -35,7 +35,6 @@ class HeldValues:
         # Positions of tensors whose present value was not written by `write`.
         self._foreign = set(range(len(self._tensors)))
         runtime.shared_buffers.note_writer(self)
-        runtime.lazy.note_writer(self)
 
     def share_storage(self) -> bool:
         """Whether two of the tensors share their storage now (`p.data = q.data`), so that it cannot be donated."""

@@ -17,7 +17,6 @@ from xla_adapters.config import XLAConfig
 from xla_adapters.errors import BreakKind, ConcurrentStepError, DeviceOutOfMemoryError, XLAAdapterError
 from xla_adapters.runtime import Runtime, RuntimeEvent, get_runtime
 from xla_adapters.runtime.extensions import extensions
-from xla_adapters.runtime.results import restate_results
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.runtime.waiting_steps import settle
 from xla_adapters.tracing.activation_checkpointing import checkpointing_on_device
@@ -156,7 +155,6 @@ class StepScope:
             claim_process(self)
             self._is_open = True
             self._runtime.device.initialize()
-            restate_results(self._runtime)
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 if self._runtime.has_shared_buffers:
                     self._runtime.shared_buffers.separate_state()

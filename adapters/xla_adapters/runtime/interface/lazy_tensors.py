@@ -7,8 +7,6 @@ from typing import Protocol
 
 import torch
 
-from xla_adapters.runtime.graphs import ComputedTensors
-
 
 class LazyTensors(Protocol):
     """Looks behind lazy tensors: the device tensor, its number, its buffer and its history of writes. Optional.
@@ -67,19 +65,6 @@ class LazyTensors(Protocol):
 
         Results of some operations (addcdiv, the last one of Adam) do not state their dtype, which changes the hash of
         sums, means and softmax of what is computed from them. Adds nothing to the graph.
-        """
-
-    def note_writer(self, writer: ComputedTensors) -> None:
-        """Notes who puts the results of executables behind tensors, for `restate_results`; held weakly."""
-
-    def restate_results(self) -> list[torch.Tensor]:
-        """As `restate_dtype` for all results that writers have put behind tensors, before a step is traced.
-
-        A step that reads them would otherwise be another graph than after a traced step. Does nothing while anything is
-        pending, or under SPMD.
-
-        Returns:
-            The tensors.
         """
 
     def give_any_value(self, tensor: torch.Tensor) -> None:

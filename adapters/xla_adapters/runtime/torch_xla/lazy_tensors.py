@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
 import torch_xla
 
-from xla_adapters.runtime.graphs import ComputedTensors
-from xla_adapters.runtime.interface import Device, Tracing, Transfers, Values
+from xla_adapters.runtime.interface import Device, Transfers, Values
 from xla_adapters.runtime.torch_xla.tracing import has_neither
 
 _C = torch_xla._XLAC
@@ -24,16 +22,13 @@ class XLALazyTensors:
         device: of the tensors.
         transfers: to upload a value.
         values: to put a value behind a tensor.
-        tracing: tells what is pending.
     """
 
-    def __init__(self, device: Device, transfers: Transfers, values: Values, tracing: Tracing) -> None:
+    def __init__(self, device: Device, transfers: Transfers, values: Values) -> None:
         self._device = device
         self._transfers = transfers
         self._values = values
-        self._tracing = tracing
         self._scalars_evicted = 0
-        self._writers: weakref.WeakSet[ComputedTensors] = weakref.WeakSet()
 
     def inner(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `LazyTensors`."""
@@ -103,27 +98,6 @@ class XLALazyTensors:
         del inner
         # The view machinery holds the former value until then: it would be one more output of the graph.
         torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
-
-    def note_writer(self, writer: ComputedTensors) -> None:
-        """See `LazyTensors`."""
-        self._writers.add(writer)
-
-    def restate_results(self) -> list[torch.Tensor]:
-        """See `LazyTensors`."""
-        tensors = [tensor for writer in list(self._writers) for tensor in writer.computed()]
-        # Below, what is pending would be lost. A restated tensor does not know how it lies on several devices.
-        if not tensors or self._device.is_spmd() or self._tracing.pending_count():
-            return []
-        eager = self._tracing.eager()
-        self._tracing.set_eager(False)
-        try:
-            for tensor in tensors:
-                self.restate_dtype(tensor)
-        finally:
-            # Each is its old buffer again.
-            _C._clear_pending_irs(str(self._device.torch_device()))
-            self._tracing.set_eager(eager)
-        return tensors
 
     def give_any_value(self, tensor: torch.Tensor) -> None:
         """See `LazyTensors`."""

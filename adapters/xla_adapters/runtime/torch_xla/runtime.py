@@ -28,7 +28,7 @@ def make_runtime() -> Runtime:
     transfers = XLATransfers(device, tracing)
     executables = XLAExecutables(device, tracing, counters, CachedGraphs())
     values = XLAValues(device, tracing, executables)
-    lazy = XLALazyTensors(device, transfers, values, tracing)
+    lazy = XLALazyTensors(device, transfers, values)
     return Runtime(
         name="torch_xla",
         dynamo_backend="openxla",
