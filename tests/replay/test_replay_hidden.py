@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,57 +14,22 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 
 from tests.isolation import isolated
+from tests.replay.alike import Body, alike, update_of
 from tests.replay.replay_twins import Twin
 from tests.support import differences
-from xla_adapters import CompiledStep, XLAConfig
+from xla_adapters import CompiledStep
 from xla_adapters.tracing.activation_checkpointing import checkpoint
 
-_Body = Callable[[Callable[..., CompiledStep[Any]]], Any]
 
-
-def _alike(body: _Body, **options: Any) -> CompiledStep[Any]:
-    """Runs the same with and without replay, and demands the same; returns the last step of the replayed run."""
-    found, steps = [], []
-
-    def make(config: XLAConfig, function: Callable[..., Any]) -> CompiledStep[Any]:
-        steps.append(CompiledStep(function, config=config))
-        return steps[-1]
-
-    for config in (XLAConfig(step_replay=False), XLAConfig(step_replay="auto", **options)):
-        torch.manual_seed(0)
-        found.append(_on_host(body(partial(make, config))))
-    assert found[0] == found[1], (body.__name__, found, steps[-1].reasons)
-    return steps[-1]
-
-
-def _on_host(value: Any) -> Any:
-    if isinstance(value, nn.Module):
-        return [_on_host(tensor) for tensor in value.state_dict().values()]
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().tolist()
-    return [_on_host(item) for item in value] if isinstance(value, (list, tuple)) else copy.deepcopy(value)
-
-
-def _trained(optimizer: Callable[[Any], Optimizer], *, passes: int = 8) -> _Body:
+def _trained(optimizer: Callable[[Any], Optimizer], *, passes: int = 8) -> Body:
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
         model = nn.Linear(4, 3).to("xla")
         own = optimizer(model.parameters())
-        step = make(_update(model, own))
+        step = make(update_of(model, own))
         losses = [step(torch.full((2, 4), number + 1.0)) for number in range(passes)]
         return losses, model, own.told() if isinstance(own, _Own) else None
 
     return body
-
-
-def _update(model: nn.Module, optimizer: Optimizer) -> Callable[..., torch.Tensor]:
-    def update(inputs: torch.Tensor) -> torch.Tensor:
-        loss = model(inputs).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return update
 
 
 class _Own(Optimizer):
@@ -240,11 +204,11 @@ def test_optimizers_that_keep_more_on_the_host() -> None:
 
     kinds = (_InDictionary, _InList, _InGroup, _InObject, _OfNoParameter, _InGlobal, _InGlobalList, _InClass)
     for kind in (*kinds, InClosure, _Momentum):
-        step = _alike(_trained(kind))
+        step = alike(_trained(kind))
         assert step.replays == 0
         assert any("none of the known optimizers" in reason for reason in step.reasons), (kind, step.reasons)
     for kind in (_Random, _Own):
-        assert _alike(_trained(kind)).replays == 0
+        assert alike(_trained(kind)).replays == 0
 
 
 def _clamp(optimizer: Optimizer, *_: Any) -> None:
@@ -264,11 +228,11 @@ def _replace_step(optimizer: Any) -> None:
     optimizer.step = step
 
 
-def _changed(change: Callable[[Optimizer], Any], moment: int) -> _Body:
+def _changed(change: Callable[[Optimizer], Any], moment: int) -> Body:
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
         model = nn.Linear(4, 3).to("xla")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step, losses, handle = make(_update(model, optimizer)), [], None
+        step, losses, handle = make(update_of(model, optimizer)), [], None
         for number in range(8):
             if number == moment:
                 handle = change(optimizer)
@@ -290,14 +254,14 @@ def test_hooks_of_optimizers() -> None:
     ]
     for change, reason in changes:
         for moment in (0, 4):
-            step = _alike(_changed(change, moment))
+            step = alike(_changed(change, moment))
             assert step.replays == max(0, moment - 2), step.reasons
             assert list(step.reasons) == [reason]
 
     def scheduled(make: Callable[..., CompiledStep[Any]]) -> Any:
         model = nn.Linear(4, 3).to("xla")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = make(_update(model, optimizer))
+        step = make(update_of(model, optimizer))
         losses = [step(torch.ones(2, 4)) for _ in range(4)]
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         for _ in range(4):
@@ -305,7 +269,7 @@ def test_hooks_of_optimizers() -> None:
             schedule.step()
         return losses, model
 
-    assert _alike(scheduled).replays == 6
+    assert alike(scheduled).replays == 6
 
 
 @isolated
@@ -334,11 +298,11 @@ def test_verifying_a_correct_step_warns_of_nothing() -> None:
 
 @isolated
 def test_tensors_written_through_an_alias() -> None:
-    def averaged(write: Callable[[torch.Tensor, torch.Tensor], object]) -> _Body:
+    def averaged(write: Callable[[torch.Tensor, torch.Tensor], object]) -> Body:
         def body(make: Callable[..., CompiledStep[Any]]) -> Any:
             model = nn.Linear(4, 3).to("xla")
             average = copy.deepcopy(model)
-            update = _update(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+            update = update_of(model, torch.optim.AdamW(model.parameters(), lr=0.05))
 
             def function(inputs: torch.Tensor) -> torch.Tensor:
                 loss = update(inputs)
@@ -358,12 +322,12 @@ def test_tensors_written_through_an_alias() -> None:
         lambda mine, theirs: mine.detach().copy_(mine.detach() * 0.9 + theirs.detach() * 0.1),
     ]
     for write in writes:
-        assert "through an alias" in str(_alike(averaged(write)).reasons)
+        assert "through an alias" in str(alike(averaged(write)).reasons)
 
     def of_torch(make: Callable[..., CompiledStep[Any]]) -> Any:
         model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).to("xla")
         average = AveragedModel(model)
-        update = _update(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+        update = update_of(model, torch.optim.AdamW(model.parameters(), lr=0.05))
 
         def function(inputs: torch.Tensor) -> torch.Tensor:
             loss = update(inputs)
@@ -387,15 +351,15 @@ def test_tensors_written_through_an_alias() -> None:
         step = make(function)
         return [step(torch.randn(2, 4)) for _ in range(6)], model
 
-    _alike(of_torch)
-    _alike(recomputed)
+    alike(of_torch)
+    alike(recomputed)
 
 
 @isolated
 def test_batches_that_are_written_or_part_of_the_state() -> None:
     def filled(make: Callable[..., CompiledStep[Any]]) -> Any:
         model = nn.Linear(4, 3).to("xla")
-        update = _update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        update = update_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
         def function(inputs: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
             flag.fill_(5.0)
@@ -409,21 +373,21 @@ def test_batches_that_are_written_or_part_of_the_state() -> None:
         step(torch.ones(2, 4), second)
         return first, second, model
 
-    assert "the step writes into a tensor of its batch" in _alike(filled).reasons
+    assert "the step writes into a tensor of its batch" in alike(filled).reasons
 
     def of_state(make: Callable[..., CompiledStep[Any]]) -> Any:
         model = nn.Linear(4, 4).to("xla")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        step = make(_update(model, optimizer))
+        step = make(update_of(model, optimizer))
         losses = [step(torch.full((4, 4), number + 1.0)) for number in range(4)]
-        alias, clone = model.weight.detach(), model.weight.detach().clone()
-        for batch in (alias, torch.ones(4, 4), alias, alias, clone, model.weight.data, clone, torch.ones(4, 4)):
+        clone, other = model.weight.detach().clone(), model.weight.detach().clone()
+        for batch in (clone, torch.ones(4, 4), clone, clone, other, other, clone, torch.ones(4, 4)):
             losses.append(step(batch))
         moments = [state["exp_avg"] for state in optimizer.state.values()]
-        return losses, alias, clone, model, moments
+        return losses, clone, other, model, moments
 
     for several in (1, 3):
-        step = _alike(of_state, replay_verify_every=None, **({"steps_per_execution": several} if several > 1 else {}))
+        step = alike(of_state, replay_verify_every=None, **({"steps_per_execution": several} if several > 1 else {}))
         assert step.replays == 10, step.reasons
 
 
@@ -447,6 +411,6 @@ def test_parameters_in_no_module() -> None:
         losses += [step(torch.full((2, 4), number + 1.0)) for number in range(4)]
         return losses, weight, bias
 
-    step = _alike(body)
+    step = alike(body)
     assert step.replays == 4
     assert "the shape, dtype or mode of weight changed" in step.reasons

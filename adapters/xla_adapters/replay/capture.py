@@ -67,12 +67,16 @@ class CaptureScope(CachedScope):
         # The results of a running execution (a batch changed on the device) get other handles when it ends.
         self._runtime.device.wait()
         tensors = self._spec.tensors
-        self._separate_batch(tensors.batch)
         for kind, group in (("batch", tensors.batch), ("extra", tensors.extras)):
             for index, handle in enumerate(self._runtime.lazy.handles(group)):
                 self._given.append((Slot(kind, name=index), handle))
         # Made here, so that the graph's input can be recognised by its buffer.
         self._seed_input = self._runtime.random.seed_input()
+
+    def _before_tracing(self) -> None:
+        super()._before_tracing()
+        self._runtime.device.wait()
+        self._separate_batch(self._spec.tensors.batch)
 
     def _separate_batch(self, batch: Sequence[torch.Tensor]) -> None:
         """Gives copies within a batch buffers of their own.

@@ -198,7 +198,7 @@ class ExecutableCache:
             CannotReplay: the next call is another one.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            obstacle = prepared.obstacle(runtime, spec.set_modes)
+            obstacle = prepared.obstacle(spec.tensors, runtime, spec.set_modes)
         if obstacle is not None:
             raise CannotReplay(obstacle)
         updates = [math.play() for math in prepared.call.host.optimizers]

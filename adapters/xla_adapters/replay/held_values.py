@@ -34,12 +34,28 @@ class HeldValues:
         self._names, self._changes = self._storage_marks(self._tensors)
         # Positions of tensors whose present value was not written by `write`.
         self._foreign = set(range(len(self._tensors)))
+        self._named: list[int] = []
+        self._distinct: frozenset[int] = frozenset()
+        self._are_distinct = True
         runtime.shared_buffers.note_writer(self)
 
-    def share_storage(self) -> bool:
-        """Whether two of the tensors share their storage now (`p.data = q.data`), so that it cannot be donated."""
+    def sharing(self, others: Sequence[torch.Tensor]) -> str | None:
+        """Which of the tensors share their storage now though no traced step has seen that, in words; None if none do.
+
+        Args:
+            others: tensors that must be none of these, no view and no alias of one.
+        """
         names, _ = self._storage_marks(self._tensors)
-        return names != self._names and len(set(names)) < len(names)
+        if names != self._named:
+            self._named, self._distinct = names, frozenset(names)
+            self._are_distinct = len(self._distinct) == len(names)
+        # (`p.data = q.data`.) A shared buffer cannot be donated.
+        if names != self._names and not self._are_distinct:
+            return "two tensors of the state have come to share their storage"
+        found, _ = self._storage_marks(others)
+        if not self._distinct.isdisjoint(found):
+            return "a tensor of the batch is one of the state"
+        return None
 
     def present(self) -> list[torch.Tensor]:
         """The present values (as `Values.snapshot`)."""

@@ -44,6 +44,8 @@ class PreparedCall:
         self._donated = call.values.donated
         read = [(index, source.owner) for index, source in enumerate(sources) if _is_fixed(source)]
         self._changing = [(index, source) for index, source in enumerate(sources) if not _is_fixed(source)]
+        slots = [source for _, source in self._changing if isinstance(source, Slot)]
+        self._elsewhere = [slot for slot in slots if slot.kind != "batch"]
         targets = [(index, slot) for index, slots in enumerate(call.values.targets) for slot in slots]
         written = [(index, slot.owner) for index, slot in targets if slot.kind == "tensor"]
         self._assigned = [(index, slot) for index, slot in targets if slot.kind != "tensor"]
@@ -67,10 +69,11 @@ class PreparedCall:
 
     # ---- before a replay ---------------------------------------------------------------------------
 
-    def obstacle(self, runtime: Runtime, set_modes: Callable[[], object] | None) -> str | None:
+    def obstacle(self, tensors: CallTensors, runtime: Runtime, set_modes: Callable[[], object] | None) -> str | None:
         """Why the next call of the step is not this one, in words; None if it is.
 
         Args:
+            tensors: of the call.
             runtime: the runtime.
             set_modes: puts the modules into train or eval mode, as the step itself does first.
         """
@@ -89,17 +92,29 @@ class PreparedCall:
             change = attribute.obstacle()
             if change is not None:
                 return change
-        if self._held is not None and self._held.share_storage():
-            return "two tensors of the state have come to share their storage"
         if not _have_none(self._leaves_without):
             return "a gradient exists that did not when the step was traced"
         if not all(map(is_not, map(_grad, self._leaves_with), repeat(None))):
             return "a gradient is absent that existed when the step was traced"
+        sharing = self._sharing(tensors, runtime)
+        if sharing is not None:
+            return sharing
         if self._layouts and runtime.spmd.layouts(self._state) != self._layouts:
             return "a tensor of the state is sharded otherwise"
         if runtime.counters.executables_compiled() - self.compiled > runtime.counters.executables_kept() // 2:
             return "so many others were compiled that the executable may have been evicted"
         return None
+
+    def _sharing(self, tensors: CallTensors, runtime: Runtime) -> str | None:
+        """Which tensors of the batch and the state share their storage now, in words; None if none do."""
+        if self._held is None:
+            self._held = HeldValues(self._state, runtime)
+        found = self._held.sharing(tensors.batch)
+        if found is None and self._elsewhere and tensors.batch:
+            names, _ = runtime.lazy.storage_marks(tensors.batch)
+            others, _ = runtime.lazy.storage_marks([slot.get(tensors) for slot in self._elsewhere])
+            found = None if set(names).isdisjoint(others) else "a tensor of the batch is one of the state"
+        return found
 
     def new_numbers(self, updates: Sequence[Update]) -> list[tuple[Number, float]]:
         """The inputs that are other numbers in the next call, with their values.
@@ -137,8 +152,7 @@ class PreparedCall:
         uploads = runtime.transfers.upload_numbers([(value, number.value.dtype) for number, value in new])
         for (number, value), upload in zip(new, uploads, strict=True):
             number.value, number.present = upload, value
-        if self._held is None:
-            self._held = HeldValues(self._state, runtime)
+        assert self._held is not None
         values = self._held.present()
         # One `map` for all positions: those that are no part of the state are replaced below.
         found: list[Any] = list(map(values.__getitem__, self._order)) if values else [None] * len(self._sources)

@@ -22,7 +22,7 @@ def check_pending_graph(
     undo_log: UndoLog,
     runtime: Runtime,
 ) -> None:
-    """Adds the pending graph at the end of a step to those seen, unless it would be one too many.
+    """Adds the pending graph at the end of a step to those seen, unless it would be one too many; if that is limited.
 
     torch_xla's own `max_different_graphs` compares traces, not graphs. There the first update of the weights alone
     counts as another one.
@@ -38,6 +38,8 @@ def check_pending_graph(
     Raises:
         GraphLimitError: it would be graph number `max_graphs + 1`, or the second one under `on_recompile="error"`.
     """
+    if not config.limits_graphs:
+        return
     outputs = _outputs(undo_log, runtime)
     # A step that computes nothing (a training step that returns None) has no graph.
     if not outputs:

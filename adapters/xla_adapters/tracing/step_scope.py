@@ -232,9 +232,8 @@ class StepScope:
         undo_log.apply_writes()
         undo_log.restate_dtypes()
         undo_log.detach_new_grads()
-        if self.config.limits_graphs:
-            call = (self.signature, self.operations)
-            check_pending_graph(self.name, self.config, call, self.history, undo_log, runtime)
+        call = (self.signature, self.operations)
+        check_pending_graph(self.name, self.config, call, self.history, undo_log, runtime)
         runtime.tracing.set_execution_allowed(True)
         self._breaks.executing = True
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -305,9 +304,7 @@ class StepScope:
 
     def _start_tracing(self) -> None:
         runtime = self._runtime
-        if runtime.tracing.pending_count():
-            # Operations from before the step are not part of its graph, and stay if the step is discarded.
-            runtime.tracing.flush()
+        self._before_tracing()
         restores = self._restores
         keep_switches(runtime, restores)
         runtime.tracing.set_graph_name(self.name)
@@ -327,6 +324,11 @@ class StepScope:
         # The present seed is set too: if it is pending (drawn lazily since the last step), this graph would differ.
         runtime.random.set_seed(self._seeds_before[0] if self._seed is None else self._seed.value())
         self.start_recording(self._undo_log)
+
+    def _before_tracing(self) -> None:
+        """Executes what is pending: it is no part of the step's graph, and stays if the step is discarded."""
+        if self._runtime.tracing.pending_count():
+            self._runtime.tracing.flush()
 
     def _stop_tracing(self) -> None:
         self._is_open = False

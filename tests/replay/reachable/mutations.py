@@ -145,6 +145,10 @@ def in_place(value: Any) -> Iterator[tuple[str, Callable[[], object]]]:
     elif isinstance(value, nn.Module):
         yield "a forward hook added", lambda: value.register_forward_hook(_halving_hook)
         yield "a forward pre-hook added", lambda: value.register_forward_pre_hook(_halving_pre_hook)
+        for group in (value._modules, value._parameters, value._buffers):
+            if len(group) > 1:
+                first = next(iter(group))
+                yield f"its {first} moved to the end", functools.partial(_rotate, group)
     elif isinstance(value, torch.optim.Optimizer):
         yield "a hook added behind its step", lambda: value.register_step_post_hook(_decaying_hook)
 

@@ -19,11 +19,14 @@ class Part:
         path: its name for messages.
         names: the keys of the entries; None for a sequence.
         size: the number of all entries; None if others may be added or removed.
+        ordered: whether the order of all entries counts, as it does for code that loops over them.
     """
 
-    __slots__ = ("_fetch", "_names", "_noted", "_owner", "_path", "_size")
+    __slots__ = ("_fetch", "_names", "_noted", "_order", "_owner", "_path", "_size")
 
-    def __init__(self, owner: Any, path: str, names: tuple[Any, ...] | None, size: int | None) -> None:
+    def __init__(
+        self, owner: Any, path: str, names: tuple[Any, ...] | None, size: int | None, *, ordered: bool = False
+    ) -> None:
         self._owner = owner
         self._path = path
         self._names = names
@@ -33,11 +36,12 @@ class Part:
             # Twice the first name: with a single name, `itemgetter` returns no tuple.
             self._fetch = itemgetter(*names, names[0]) if names else _nothing
         self._noted = self._fetch(owner)
+        self._order = list(owner) if ordered and len(owner) > 1 else None
 
     @classmethod
     def all_of(cls, owner: Mapping[Any, Any], path: str) -> Part:
-        """All entries of a dictionary."""
-        return cls(owner, path, tuple(owner), len(owner))
+        """All entries of a dictionary, in their order."""
+        return cls(owner, path, tuple(owner), len(owner), ordered=True)
 
     def is_unchanged(self) -> bool:
         """Whether the entries are the same objects as before.
@@ -46,7 +50,11 @@ class Part:
             KeyError: one of the names was removed.
         """
         size = self._size
-        return (size is None or len(self._owner) == size) and all(map(is_, self._fetch(self._owner), self._noted))
+        return (
+            (size is None or len(self._owner) == size)
+            and all(map(is_, self._fetch(self._owner), self._noted))
+            and (self._order is None or list(self._owner) == self._order)
+        )
 
     def difference(self) -> str | None:
         """Which entry has another value, in words, or None. Equal values of other objects are no difference."""
@@ -61,6 +69,8 @@ class Part:
             present = self._owner.get(name, ABSENT)
             if differs(present, noted):
                 return _changed(self._path, name, noted, present)
+        if self._order is not None and list(self._owner) != self._order:
+            return f"{self._path} has its entries in another order"
         return None
 
 

@@ -130,7 +130,7 @@ class ModuleSnapshot:
                 self._hooks(own[key], name)
             elif key == "_buffers":
                 kept = tuple(buffer for buffer in own[key] if (id(module), buffer) not in self._rebound)
-                self._parts.append(Part(own[key], f"{name}._buffers", kept, len(own[key])))
+                self._parts.append(Part(own[key], f"{name}._buffers", kept, len(own[key]), ordered=True))
                 for buffer in kept:
                     self._value(own[key][buffer], f"{name}.{buffer}", lenient)
             elif key == "_modules":

@@ -1,0 +1,121 @@
+"""Modules whose parts change their order, and batches that come to share storage: replays do what traced steps do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.isolation import isolated
+from tests.replay.alike import alike, update_of
+from xla_adapters import CompiledStep
+
+
+class _InOrder(nn.Module):
+    """Uses its submodules, parameters and buffers in the order in which it has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({"first": nn.Linear(4, 4), "middle": nn.Tanh(), "last": nn.Linear(4, 4)})
+        self.factors = nn.ParameterDict({name: nn.Parameter(torch.full((4,), 1.0 + i)) for i, name in enumerate("ab")})
+        self.register_buffer("shift", torch.full((4,), 0.5))
+        self.register_buffer("scale", torch.full((4,), 2.0))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks.values():
+            batch = block(batch)
+        for number, factor in enumerate(self.factors.values()):
+            batch = batch * factor + number
+        for number, buffer in enumerate(self.buffers()):
+            batch = batch * buffer + number
+        return batch
+
+
+@pytest.mark.parametrize("group", ["blocks._modules", "factors._parameters", "_buffers"])
+@isolated
+def test_parts_of_a_module_in_another_order(group: str) -> None:
+    def body(make: Callable[..., CompiledStep[Any]]) -> Any:
+        model = _InOrder().to("xla")
+        step = make(update_of(model, torch.optim.SGD(model.parameters(), 0.01)))
+        losses = []
+        for number in range(12):
+            if number == 6:
+                parts = attrgetter(group)(model)
+                name = next(iter(parts))
+                parts[name] = parts.pop(name)
+            losses.append(step(torch.full((2, 4), number / 12)))
+        return losses, model
+
+    step = alike(body)
+    assert step.replays >= 6
+    assert list(step.reasons) == [f"{group if '.' in group else '_InOrder._buffers'} has its entries in another order"]
+
+
+_ALIASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "itself": lambda tensor: tensor,
+    "detached": torch.Tensor.detach,
+    "data": lambda tensor: tensor.data,
+    "a view": lambda tensor: tensor.view(4, 2),
+}
+
+
+@pytest.mark.parametrize("how", _ALIASES.values(), ids=_ALIASES)
+@pytest.mark.parametrize("several", [1, 3])
+@isolated
+def test_a_batch_that_comes_to_be_a_buffer_which_the_step_changes(
+    several: int, how: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    def body(make: Callable[..., CompiledStep[Any]]) -> Any:
+        model = nn.Linear(4, 3).to("xla")
+        model.register_buffer("memory", torch.ones(2, 4, device="xla"))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def function(batch: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            model.memory.mul_(0.9)
+            loss = (model(batch) + other.sum()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step = make(function)
+        other = how(torch.ones(2, 4, device="xla"))
+        losses = [step(torch.full((2, 4), number / 12), other * (1 + number)) for number in range(6)]
+        losses += [step(torch.full((2, 4), number / 12), how(model.memory)) for number in range(6)]
+        return losses, model
+
+    step = alike(body, steps_per_execution=several)
+    assert step.replays == 4
+    assert "a tensor of the batch is one of the state" in step.reasons
+
+
+@pytest.mark.parametrize("how", _ALIASES.values(), ids=_ALIASES)
+@isolated
+def test_a_batch_that_comes_to_be_a_parameter(how: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """It is read before and after the update, which an executable that was traced with another batch cannot know."""
+
+    def body(make: Callable[..., CompiledStep[Any]]) -> Any:
+        model = nn.Linear(4, 2).to("xla")
+        update = update_of(model, torch.optim.AdamW(model.parameters(), 0.1))
+        step = make(lambda batch, other: (update(batch), other.sum())[0] + other.mean())
+        losses = [step(torch.full((2, 4), number / 12), how(torch.ones(2, 4, device="xla"))) for number in range(6)]
+        losses += [step(torch.full((2, 4), number / 12), how(model.weight)) for number in range(6)]
+        return losses, model
+
+    assert alike(body).replays == 4
+
+
+@isolated
+def test_copies_in_a_batch_that_the_step_writes() -> None:
+    def body(make: Callable[..., CompiledStep[Any]]) -> Any:
+        model = nn.Linear(4, 3).to("xla")
+        update = update_of(model, torch.optim.SGD(model.parameters(), 0.1))
+        step = make(lambda batch, other: update(batch.mul_(0.5) + other))
+        batches = [torch.full((2, 4), 1.0 + number).to("xla") for number in range(8)]
+        return [step(batch, batch.clone() if index < 4 else batch) for index, batch in enumerate(batches)], model
+
+    assert alike(body).replays == 0
