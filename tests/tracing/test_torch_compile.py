@@ -113,3 +113,59 @@ def test_a_step_that_may_be_replayed(what: str) -> None:
     assert step.program.graphs == 1
     # Replayed, or traced with the reason.
     assert step.replays or step.reasons
+
+
+class _Shortcut(nn.Module):
+    """Looks at its mask, as transformers' models do, unless it is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        mask = inputs > 0
+        if not torch.compiler.is_compiling() and mask.all():
+            return self.layer(inputs)  # type: ignore[no-any-return]
+        return self.layer(inputs * mask)  # type: ignore[no-any-return]
+
+
+class _Witness(torch.optim.SGD):
+    """Notes how its update is run."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        self.defaults["compiling"] = torch.compiler.is_compiling()
+        return result
+
+
+@isolated
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_models_take_the_path_that_reads_no_values(with_closure: bool) -> None:
+    xla_adapters.initialize()
+    torch.manual_seed(0)
+    model = _Shortcut().to("xla")
+    optimizer = _Witness(model.parameters(), 0.1)
+
+    def train(inputs: torch.Tensor) -> torch.Tensor:
+        def forward_and_backward() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            loss.backward()
+            return loss
+
+        if with_closure:
+            return optimizer.step(forward_and_backward).detach()  # type: ignore[no-any-return]
+        loss = forward_and_backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = CompiledStep(train)
+    with xla_adapters.count() as counters:
+        losses = [step(torch.ones(4, 8)) for _ in range(3)]
+    assert (counters.compiles, counters.executions) == (1, 3)
+    assert [loss.item() for loss in losses] == sorted((loss.item() for loss in losses), reverse=True)
+    assert optimizer.defaults["compiling"] is False
+    assert not torch.compiler.is_compiling()
+    with pytest.raises(ValueError, match="own"), xla_adapters.step():
+        raise ValueError("the test's own")
+    assert not torch.compiler.is_compiling()

@@ -35,7 +35,7 @@ from xla_adapters.tracing.step_mode import StepMode
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.tracing.undoing import keep_switches, restore_state
 from xla_adapters.tracing.updates import UpdateGuard
-from xla_adapters.utils.compiling import compiled_code_inlined
+from xla_adapters.utils.compiling import as_in_one_graph
 from xla_adapters.utils.inference import inference_mode_as_no_grad
 from xla_adapters.utils.stack_room import with_stack_room
 from xla_adapters.utils.torch_modes import without_dispatch_modes
@@ -315,7 +315,7 @@ class StepScope:
         ModuleGuard(self).install(restores)
         UpdateGuard(self, runtime).install(restores)
         around = (extension.around_step(runtime) for extension in extensions())
-        for context in (inference_mode_as_no_grad(), checkpointing_on_device(), compiled_code_inlined(), *around):
+        for context in (inference_mode_as_no_grad(), checkpointing_on_device(), as_in_one_graph(), *around):
             restores.enter_context(context)
         restores.enter_context(runtime.tracing.intercept(self._on_runtime_event))
         runtime.tracing.set_execution_allowed(not self.forbids_breaks)

@@ -21,6 +21,7 @@ from xla_adapters.tracing.optimizers import (
     warn_eager,
 )
 from xla_adapters.tracing.undo_log import UndoLog
+from xla_adapters.utils.compiling import as_if_compiling
 
 
 class UpdateGuard:
@@ -84,6 +85,8 @@ class UpdateGuard:
         return evaluated
 
     def _enter(self, optimizer: Optimizer) -> None:
+        # Under `torch.compile` optimizers compute in another order than in eager mode.
+        self._during_update.enter_context(as_if_compiling(False))
         with torch._C.DisableTorchFunction():
             prepare_for_tracing(optimizer, self._runtime)
             self._step.undo_logs()[0].record_optimizer_state(optimizer)
@@ -98,6 +101,7 @@ class UpdateGuard:
 
     def _run_eagerly(self, optimizer: Optimizer, reason: str) -> None:
         warn_eager(optimizer, reason)
+        self._during_update.enter_context(as_if_compiling(False))
         self._eager_undo_logs = self._step.undo_logs()
         self._step.stop_recording()
         self._step.flush()

@@ -40,3 +40,10 @@ def compiled_code_inlined() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+@contextmanager
+def as_in_one_graph() -> Iterator[None]:
+    """Around a traced step: code behaves as under `torch.compile`, without a second compiler inside the graph."""
+    with as_if_compiling(), compiled_code_inlined():
+        yield
