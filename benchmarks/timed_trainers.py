@@ -106,9 +106,12 @@ class _LightningSteps(L.Callback):
 
 
 def _run_lightning(name: str, model: torch.nn.Module, data: Batches, clock: Clock) -> list[float]:
-    chosen: dict[str, Any] = {"strategy": XLAEagerStrategy(_config(name == LIGHTNING_REPLAYED))}
+    chosen: dict[str, Any]
     if name == LIGHTNING_STOCK:
         chosen = {"strategy": SingleDeviceXLAStrategy(device=0), "accelerator": LiftedAccelerator(), "devices": 1}
+    else:
+        # To construct it makes the process eager.
+        chosen = {"strategy": XLAEagerStrategy(_config(name == LIGHTNING_REPLAYED))}
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     steps = _LightningSteps(clock)
     trainer = L.Trainer(
