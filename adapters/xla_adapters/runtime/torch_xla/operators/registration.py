@@ -22,6 +22,7 @@ from xla_adapters.runtime.torch_xla.operators import (
     resizing,
     sampling,
     sequences,
+    slices,
 )
 
 # Written with operators that have a backward; the dispatcher looks there before it records the call for autograd.
@@ -73,14 +74,18 @@ def register_kernels() -> None:
             _library.impl(name, fallthrough_kernel, "AutogradXLA")
         for name in _TORCHS:
             _library.impl(name, _torchs(name), "XLA")
-        for name, kernel in (*integers.KERNELS.items(), *sequences.KERNELS.items()):
+        for name, kernel in (*integers.KERNELS.items(), *sequences.KERNELS.items(), *slices.KERNELS.items()):
             _library.impl(name, kernel, "XLA")
         for name, around in (*pooling.AROUND_STOCK.items(), *reductions.AROUND_STOCK.items()):
             _put_around(name, around, "AutogradXLA")
             _put_around(name, around, "XLA")
         for name, around in frozen_norms.AROUND_STOCK.items():
             _put_around(name, around, "AutogradXLA")
-        for name, around in (*integers.AROUND_STOCK.items(), *dimensions.AROUND_STOCK.items()):
+        for name, around in (
+            *integers.AROUND_STOCK.items(),
+            *dimensions.AROUND_STOCK.items(),
+            *slices.AROUND_STOCK.items(),
+        ):
             # Integers have no gradients, and torch's own formulas for those of the others call such kernels.
             _put_around(name, around, "XLA")
 
