@@ -341,6 +341,16 @@ class EagerOptimizerWarning(UserWarning):
     """
 
 
+class IdleOptimizerWarning(UserWarning):
+    """An optimizer updates nothing: none of its parameters has a gradient.
+
+    Its parameters are probably no longer those of the model. A model that is moved from the device to the host gets new
+    `Parameter` objects, and so does one that is moved to the device before `xla_adapters.initialize()`.
+
+    What to do: create the optimizer after the last `model.to(...)`. Nothing, if the parameters get gradients later.
+    """
+
+
 class DenseGradientWarning(UserWarning):
     """An embedding with `sparse=True` has dense gradients, because XLA devices have no sparse tensors.
 

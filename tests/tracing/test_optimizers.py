@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 import xla_adapters
 from tests.isolation import isolated
 from tests.support import differences, state_of
+from xla_adapters.errors import IdleOptimizerWarning
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -210,3 +212,29 @@ def test_numbers_on_the_device_are_traced_too() -> None:
         # The counts are scalars, all zero: each has a buffer of its own, else the first step was another graph.
         assert (counters.compiles, counters.executions, counters.eager_ops) == (1, 4, 0)
         assert pair.distance() < 1e-6
+
+
+@isolated
+def test_a_stale_optimizer_is_told_once() -> None:
+    xla_adapters.initialize()
+    model = torch.nn.Linear(2, 1).to("xla")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train() -> None:
+        with xla_adapters.step():
+            model(torch.ones(1, 2, device="xla")).sum().backward()
+            optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train()
+    model.zero_grad()
+    # A weak reference to a parameter, as other libraries hold them.
+    references = [weakref.ref(parameter) for parameter in model.parameters()]
+    model.to("cpu").to("xla")
+    assert references
+    with pytest.warns(IdleOptimizerWarning, match=r"none of its 2 parameters has a gradient.*optimizer\.step\(\)"):
+        train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train()

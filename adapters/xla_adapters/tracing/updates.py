@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from xla_adapters.errors import IdleOptimizerWarning
 from xla_adapters.runtime import Runtime
 from xla_adapters.tracing.guarded_step import GuardedStep
 from xla_adapters.tracing.optimizer_packages import check_supported
@@ -22,6 +25,10 @@ from xla_adapters.tracing.optimizers import (
 )
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.compiling import as_if_compiling
+from xla_adapters.utils.location import current_location
+
+# Told once each.
+_idle: WeakSet[Optimizer] = WeakSet()
 
 
 class UpdateGuard:
@@ -85,6 +92,7 @@ class UpdateGuard:
         return evaluated
 
     def _enter(self, optimizer: Optimizer) -> None:
+        _warn_if_idle(optimizer)
         # Under `torch.compile` optimizers compute in another order than in eager mode.
         self._during_update.enter_context(as_if_compiling(False))
         with torch._C.DisableTorchFunction():
@@ -125,3 +133,19 @@ class UpdateGuard:
             for undo_log in undo_logs:
                 undo_log.clear()
             self._step.start_recording(undo_logs[0])
+
+
+def _warn_if_idle(optimizer: Optimizer) -> None:
+    """Warns, once per optimizer, if it is about to update nothing."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if parameters and all(parameter.grad is None for parameter in parameters) and optimizer not in _idle:
+        _idle.add(optimizer)
+        name, place = type(optimizer).__name__, current_location()
+        where = "" if place is None else f" ({place.called_from or place})"
+        warnings.warn(
+            f"{name}.step() updates nothing: none of its {len(parameters)} parameters has a gradient{where}. If the "
+            f"model was moved (model.to(...)) after the optimizer was made, its parameters are others now: make the "
+            f"{name} after the last move",
+            IdleOptimizerWarning,
+            stacklevel=2,
+        )
