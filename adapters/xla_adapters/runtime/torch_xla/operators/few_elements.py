@@ -1,0 +1,86 @@
+"""Inputs of no dimensions or of no elements, which torch_xla 2.9 refuses ("Value out of range", "Error while lowering").
+
+torch takes a tensor of no dimensions for one of a single dimension with one element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_Stock = Callable[..., Any]
+
+
+def _with_a_dimension(stock: _Stock, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Along a dimension; of a tensor without one, the results have none either."""
+    if self.ndim:
+        return stock(self, *args, **kwargs)
+    results = stock(self.reshape(1), *args, **kwargs)
+    return results.reshape(()) if isinstance(results, torch.Tensor) else tuple(one.reshape(()) for one in results)
+
+
+def _cumulative(stock: _Stock, self: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`cumsum` and `cumprod`."""
+    if self.numel() == 0:
+        whole = not (self.is_floating_point() or self.is_complex())
+        return torch.zeros_like(self, dtype=dtype or (torch.int64 if whole else self.dtype))
+    result: torch.Tensor = _with_a_dimension(stock, self, dim, dtype=dtype)
+    return result
+
+
+def _gather(
+    stock: _Stock, self: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False
+) -> torch.Tensor:
+    """Without elements the index may have any number of dimensions."""
+    if index.numel() == 0:
+        return torch.zeros(index.shape, dtype=self.dtype, device=self.device)
+    rows, positions = (one if one.ndim else one.reshape(1) for one in (self, index))
+    result: torch.Tensor = stock(rows, dim, positions, sparse_grad=sparse_grad)
+    return result if index.ndim else result.reshape(())
+
+
+def _index_select(stock: _Stock, self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    index = index if index.ndim else index.reshape(1)
+    result: torch.Tensor = _with_a_dimension(stock, self, dim, index)
+    return result
+
+
+def _scatter(
+    stock: _Stock, self: torch.Tensor, dim: int, index: torch.Tensor, source: Any, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """`scatter`, `scatter_add` and `scatter_reduce`; the source may be a number."""
+    if index.numel() == 0:
+        return self.clone()
+    rows, positions = (one if one.ndim else one.reshape(1) for one in (self, index))
+    if isinstance(source, torch.Tensor) and not source.ndim:
+        source = source.reshape(1)
+    result: torch.Tensor = stock(rows, dim, positions, source, *args, **kwargs)
+    return result if self.ndim else result.reshape(())
+
+
+def _squeeze(stock: _Stock, self: torch.Tensor, dim: Any) -> torch.Tensor:
+    """`squeeze_copy`, of which `squeeze` is made."""
+    return stock(self, dim) if self.ndim else self.clone()
+
+
+def _repeat(stock: _Stock, self: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
+    if all(repeats):
+        result: torch.Tensor = stock(self, repeats)
+        return result
+    sizes = [1] * (len(repeats) - self.ndim) + list(self.shape)
+    shape = [size * times for size, times in zip(sizes, repeats, strict=True)]
+    return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+
+# Kernels whose first argument is torch_xla's own.
+AROUND_STOCK: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("argmax", "argmin", "max.dim", "min.dim", "prod.dim_int", "topk"), _with_a_dimension),
+    **dict.fromkeys(("cumsum", "cumprod"), _cumulative),
+    "gather": _gather,
+    "index_select": _index_select,
+    **dict.fromkeys(("scatter.src", "scatter.value", "scatter_add"), _scatter),
+    **dict.fromkeys(("squeeze_copy.dim", "squeeze_copy.dims"), _squeeze),
+    "repeat": _repeat,
+}
