@@ -74,6 +74,12 @@ def _repeat(stock: _Stock, self: torch.Tensor, repeats: Sequence[int]) -> torch.
     return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
 
+def _random_permutation(stock: _Stock, n: int, **options: Any) -> torch.Tensor:
+    """`randperm`."""
+    result: torch.Tensor = torch.arange(n, **options) if n < 2 else stock(n, **options)
+    return result
+
+
 # Kernels whose first argument is torch_xla's own.
 AROUND_STOCK: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("argmax", "argmin", "max.dim", "min.dim", "prod.dim_int", "topk"), _with_a_dimension),
@@ -83,4 +89,5 @@ AROUND_STOCK: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("scatter.src", "scatter.value", "scatter_add"), _scatter),
     **dict.fromkeys(("squeeze_copy.dim", "squeeze_copy.dims"), _squeeze),
     "repeat": _repeat,
+    "randperm": _random_permutation,
 }

@@ -57,6 +57,7 @@ _AROUND_BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **integers.AROUND_STOCK,
     **dimensions.AROUND_STOCK,
     **few_elements.AROUND_STOCK,
+    **maximum_pooling.BACKWARD_AROUND_STOCK,
     **scattering.AROUND_STOCK,
 }
 # torch's own decompositions, for operators whose backward is in this list as well, or none is needed.
