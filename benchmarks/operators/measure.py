@@ -179,9 +179,7 @@ def _classify(found: Found, operator: str, case: Case, run: _Run) -> None:
         found.backward = how if case.in_backward else "in the graph"
 
 
-def _compare(
-    ours: _Run, plain: _Run, exact: _Run | None = None, *, values: bool
-) -> tuple[float | None, str | None]:
+def _compare(ours: _Run, plain: _Run, exact: _Run | None = None, *, values: bool) -> tuple[float | None, str | None]:
     """The largest difference, and what differs if that is too much.
 
     Args:

@@ -35,7 +35,7 @@ def write_by_mask_(input: _Tensor, indices: Sequence[Any], values: Any, accumula
     """As `Tensor.index_put_`, and as `input[mask] = values` with `indices=[mask]`."""
     if len(indices) != 1 or not is_write_by_mask(input, indices[0], values):
         return input.index_put_(indices, values, accumulate)
-    if accumulate or isinstance(values, _Tensor) and values.ndim:
+    if accumulate or (isinstance(values, _Tensor) and values.ndim):
         return input.copy_(write_by_mask(input, indices, values, accumulate))
     return input.masked_fill_(_widened(indices[0], input), values)
 

@@ -99,6 +99,13 @@ def _sum(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.sum(input, *args, **kwargs)
 
 
+def _mean(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """As `torch.mean`, also for a scalar with `dim` given."""
+    if input.ndim == 0 and "out" not in kwargs:
+        return torch.mean(input, dtype=kwargs.get("dtype"))
+    return torch.mean(input, *args, **kwargs)
+
+
 LOWERINGS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
     torch.norm: _norm,
     torch.Tensor.norm: _norm,
@@ -107,6 +114,8 @@ LOWERINGS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
     torch.nn.functional.normalize: _normalize,
     torch.sum: _sum,
     torch.Tensor.sum: _sum,
+    torch.mean: _mean,
+    torch.Tensor.mean: _mean,
     torch.addmm: _addmm,
     torch.Tensor.addmm: _addmm,
     torch.Tensor.addmm_: _addmm_,

@@ -1,4 +1,4 @@
-"""Inputs of no dimensions or of no elements, which torch_xla 2.9 refuses ("Value out of range", "Error while lowering").
+"""Inputs of no dimensions or of no elements, which torch_xla 2.9 refuses ("Value out of range").
 
 torch takes a tensor of no dimensions for one of a single dimension with one element.
 """
@@ -6,11 +6,21 @@ torch takes a tensor of no dimensions for one of a single dimension with one ele
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 
 _Stock = Callable[..., Any]
+# `mean` and `sum`, which are called more often, are lowered in steps; see `xla_adapters.lowerings`.
+_ALONG_A_DIMENSION = (
+    *("argmax", "argmin", "max.dim", "min.dim", "prod.dim_int", "topk", "kthvalue", "sort", "sort.stable", "cummax"),
+    *("any.dim", "any.dims", "all.dim", "all.dims", "logsumexp", "std.correction", "var.correction"),
+    *("var_mean.correction", "flip", "roll"),
+)
+
+_SCATTERS = ("scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_add")
 
 
 def _with_a_dimension(stock: _Stock, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -47,6 +57,13 @@ def _index_select(stock: _Stock, self: torch.Tensor, dim: int, index: torch.Tens
     return result
 
 
+def _index_fill(stock: _Stock, self: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
+    if self.ndim:
+        result: torch.Tensor = stock(self, dim, index, value)
+        return result
+    return torch.zeros_like(self) + value if index.numel() else self.clone()
+
+
 def _scatter(
     stock: _Stock, self: torch.Tensor, dim: int, index: torch.Tensor, source: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
@@ -80,13 +97,18 @@ def _random_permutation(stock: _Stock, n: int, **options: Any) -> torch.Tensor:
     return result
 
 
+KERNELS: dict[str, Callable[..., Any]] = {
+    # torch's own decomposition.
+    "nansum": partial(_with_a_dimension, decomposition_table[torch.ops.aten.nansum.default])
+}
 # Kernels whose first argument is torch_xla's own.
 AROUND_STOCK: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("argmax", "argmin", "max.dim", "min.dim", "prod.dim_int", "topk"), _with_a_dimension),
+    **dict.fromkeys(_ALONG_A_DIMENSION, _with_a_dimension),
+    **dict.fromkeys(("index_fill.int_Scalar", "index_fill.int_Tensor"), _index_fill),
     **dict.fromkeys(("cumsum", "cumprod"), _cumulative),
     "gather": _gather,
     "index_select": _index_select,
-    **dict.fromkeys(("scatter.src", "scatter.value", "scatter_add"), _scatter),
+    **dict.fromkeys(_SCATTERS, _scatter),
     **dict.fromkeys(("squeeze_copy.dim", "squeeze_copy.dims"), _squeeze),
     "repeat": _repeat,
     "randperm": _random_permutation,

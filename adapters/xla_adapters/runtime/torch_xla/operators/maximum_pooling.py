@@ -86,16 +86,19 @@ def _plain(dims: int) -> Callable[..., torch.Tensor]:
     return kernel
 
 
-def _backward(stock: Callable[..., torch.Tensor], grad: torch.Tensor, self: torch.Tensor, *args: Any) -> torch.Tensor:
-    """`max_pool{2,3}d_with_indices_backward`; the last arguments are dilation, `ceil_mode` and indices."""
-    dilation, _, indices = args[-3:]
-    if all(step == 1 for step in dilation):
-        return stock(grad, self, *args)
-    dims = len(args[0])
-    leading, spatial = self.shape[:-dims], self.shape[-dims:]
-    flat = torch.zeros((*leading, math.prod(spatial)), dtype=grad.dtype, device=grad.device)
-    rows = (one.reshape(*leading, -1) for one in (indices, grad))
-    return torch.scatter_add(flat, -1, *rows).reshape(self.shape)
+def _backward(dims: int) -> Callable[..., torch.Tensor]:
+    """`max_pool{2,3}d_with_indices_backward`."""
+
+    def kernel(stock: Callable[..., torch.Tensor], grad: torch.Tensor, self: torch.Tensor, *args: Any) -> torch.Tensor:
+        *_, dilation, _, indices = args
+        if all(step == 1 for step in dilation):
+            return stock(grad, self, *args)
+        leading, spatial = self.shape[:-dims], self.shape[-dims:]
+        flat = torch.zeros((*leading, math.prod(spatial)), dtype=grad.dtype, device=grad.device)
+        rows = (one.reshape(*leading, -1) for one in (indices, grad))
+        return torch.scatter_add(flat, -1, *rows).reshape(self.shape)
+
+    return kernel
 
 
 # Kernels whose first argument is torch_xla's own.
@@ -107,5 +110,5 @@ AROUND_STOCK: dict[str, Callable[..., Any]] = {
 }
 # The same, below autograd.
 BACKWARD_AROUND_STOCK: dict[str, Callable[..., torch.Tensor]] = {
-    f"max_pool{dims}d_with_indices_backward": _backward for dims in (2, 3)
+    f"max_pool{dims}d_with_indices_backward": _backward(dims) for dims in (2, 3)
 }

@@ -16,6 +16,7 @@ _Stock = Callable[..., torch.Tensor]
 
 
 def per_dim(value: Sequence[int], dims: int) -> list[int]:
+    """A number for each dimension: one number stands for all."""
     return list(value) * dims if len(value) == 1 else list(value)
 
 

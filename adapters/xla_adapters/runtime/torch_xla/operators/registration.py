@@ -52,6 +52,7 @@ _BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **integers.KERNELS,
     **sequences.KERNELS,
     **scattering.KERNELS,
+    **few_elements.KERNELS,
 }
 _AROUND_BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **integers.AROUND_STOCK,
@@ -62,8 +63,8 @@ _AROUND_BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
 }
 # torch's own decompositions, for operators whose backward is in this list as well, or none is needed.
 _TORCHS = (
-    *("addmv", "vdot", "glu_backward", "huber_loss", "huber_loss_backward", "im2col", "col2im", "nansum"),
-    *("channel_shuffle", "aminmax", "bucketize.Tensor", "unfold_backward"),
+    *("addmv", "vdot", "glu_backward", "huber_loss", "huber_loss_backward", "im2col", "col2im"),
+    *("channel_shuffle", "aminmax", "unfold_backward"),
     # torch_xla 2.9 has it, with other numbers where the input is given and not the result.
     "elu_backward",
 )
