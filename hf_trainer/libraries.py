@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from transformers import Trainer
 from hf_trainer.generation import compiled_generation
 from xla_adapters import StepProgram
 from xla_adapters.runtime.modes import eager
-from xla_adapters.tracing.library_reads import LibraryReads, reads_of_packages
+from xla_adapters.tracing.library_reads import LibraryReads, answering, reads_of_packages
 from xla_adapters.utils.patching import replaced
 
 # Packages whose reads inside a step are for their logs, or for a decision that they make again in each step.
@@ -29,6 +32,42 @@ def reads_of(trainer: Trainer) -> LibraryReads | None:
     """The reads that the steps of a trainer answer; None if it uses no known library."""
     packages = {package for cls in type(trainer).__mro__ if (package := library_of(cls)) is not None}
     return reads_of_packages(packages, trainer.model)
+
+
+@contextmanager
+def reads_answered(trainer: Trainer) -> Iterator[None]:
+    """Inside the context, steps answer the reads of the libraries that a trainer uses.
+
+    Those of `nanmin` and `nanmax`, by which TRL computes metrics of GRPO, decide whether there is a number at all.
+    They are replaced by others that decide on the device.
+    """
+    reads = reads_of(trainer)
+    with ExitStack() as stack:
+        if reads is not None and (utils := sys.modules.get("trl.trainer.utils")) is not None:
+            for name, extreme in (("nanmin", _nan_minimum), ("nanmax", _nan_maximum)):
+                for module in _importing(utils, name):
+                    stack.enter_context(replaced(module, name, extreme))
+        stack.enter_context(answering(reads))
+        yield
+
+
+def _importing(utils: ModuleType, name: str) -> list[ModuleType]:
+    """The modules of a function's package that have it, also under this name; none if there is no such function."""
+    function = getattr(utils, name, None)
+    package = utils.__name__.partition(".")[0]
+    loaded = [module for at, module in list(sys.modules.items()) if at.startswith(f"{package}.")]
+    return [module for module in loaded if function is not None and vars(module).get(name) is function]
+
+
+def _nan_minimum(tensor: torch.Tensor) -> torch.Tensor:
+    """As `trl.trainer.utils.nanmin`: the least number, or NaN if there is none."""
+    missing = tensor.isnan()
+    return torch.where(missing.all(), math.nan, tensor.masked_fill(missing, math.inf).amin())
+
+
+def _nan_maximum(tensor: torch.Tensor) -> torch.Tensor:
+    """As `trl.trainer.utils.nanmax`."""
+    return -_nan_minimum(-tensor)
 
 
 def generates_batches(trainer: Trainer) -> bool:

@@ -8,13 +8,12 @@ from contextlib import ExitStack, contextmanager
 import transformers
 
 from hf_trainer.framework_patches import correct_process_index, trainer_patches
-from hf_trainer.libraries import reads_of
+from hf_trainer.libraries import reads_answered
 from hf_trainer.model_sharding import ModelSharding
 from hf_trainer.placement import model_of
 from hf_trainer.step_driver import StepDriver
 from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.runtime.modes import eager
-from xla_adapters.tracing.library_reads import answering
 from xla_adapters.tracing.undo_log import release_retired
 from xla_adapters.utils.inference import use_no_grad_for_inference_mode
 
@@ -50,7 +49,7 @@ class Session:
             correct_process_index(self._trainer.args)
             use_no_grad_for_inference_mode(model_of(self._trainer))
             stack.enter_context(trainer_patches())
-            stack.enter_context(answering(reads_of(self._trainer)))
+            stack.enter_context(reads_answered(self._trainer))
             stack.enter_context(eager(self._config.eager_by_default))
             stack.enter_context(self._sharding.applied())
             if self._config.xla_mode == "eager+dynamo":

@@ -7,7 +7,8 @@ torch's own tests. Each sample runs inside a step with on_graph_break="error", f
   on the host        it was refused, counted as computed on the host, or split the step. That is so for an operator
                      whose result has a shape that depends on values;
   fails              another error, or the process died;
-  difference         the largest to the CPU of results, gradients and arguments written to, of values above 1 relative.
+  difference         the largest to the CPU of results, gradients and arguments written to, of values above 1 relative;
+                     less what the CPU itself is off in float32, against float64, where that is more than the limit.
 The worst sample of an operator decides. Of a backward operator only `backward` says how it runs.
 """
 

@@ -79,7 +79,10 @@ def measure_sample(operator: str, case: Case, sample: Sample, name: str) -> Foun
             with xla_adapters.step(on_graph_break="error"):
                 _compute(ours, Sample(sample.call, *tree_map(_pending, inputs)), case, _counted)
             on_host = {name: times for name, times in _since(start).items() if name.startswith("aten::")}
-        difference, what = _compare(ours, plain, values=without_values(operator) is None)
+        values = without_values(operator) is None
+        difference, what = _compare(ours, plain, values=values)
+        if what is not None and values:
+            difference, what = _compare(ours, plain, _in_doubles(sample, before, case), values=True)
     except xla_adapters.GraphBreakError as error:
         return _ended(found, ours, "on the host", error)
     except Exception as error:  # noqa: BLE001 (whatever it is, the operator fails)
@@ -107,10 +110,27 @@ def _compute(run: _Run, sample: Sample, case: Case, count: Callable[[], dict[str
     run.phase = "end"
 
 
+def _in_doubles(sample: Sample, before: Any, case: Case) -> _Run | None:
+    """The sample on the CPU with numbers of twice the precision; None where the operator does not take them."""
+    run = _Run()
+    try:
+        _compute(run, Sample(sample.call, *tree_map(_doubled, before)), case, dict)
+    except (RuntimeError, TypeError):
+        return None
+    return run
+
+
+def _doubled(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
+        return copied(value)
+    return value.detach().double().requires_grad_(value.requires_grad)
+
+
 def _weights_of(result: torch.Tensor) -> torch.Tensor:
     """The gradient that arrives: some numbers, the same on each device."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(result.shape, generator=generator, dtype=result.dtype).to(result.device)
+    narrow = torch.complex64 if result.is_complex() else torch.float32
+    return torch.randn(result.shape, generator=generator, dtype=narrow).to(result.device, result.dtype)
 
 
 def _pending(value: Any) -> Any:
@@ -159,27 +179,35 @@ def _classify(found: Found, operator: str, case: Case, run: _Run) -> None:
         found.backward = how if case.in_backward else "in the graph"
 
 
-def _compare(ours: _Run, plain: _Run, *, values: bool) -> tuple[float | None, str | None]:
-    """The largest difference, and what differs if that is too much."""
+def _compare(ours: _Run, plain: _Run, exact: _Run | None = None, *, values: bool) -> tuple[float | None, str | None]:
+    """The largest difference, and what differs if that is too much.
+
+    Args:
+        ours: in a step.
+        plain: on the CPU.
+        exact: on the CPU in float64. Numbers may be as far from these as the CPU's in float32 are.
+        values: whether to compare them.
+    """
     parts = (
-        ("result", ours.results, plain.results),
-        ("argument", ours.arguments, plain.arguments),
-        ("gradient", ours.gradients, plain.gradients),
+        ("result", ours.results, plain.results, exact and exact.results),
+        ("argument", ours.arguments, plain.arguments, exact and exact.arguments),
+        ("gradient", ours.gradients, plain.gradients, exact and exact.gradients),
     )
     largest, what = 0.0, None
-    for name, here, there in parts:
+    for name, here, there, precisely in parts:
         one, other = tree_leaves(here), tree_leaves(there)
+        third = [None] * len(other) if precisely is None else tree_leaves(precisely)
         if len(one) != len(other):
             return float("inf"), f"{len(one)} {name}s in place of {len(other)}"
-        for number, (mine, wanted) in enumerate(zip(one, other, strict=True)):
-            difference, about = _difference(mine, wanted, values=values)
+        for number, (mine, wanted, precise) in enumerate(zip(one, other, third, strict=True)):
+            difference, about = _difference(mine, wanted, precise, values=values)
             if not difference <= largest:
                 largest = difference
                 what = f"{name} {number}: {about}" if difference > LIMIT else None
     return (largest if values or largest else None), what
 
 
-def _difference(mine: Any, wanted: Any, *, values: bool) -> tuple[float, str]:
+def _difference(mine: Any, wanted: Any, precise: Any, *, values: bool) -> tuple[float, str]:
     wrong = float("inf")
     if not isinstance(wanted, torch.Tensor):
         comparable = isinstance(wanted, (bool, int, float)) and values
@@ -188,14 +216,26 @@ def _difference(mine: Any, wanted: Any, *, values: bool) -> tuple[float, str]:
         return wrong, f"{type(mine).__name__} in place of a tensor"
     if (mine.dtype, mine.shape) != (wanted.dtype, wanted.shape):
         return wrong, f"{mine.dtype} {list(mine.shape)} in place of {wanted.dtype} {list(wanted.shape)}"
-    mine, wanted = (value.detach().resolve_conj().resolve_neg().cpu() for value in (mine, wanted))
     if not values or not wanted.numel():
         return 0.0, ""
-    if wanted.is_complex():
-        mine, wanted = torch.view_as_real(mine), torch.view_as_real(wanted)
-    mine, wanted = mine.double(), wanted.double()
-    distance = (mine - wanted).abs() / wanted.abs().clamp_min(1)
-    same = (mine == wanted) | (mine.isnan() & wanted.isnan())
-    distance = distance.masked_fill(same, 0).nan_to_num(nan=wrong, posinf=wrong)
+    mine, wanted = map(_numbers, (mine, wanted))
+    distance = _distance(mine, wanted)
+    if precise is not None:
+        precise = _numbers(precise)
+        rounding = _distance(wanted, precise)
+        rounding = rounding.masked_fill(rounding.isinf(), 0).max()
+        distance = torch.minimum(distance, (_distance(mine, precise) - rounding).clamp_min(0))
     at = int(distance.argmax())
     return float(distance.flatten()[at]), f"{mine.flatten()[at]:.9g} in place of {wanted.flatten()[at]:.9g}"
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu()
+    return (torch.view_as_real(plain) if plain.is_complex() else plain).double()
+
+
+def _distance(mine: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Of values above 1 relative to them; infinite where only one is a number."""
+    same = (mine == wanted) | (mine.isnan() & wanted.isnan())
+    distance = (mine - wanted).abs() / wanted.abs().clamp_min(1)
+    return distance.masked_fill(same, 0).nan_to_num(nan=float("inf"), posinf=float("inf"))

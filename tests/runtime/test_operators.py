@@ -11,154 +11,8 @@ from torch.nn import functional
 
 import xla_adapters
 from tests.isolation import isolated
+from tests.runtime.operator_calls import GROUPS, IMAGE, Call
 from xla_adapters import XLAConfig
-
-_Call = Callable[[torch.Tensor], torch.Tensor]
-_IMAGE, _VOLUME, _ROWS = (2, 3, 5, 6), (1, 2, 4, 3, 5), (6, 8)
-
-# Shape of the input, and calls that are computed, with their gradient, on the CPU and in a step.
-_GROUPS: dict[str, tuple[tuple[int, ...], dict[str, _Call]]] = {
-    "resizing images": (
-        _IMAGE,
-        {
-            "nearest, twice": lambda x: functional.interpolate(x, scale_factor=2),
-            "nearest, to a size": lambda x: functional.interpolate(x, (7, 4)),
-            "nearest, factors": lambda x: functional.interpolate(x, scale_factor=(1.3, 0.7)),
-            "nearest-exact": lambda x: functional.interpolate(x, (8, 4), mode="nearest-exact"),
-            "bilinear": lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear"),
-            "bilinear, corners": lambda x: functional.interpolate(x, (9, 3), mode="bilinear", align_corners=True),
-            "bilinear, factor": lambda x: functional.interpolate(x, scale_factor=1.7, mode="bilinear"),
-            "bicubic": lambda x: functional.interpolate(x, (9, 4), mode="bicubic"),
-            "bicubic, corners": lambda x: functional.interpolate(x, (9, 4), mode="bicubic", align_corners=True),
-            "bilinear, antialias": lambda x: functional.interpolate(x, (2, 9), mode="bilinear", antialias=True),
-            "bicubic, antialias": lambda x: functional.interpolate(x, (2, 3), mode="bicubic", antialias=True),
-        },
-    ),
-    "pooling images": (
-        _IMAGE,
-        {
-            "average, divisor": lambda x: functional.avg_pool2d(x, 2, divisor_override=3),
-            "average, ceil": lambda x: functional.avg_pool2d(x, 2, 2, 1, ceil_mode=True),
-            "average, ceil and divisor": lambda x: functional.avg_pool2d(x, 3, 2, 1, True, False, 5),
-            "average, plain": lambda x: functional.avg_pool2d(x, 3, 2, 1),
-            "average, 1d": lambda x: functional.avg_pool1d(x[0], 4, 3, 1, ceil_mode=True),
-            "adaptive maximum": lambda x: functional.adaptive_max_pool2d(x, (3, 4)),
-            "adaptive maximum, divided": lambda x: functional.adaptive_max_pool2d(x, (5, 2)),
-            "adaptive maximum, 1d": lambda x: functional.adaptive_max_pool1d(x[0], 4),
-            "adaptive average": lambda x: functional.adaptive_avg_pool2d(x, (3, 4)),
-            "unfold": lambda x: functional.unfold(x, 2, padding=1),
-            "fold": lambda x: functional.fold(x.reshape(1, 12, 15)[:, :, :12], (4, 5), 2),
-            "grid": lambda x: functional.grid_sample(x, x[:, :2].permute(0, 2, 3, 1).tanh(), align_corners=False),
-            "grid, nearest": lambda x: functional.grid_sample(
-                x, x[:, :2].detach().permute(0, 2, 3, 1), "nearest", "border", align_corners=True
-            ),
-            "grid, reflected": lambda x: functional.grid_sample(
-                x, x[:, :2].permute(0, 2, 3, 1) * 1.5, "bicubic", "reflection", align_corners=False
-            ),
-        },
-    ),
-    "volumes": (
-        _VOLUME,
-        {
-            "trilinear": lambda x: functional.interpolate(x, (5, 6, 4), mode="trilinear"),
-            "nearest": lambda x: functional.interpolate(x, scale_factor=2),
-            "nearest-exact": lambda x: functional.interpolate(x, (5, 2, 4), mode="nearest-exact"),
-            "linear": lambda x: functional.interpolate(x[0, :, 0], 7, mode="linear"),
-            "average": lambda x: functional.avg_pool3d(x, 2, divisor_override=3),
-            "adaptive maximum": lambda x: functional.adaptive_max_pool3d(x, (3, 2, 2)),
-            "adaptive average": lambda x: functional.adaptive_avg_pool3d(x, (3, 2, 2)),
-            "grid": lambda x: functional.grid_sample(
-                x, x.expand(1, -1, -1, -1, -1)[:, :1].permute(0, 2, 3, 4, 1).expand(1, 4, 3, 5, 3), align_corners=True
-            ),
-            "grid, reflected": lambda x: functional.grid_sample(
-                x,
-                (x[:, :1] * 1.5).permute(0, 2, 3, 4, 1).expand(1, 4, 3, 5, 3),
-                padding_mode="reflection",
-                align_corners=False,
-            ),
-        },
-    ),
-    "rows": (
-        _ROWS,
-        {
-            "glu": lambda x: functional.glu(x),
-            "huber": lambda x: functional.huber_loss(x, x.detach().flip(0), delta=0.5),
-            "cdist": lambda x: torch.cdist(x, x.flip(0) + 1),
-            "cdist, 1": lambda x: torch.cdist(x, x[:3] + 1, p=1.0),
-            "cdist of equal rows": lambda x: torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist"),
-            "multi-margin": lambda x: functional.multi_margin_loss(x, torch.arange(6, device=x.device)),
-            "logaddexp": lambda x: torch.logaddexp(x, x.flip(1)) + torch.logaddexp2(x, x.flip(0)),
-            "logcumsumexp": lambda x: torch.logcumsumexp(x * 20, 1) + torch.logcumsumexp(x, 0),
-            "logcumsumexp of nothing": lambda x: torch.logcumsumexp(x.masked_fill(x < x[:1] - 1, -torch.inf), 0),
-            "searchsorted": lambda x: x * torch.searchsorted(x.detach().sort(-1).values, x.detach(), right=True),
-            "searchsorted, a row": lambda x: x + torch.searchsorted(x.detach()[0].sort().values, x.detach()),
-            "searchsorted, unsorted": lambda x: (
-                x * torch.searchsorted(x.detach(), x.detach(), sorter=x.detach().argsort(-1), side="right")
-            ),
-            "cross": lambda x: torch.linalg.cross(x[:, :3], x[:, 3:6]),
-            "fmax and fmin": lambda x: torch.fmax(x, x.flip(0)) * torch.fmin(x, x.flip(1)),
-            "copysign": lambda x: torch.copysign(x, x.flip(0)),
-            "exp2": lambda x: torch.exp2(x),
-            "lgamma": lambda x: torch.lgamma(x * 3),
-            "digamma": lambda x: torch.digamma(x.abs() + 0.3) + torch.digamma(-0.3 - 0.4 * x.sigmoid()),
-            "i0": lambda x: torch.special.i0(x * 4),
-            "aminmax": lambda x: torch.aminmax(x.detach(), dim=0).max + torch.aminmax(x.detach()).min + x.amax(),
-            "bags": lambda x: functional.embedding_bag(
-                torch.tensor([0, 2, 1, 1, 5, 3], device=x.device), x, torch.tensor([0, 2, 2, 5], device=x.device)
-            ),
-            "bags, weights": lambda x: functional.embedding_bag(
-                torch.tensor([[0, 2], [1, 5]], device=x.device), x, mode="sum", per_sample_weights=x[:2, :2]
-            ),
-            "bags, maximum": lambda x: functional.embedding_bag(
-                torch.tensor([0, 2, 1, 4, 5, 3], device=x.device),
-                x,
-                torch.tensor([0, 2, 5], device=x.device),
-                mode="max",
-                padding_idx=4,
-            ),
-        },
-    ),
-    "activations and losses": (
-        _ROWS,
-        {
-            "elu": lambda x: functional.elu(x),
-            "elu, slope": lambda x: functional.elu(x * 3, 0.7),
-            "elu, in place": lambda x: functional.elu(x * 3, 0.7, inplace=True),
-            "selu": lambda x: functional.selu(x),
-            "selu, in place": lambda x: functional.selu(x * 2, inplace=True),
-            "celu": lambda x: functional.celu(x, 1.3),
-            "celu, another": lambda x: functional.celu(x, 0.5),
-            "celu, in place": lambda x: functional.celu(x * 2, 0.5, inplace=True),
-            "kl": lambda x: functional.kl_div(x.log_softmax(1), x.detach().softmax(0), reduction="batchmean"),
-            "std": lambda x: torch.std(x, 1) + x.std(),
-            "singular values": lambda x: torch.svd(x)[1],
-            "frozen batch norm": lambda x: functional.batch_norm(
-                x.reshape(2, 3, 8), x[0, :3].detach() + 0.3, x[1, :3].detach().square() + 1, x[2, :3], x[3, :3]
-            ),
-            "frozen batch norm, plain": lambda x: functional.batch_norm(
-                x.reshape(2, 3, 8), x[0, :3].detach() + 0.3, x[1, :3].detach().square() + 1
-            ),
-        },
-    ),
-    "dimensions and strides": (
-        (5, 5, 5),
-        {
-            "index_add": lambda x: x.index_add(1, torch.tensor([0, 3, 3, 1, 4], device=x.device), x * 2, alpha=3),
-            "index_add, last": lambda x: x.index_add(-1, torch.tensor([0, 3, 3, 1, 4], device=x.device), x.flip(0)),
-            "index_add, first": lambda x: x.index_add(0, torch.tensor([4, 0], device=x.device), x[:2] * 2),
-            "index_copy": lambda x: x.index_copy(1, torch.tensor([4, 3, 0, 1, 2], device=x.device), x * 2),
-            "index_copy, first": lambda x: x.index_copy(0, torch.tensor([4, 0], device=x.device), x[1:3] * 2),
-            **{
-                f"diagonal {offset}, {dims}": lambda x, offset=offset, dims=dims: x.diagonal(offset, *dims)
-                for offset in (0, 1, -2)
-                for dims in ((0, 1), (1, 2), (0, 2), (1, 0), (-1, 0))
-            },
-            "diag_embed": lambda x: torch.diag_embed(x[0], 1, 0, 1),
-            "written to a diagonal": lambda x: (x * 1).diagonal_scatter(x[0, :, :4] * 2, 1, 0, 1),
-            "as_strided": lambda x: x.as_strided((2, 3), (25, 5), 7) + x.as_strided((2, 3), (1, 2)),
-        },
-    ),
-}
 
 
 def _on_the_host() -> list[str]:
@@ -166,9 +20,9 @@ def _on_the_host() -> list[str]:
 
 
 @isolated
-@pytest.mark.parametrize("group", _GROUPS)
+@pytest.mark.parametrize("group", GROUPS)
 def test_values_and_gradients_in_one_graph(group: str) -> None:
-    shape, calls = _GROUPS[group]
+    shape, calls = GROUPS[group]
     xla_adapters.initialize()
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     weights = torch.randn(10_000, generator=torch.Generator().manual_seed(1))
@@ -231,7 +85,7 @@ def test_isin_takes_one_of_two_from_the_host() -> None:
 @isolated
 def test_outside_of_autograd() -> None:
     xla_adapters.initialize()
-    values = torch.randn(_IMAGE)
+    values = torch.randn(IMAGE)
     for context in (torch.no_grad(), torch.enable_grad()):
         with context, xla_adapters.step():
             found = functional.interpolate(values.to("xla"), (7, 4))
@@ -324,7 +178,7 @@ def test_a_warning_goes_on() -> None:
 def test_other_dtypes_are_as_precise_as_on_the_cpu(dtype: torch.dtype) -> None:
     xla_adapters.initialize()
     values = (torch.rand(6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 5 + 1).to(dtype)
-    calls: list[_Call] = [torch.lgamma, torch.digamma, torch.special.i0, torch.exp2]
+    calls: list[Call] = [torch.lgamma, torch.digamma, torch.special.i0, torch.exp2]
     if dtype.is_floating_point:
         calls += [
             lambda x: functional.interpolate(x[None, None], (7, 5), mode="bicubic"),

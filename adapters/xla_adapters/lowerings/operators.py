@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from xla_adapters.lowerings.masks import write_by_mask, write_by_mask_
 from xla_adapters.lowerings.norms import batch_norm_statistics
 
 
@@ -67,11 +68,42 @@ def _histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0)
     return counts.scatter_add(0, position, inside.to(input.dtype))
 
 
+def _addmm(
+    input: torch.Tensor,
+    mat1: torch.Tensor,
+    mat2: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `torch.addmm`, also with factors."""
+    if (beta, alpha) == (1, 1) or out is not None:
+        return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha, out=out)
+    product = torch.mm(mat1, mat2) * alpha
+    # With a factor of zero, what the input has that is not finite does not count.
+    return product + input * beta if beta else product
+
+
+def _addmm_(
+    input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """As `Tensor.addmm_`."""
+    return input.copy_(_addmm(input, mat1, mat2, beta=beta, alpha=alpha))
+
+
 def _sum(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """As `torch.sum`, also for a scalar with `dim` given (torch_xla 2.9: "Value out of range")."""
     if input.ndim == 0 and "out" not in kwargs:
         return torch.sum(input, dtype=kwargs.get("dtype"))
     return torch.sum(input, *args, **kwargs)
+
+
+def _mean(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """As `torch.mean`, also for a scalar with `dim` given."""
+    if input.ndim == 0 and "out" not in kwargs:
+        return torch.mean(input, dtype=kwargs.get("dtype"))
+    return torch.mean(input, *args, **kwargs)
 
 
 LOWERINGS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
@@ -82,6 +114,14 @@ LOWERINGS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
     torch.nn.functional.normalize: _normalize,
     torch.sum: _sum,
     torch.Tensor.sum: _sum,
+    torch.mean: _mean,
+    torch.Tensor.mean: _mean,
+    torch.addmm: _addmm,
+    torch.Tensor.addmm: _addmm,
+    torch.Tensor.addmm_: _addmm_,
+    torch.index_put: write_by_mask,
+    torch.Tensor.index_put: write_by_mask,
+    torch.Tensor.index_put_: write_by_mask_,
     torch.histc: _histc,
     torch.Tensor.histc: _histc,
 }

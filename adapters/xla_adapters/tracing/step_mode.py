@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from xla_adapters.lowerings.attention import ATTENTION
+from xla_adapters.lowerings.masks import is_write_by_mask, write_by_mask_
 from xla_adapters.lowerings.norms import NORMS
 from xla_adapters.lowerings.operators import LOWERINGS, norm_with_torchs_variance
 from xla_adapters.runtime import get_runtime
@@ -137,7 +138,7 @@ class StepMode(TorchFunctionMode):
             return func(*args, **kwargs)
         called = func
         self._indices.check(func, args, kwargs)
-        if func in self._lowerings and args and args[0].device.type == "xla":
+        if func in self._lowerings and args and _is_on_device(args[0]):
             func = self._lowerings[func]
         if func in _READS:
             if args[0].device.type == "xla":
@@ -163,10 +164,8 @@ class StepMode(TorchFunctionMode):
                     self.undo_log.record(value, written_through=True)
             return self._noted(called, args, kwargs, norm_with_torchs_variance(func, args, kwargs, split=self._spmd))
         else:
-            if func is _Tensor.__setitem__ and _sets_number_by_mask(args):
-                # As masked_fill_ it is the same without a read of how many elements the mask selects.
-                mask = args[1].reshape(*args[1].shape, *[1] * (args[0].ndim - args[1].ndim))
-                func, args = _Tensor.masked_fill_, (args[0], mask, args[2])
+            if func is _Tensor.__setitem__ and is_write_by_mask(*args):
+                func, args = write_by_mask_, (args[0], [args[1]], args[2])
             dynamic = self._dynamic(func, args, kwargs)
             if dynamic is not None:
                 if self._answers is not None:
@@ -271,15 +270,9 @@ class StepMode(TorchFunctionMode):
         leave_function_mode(self)
 
 
-def _sets_number_by_mask(args: tuple[Any, ...]) -> bool:
-    tensor, index, value = args
-    if not (isinstance(tensor, _Tensor) and tensor.device.type == "xla"):
-        return False
-    if not (isinstance(index, _Tensor) and index.dtype is torch.bool and index.shape == tensor.shape[: index.ndim]):
-        return False
-    return isinstance(value, (bool, int, float)) or (
-        isinstance(value, _Tensor) and value.ndim == 0 and value.device == tensor.device and value.dtype == tensor.dtype
-    )
+def _is_on_device(value: Any) -> bool:
+    device = getattr(value, "device", None)
+    return device is not None and device.type == "xla"
 
 
 def _is_list_of_device_scalars(data: Any) -> bool:

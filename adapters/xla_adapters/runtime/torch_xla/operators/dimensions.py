@@ -16,7 +16,10 @@ def _along_first(
     source: torch.Tensor,
     **options: Any,
 ) -> torch.Tensor:
-    """`index_add` and `index_copy`: right along the first dimension only."""
+    """`index_add` and `index_copy`: right along the first dimension only, which there has to be."""
+    if self.ndim == 0:
+        one, position, added = (tensor.reshape(1) for tensor in (self, index, source))
+        return stock(one, 0, position, added, **options).reshape(())
     if self.ndim < 2 or dim in (0, -self.ndim):
         return stock(self, dim, index, source, **options)
     swapped = stock(torch.transpose_copy(self, 0, dim), 0, index, torch.transpose_copy(source, 0, dim), **options)

@@ -127,6 +127,17 @@ def _isin(
     return ~found if invert else found
 
 
+def _round_to(self: torch.Tensor, *, decimals: int) -> torch.Tensor:
+    """`round.decimals`, with the factor rounded as on the CPU."""
+    factor = float(10 ** abs(decimals))
+    return torch.round(self * factor) / factor if decimals >= 0 else torch.round(self / factor) * factor
+
+
+def _copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """`copy`, which leaves `self` as it is. torch_xla's own writes it: it stands for `copy_`, below autograd."""
+    return src.to(self).expand(self.shape).clone()
+
+
 def _celu(self: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
     """As `torch.celu`. torch_xla's own runs the executable of another `alpha`: its graphs have one hash."""
     result: torch.Tensor = torch.ops.aten.elu(self, alpha, 1.0, 1.0 / alpha)
@@ -143,5 +154,8 @@ KERNELS: dict[str, Callable[..., torch.Tensor]] = {
     "i0": _i0,
     "copysign.Tensor": _copysign,
     "celu": _celu,
+    "round.decimals": _round_to,
     "isin.Tensor_Tensor": _isin,
 }
+# For calls from above autograd only.
+AUTOGRAD_KERNELS: dict[str, Callable[..., torch.Tensor]] = {"copy": _copy}

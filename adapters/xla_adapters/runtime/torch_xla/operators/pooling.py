@@ -15,7 +15,8 @@ from torch.nn import functional
 _Stock = Callable[..., torch.Tensor]
 
 
-def _per_dim(value: Sequence[int], dims: int) -> list[int]:
+def per_dim(value: Sequence[int], dims: int) -> list[int]:
+    """A number for each dimension: one number stands for all."""
     return list(value) * dims if len(value) == 1 else list(value)
 
 
@@ -41,14 +42,14 @@ def average_pool(dims: int) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         if divisor_override is None and not (ceil_mode and count_include_pad):
             return stock(input, kernel_size, stride, padding, ceil_mode, count_include_pad)
-        sizes, steps = _per_dim(kernel_size, dims), _per_dim(stride or kernel_size, dims)
-        around = _per_dim(padding, dims)
+        sizes, steps = per_dim(kernel_size, dims), per_dim(stride or kernel_size, dims)
+        around = per_dim(padding, dims)
         paddings: list[int] = []
         area: float = 1.0
         counts: torch.Tensor | None = None
         for index, (size, step, pad) in enumerate(zip(sizes, steps, around, strict=True)):
             length = input.shape[input.ndim - dims + index]
-            places = _places(length, size, step, pad, ceil_mode)
+            places = places_of(length, size, step, pad, ceil_mode)
             paddings = [pad, max((places - 1) * step + size - length - pad, 0), *paddings]
             area *= size
             starts = torch.arange(places, device=input.device) * step - pad
@@ -65,7 +66,7 @@ def average_pool(dims: int) -> Callable[..., torch.Tensor]:
     return kernel
 
 
-def _places(length: int, size: int, step: int, pad: int, ceil_mode: bool) -> int:
+def places_of(length: int, size: int, step: int, pad: int, ceil_mode: bool) -> int:
     """How many windows there are in one dimension."""
     free = length + 2 * pad - size
     places = (-(-free // step) if ceil_mode else free // step) + 1

@@ -1,4 +1,4 @@
-"""Reductions over all dimensions, which torch_xla 2.9 takes for reductions over none."""
+"""Extremes over all dimensions, which torch_xla 2.9 takes for those over none, and of tensors of no dimensions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 def _extreme(
     stock: Callable[..., torch.Tensor], input: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False
 ) -> torch.Tensor:
+    if input.ndim == 0:
+        return stock(input.reshape(1), [0], False)
     return stock(input, list(dim) or list(range(input.ndim)), keepdim)
 
 

@@ -15,12 +15,16 @@ from xla_adapters.runtime.torch_xla.operators import (
     dimensions,
     elementwise,
     embeddings,
+    few_elements,
     frozen_norms,
     integers,
+    maximum_pooling,
+    padding,
     pooling,
     reductions,
     resizing,
     sampling,
+    scattering,
     sequences,
     slices,
 )
@@ -33,10 +37,36 @@ _DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
     **elementwise.KERNELS,
     **sequences.DIFFERENTIABLE,
 }
+_AROUND_DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
+    **pooling.AROUND_STOCK,
+    **maximum_pooling.AROUND_STOCK,
+    **padding.AROUND_STOCK,
+    **reductions.AROUND_STOCK,
+}
+_ABOVE_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
+    **embeddings.KERNELS,
+    **frozen_norms.KERNELS,
+    **elementwise.AUTOGRAD_KERNELS,
+}
+# Integers have no gradients, and torch's own formulas for those of the others call such kernels.
+_BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
+    **integers.KERNELS,
+    **sequences.KERNELS,
+    **scattering.KERNELS,
+    **few_elements.KERNELS,
+}
+_AROUND_BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
+    **integers.AROUND_STOCK,
+    **dimensions.AROUND_STOCK,
+    **slices.AROUND_STOCK,
+    **few_elements.AROUND_STOCK,
+    **maximum_pooling.BACKWARD_AROUND_STOCK,
+    **scattering.AROUND_STOCK,
+}
 # torch's own decompositions, for operators whose backward is in this list as well, or none is needed.
 _TORCHS = (
-    *("addmv", "vdot", "glu_backward", "huber_loss", "huber_loss_backward", "im2col", "col2im", "nansum"),
-    *("channel_shuffle", "aminmax", "bucketize.Tensor", "unfold_backward"),
+    *("addmv", "vdot", "glu_backward", "huber_loss", "huber_loss_backward", "im2col", "col2im"),
+    *("channel_shuffle", "aminmax", "unfold_backward"),
     # torch_xla 2.9 has it, with other numbers where the input is given and not the result.
     "elu_backward",
 )
@@ -68,25 +98,20 @@ def register_kernels() -> None:
             _library.impl(name, kernel, "AutogradXLA")
             # Where autograd is left out: below another operator, and in inference mode.
             _library.impl(name, kernel, "XLA", allow_override=True)
-        for name, kernel in embeddings.KERNELS.items():
+        for name, kernel in _ABOVE_AUTOGRAD.items():
             _library.impl(name, kernel, "AutogradXLA")
         for name in _COMPOSED:
             _library.impl(name, fallthrough_kernel, "AutogradXLA")
         for name in _TORCHS:
             _library.impl(name, _torchs(name), "XLA")
-        for name, kernel in (*integers.KERNELS.items(), *sequences.KERNELS.items(), *slices.KERNELS.items()):
+        for name, kernel in _BELOW_AUTOGRAD.items():
             _library.impl(name, kernel, "XLA")
-        for name, around in (*pooling.AROUND_STOCK.items(), *reductions.AROUND_STOCK.items()):
+        for name, around in _AROUND_DIFFERENTIABLE.items():
             _put_around(name, around, "AutogradXLA")
             _put_around(name, around, "XLA")
         for name, around in frozen_norms.AROUND_STOCK.items():
             _put_around(name, around, "AutogradXLA")
-        for name, around in (
-            *integers.AROUND_STOCK.items(),
-            *dimensions.AROUND_STOCK.items(),
-            *slices.AROUND_STOCK.items(),
-        ):
-            # Integers have no gradients, and torch's own formulas for those of the others call such kernels.
+        for name, around in _AROUND_BELOW_AUTOGRAD.items():
             _put_around(name, around, "XLA")
 
 

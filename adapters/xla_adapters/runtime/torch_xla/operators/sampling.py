@@ -9,8 +9,10 @@ import torch
 from torch._decomp import decomposition_table
 
 from xla_adapters.runtime.torch_xla.operators.embeddings import warn_of_dense_gradients
+from xla_adapters.runtime.torch_xla.operators.zero_gradients import with_zero_gradient
 
 _SUM, _MEAN, _MAX = range(3)
+_decomposed_grid_sampler_2d = decomposition_table[torch.ops.aten.grid_sampler_2d.default]
 
 
 def _grid_sampler_3d(
@@ -72,10 +74,33 @@ def _value_at(input: torch.Tensor, positions: list[torch.Tensor]) -> torch.Tenso
     return input[batch, channel, indices[0], indices[1], indices[2]] * inside.unsqueeze(1).to(input.dtype)
 
 
+def _grid_sampler_2d(
+    input: torch.Tensor, grid: torch.Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
+) -> torch.Tensor:
+    """torch's decomposition; the gradient of the grid is zero, not missing, where the nearest value is taken."""
+    sampled: torch.Tensor = _decomposed_grid_sampler_2d(input, grid, interpolation_mode, padding_mode, align_corners)
+    return with_zero_gradient(sampled, grid)
+
+
 def _cdist(x1: torch.Tensor, x2: torch.Tensor, p: float, compute_mode: int | None = None) -> torch.Tensor:
     """`_cdist_forward`: of shape (..., rows of x1, rows of x2)."""
-    distances: torch.Tensor = torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
-    return distances
+    return _lengths(x1.unsqueeze(-2) - x2.unsqueeze(-3), p)
+
+
+def _pdist(self: torch.Tensor, p: float = 2) -> torch.Tensor:
+    """`_pdist_forward`: the distance of each two rows, of shape (rows * (rows - 1) / 2,)."""
+    rows = len(self)
+    row = torch.arange(rows, device=self.device)
+    # Of the distances to later rows.
+    start = row * (2 * rows - 1 - row) // 2
+    place = torch.arange(rows * (rows - 1) // 2, device=self.device)
+    first = (place.unsqueeze(1) >= start).sum(1) - 1
+    second = place - start.index_select(0, first) + first + 1
+    return _lengths(self.index_select(0, first) - self.index_select(0, second), p)
+
+
+def _lengths(differences: torch.Tensor, p: float) -> torch.Tensor:
+    return with_zero_gradient(torch.linalg.vector_norm(differences, p, -1), differences)
 
 
 def _embedding_bag(
@@ -124,9 +149,10 @@ def _embedding_bag(
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    "grid_sampler_2d": decomposition_table[torch.ops.aten.grid_sampler_2d.default],
+    "grid_sampler_2d": _grid_sampler_2d,
     "grid_sampler_3d": _grid_sampler_3d,
     "_cdist_forward": _cdist,
+    "_pdist_forward": _pdist,
     "_embedding_bag": _embedding_bag,
     "_embedding_bag_forward_only": _embedding_bag,
 }

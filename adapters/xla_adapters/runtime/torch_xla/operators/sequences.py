@@ -30,6 +30,12 @@ def _search_sorted(
     return (~behind).sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
 
 
+def _bucketize(
+    self: torch.Tensor, boundaries: torch.Tensor, *, out_int32: bool = False, right: bool = False
+) -> torch.Tensor:
+    return _search_sorted(boundaries, self, out_int32=out_int32, right=right)
+
+
 def _log_cumulative_sum_exp(self: torch.Tensor, dim: int) -> torch.Tensor:
     """Adds a copy that is shifted by 1, 2, 4, ..."""
     if self.ndim == 0:
@@ -53,9 +59,24 @@ def _log_add_exp(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.where(nothing, -torch.inf, torch.where(nothing, 1.0, total).log() + largest)
 
 
+def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
+    """`unfold` below the level where it is a view: windows along a dimension, whose elements are the last dimension."""
+    if self.ndim == 0:
+        return self.expand(size).clone()
+    dim = dimension % self.ndim
+    count = (self.shape[dim] - size) // step + 1
+    starts = torch.arange(count, device=self.device) * step
+    places = starts.unsqueeze(1) + torch.arange(size, device=self.device)
+    chosen = torch.index_select(self, dim, places.reshape(-1))
+    windows = chosen.reshape(*self.shape[:dim], count, size, *self.shape[dim + 1 :])
+    return torch.permute_copy(windows, [*range(dim + 1), *range(dim + 2, windows.ndim), dim + 1])
+
+
 KERNELS: Mapping[str, Callable[..., Any]] = {
     "searchsorted.Tensor": _search_sorted,
     "searchsorted.Scalar": _search_sorted,
+    "bucketize.Tensor": _bucketize,
+    **dict.fromkeys(("unfold", "unfold_copy"), _unfold),
 }
 # Written with operators that have a backward.
 DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {"logcumsumexp": _log_cumulative_sum_exp}

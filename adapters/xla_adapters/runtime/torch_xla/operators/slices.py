@@ -1,4 +1,4 @@
-"""Slices that begin before the first element (`x[-100:]` of 16), and `Tensor.unfold`; torch_xla 2.9 has neither."""
+"""Slices that begin before the first element (`x[-100:]` of 16), which torch_xla 2.9 refuses ("Value out of range")."""
 
 from __future__ import annotations
 
@@ -51,20 +51,6 @@ def _clamped(tensor: torch.Tensor, dim: int, *bounds: int | None) -> list[int | 
     return [None if bound is None else max(bound, -size) for bound in bounds]
 
 
-def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
-    """Windows along a dimension, by the positions of their elements."""
-    if not self.ndim:
-        return torch.unfold_copy(self.reshape(1), 0, size, step)[0]
-    dimension %= self.ndim
-    count = (self.shape[dimension] - size) // step + 1
-    first = torch.arange(count, device=self.device) * step
-    positions = first.unsqueeze(-1) + torch.arange(size, device=self.device)
-    windows = torch.index_select(self, dimension, positions.reshape(-1))
-    windows = torch.unflatten(windows, dimension, (count, size))
-    return torch.movedim(windows, dimension + 1, -1)
-
-
-KERNELS: dict[str, Callable[..., Any]] = {"unfold": _unfold, "unfold_copy": _unfold}
 # Kernels whose first argument is torch_xla's own.
 AROUND_STOCK: dict[str, Callable[..., Any]] = {
     "slice.Tensor": _slice,

@@ -1,0 +1,115 @@
+"""Inputs of no dimensions or of no elements, which torch_xla 2.9 refuses ("Value out of range").
+
+torch takes a tensor of no dimensions for one of a single dimension with one element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+
+_Stock = Callable[..., Any]
+# `mean` and `sum`, which are called more often, are lowered in steps; see `xla_adapters.lowerings`.
+_ALONG_A_DIMENSION = (
+    *("argmax", "argmin", "max.dim", "min.dim", "prod.dim_int", "topk", "kthvalue", "sort", "sort.stable", "cummax"),
+    *("any.dim", "any.dims", "all.dim", "all.dims", "logsumexp", "std.correction", "var.correction"),
+    *("var_mean.correction", "flip", "roll"),
+)
+
+_SCATTERS = ("scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_add")
+
+
+def _with_a_dimension(stock: _Stock, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Along a dimension; of a tensor without one, the results have none either."""
+    if self.ndim:
+        return stock(self, *args, **kwargs)
+    results = stock(self.reshape(1), *args, **kwargs)
+    return results.reshape(()) if isinstance(results, torch.Tensor) else tuple(one.reshape(()) for one in results)
+
+
+def _cumulative(stock: _Stock, self: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`cumsum` and `cumprod`."""
+    if self.numel() == 0:
+        whole = not (self.is_floating_point() or self.is_complex())
+        return torch.zeros_like(self, dtype=dtype or (torch.int64 if whole else self.dtype))
+    result: torch.Tensor = _with_a_dimension(stock, self, dim, dtype=dtype)
+    return result
+
+
+def _gather(
+    stock: _Stock, self: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False
+) -> torch.Tensor:
+    """Without elements the index may have any number of dimensions."""
+    if index.numel() == 0:
+        return torch.zeros(index.shape, dtype=self.dtype, device=self.device)
+    rows, positions = (one if one.ndim else one.reshape(1) for one in (self, index))
+    result: torch.Tensor = stock(rows, dim, positions, sparse_grad=sparse_grad)
+    return result if index.ndim else result.reshape(())
+
+
+def _index_select(stock: _Stock, self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    index = index if index.ndim else index.reshape(1)
+    result: torch.Tensor = _with_a_dimension(stock, self, dim, index)
+    return result
+
+
+def _index_fill(stock: _Stock, self: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
+    if self.ndim:
+        result: torch.Tensor = stock(self, dim, index, value)
+        return result
+    return torch.zeros_like(self) + value if index.numel() else self.clone()
+
+
+def _scatter(
+    stock: _Stock, self: torch.Tensor, dim: int, index: torch.Tensor, source: Any, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """`scatter`, `scatter_add` and `scatter_reduce`; the source may be a number."""
+    if index.numel() == 0:
+        return self.clone()
+    rows, positions = (one if one.ndim else one.reshape(1) for one in (self, index))
+    if isinstance(source, torch.Tensor) and not source.ndim:
+        source = source.reshape(1)
+    result: torch.Tensor = stock(rows, dim, positions, source, *args, **kwargs)
+    return result if self.ndim else result.reshape(())
+
+
+def _squeeze(stock: _Stock, self: torch.Tensor, dim: Any) -> torch.Tensor:
+    """`squeeze_copy`, of which `squeeze` is made."""
+    return stock(self, dim) if self.ndim else self.clone()
+
+
+def _repeat(stock: _Stock, self: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
+    if all(repeats):
+        result: torch.Tensor = stock(self, repeats)
+        return result
+    sizes = [1] * (len(repeats) - self.ndim) + list(self.shape)
+    shape = [size * times for size, times in zip(sizes, repeats, strict=True)]
+    return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+
+def _random_permutation(stock: _Stock, n: int, **options: Any) -> torch.Tensor:
+    """`randperm`."""
+    result: torch.Tensor = torch.arange(n, **options) if n < 2 else stock(n, **options)
+    return result
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    # torch's own decomposition.
+    "nansum": partial(_with_a_dimension, decomposition_table[torch.ops.aten.nansum.default])
+}
+# Kernels whose first argument is torch_xla's own.
+AROUND_STOCK: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(_ALONG_A_DIMENSION, _with_a_dimension),
+    **dict.fromkeys(("index_fill.int_Scalar", "index_fill.int_Tensor"), _index_fill),
+    **dict.fromkeys(("cumsum", "cumprod"), _cumulative),
+    "gather": _gather,
+    "index_select": _index_select,
+    **dict.fromkeys(_SCATTERS, _scatter),
+    **dict.fromkeys(("squeeze_copy.dim", "squeeze_copy.dims"), _squeeze),
+    "repeat": _repeat,
+    "randperm": _random_permutation,
+}
