@@ -1,7 +1,7 @@
 """Comparisons of floats with a Python number, in the dtype of the tensor.
 
-torch rounds the number to the tensor's dtype. torch_xla 2.9 compares in float64 instead: `x == 0.3` is false for a float32 `x`
-of 0.3, and `x <= 0.1` for a bfloat16 `x` of 0.1.
+torch rounds the number to the tensor's dtype. torch_xla 2.9 compares in float64 instead: `x == 0.3` is false for a
+float32 `x` of 0.3, and `x <= 0.1` for a bfloat16 `x` of 0.1.
 """
 
 from __future__ import annotations
