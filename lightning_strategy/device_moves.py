@@ -28,7 +28,7 @@ def optimizers_following(model: torch.nn.Module | None, optimizers: Iterable[Opt
     if model is None:
         return
     now = dict(model.named_parameters(remove_duplicate=False))
-    successors = {parameter: now[name] for name, parameter in former.items()}
+    successors: dict[torch.Tensor, torch.Tensor] = {former[name]: now[name] for name in former if name in now}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"][:] = [successors.get(parameter, parameter) for parameter in group["params"]]
