@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import find_shared_parameters, set_shared_parameters
+from torch.optim import Optimizer
 
 
 @contextmanager
@@ -17,6 +18,23 @@ def keeping_ties(model: torch.nn.Module | None) -> Iterator[None]:
     yield
     if model is not None:
         set_shared_parameters(model, shared)
+
+
+@contextmanager
+def optimizers_following(model: torch.nn.Module | None, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Optimizers refer to the parameters that the model has after the body has moved it, and free the former ones."""
+    former = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
+    yield
+    if model is None:
+        return
+    now = dict(model.named_parameters(remove_duplicate=False))
+    successors: dict[torch.Tensor, torch.Tensor] = {former[name]: now[name] for name in former if name in now}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"][:] = [successors.get(parameter, parameter) for parameter in group["params"]]
+        states = list(optimizer.state.items())
+        optimizer.state.clear()
+        optimizer.state.update({successors.get(parameter, parameter): state for parameter, state in states})
 
 
 @contextmanager

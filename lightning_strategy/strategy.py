@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from lightning_strategy.checkpoints.trainer import TrainerCheckpoints
 from lightning_strategy.connector.plugins import TrainerPlugins
 from lightning_strategy.connector.precision import XLAPrecisionFlag
 from lightning_strategy.connector.refusals import check_fused, explaining_fused, start_runtime
-from lightning_strategy.device_moves import keeping_ties
+from lightning_strategy.device_moves import keeping_ties, optimizers_following
 from lightning_strategy.run import Run
 from lightning_strategy.sharding.example_batch import prepare_for_run
 from lightning_strategy.sharding.host import bring_to_host
@@ -224,7 +224,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
             if self._run is not None:
                 stack.callback(self._end_run)
                 self._run.before_teardown()
-            with keeping_ties(self.lightning_module):
+            with optimizers_following(self.lightning_module, self.optimizers), keeping_ties(self.lightning_module):
                 if self._sharding is not None:
                     bring_to_host(self.lightning_module, self.optimizers)
                 # Not the parent's: see `setup`.
@@ -263,7 +263,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.training_step`."""
-        with self.run.steps.computing():
+        with self._computing():
             return super().training_step(*args, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -272,15 +272,22 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         Raises:
             LossError: `training_step` returned a loss that is not one number.
         """
-        self.run.check_loss(*args)
-        with self.run.steps.computing():
+        if self._run is not None:
+            self._run.check_loss(*args)
+        with self._computing():
             return super().backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """As `Strategy.optimizer_step`; under automatic optimization the training step ends after the update."""
+        if self._run is None:
+            # Called by the user after a fit, through a `LightningOptimizer`.
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
         closure = self.run.training.computed(optimizer, closure)
         with self.run.training.update(closure), as_if_compiling(False):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _computing(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._run is None else self._run.steps.computing()
 
     # ---- evaluation ----------------------------------------------------------------------------
 
@@ -337,4 +344,4 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """As `Strategy.load_optimizer_state_dict`; accumulated gradients are loaded, too."""
-        self._checkpoints.load_optimizers(self.run, checkpoint, super().load_optimizer_state_dict)
+        self._checkpoints.load_optimizers(self._run, checkpoint, super().load_optimizer_state_dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -50,7 +50,6 @@ def on_host(checkpoint: dict[str, Any]) -> dict[str, Any]:
     converted: dict[str, Any] = apply_to_collection(checkpoint, torch.Tensor, replace)
     for name, value in checkpoint.items():
         # The versions of the modules in a state dict: `apply_to_collection` drops this attribute.
-        if hasattr(value, "_metadata"):
-            converted[name] = copy.copy(value)
-            converted[name].update({key: replace(item) for key, item in value.items()})
+        if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
+            converted[name]._metadata = value._metadata
     return converted

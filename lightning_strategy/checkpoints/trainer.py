@@ -131,11 +131,11 @@ class TrainerCheckpoints:
             load(checkpoint, strict)
         get_runtime().tracing.flush()
 
-    def load_optimizers(self, run: Run, checkpoint: Mapping[str, Any], load: Callable[[Any], None]) -> None:
+    def load_optimizers(self, run: Run | None, checkpoint: Mapping[str, Any], load: Callable[[Any], None]) -> None:
         """Loads a checkpoint's optimizer states, and gradients if it was saved in an accumulation.
 
         Args:
-            run: the run under way.
+            run: the run under way; without one, accumulated gradients are left out.
             checkpoint: as `load` returned it.
             load: the parent class's method, for a checkpoint in one file.
         """
@@ -147,5 +147,6 @@ class TrainerCheckpoints:
                 load(checkpoint)
             gradients, self._gradients = self._gradients, {}
             put_back = functools.partial(load_gradients, self._module, gradients)
-        run.resumes_gradients(put_back)
-        show_differences(self._loaded_from, self._settings(), self._sharding)
+        if run is not None:
+            run.resumes_gradients(put_back)
+            show_differences(self._loaded_from, self._settings(), self._sharding)

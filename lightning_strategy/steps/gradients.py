@@ -52,5 +52,7 @@ def load_gradients(module: LightningModule, gradients: Mapping[str, torch.Tensor
 
 
 def _defines(callback: Callback, hook: str) -> bool:
-    method = getattr(type(callback), hook)
-    return method is not getattr(Callback, hook) and not method.__module__.startswith(_OWN_PACKAGES)
+    # Of the object, not of its class: a callback may be a mock, or have a hook set on it.
+    method = getattr(callback, hook)
+    function = getattr(method, "__func__", method)
+    return function is not getattr(Callback, hook) and not function.__module__.startswith(_OWN_PACKAGES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 import xla_adapters
 from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
+from lightning_strategy.checkpoints.host_copy import on_host
 from lightning_strategy.checkpoints.io import XLAEagerCheckpointIO
 from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import FEATURES, Classifier, assert_close, fit, loader, trainer
@@ -112,6 +114,53 @@ def test_the_file_needs_no_xla(tmp_path: Path) -> None:
     assert checkpoint["state_dict"]._metadata["net.1"]["version"] == 2
     loaded = Classifier.load_from_checkpoint(tmp_path / "last.ckpt")
     assert isinstance(loaded, Classifier)
+
+
+class WithMoreState(Classifier):
+    """Has state that is no tensor, as modules with `get_extra_state` have it."""
+
+    def get_extra_state(self) -> Any:
+        return {"scale": self.net[0].weight.detach()[0, 0], "name": "x"}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.loaded = state
+
+
+class Settings(UserDict[str, Any]):
+    """A mapping with an attribute of the name that a state dict has, as OmegaConf's."""
+
+    _metadata = "its own"
+
+
+@isolated
+def test_state_that_is_no_tensor_is_saved(tmp_path: Path) -> None:
+    ours = fit(WithMoreState, XLAEagerStrategy(), max_epochs=1, callbacks=lambda: [saves(tmp_path)])
+    loaded = WithMoreState.load_from_checkpoint(tmp_path / "last.ckpt")
+    assert loaded.loaded["name"] == "x"
+    assert torch.equal(loaded.loaded["scale"], ours.module.net[0].weight[0, 0])
+    kept = on_host({"hyper_parameters": Settings(size=3, names=["a"])})["hyper_parameters"]
+    assert kept == Settings(size=3, names=["a"])
+
+
+@isolated
+def test_after_a_fit_the_module_trains_by_hand_and_a_checkpoint_can_be_put_back(tmp_path: Path) -> None:
+    def go_on(strategy: Any, folder: Path) -> list[float]:
+        run = fit(Classifier, strategy, max_epochs=1, callbacks=lambda: [saves(folder)])
+        module, saved = run.module, run.trainer.strategy.load_checkpoint(folder / "last.ckpt", weights_only=False)
+        module.automatic_optimization = False
+        optimizer = module.optimizers()
+        for batch in loader(3):
+            optimizer.zero_grad()
+            module.manual_backward(module.loss(batch))
+            optimizer.step()
+        assert {*module.parameters()} == {*run.trainer.optimizers[0].param_groups[0]["params"]}
+        trained = float(module.loss(batch))
+        run.trainer.strategy.load_model_state_dict(saved)
+        run.trainer.strategy.load_optimizer_state_dict(saved)
+        steps = [float(value["step"]) for value in optimizer.state.values()]
+        return [trained, float(module.loss(batch)), *steps]
+
+    assert_close(go_on(XLAEagerStrategy(), tmp_path / "ours"), go_on(None, tmp_path / "plain"), 1e-5)
 
 
 @isolated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -318,6 +319,23 @@ def test_gradients_are_freed_where_nobody_sees_them(free_grads: Any, left: bool)
     assert_steps(ours, 12)
     grads = [parameter.grad is not None for parameter in ours.module.parameters()]
     assert set(grads) == {left}
+
+
+@isolated
+def test_gradients_are_there_for_a_hook_that_is_set_on_a_callback() -> None:
+    seen: list[float] = []
+
+    def see(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        seen.append(float(sum(parameter.grad.abs().sum() for parameter in module.parameters())))
+
+    def hooked() -> list[Any]:
+        callback = L.Callback()
+        callback.on_train_batch_end = see  # type: ignore[method-assign]
+        return [callback, Mock(spec=L.Callback)]
+
+    ours, _ = fit_both(KeepsLossesInStep, callbacks=hooked)
+    assert ours.counters.compiles == 1
+    assert_close(seen[:12], seen[12:], 1e-5)
 
 
 @isolated

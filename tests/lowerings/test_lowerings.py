@@ -123,6 +123,29 @@ def test_convolutions(name: str) -> None:
         torch.testing.assert_close(there.grad.cpu(), here.grad)
 
 
+_COMPARISONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "==": lambda x, y: x == y,
+    "!=": lambda x, y: x != y,
+    "<": lambda x, y: x < y,
+    "<=": lambda x, y: torch.le(x, other=y),
+    ">": lambda x, y: y < x,
+    ">=": lambda x, y: x.greater_equal(y),
+}
+
+
+@isolated
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_comparisons_with_a_number_are_in_the_dtype_of_the_tensor(dtype: torch.dtype) -> None:
+    values = torch.tensor([0.1, 0.3, 1 / 3, 3, 257]).to(dtype)
+    on_device = values.to("xla")
+    for name, compare in _COMPARISONS.items():
+        numbers = (0.1, 0.3, 1 / 3, 3, 256, True, float("inf"))
+        with xla_adapters.eager(), xla_adapters.count() as counters, xla_adapters.step():
+            ours = torch.stack([compare(on_device, number) for number in numbers])
+        assert counters.executions == 1
+        assert torch.equal(ours.cpu(), torch.stack([compare(values, number) for number in numbers])), name
+
+
 @isolated
 @pytest.mark.parametrize("name", _HISTOGRAMS)
 @pytest.mark.parametrize("single", [False, True])

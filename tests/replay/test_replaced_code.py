@@ -6,12 +6,13 @@ import builtins
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from tests.isolation import run_in_child
+from tests.isolation import isolated, run_in_child
 from xla_adapters import CompiledStep, XLAConfig
 
 _WIDTH, _CLASSES, _CHANGED_AT, _STEPS = 8, 4, 8, 13
@@ -184,3 +185,20 @@ def _run(replay: bool | str, name: str, *, changed: bool = True) -> tuple[list[f
     make, change = _CASES[name]
     losses, step = _losses(replay, make, change if changed else lambda net: None)
     return losses, step.replays
+
+
+@isolated
+def test_a_mock_in_place_of_a_function_of_torch_is_called() -> None:
+    inputs, net, seen = torch.ones(2, _WIDTH).to("xla"), _Net().to("xla"), []
+
+    def step(inputs: torch.Tensor) -> torch.Tensor:
+        loss = torch.sin(net(inputs)).sum()
+        loss.backward()
+        return loss
+
+    with mock.patch("torch.Tensor.backward") as backward:
+        compiled = CompiledStep(step, modules=[net])
+        for _ in range(5):
+            seen.append(float(compiled(inputs)))
+    assert backward.call_count == 5
+    assert len(set(seen)) == 1

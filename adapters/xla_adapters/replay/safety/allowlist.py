@@ -74,12 +74,19 @@ _OF_TENSORS = {name for name in dir(torch.Tensor) if callable(getattr(torch.Tens
 METHODS = (_OF_TENSORS - set(_NOT_OF_TENSORS.split())) | READING_METHODS | CHANGING_METHODS | set(_OF_STRINGS.split())
 
 
-@functools.cache
-def _pure() -> frozenset[int]:
+def _functions_of_torch() -> list[Any]:
     of_tensors = set(map(id, vars(torch.Tensor).values())) | set(map(id, vars(torch._C.TensorBase).values()))
     overridable = torch.overrides.get_overridable_functions().values()
-    found: list[Any] = [function for group in overridable for function in group if id(function) not in of_tensors]
-    found += _BUILTINS
+    return [function for group in overridable for function in group if id(function) not in of_tensors]
+
+
+# Listed on import: torch cannot list its functions while a test has replaced one of them by a mock.
+_FUNCTIONS_OF_TORCH = _functions_of_torch()
+
+
+@functools.cache
+def _pure() -> frozenset[int]:
+    found: list[Any] = [*_FUNCTIONS_OF_TORCH, *_BUILTINS]
     found += [getattr(torch, name) for name in _CREATION.split()]
     found += [value for value in vars(math).values() if callable(value)]
     found += [
