@@ -134,8 +134,8 @@ def _recompiles(facts: Facts) -> Iterator[Finding]:
         details = [line for line in lines if not line.startswith(("where:", _TO_DO))]
         place = place_in(last.reason)
         # A step that is executed in parts has other graphs in its second call than in its first. What it called does
-        # not tell why: then the first difference lies in a library, or has no line.
-        in_library = not place.line or "site-packages" in place.file
+        # not tell why: then the first difference lies in a library, in an update, or has no line.
+        in_library = not place.line or "site-packages" in place.file or ".step(" in source_of(place)
         is_split = step.usual_executions > 1 and last.call <= 3 and in_library and not _FORMS.search(reason)
         if is_split:
             details.append("the graph breaks above split this step: without them it may well be one graph")

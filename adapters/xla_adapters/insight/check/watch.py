@@ -52,7 +52,7 @@ class Watch:
         self._ended: dict[str, Metrics] = {}
         self._opened: Metrics | None = None
         self._host_operators: dict[str, int] = {}
-        # Where the call before this one was, if it was a backward.
+        # Where the last backward is, until something else is called at another line.
         self._backward: Place | None = None
         self.when_training_step_ends: Callable[[], None] = lambda: None
 
@@ -149,7 +149,10 @@ class Watch:
             if names:
                 # A backward is noted when it begins, other calls when they have ended.
                 self._note_host_operators(names, self._backward or place)
-            self._backward = place if function is torch.Tensor.backward else None
+            if function is torch.Tensor.backward:
+                self._backward = place
+            elif place != self._backward:
+                self._backward = None
 
         return noted
 
