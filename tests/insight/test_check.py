@@ -270,8 +270,31 @@ def test_a_script_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert report.failure == "the script had no more than 15 s after 0 of 8 steps"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["--steps", "3", "{script}", "--steps", "5", "-m"], ["{script}", "--steps", "5", "-m"]),
+        (["--steps", "3", "-m", "some.module", "--steps", "5", "-o"], ["-m", "some.module", "--steps", "5", "-o"]),
+    ],
+)
+def test_what_follows_is_the_scripts(
+    arguments: list[str], command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    given: list[Any] = []
+
+    def check(command: list[str], *, steps: int, **_: Any) -> CheckReport:
+        given.append((command, steps))
+        return CheckReport(command="", facts=_facts())
+
+    monkeypatch.setattr(runner, "check_script", check)
+    assert main(["check", *(part.format(script=script) for part in arguments)]) == CLEAN
+    assert given == [([part.format(script=script) for part in command], 3)]
+
+
 def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check"]) == FAILED
+    assert main(["check"]) == main(["check", "-m"]) == FAILED
     assert main(["check", str(tmp_path / "none.py")]) == FAILED
     errors = capsys.readouterr().err
     assert "give the script to check" in errors

@@ -28,7 +28,9 @@ def add_parsers(commands: Any) -> None:
     check.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page into this file")
     check.add_argument("--json", type=Path, metavar="FILE", help="write the report for other programs into this file")
     check.add_argument("--output", action="store_true", help="show what the script prints")
-    check.add_argument("-m", dest="module", metavar="MODULE", help="check this module, as python -m runs it")
+    check.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, as python -m runs it"
+    )
     check.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
     doctor = commands.add_parser(
         "doctor",
@@ -52,8 +54,8 @@ def _run_check(options: argparse.Namespace) -> int:
     from xla_adapters.insight.check.runner import check_script
 
     command = list(options.script)
-    if options.module is not None:
-        command = ["-m", options.module, *command]
+    if options.module:
+        command = ["-m", *options.module]
     elif not command:
         raise ConfigError("check: give the script to check, or -m and a module")
     elif not Path(command[0]).is_file():
