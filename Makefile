@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # With the frameworks that benchmarks compare with.
 BENCH_STAMP := $(VENV)/.installed-bench
 
-.PHONY: demo demo-digits demo-lightning test test-apart test-rest test-slow test-untuned test-untuned-apart test-untuned-rest lint docs bench clean
+.PHONY: demo demo-digits demo-lightning test test-apart test-rest test-slow test-untuned test-untuned-apart test-untuned-rest lint docs bench dashboard clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.byte_lm
@@ -65,6 +65,18 @@ bench: $(BENCH_STAMP)
 	@missed=; for benchmark in $(BENCHMARKS); do \
 		echo "== $$benchmark"; $(BIN)/python -m benchmarks.$$benchmark --check || missed="$$missed, $$benchmark"; \
 	done; test -z "$$missed" || { echo "missed targets: $${missed#, }"; exit 1; }
+
+# In fifteen minutes at most; what does not fit in is left out.
+DASHBOARD := step_counts "step_counts --lightning" modes "host_overhead --depths 2x128" verification
+
+dashboard: $(STAMP)
+	@mkdir -p build/dashboard
+	@end=$$(( $$(date +%s) + 900 )); for benchmark in $(DASHBOARD); do \
+		left=$$(( end - $$(date +%s) )); test $$left -gt 0 || break; \
+		file="build/dashboard/$$(date +%Y%m%d-%H%M%S)-$$(echo $$benchmark | tr -c 'a-z0-9_\n' -).json"; \
+		echo "== $$benchmark"; timeout $$left $(BIN)/python -m benchmarks.$$benchmark --json $$file || true; \
+	done
+	$(BIN)/python -m benchmarks.dashboard build/dashboard/*.json -o build/dashboard/index.html
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

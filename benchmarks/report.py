@@ -10,6 +10,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -47,7 +48,7 @@ class Target:
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Aligned plain text: numbers to the right, words to the left."""
-    cells = [[_text(value) for value in row] for row in rows]
+    cells = [[text_of(value) for value in row] for row in rows]
     widths = [max(len(line[i]) for line in [list(headers), *cells]) for i in range(len(headers))]
     right = [
         bool(rows) and all(row[i] is None or isinstance(row[i], (int, float)) for row in rows)
@@ -61,7 +62,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([line(headers), "  ".join("-" * width for width in widths), *map(line, cells)])
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
+    """A value as the tables show it."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -96,7 +98,7 @@ class Report:
     def target_table(self) -> str:
         """Every target, met or not."""
         rows = [
-            (t.name, t.value, f"{t.comparison} {_text(t.limit)}", "met" if t.met else "MISSED") for t in self.targets
+            (t.name, t.value, f"{t.comparison} {text_of(t.limit)}", "met" if t.met else "MISSED") for t in self.targets
         ]
         return table(("target", "value", "limit", ""), rows)
 
@@ -108,6 +110,7 @@ class Report:
         ]
         document = {
             "benchmark": self.name,
+            "measured": datetime.now(UTC).isoformat(timespec="seconds"),
             "environment": environment(),
             "settings": self.settings,
             "results": self.results,

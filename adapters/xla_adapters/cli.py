@@ -1,4 +1,4 @@
-"""The command `xla-adapters`: plans sharded trainings, manages checkpoints, explains errors; needs no devices."""
+"""The command `xla-adapters`: plans sharded trainings, manages checkpoints, explains errors, checks scripts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 
 from xla_adapters.checkpoint import commands as checkpoint_commands
 from xla_adapters.errors import ConfigError, XLAAdapterError
+from xla_adapters.insight import commands as insight_commands
 from xla_adapters.insight.explain import entry, explained, text
 from xla_adapters.sharding.config import Scheme, ShardingConfig, TopologyName
 from xla_adapters.sharding.plan import ShardingPlan
@@ -85,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--html", help="draw the plan into this file")
     plan.set_defaults(run=_run_plan)
     checkpoint_commands.add_parser(commands)
+    insight_commands.add_parsers(commands)
     explain = commands.add_parser("explain", help="what an error or a warning means, and what to do")
     explain.add_argument("name", nargs="?", help="of its class, e.g. TensorReadError; lists them all if not given")
     explain.set_defaults(run=_run_explain)

@@ -1,0 +1,110 @@
+"""`put_in`: has adapters change the trainers of other libraries when a script constructs them.
+
+A package registers an entry point of the group `xla_adapters.check`. Its name is that of a class with its module
+(`library.module.Trainer`). Its value is a function `(kind, hand) -> type`: for the class that the script instantiates,
+which is that class or one derived from it, it returns the class derived from `kind` that is instantiated instead.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+GROUP = "xla_adapters.check"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hand:
+    """What an adapter is given to change a trainer with.
+
+    Attributes:
+        folder: a temporary folder for what the trainer writes.
+        change: notes what was replaced, in words.
+        skip: notes what was not saved, in words.
+    """
+
+    folder: Path
+    change: Callable[[str], None]
+    skip: Callable[[str], None]
+
+
+@contextmanager
+def put_in(hand: Hand) -> Iterator[None]:
+    """A context in which the classes that entry points name are changed as soon as their modules are imported."""
+    classes: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points(group=GROUP):
+        classes.setdefault(entry.name.rpartition(".")[0], []).append(entry)
+    changed: list[type] = []
+
+    def imported(module: ModuleType) -> None:
+        for entry in classes[module.__name__]:
+            kind = getattr(module, entry.name.rpartition(".")[2])
+            if "__new__" not in vars(kind):
+                kind.__new__ = staticmethod(_new(entry, hand))
+                changed.append(kind)
+
+    finder = _Finder(frozenset(classes), imported)
+    sys.meta_path.insert(0, finder)
+    try:
+        for name in classes:
+            if name in sys.modules:
+                imported(sys.modules[name])
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for kind in changed:
+            del kind.__new__
+
+
+def _new(entry: EntryPoint, hand: Hand) -> Any:
+    made: dict[type, type] = {}
+
+    def __new__(kind: type, *args: Any, **options: Any) -> Any:
+        if kind not in made.values() and kind not in made:
+            made[kind] = entry.load()(kind, hand)
+        return object.__new__(made.get(kind, kind))
+
+    return __new__
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Calls a function with each of the named modules when it has been imported."""
+
+    def __init__(self, names: frozenset[str], imported: Callable[[ModuleType], None]) -> None:
+        self._names = names
+        self._imported = imported
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name not in self._names:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._imported)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any, imported: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._imported = imported
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        # Whoever asks the module for its loader gets the real one.
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._imported(module)

@@ -1,0 +1,76 @@
+"""What `xla-adapters check` changes in Lightning's Trainer and Fabric: our strategy put in, nothing saved or logged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from lightning_strategy.strategy import XLAEagerStrategy
+from xla_adapters.insight.check.put_in import Hand
+from xla_adapters.utils.location import line_of_caller
+
+if TYPE_CHECKING:
+    _TrainerBase = L.Trainer
+    _FabricBase = L.Fabric
+else:
+    _TrainerBase = _FabricBase = object
+
+# Arguments of the Trainer that say which devices it trains on, with the values that leave it open.
+_DEVICES = {"strategy": "auto", "accelerator": "auto", "devices": "auto", "num_nodes": 1, "sync_batchnorm": False}
+
+
+def checked(kind: type, hand: Hand) -> type:
+    """The class that is instantiated in place of a Trainer's class; see `xla_adapters.insight.check.put_in`."""
+    return _derived(_CheckedTrainer, kind, hand)
+
+
+def checked_fabric(kind: type, hand: Hand) -> type:
+    """As `checked`, for a class of Fabric's."""
+    return _derived(_CheckedFabric, kind, hand)
+
+
+def _derived(first: type, kind: type, hand: Hand) -> type:
+    attributes = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_hand": hand}
+    return type(kind.__name__, (first, kind), attributes)
+
+
+class _CheckedTrainer(_TrainerBase):
+    """Before a Trainer's class: our strategy, a temporary folder, no logger, no checkpoint."""
+
+    _hand: Hand
+
+    def __init__(self, **options: Any) -> None:
+        strategy = options.get("strategy")
+        if strategy != XLAEagerStrategy.strategy_name and not isinstance(strategy, XLAEagerStrategy):
+            given = [f"{name}={options.pop(name)!r}" for name in _DEVICES if name in options]
+            options["strategy"] = XLAEagerStrategy()
+            self._hand.change(
+                f"the Trainer of {line_of_caller()}: XLAEagerStrategy() on one device"
+                + (f" instead of {', '.join(given)}" if given else "")
+            )
+        if options.get("logger") is not False:
+            options["logger"] = DummyLogger()
+        options["default_root_dir"] = str(self._hand.folder)
+        super().__init__(**options)
+
+    def fit(self, *args: Any, ckpt_path: Any = None, **options: Any) -> None:
+        """As `Trainer.fit`, from the beginning."""
+        if ckpt_path is not None:
+            self._hand.change(f"ckpt_path={ckpt_path!r}: trains from the beginning")
+        super().fit(*args, **options)
+
+    def save_checkpoint(self, filepath: Any, *args: Any, **options: Any) -> None:
+        """Saves nothing."""
+        self._hand.skip(f"the checkpoint {filepath}")
+
+
+class _CheckedFabric(_FabricBase):
+    """Before a Fabric class: nothing is saved."""
+
+    _hand: Hand
+
+    def save(self, path: Any, *args: Any, **options: Any) -> None:
+        """Saves nothing."""
+        self._hand.skip(f"the checkpoint {path}")
