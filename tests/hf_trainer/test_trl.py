@@ -226,7 +226,6 @@ def test_grpo() -> None:
         warnings.simplefilter("error", GraphBreakWarning)
         run, expected = _both(GRPO, trl.GRPOConfig, llama, rows, args=args, reward_funcs=_length)
     _assert_logs_are_equal(run, expected)
-    assert [step.executions for step in run.steps] == [1] * len(run.steps), run.explain()
     assert run.logged("completions/mean_length")[0] > 0
 
 
