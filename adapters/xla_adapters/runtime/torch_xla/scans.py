@@ -16,7 +16,7 @@ _stock = _scan._scan_impl_flat
 
 
 def run_scans_in_eager_mode() -> None:
-    """Lets each scan in eager mode, whoever has switched it on, run as a graph of its own; for the rest of the process."""
+    """Lets scans run in eager mode, whoever switches it on: each as a graph of its own. For the rest of the process."""
     _scan._scan_impl_flat = _as_a_graph
 
 
