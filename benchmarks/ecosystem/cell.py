@@ -159,7 +159,7 @@ class Row:
         wrong = (
             []
             if self.single_execution
-            else [f"{self.executions} executions in a step: {self.split or 'no line known'}"]
+            else [f"{self.executions} executions in a step: {self.split or 'no line splits it, others are around it'}"]
         )
         if not self.equal:
             wrong.append(f"differs from the CPU by {self.loss_difference} (losses), {self.weight_difference} (weights)")

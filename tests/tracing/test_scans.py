@@ -12,6 +12,7 @@ from torch import nn
 import xla_adapters
 from tests.isolation import isolated
 from xla_adapters import CompiledStep, XLAConfig
+from xla_adapters.runtime.modes import eager
 
 RECURRENT: dict[str, dict[str, Any]] = {
     "GRU": {},
@@ -96,8 +97,14 @@ def test_the_error_of_a_step_is_seen_though_it_made_leaves() -> None:
 @isolated
 def test_scanned_layers_outside_steps() -> None:
     xla_adapters.initialize()
+    from torch_xla.experimental import eager_mode
     from torch_xla.experimental.scan_layers import scan_layers
 
+    # Whoever switches eager mode on.
+    eager_mode(False)
+    with eager(True):
+        pass
+    eager_mode(True)
     layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
     expected = nn.Sequential(*layers)(torch.ones(2, 5))
     expected.square().sum().backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,14 +23,18 @@ def is_write_by_mask(tensor: Any, index: Any, value: Any) -> bool:
     )
 
 
-def write_by_mask(input: _Tensor, indices: Sequence[Any], values: Any, accumulate: bool = False) -> _Tensor:
+def write_by_mask(
+    input: _Tensor, indices: list[Any] | tuple[Any, ...], values: Any, accumulate: bool = False
+) -> _Tensor:
     """As `torch.index_put`."""
     if len(indices) != 1 or not is_write_by_mask(input, indices[0], values):
         return torch.index_put(input, indices, values, accumulate)
     return torch.where(_widened(indices[0], input), input + values if accumulate else values, input)
 
 
-def write_by_mask_(input: _Tensor, indices: Sequence[Any], values: Any, accumulate: bool = False) -> _Tensor:
+def write_by_mask_(
+    input: _Tensor, indices: list[Any] | tuple[Any, ...], values: Any, accumulate: bool = False
+) -> _Tensor:
     """As `Tensor.index_put_`, and as `input[mask] = values` with `indices=[mask]`."""
     if len(indices) != 1 or not is_write_by_mask(input, indices[0], values):
         return input.index_put_(indices, values, accumulate)

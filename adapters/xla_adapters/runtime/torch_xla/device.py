@@ -13,6 +13,7 @@ import torch_xla.runtime as xr
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.runtime.extensions import initialize_extensions
 from xla_adapters.runtime.torch_xla.operators import complete_autocast, register_kernels
+from xla_adapters.runtime.torch_xla.scans import run_scans_in_eager_mode
 from xla_adapters.runtime.tuning import DEFAULT_TUNING, Tuning
 
 _C = torch_xla._XLAC
@@ -58,6 +59,7 @@ class XLADevice:
         self._device = torch_xla.device()
         complete_autocast()
         register_kernels()
+        run_scans_in_eager_mode()
         self._initialized = True
 
     def started(self) -> bool:

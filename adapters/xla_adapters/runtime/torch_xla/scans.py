@@ -15,12 +15,14 @@ _C = torch_xla._XLAC
 _stock = _scan._scan_impl_flat
 
 
-def run_scans_as_graphs(enabled: bool) -> None:
-    """Lets each scan run as a graph of its own, for eager mode; or, with `False`, as a part of the graph around it."""
-    _scan._scan_impl_flat = _as_a_graph if enabled else _stock
+def run_scans_in_eager_mode() -> None:
+    """Lets scans run in eager mode, whoever switches it on: each as a graph of its own. For the rest of the process."""
+    _scan._scan_impl_flat = _as_a_graph
 
 
 def _as_a_graph(*args: Any, **kwargs: Any) -> Any:
+    if not _C._get_use_eager_mode():
+        return _stock(*args, **kwargs)
     _C._set_use_eager_mode(False)
     try:
         results = _stock(*args, **kwargs)

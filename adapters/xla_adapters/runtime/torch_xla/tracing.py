@@ -12,7 +12,6 @@ import torch_xla
 from xla_adapters.runtime.interface import Device, RuntimeEvent
 from xla_adapters.runtime.torch_xla.interception import intercepted
 from xla_adapters.runtime.torch_xla.live_tensors import live_tensors
-from xla_adapters.runtime.torch_xla.scans import run_scans_as_graphs
 
 _C = torch_xla._XLAC
 
@@ -39,7 +38,6 @@ class XLATracing:
 
     def set_eager(self, enabled: bool) -> None:
         """See `Tracing`."""
-        run_scans_as_graphs(enabled)
         _C._set_use_eager_mode(enabled)
 
     def execution_allowed(self) -> bool:

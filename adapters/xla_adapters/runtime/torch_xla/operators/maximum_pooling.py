@@ -36,7 +36,7 @@ def _dilated(
     padded = functional.pad(input, paddings, value=lowest)
     slices = []
     for place in itertools.product(*map(range, sizes)):
-        cut = tuple(
+        cut: tuple[Any, ...] = tuple(
             slice(offset * step, offset * step + (count - 1) * stride + 1, stride)
             for offset, step, stride, count in zip(place, apart, strides, counts, strict=True)
         )
@@ -67,8 +67,8 @@ def _with_indices(dims: int) -> Callable[..., _Pooled]:
         if all(step == 1 for step in dilation):
             return stock(self, kernel_size, stride, padding, dilation, ceil_mode)
         sizes = per_dim(kernel_size, dims)
-        given = (per_dim(values, dims) for values in (stride or sizes, padding, dilation))
-        return _dilated(self, sizes, *given, ceil_mode)
+        strides, around, apart = (per_dim(values, dims) for values in (stride or sizes, padding, dilation))
+        return _dilated(self, sizes, strides, around, apart, ceil_mode)
 
     return kernel
 

@@ -23,8 +23,8 @@ def _scatter_reduce(
     if index.numel() == 0:
         return self.clone()
     if not self.ndim:
-        rows = (one.reshape(1) for one in (self, index, src))
-        return _scatter_reduce(stock, next(rows), dim, *rows, reduce, include_self=include_self).reshape(())
+        row, position, source = (one.reshape(1) for one in (self, index, src))
+        return _scatter_reduce(stock, row, dim, position, source, reduce, include_self=include_self).reshape(())
     for each, length in enumerate(index.shape):
         # Of the source torch reads the part that the index covers.
         src = torch.narrow_copy(src, each, 0, length) if src.shape[each] > length else src
