@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ from lightning.pytorch.callbacks import throughput_monitor
 from xla_adapters import get_runtime
 from xla_adapters.utils.patching import replaced
 
+# Captured on import: a function that a user has put in its place is called as it is.
+_STOCK = throughput.get_available_flops
+
 
 @contextmanager
 def flops_of_devices() -> Iterator[None]:
@@ -20,19 +23,18 @@ def flops_of_devices() -> Iterator[None]:
 
     Lightning's own function takes every XLA device for a TPU, and asks the metadata server of the TPU which one it is.
     """
-    stock = throughput.get_available_flops
-
-    def available(device: torch.device, dtype: Any) -> int | None:
-        if device.type != "xla":
-            return stock(device, dtype)
-        own = get_runtime().device
-        if own.hardware() != "TPU":
-            return None
-        flops = stock(device, dtype)
-        return flops * own.count() if flops is not None and own.is_spmd() else flops
-
-    with (
-        replaced(throughput, "get_available_flops", available),
-        replaced(throughput_monitor, "get_available_flops", available),
-    ):
+    with ExitStack() as stack:
+        for module in (throughput, throughput_monitor):
+            if vars(module)["get_available_flops"] is _STOCK:
+                stack.enter_context(replaced(module, "get_available_flops", _available))
         yield
+
+
+def _available(device: torch.device, dtype: Any) -> int | None:
+    if device.type != "xla":
+        return _STOCK(device, dtype)
+    own = get_runtime().device
+    if own.hardware() != "TPU":
+        return None
+    flops = _STOCK(device, dtype)
+    return flops * own.count() if flops is not None and own.is_spmd() else flops

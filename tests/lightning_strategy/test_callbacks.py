@@ -303,6 +303,15 @@ def test_throughput_monitor_needs_no_tpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @isolated
+def test_throughput_monitor_takes_the_flops_of_a_function_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "lightning.pytorch.callbacks.throughput_monitor"
+    monkeypatch.setattr(f"{module}.get_available_flops", lambda device, dtype: 123)
+    monitor = ThroughputMonitor(rows_and_first)
+    fit(Computes, XLAEagerStrategy(), logger=Kept(), callbacks=lambda: [monitor], max_steps=1)
+    assert monitor.available_flops == 123
+
+
+@isolated
 def test_inference_mode_of_ones_own_makes_no_inference_tensors() -> None:
     class Looks(Computes):
         @torch.inference_mode()
