@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -38,7 +39,7 @@ class Job:
 
 
 def pack(job: Job) -> bytes:
-    """Pickles a job without the values of parameters; `job.model` is not changed.
+    """Pickles a job (of this class or one derived from it) without the values of parameters; it is not changed.
 
     Raises:
         MeasuringError: something in the model cannot be pickled.
@@ -59,9 +60,9 @@ def pack(job: Job) -> bytes:
             return super().reducer_override(value)
 
     stream = io.BytesIO()
-    batch = _pytree.tree_map(_empty, job.batch)
+    emptied = dataclasses.replace(job, batch=_pytree.tree_map(_empty, job.batch))
     try:
-        Pickler(stream).dump(Job(model=job.model, batch=batch, plans=job.plans, around=job.around))
+        Pickler(stream).dump(emptied)
     except (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, OSError) as error:
         # Pickling a user's model may raise any of these.
         raise MeasuringError(f"the model cannot be pickled for another process: {error}") from error
