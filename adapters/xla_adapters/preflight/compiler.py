@@ -47,7 +47,6 @@ class DeviceMemory:
         aliased: the part of `outputs` that takes the place of donated arguments.
         temporaries: values that live within the step.
         code: the program.
-        peak: of arguments, outputs and temporaries at any time.
     """
 
     arguments: int
@@ -55,7 +54,6 @@ class DeviceMemory:
     aliased: int
     temporaries: int
     code: int
-    peak: int
 
     @property
     def needed(self) -> int:
@@ -70,6 +68,7 @@ class CompiledModule:
     Attributes:
         target: what it was compiled for.
         compiler: which libtpu.
+        devices: how many the slice has, as the compiler counts them.
         kind: of the devices, by their own name, e.g. `"TPU v5 lite"`.
         hbm_bytes: memory of a device that programs may use.
         problem: why there is no program: the compiler's error, or how its process ended; empty if there is one.
@@ -85,6 +84,7 @@ class CompiledModule:
 
     target: Target
     compiler: str
+    devices: int = 0
     kind: str = ""
     hbm_bytes: int = 0
     problem: str = ""
@@ -105,7 +105,7 @@ class CompiledModule:
     @property
     def out_of_memory(self) -> bool:
         """Whether there is none because the device's memory is too small."""
-        return not self.compiled and "RESOURCE_EXHAUSTED" in self.problem or "Ran out of memory" in self.problem
+        return any(text in self.problem for text in ("RESOURCE_EXHAUSTED", "Ran out of memory"))
 
 
 def compile_module(module: bytes, target: Target, *, timeout: float = 900) -> CompiledModule:
@@ -178,6 +178,7 @@ def _read(answer: Mapping[str, Any], folder: Path, target: Target, compiler: str
     known = {
         "target": target,
         "compiler": f"{compiler} ({answer['build']})" if "build" in answer else compiler,
+        "devices": answer.get("devices", 0),
         "kind": answer.get("kind", ""),
         "hbm_bytes": answer.get("hbm", 0),
         "buffers": _text(folder, _BUFFERS),
@@ -197,7 +198,6 @@ def _read(answer: Mapping[str, Any], folder: Path, target: Target, compiler: str
             aliased=sizes["alias_size_in_bytes"],
             temporaries=sizes["temp_size_in_bytes"],
             code=sizes["generated_code_size_in_bytes"],
-            peak=sizes["peak_memory_in_bytes"],
         ),
         flops=answer["flops"],
         bytes_accessed=answer["bytes_accessed"],

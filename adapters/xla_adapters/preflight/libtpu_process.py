@@ -40,7 +40,9 @@ def _main(folder: Path) -> None:
             executable = _compiled(plugin, topology, (folder / MODULE).read_bytes(), len(devices))
             answer["seconds"] = time.monotonic() - begun
             statistics = _asked(plugin, "PJRT_Executable_GetCompiledMemoryStats", executable)
-            answer["memory"] = {name: int(getattr(statistics, name)) for name, _ in statistics._fields_ if "_in_" in name}
+            answer["memory"] = {
+                name: int(getattr(statistics, name)) for name, _ in statistics._fields_ if "_in_" in name
+            }
             costs = _asked(plugin, "PJRT_Executable_GetCostAnalysis", executable)
             found = read_named_values(plugin.abi, costs.properties, costs.num_properties)
             answer["flops"], answer["bytes_accessed"] = found.get("flops", 0.0), found.get("bytes accessed", 0.0)

@@ -104,7 +104,7 @@ def _traced(
 
 def _pending(runtime: Runtime) -> dict[int, torch.Tensor]:
     """The results of the step by their number, in the order in which a sync takes them."""
-    found = {}
+    found: dict[int, torch.Tensor] = {}
     for tensor in runtime.tracing.live_tensors():
         if runtime.tracing.is_pending(tensor):
             found.setdefault(runtime.lazy.tensor_number(tensor), tensor)
