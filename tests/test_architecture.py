@@ -70,7 +70,7 @@ def test_the_safety_analysis_knows_nothing_of_xla() -> None:
 
 def test_only_the_folder_of_the_cpu_asks_whether_it_is_one() -> None:
     """Plans for other devices are made on CPU devices too, so that measuring them is about CPUs by its nature."""
-    allowed = {"cpu", "sharding"}
+    allowed = {"cpu", "sharding", "preflight"}
     asking = {
         module
         for module, path in modules().items()

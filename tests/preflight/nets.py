@@ -23,8 +23,11 @@ class Net(nn.Module):
         return {"loss": nn.functional.cross_entropy(hidden, labels)}
 
 
-def batch(rows: int = ROWS) -> dict[str, torch.Tensor]:
-    return {"inputs": torch.zeros(rows, WIDTH), "labels": torch.zeros(rows, dtype=torch.long)}
+def batch(rows: int = ROWS, device: str = "cpu") -> dict[str, torch.Tensor]:
+    return {
+        "inputs": torch.zeros(rows, WIDTH, device=device),
+        "labels": torch.zeros(rows, dtype=torch.long, device=device),
+    }
 
 
 def net() -> Net:
@@ -41,5 +44,5 @@ def plan_of(scheme: str, *shape: int) -> ShardingPlan:
     return template(scheme, net(), Mesh.data_and_model(*shape))
 
 
-def job(plan: ShardingPlan) -> StepJob:
-    return StepJob(model=net(), batch=batch(), plans=(plan,), optimizer=adamw)
+def job(plan: ShardingPlan, *, rows: int = ROWS) -> StepJob:
+    return StepJob(model=net(), batch=batch(rows, "meta"), plans=(plan,), optimizer=adamw)

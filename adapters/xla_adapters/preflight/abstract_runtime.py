@@ -111,5 +111,6 @@ def abstract_runtime(runtime: Runtime) -> tuple[Runtime, Shardings]:
         shared_buffers=runtime.shared_buffers if runtime.has_shared_buffers else None,
         custom_kernels=runtime.custom_kernels if runtime.has_custom_kernels else None,
         abstract=runtime.abstract,
+        is_abstract=True,
     )
     return changed, shardings

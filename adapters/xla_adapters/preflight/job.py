@@ -25,6 +25,10 @@ class StepJob(Job):
 
     optimizer: MakeOptimizer
 
+    def empty(self, value: Any) -> Any:
+        """A leaf of the batch as it is sent: its shape."""
+        return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+
     @property
     def plan(self) -> ShardingPlan:
         """How the step is sharded."""

@@ -41,6 +41,7 @@ class Runtime:
         shared_buffers: see `SharedBuffers`; None if a copied tensor has a buffer of its own at once.
         custom_kernels: see `CustomKernels`; None if user code cannot add computations to a graph.
         abstract: see `AbstractTensors`; None if every tensor has memory.
+        is_abstract: whether no tensor has: what is copied to the device is a shape there, and its values do not matter.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Runtime:
         shared_buffers: SharedBuffers | None = None,
         custom_kernels: CustomKernels | None = None,
         abstract: AbstractTensors | None = None,
+        is_abstract: bool = False,
     ) -> None:
         self.name = name
         self.dynamo_backend = dynamo_backend
@@ -77,6 +79,7 @@ class Runtime:
         self._shared_buffers = shared_buffers
         self._custom_kernels = custom_kernels
         self._abstract = abstract
+        self.is_abstract = is_abstract
 
     @property
     def has_lazy_tensors(self) -> bool:

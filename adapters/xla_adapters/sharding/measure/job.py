@@ -37,6 +37,10 @@ class Job:
     plans: Sequence[ShardingPlan]
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
+    def empty(self, value: Any) -> Any:
+        """A leaf of the batch as it is sent: without its values."""
+        return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+
 
 def pack(job: Job) -> bytes:
     """Pickles a job (of this class or one derived from it) without the values of parameters; it is not changed.
@@ -60,7 +64,7 @@ def pack(job: Job) -> bytes:
             return super().reducer_override(value)
 
     stream = io.BytesIO()
-    emptied = dataclasses.replace(job, batch=_pytree.tree_map(_empty, job.batch))
+    emptied = dataclasses.replace(job, batch=_pytree.tree_map(job.empty, job.batch))
     try:
         Pickler(stream).dump(emptied)
     except (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, OSError) as error:
@@ -90,7 +94,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _empty(value: Any) -> Any:
-    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
