@@ -160,14 +160,14 @@ def test_values_are_named_by_the_line_that_made_them() -> None:
 
 @needs_libtpu
 @pytest.mark.slow
-@isolated
+@isolated(timeout=550)
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "report.json"
     arguments = ["preflight", "--model", "tests.preflight.nets:factory", "--topology", "v5e:2x2"]
     assert main([*arguments, "--batch", "16", "--json", str(written), "--dtype", "bf16-mixed"]) == 0
     assert json.loads(written.read_text())["fits"]
     assert "FITS: " in capfd.readouterr().out
-    assert main([*arguments, "--batch", str(2**24), "--sharding", "dp"]) == 1
+    assert main([*arguments, "--batch", str(2**24), "--sharding", "fsdp"]) == 1
     printed = capfd.readouterr().out
     assert "DOES NOT FIT" in printed
     # The line of the model that made what does not fit.

@@ -62,7 +62,7 @@ def test_state_is_donated_and_named_and_has_no_memory() -> None:
     found = traced("fsdp", 4, 1)
     state = {f"{kind}{name}" for name, _ in Net().named_parameters() for kind in ("", "exp_avg of ", "exp_avg_sq of ")}
     assert {found.names[number] for number in donated(found.module)} == state
-    assert set(found.names.values()) - state == {"batch['inputs']", "batch['labels']"}
+    assert set(found.names.values()) - state == {"batch.inputs", "batch.labels"}
     assert set(found.names) <= set(shardings_of_parameters(found.module))
     assert get_runtime().tracing.pending_count() == 0
 

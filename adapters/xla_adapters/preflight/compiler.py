@@ -105,7 +105,7 @@ class CompiledModule:
     @property
     def out_of_memory(self) -> bool:
         """Whether there is none because the device's memory is too small."""
-        return any(text in self.problem for text in ("RESOURCE_EXHAUSTED", "Ran out of memory"))
+        return "Ran out of memory" in self.problem and "hbm" in self.problem.lower()
 
 
 def compile_module(module: bytes, target: Target, *, timeout: float = 900) -> CompiledModule:

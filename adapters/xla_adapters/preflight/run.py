@@ -28,7 +28,6 @@ from xla_adapters.sharding.sharder import make_plan
 Dtype = Literal["float32", "bfloat16", "bf16-mixed"]
 # Loads a model on the meta device, for a batch of so many samples of such a length: model, batch, context.
 Load = Callable[[int, int | None], tuple[torch.nn.Module, Any, Around]]
-_SMALLEST_SHARE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,38 +101,37 @@ def preflight(
     report = _compiled(load, options, target, timeout)
     if report.fits or not alternatives or not report.out_of_memory:
         return report
-    attempts = []
-    for change, variant in _variants(options):
-        found = _attempted(load, variant, target, timeout)
-        attempts.append(Attempt(change=change, fits=found.fits, needed_bytes=found.needed_bytes, problem=found.problem))
+    return dataclasses.replace(report, attempts=tuple(_attempts(load, options, target, timeout)))
+
+
+def _attempts(load: Load, options: StepOptions, target: Target, timeout: float) -> Iterator[Attempt]:
+    """Compiles variants until one fits, each with the changes before it that are possible."""
+    for change, values in _changes(options):
+        variant = dataclasses.replace(options, **values)
+        try:
+            found = _compiled(load, variant, target, timeout)
+        except ConfigError as error:
+            # The model has no gradient checkpointing, or the batch does not divide.
+            yield Attempt(change=change, fits=False, problem=str(error))
+            continue
+        options = variant
+        yield Attempt(change=change, fits=found.fits, needed_bytes=found.needed_bytes, problem=found.problem)
         if found.fits:
-            break
-    return dataclasses.replace(report, attempts=tuple(attempts))
+            return
 
 
-def _variants(options: StepOptions) -> Iterator[tuple[str, StepOptions]]:
-    """Variants that need less memory, each with the changes before it: what costs least comes first."""
+def _changes(options: StepOptions) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Changes by which a step needs less memory, in words and as options: what costs least comes first."""
     if options.sharding != "fsdp":
-        options = dataclasses.replace(options, sharding="fsdp", mesh=None)
-        yield "sharding fsdp (same results, other collectives)", options
+        yield "sharding fsdp (same results, other collectives)", {"sharding": "fsdp", "mesh": None}
     if not options.gradient_checkpointing:
-        options = dataclasses.replace(options, gradient_checkpointing=True)
-        yield "gradient checkpointing (same results, a second forward)", options
+        yield "gradient checkpointing (same results, a second forward)", {"gradient_checkpointing": True}
     if options.dtype == "float32":
-        options = dataclasses.replace(options, dtype="bf16-mixed")
-        yield "bf16-mixed (activations in bfloat16)", options
-    rows = options.rows
-    while options.rows % 2 == 0 and options.rows > max(1, rows // _SMALLEST_SHARE):
-        options = dataclasses.replace(options, rows=options.rows // 2)
-        yield f"batch of {options.rows} samples ({rows // options.rows} accumulated for the same update)", options
-
-
-def _attempted(load: Load, options: StepOptions, target: Target, timeout: float) -> PreflightReport:
-    try:
-        return _compiled(load, options, target, timeout)
-    except ConfigError as error:
-        # The model has no gradient checkpointing, or the batch does not divide: the next variant may still fit.
-        return PreflightReport(step=options.describe(None), topology=str(target), problem=str(error))
+        yield "bf16-mixed (activations in bfloat16)", {"dtype": "bf16-mixed"}
+    for share in (2, 4, 8):
+        if options.rows % share == 0:
+            rows = options.rows // share
+            yield f"batch of {rows} samples ({share} accumulated for the same update)", {"rows": rows}
 
 
 def _compiled(load: Load, options: StepOptions, target: Target, timeout: float) -> PreflightReport:
@@ -188,7 +186,7 @@ def report_of(step: str, traced: TracedStep, compiled: CompiledModule, plan: Sha
         topology=str(compiled.target),
         device=compiled.kind,
         compiler=compiled.compiler,
-        hbm_bytes=compiled.hbm_bytes,
+        hbm_bytes=compiled.hbm_bytes or int(topology.memory_bytes),
         problem=compiled.problem,
         out_of_memory=compiled.out_of_memory,
         memory=compiled.memory,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class TracedStep:
     Attributes:
         module: a serialized HloModuleProto with the shardings of parameters and results, and what is donated.
         names: what each parameter of the module is, by its number: `"lm_head.weight"`, `"exp_avg of lm_head.weight"`,
-            `"batch: input_ids"`. Parameters that are single numbers (the learning rate, ...) have no name.
+            `"batch.input_ids"`. Parameters that are single numbers (the learning rate, ...) have no name.
         seconds: time of tracing and lowering.
     """
 
@@ -122,9 +122,18 @@ def _named(
                 if isinstance(value, torch.Tensor) and owned(value):
                     yield f"{key} of {names[id(parameter)]}", value
     yield from model.named_buffers()
-    for path, value in _pytree.tree_leaves_with_path(batch):
-        if isinstance(value, torch.Tensor):
-            yield f"batch{_pytree.keystr(path)}", value
+    yield from _named_batch(batch, "batch")
+
+
+def _named_batch(value: Any, path: str) -> Iterable[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _named_batch(item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _named_batch(item, f"{path}[{index}]")
 
 
 def _move_attributes(model: torch.nn.Module, shardings: Shardings) -> None:
