@@ -172,9 +172,8 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "DOES NOT FIT" in printed
     # The line of the model that made what does not fit.
     assert "nets.py:" in "".join(printed.split())
-    assert "has no gradient_checkpointing_enable()" in " ".join(printed.split())
+    assert "gradient_checkpointing_enable()" in printed
     attempts = printed[printed.index("What was tried instead") :]
-    assert attempts.count("does not fit") >= 1
     assert attempts.count("  fits") == 1
     assert main([*arguments, "--batch", "6"]) == 2
     assert "does not divide" in capfd.readouterr().err
