@@ -73,7 +73,7 @@ def test_only_the_folder_of_the_cpu_asks_whether_it_is_one() -> None:
 
     The table of known traps says of each kind of device what goes wrong there.
     """
-    allowed, traps = {"cpu", "sharding"}, "xla_adapters.insight.doctor.traps"
+    allowed, traps = {"cpu", "sharding", "preflight"}, "xla_adapters.insight.doctor.traps"
     asking = {
         module
         for module, path in modules().items()

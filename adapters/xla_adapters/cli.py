@@ -1,31 +1,26 @@
-"""The command `xla-adapters`: plans sharded trainings, manages checkpoints, explains errors, checks scripts."""
+"""The command `xla-adapters`: plans and compiles trainings, manages checkpoints, explains errors, checks scripts."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from importlib.metadata import entry_points
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
 from xla_adapters.checkpoint import commands as checkpoint_commands
-from xla_adapters.errors import ConfigError, XLAAdapterError
+from xla_adapters.errors import XLAAdapterError
 from xla_adapters.insight import commands as insight_commands
 from xla_adapters.insight.explain import entry, explained, text
+from xla_adapters.preflight import commands as preflight_commands
 from xla_adapters.sharding.config import Scheme, ShardingConfig, TopologyName
+from xla_adapters.sharding.model_loading import checkpoint_activations, load_model
 from xla_adapters.sharding.plan import ShardingPlan
 
-# Entry point group: a package that can read a framework's model files registers
-# `load(path, rows, length) -> (model, batch, around)` here.
-MODEL_FILES = "xla_adapters.model_files"
 _GIGABYTE = 10**9
-_Around = Callable[[], AbstractContextManager[Any]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--save", help="write the plan to this file, to read, edit and use")
     plan.add_argument("--html", help="draw the plan into this file")
     plan.set_defaults(run=_run_plan)
+    preflight_commands.add_parser(commands, _numbers)
     checkpoint_commands.add_parser(commands)
     insight_commands.add_parsers(commands)
     explain = commands.add_parser("explain", help="what an error or a warning means, and what to do")
@@ -106,14 +102,10 @@ def _plan(options: argparse.Namespace) -> ShardingPlan:
     from xla_adapters.sharding.sharder import make_plan
 
     rows, *length = options.batch
-    model, batch, around = _load(options.model, rows, length[0] if length else None)
+    model, batch, around = load_model(options.model, rows, length[0] if length else None)
     model.to(getattr(torch, options.dtype))
     if options.gradient_checkpointing:
-        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-        enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
-        if enable is None:
-            raise ConfigError(f"--gradient-checkpointing: {type(model).__name__} has no {names[1]}()")
-        enable()
+        checkpoint_activations(model)
     automatic = options.sharding == "auto"
     config = ShardingConfig(
         scheme=options.sharding,
@@ -133,39 +125,3 @@ def _plan(options: argparse.Namespace) -> ShardingPlan:
         predicted = evaluate(plan, model, batch, topology=Topology.preset(options.topology), around=around)
         plan = dataclasses.replace(plan, predicted=predicted)
     return plan
-
-
-def _load(name: str, rows: int, length: int | None) -> tuple[torch.nn.Module, Mapping[str, Any], _Around]:
-    """Loads a model on the meta device.
-
-    Args:
-        name: a `.json` file, or `module:factory`.
-        rows: number of samples in the batch.
-        length: of a sample; None if not given.
-
-    Returns:
-        The model, a batch, and a function that returns the context for forward passes.
-    """
-    if name.endswith(".json"):
-        loaders = list(entry_points(group=MODEL_FILES))
-        if not loaders:
-            raise ConfigError(f"{name}: nothing installed reads configuration files; install xla-adapters[hf]")
-        if not Path(name).is_file():
-            raise ConfigError(f"{name}: there is no such file")
-        loaded: tuple[torch.nn.Module, Mapping[str, Any], _Around] = loaders[0].load()(Path(name), rows, length)
-        return loaded
-    module, separator, factory = name.partition(":")
-    if not separator:
-        raise ConfigError(f"--model {name}: give a .json file, or module:factory")
-    try:
-        make = getattr(importlib.import_module(module), factory)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"--model {name}: {error}") from error
-    with torch.device("meta"):
-        made = make(rows, length)
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
-        raise ConfigError(
-            f"--model {name}: the factory is called with the number of samples and their length (None if not given) "
-            f"and returns (model, batch); it returned {type(made).__name__}"
-        )
-    return (*made, nullcontext)

@@ -29,9 +29,10 @@ _NOT_CODE = {"{toctree}", "{eval-rst}"}
 _NOT_RUN = {
     "README.md": 1,
     "docs/guides/check.md": 2,
+    "docs/guides/preflight.md": 1,
     "docs/install.md": 1,
     "docs/quickstart/lightning.md": 1,
-    "docs/reference/cli.md": 1,
+    "docs/reference/cli.md": 2,
     "docs/results/performance.md": 1,
     "docs/results/sharding.md": 1,
 }

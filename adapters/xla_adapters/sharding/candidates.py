@@ -103,12 +103,12 @@ def _judged(plan: ShardingPlan, result: PlanResult, topology: Topology) -> Candi
     compute = plan.predicted.compute_seconds if plan.predicted is not None else 0.0
     return Candidate(
         plan=dataclasses.replace(plan, measured=result.measurement),
-        seconds=compute + sum(_seconds(item, plan.mesh, topology) for item in result.collectives),
+        seconds=compute + sum(collective_seconds(item, plan.mesh, topology) for item in result.collectives),
         memory_bytes=result.measurement.memory_bytes,
     )
 
 
-def _seconds(item: CollectiveCost, mesh: Mesh, topology: Topology) -> float:
+def collective_seconds(item: CollectiveCost, mesh: Mesh, topology: Topology) -> float:
     """Time on the slowest axis it uses. Latency per collective is ignored: compilers for real links combine them."""
     axes = [axis for axis in item.axis.split("+") if axis in mesh.axis_names] or list(mesh.axis_names)
     return item.wire_bytes / min(topology.bandwidth_of(axis) for axis in axes)

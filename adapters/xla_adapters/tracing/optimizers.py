@@ -173,14 +173,17 @@ def _sgd_state(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Ten
     # dampening scales every gradient but the first.
     if group["momentum"] == 0 or group["dampening"] != 0:
         return None
-    return {"momentum_buffer": _place(torch.zeros(parameter.shape, dtype=parameter.dtype), parameter)}
+    where = "meta" if get_runtime().is_abstract else "cpu"
+    return {"momentum_buffer": _place(torch.zeros(parameter.shape, dtype=parameter.dtype, device=where), parameter)}
 
 
 def _torch_state(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any] | None:
     """Has the optimizer initialise the state of two stand-ins for the parameter: one on `meta`, which shows what of
     the state belongs on the parameter's device, and one on the host for the values."""
     placed = _init_stand_in(optimizer, group, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
-    values = _init_stand_in(optimizer, group, torch.empty(parameter.shape, dtype=parameter.dtype))
+    values = placed
+    if not get_runtime().is_abstract:
+        values = _init_stand_in(optimizer, group, torch.empty(parameter.shape, dtype=parameter.dtype))
     state = {}
     for key, value in values.items():
         if isinstance(value, torch.Tensor) and placed[key].device.type == "meta" and not _counts(group, key, value):

@@ -1,9 +1,10 @@
 """The runtime interface: what the package asks of a device runtime, one small protocol for each subject.
 
 `Runtime` holds them. A runtime implements `Device`, `Transfers`, `Tracing`, `Values`, `Executables`, `Random` and
-`Counters`; `Spmd`, `LazyTensors`, `SharedBuffers` and `CustomKernels` are optional.
+`Counters`; `Spmd`, `LazyTensors`, `SharedBuffers`, `CustomKernels` and `AbstractTensors` are optional.
 """
 
+from xla_adapters.runtime.interface.abstract_tensors import AbstractTensors
 from xla_adapters.runtime.interface.counters import Counters, Metrics
 from xla_adapters.runtime.interface.custom_kernels import CustomKernels
 from xla_adapters.runtime.interface.device import Device
@@ -18,6 +19,7 @@ from xla_adapters.runtime.interface.transfers import Transfers
 from xla_adapters.runtime.interface.values import Values
 
 __all__ = [
+    "AbstractTensors",
     "Counters",
     "CustomKernels",
     "Device",

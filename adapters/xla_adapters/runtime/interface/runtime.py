@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from xla_adapters.errors import UnsupportedOptionError
+from xla_adapters.runtime.interface.abstract_tensors import AbstractTensors
 from xla_adapters.runtime.interface.counters import Counters
 from xla_adapters.runtime.interface.custom_kernels import CustomKernels
 from xla_adapters.runtime.interface.device import Device
@@ -39,6 +40,8 @@ class Runtime:
         lazy: see `LazyTensors`; None if tensors always have a value outside of a trace.
         shared_buffers: see `SharedBuffers`; None if a copied tensor has a buffer of its own at once.
         custom_kernels: see `CustomKernels`; None if user code cannot add computations to a graph.
+        abstract: see `AbstractTensors`; None if every tensor has memory.
+        is_abstract: whether no tensor has: what is copied to the device is a shape there, and its values do not matter.
     """
 
     def __init__(
@@ -58,6 +61,8 @@ class Runtime:
         lazy: LazyTensors | None = None,
         shared_buffers: SharedBuffers | None = None,
         custom_kernels: CustomKernels | None = None,
+        abstract: AbstractTensors | None = None,
+        is_abstract: bool = False,
     ) -> None:
         self.name = name
         self.dynamo_backend = dynamo_backend
@@ -73,6 +78,8 @@ class Runtime:
         self._lazy = lazy
         self._shared_buffers = shared_buffers
         self._custom_kernels = custom_kernels
+        self._abstract = abstract
+        self.is_abstract = is_abstract
 
     @property
     def has_lazy_tensors(self) -> bool:
@@ -124,6 +131,15 @@ class Runtime:
             UnsupportedOptionError: the runtime lacks it.
         """
         return self._part(self._custom_kernels, "computations of one's own in graphs, which an extension asks for")
+
+    @property
+    def abstract(self) -> AbstractTensors:
+        """Tensors without memory.
+
+        Raises:
+            UnsupportedOptionError: the runtime lacks it.
+        """
+        return self._part(self._abstract, "tensors without memory, with which steps are traced for devices elsewhere")
 
     def _part(self, part: _Part | None, what: str) -> _Part:
         if part is None:

@@ -6,6 +6,7 @@ Calls into `torch_xla._XLAC` are private; `tests/contract` pins each one.
 from __future__ import annotations
 
 from xla_adapters.runtime.interface import Runtime
+from xla_adapters.runtime.torch_xla.abstract_tensors import XLAAbstractTensors
 from xla_adapters.runtime.torch_xla.cached_graphs import CachedGraphs
 from xla_adapters.runtime.torch_xla.counters import XLACounters
 from xla_adapters.runtime.torch_xla.custom_kernels import XLACustomKernels
@@ -44,4 +45,5 @@ def make_runtime() -> Runtime:
         lazy=lazy,
         shared_buffers=XLASharedBuffers(device, tracing, values, lazy),
         custom_kernels=XLACustomKernels(tracing),
+        abstract=XLAAbstractTensors(),
     )

@@ -72,7 +72,7 @@ def _compile(job: Job, plan: ShardingPlan) -> bytes:
             scope.open()
             try:
                 with job.around():
-                    loss = _loss(model(**batch) if isinstance(batch, dict) else model(*batch))
+                    loss = loss_of(model(**batch) if isinstance(batch, dict) else model(*batch))
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -101,7 +101,7 @@ def _to_device(value: Any) -> Any:
     return value.to(get_runtime().device.torch_device()) if isinstance(value, torch.Tensor) else value
 
 
-def _loss(output: Any) -> torch.Tensor:
+def loss_of(output: Any) -> torch.Tensor:
     """The `loss` of a model's output; without one, the sum of the means of all outputs."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):

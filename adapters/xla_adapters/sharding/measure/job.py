@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -36,9 +37,13 @@ class Job:
     plans: Sequence[ShardingPlan]
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
+    def empty(self, value: Any) -> Any:
+        """A leaf of the batch as it is sent: without its values."""
+        return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+
 
 def pack(job: Job) -> bytes:
-    """Pickles a job without the values of parameters; `job.model` is not changed.
+    """Pickles a job (of this class or one derived from it) without the values of parameters; it is not changed.
 
     Raises:
         MeasuringError: something in the model cannot be pickled.
@@ -59,9 +64,9 @@ def pack(job: Job) -> bytes:
             return super().reducer_override(value)
 
     stream = io.BytesIO()
-    batch = _pytree.tree_map(_empty, job.batch)
+    emptied = dataclasses.replace(job, batch=_pytree.tree_map(job.empty, job.batch))
     try:
-        Pickler(stream).dump(Job(model=job.model, batch=batch, plans=job.plans, around=job.around))
+        Pickler(stream).dump(emptied)
     except (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, OSError) as error:
         # Pickling a user's model may raise any of these.
         raise MeasuringError(f"the model cannot be pickled for another process: {error}") from error
@@ -89,7 +94,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _empty(value: Any) -> Any:
-    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value

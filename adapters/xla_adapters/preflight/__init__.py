@@ -1,0 +1,1 @@
+"""Pre-flight: compiles training steps for TPUs that are not there."""

@@ -1,0 +1,116 @@
+"""`abstract_runtime`: the runtime with tensors that have no memory, so that steps of any size can be traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from xla_adapters.runtime import Runtime, TileAssignment
+from xla_adapters.runtime.interface import Spmd, Transfers
+
+
+class Shardings:
+    """How placeholders are cut. torch_xla annotates tensors with a value only.
+
+    Args:
+        runtime: makes the placeholders.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        # With the placeholders, so that no other gets the same handle.
+        self._made: dict[int, tuple[torch.Tensor, TileAssignment | None]] = {}
+
+    def make(self, shape: Sequence[int], dtype: torch.dtype, tiles: TileAssignment | None = None) -> torch.Tensor:
+        """A new placeholder that is cut so."""
+        tensor = self._runtime.abstract.placeholder(shape, dtype)
+        self._made[self._handle(tensor)] = (tensor, tiles)
+        return tensor
+
+    def cut(self, tensor: torch.Tensor, tiles: TileAssignment) -> bool:
+        """Notes how a placeholder is cut; False if it is none."""
+        handle = self._handle(tensor)
+        if handle in self._made:
+            self._made[handle] = (self._made[handle][0], tiles)
+        return handle in self._made
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is a placeholder."""
+        return self._handle(tensor) in self._made
+
+    def of(self, tensor: torch.Tensor) -> TileAssignment | None:
+        """How a placeholder is cut; None if nobody said so."""
+        return self._made[self._handle(tensor)][1]
+
+    def _handle(self, tensor: torch.Tensor) -> int:
+        if self._runtime.tracing.is_pending(tensor):
+            return 0
+        return self._runtime.lazy.handles([tensor])[0]
+
+
+class _Delegate:
+    """A part of the runtime some of whose methods are replaced in subclasses."""
+
+    def __init__(self, part: Any, shardings: Shardings) -> None:
+        self._part = part
+        self._shardings = shardings
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+class _AbstractTransfers(_Delegate):
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Only single numbers are copied: steps read nothing else while they are traced."""
+        if tensor.ndim == 0 and tensor.device.type != "meta":
+            copy: torch.Tensor = self._part.to_device(tensor)
+            return copy
+        return self._shardings.make(tensor.shape, tensor.dtype)
+
+
+class _AbstractSpmd(_Delegate):
+    def shard(self, tensor: torch.Tensor, tiles: TileAssignment) -> None:
+        if not self._shardings.cut(tensor, tiles):
+            self._part.shard(tensor, tiles)
+
+    def annotate_whole(self, tensor: torch.Tensor) -> None:
+        if not self._shardings.knows(tensor):
+            self._part.annotate_whole(tensor)
+        elif self._shardings.of(tensor) is None:
+            self._shardings.cut(tensor, TileAssignment(counts=(1,) * tensor.ndim, devices=(0,)))
+
+    def tiles_of(self, tensor: torch.Tensor) -> TileAssignment | None:
+        if not self._shardings.knows(tensor):
+            found: TileAssignment | None = self._part.tiles_of(tensor)
+            return found
+        tiles = self._shardings.of(tensor)
+        return tiles if tiles is not None and tiles.number > 1 else None
+
+    def upload_sharded(self, tensor: torch.Tensor, tiles: TileAssignment) -> torch.Tensor:
+        return self._shardings.make(tensor.shape, tensor.dtype, tiles)
+
+
+def abstract_runtime(runtime: Runtime) -> tuple[Runtime, Shardings]:
+    """The runtime, with copies to the device replaced by placeholders; and how those are cut."""
+    shardings = Shardings(runtime)
+    changed = Runtime(
+        name=runtime.name,
+        dynamo_backend=runtime.dynamo_backend,
+        device=runtime.device,
+        transfers=cast(Transfers, _AbstractTransfers(runtime.transfers, shardings)),
+        tracing=runtime.tracing,
+        values=runtime.values,
+        executables=runtime.executables,
+        random=runtime.random,
+        counters=runtime.counters,
+        why_no_replay=lambda _: None,
+        spmd=cast(Spmd, _AbstractSpmd(runtime.spmd, shardings)),
+        lazy=runtime.lazy,
+        shared_buffers=runtime.shared_buffers if runtime.has_shared_buffers else None,
+        custom_kernels=runtime.custom_kernels if runtime.has_custom_kernels else None,
+        abstract=runtime.abstract,
+        is_abstract=True,
+    )
+    return changed, shardings

@@ -1,0 +1,91 @@
+"""Compiles one HLO module with libtpu for a TPU that is not there. Run as a program: `python libtpu_process.py FOLDER`.
+
+It is a process of its own, because libtpu ends the process that it does not like, and must not meet torch_xla. It
+imports the standard library and pypjrt (PJRT's C API through ctypes) only, so that it starts in 0.2 s.
+
+FOLDER has `request.json` and `module.pb` (an HloModuleProto); `answer.json` is written there. XLA's dump
+(`XLA_FLAGS=--xla_dump_to`) is the parent's business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+REQUEST, MODULE, ANSWER = "request.json", "module.pb", "answer.json"
+
+
+def _main(folder: Path) -> None:
+    import pypjrt
+    from pypjrt._loader import read_named_values
+
+    request = json.loads((folder / REQUEST).read_text())
+    answer: dict[str, Any] = {}
+    try:
+        plugin = pypjrt.Plugin(request["library"])
+        plugin.initialize()
+        topology = pypjrt.Topology.create(plugin, request["topology"], options=request["options"])
+        devices = topology.device_descriptions()
+        answer["build"] = " ".join(topology.platform_version.split())
+        answer["kind"] = devices[0]["kind"]
+        answer["devices"] = len(devices)
+        answer["hbm"] = int(devices[0]["attributes"].get("device_memory_bytes_limit", 0))
+        if request["compile"]:
+            begun = time.monotonic()
+            executable = _compiled(plugin, topology, (folder / MODULE).read_bytes(), len(devices))
+            answer["seconds"] = time.monotonic() - begun
+            statistics = _asked(plugin, "PJRT_Executable_GetCompiledMemoryStats", executable)
+            answer["memory"] = {
+                name: int(getattr(statistics, name)) for name, _ in statistics._fields_ if "_in_" in name
+            }
+            costs = _asked(plugin, "PJRT_Executable_GetCostAnalysis", executable)
+            found = read_named_values(plugin.abi, costs.properties, costs.num_properties)
+            answer["flops"], answer["bytes_accessed"] = found.get("flops", 0.0), found.get("bytes accessed", 0.0)
+    except pypjrt.errors.PjrtError as error:
+        answer["problem"] = str(error)
+    (folder / ANSWER).write_text(json.dumps(answer))
+
+
+def _compiled(plugin: Any, topology: Any, module: bytes, devices: int) -> int:
+    """The executable's address. The options are those that torch_xla gives under SPMD."""
+    import pypjrt
+
+    options = pypjrt.CompileOptions(
+        num_partitions=devices, use_spmd_partitioning=True, allow_spmd_sharding_propagation_to_output=[True]
+    ).encode(plugin.abi)
+    # These are read through their addresses: they must live until the call returns.
+    code, form, encoded = (ctypes.create_string_buffer(data, len(data)) for data in (module, b"hlo", options))
+    program = plugin.args(
+        "PJRT_Program",
+        code=ctypes.addressof(code),
+        code_size=len(module),
+        format=ctypes.addressof(form),
+        format_size=len(b"hlo"),
+    )
+    arguments = plugin.args(
+        "PJRT_Compile_Args",
+        topology=topology._check(),
+        program=ctypes.addressof(program),
+        compile_options=ctypes.addressof(encoded),
+        compile_options_size=len(options),
+    )
+    plugin.call("PJRT_Compile", arguments)
+    return int(arguments.executable)
+
+
+def _asked(plugin: Any, function: str, executable: int) -> Any:
+    arguments = plugin.args(f"{function}_Args", executable=executable)
+    plugin.call(function, arguments)
+    return arguments
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    # libtpu's threads need not be joined; its destructors take long, and may crash.
+    os._exit(0)

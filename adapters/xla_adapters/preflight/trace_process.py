@@ -1,0 +1,104 @@
+"""`trace_in_process`: traces a step in a process of its own, which has as many virtual CPU devices as the mesh.
+
+Nothing is compiled or run there; the process of the caller is not touched.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+from xla_adapters.errors import MODEL_FAILURES, XLAAdapterError
+from xla_adapters.preflight.job import StepJob
+from xla_adapters.preflight.traced_step import TracedStep, trace_step
+from xla_adapters.runtime import get_runtime
+from xla_adapters.sharding.measure import MeasuringError
+from xla_adapters.sharding.measure.job import pack, unpack
+
+_JOB, _ANSWER = "job.pickle", "answer.pickle"
+
+
+class TracingError(Exception):
+    """The step could not be traced; the message says why."""
+
+
+def trace_in_process(job: StepJob, *, timeout: float = 900) -> TracedStep:
+    """Traces a training step as it would run on devices that are no CPUs.
+
+    Args:
+        job: model and batch on any device; their values are not used.
+        timeout: seconds after which the process is stopped.
+
+    Raises:
+        TracingError: the model cannot be pickled, its step cannot be traced, or the time was too short.
+    """
+    try:
+        data = pack(job)
+    except MeasuringError as error:
+        raise TracingError(str(error)) from error
+    with tempfile.TemporaryDirectory(prefix="xla-adapters-") as name:
+        folder = Path(name)
+        (folder / _JOB).write_bytes(data)
+        try:
+            ended = subprocess.run(
+                [sys.executable, "-m", __name__, name],
+                env=_environment(job.plan.mesh.size),
+                capture_output=True,
+                timeout=timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise TracingError(f"tracing the step took more than {timeout:.0f} s") from error
+        answered = folder / _ANSWER
+        if not answered.is_file():
+            said = ended.stderr.decode(errors="replace").strip()
+            raise TracingError(f"the process that traces the step ended with status {ended.returncode}: {said[-2000:]}")
+        answer = pickle.loads(answered.read_bytes())
+    if isinstance(answer, str):
+        raise TracingError(answer)
+    assert isinstance(answer, TracedStep)
+    return answer
+
+
+def _environment(devices: int) -> dict[str, str]:
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "PT_XLA"))},
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": str(devices),
+        # The step as devices that are no CPUs trace it.
+        "XLA_ADAPTERS_CPU_TUNING": "0",
+        # Operations name the line of Python that made them.
+        "XLA_HLO_DEBUG": "1",
+        "XLA_IR_DEBUG": "1",
+        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+
+
+def _main(folder: Path) -> None:
+    get_runtime().device.initialize(spmd=True)
+    job = unpack((folder / _JOB).read_bytes())
+    assert isinstance(job, StepJob)
+    answer: TracedStep | str
+    try:
+        answer = trace_step(job)
+    except (*MODEL_FAILURES, XLAAdapterError) as error:
+        traceback.print_exc()
+        answer = f"{type(error).__name__}: {str(error).strip()}"
+    (folder / _ANSWER).write_bytes(pickle.dumps(answer))
+
+
+if __name__ == "__main__":
+    from xla_adapters.preflight import trace_process
+
+    # Not `__main__`'s own classes: what is pickled must be found by its module's name.
+    trace_process._main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Placeholders have nothing to be destroyed.
+    os._exit(0)

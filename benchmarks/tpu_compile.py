@@ -1,0 +1,128 @@
+"""Which architectures of transformers compile for TPUs; `python -m benchmarks.tpu_compile` (extra `preflight`).
+
+The training step of each (a tiny config; forward, loss, backward, AdamW; FSDP over the slice) is traced without memory,
+in its own process, and compiled by libtpu. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import asdict, dataclass
+
+from benchmarks import report, zoo
+from benchmarks.children import run_in_child
+from hf_trainer.framework_patches import as_if_compiling
+from xla_adapters import get_runtime
+from xla_adapters.preflight.compiler import compile_module
+from xla_adapters.preflight.job import InBfloat16, StepJob, adamw
+from xla_adapters.preflight.target import Target
+from xla_adapters.preflight.traced_step import TracedStep, trace_step
+from xla_adapters.sharding.templates import default_mesh, template
+
+WANTED = 38
+
+
+@dataclass
+class Row:
+    """One line of the table: an architecture on a slice. Sizes are bytes on one device."""
+
+    name: str
+    topology: str
+    compiler: str = ""
+    arguments: int | None = None
+    temporaries: int | None = None
+    sent: float | None = None
+    trace_seconds: float | None = None
+    compile_seconds: float | None = None
+    reason: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a program."""
+        return self.reason is None
+
+
+def trace(architecture: zoo.Architecture, devices: int, bf16: bool) -> TracedStep:
+    """Runs in a child."""
+    get_runtime().device.initialize(spmd=True)
+    model = architecture.build()
+    model.train()
+    (batch,) = architecture.batches(1)
+    plan = template("fsdp", model, default_mesh("fsdp", devices))
+    around = InBfloat16(as_if_compiling) if bf16 else as_if_compiling
+    return trace_step(StepJob(model=model, batch=dict(batch), plans=(plan,), around=around, optimizer=adamw))
+
+
+def measure(architecture: zoo.Architecture, target: Target, timeout: float, bf16: bool) -> Row:
+    """Traces in a child, compiles in another; whatever goes wrong there stands in the row."""
+    row = Row(architecture.name, str(target))
+    environment = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(target.devices)}
+    traced = run_in_child(
+        functools.partial(trace, architecture, target.devices, bf16), timeout=timeout, env=environment
+    )
+    if not traced.ok:
+        row.reason = f"not traced: {traced.short_error}"
+        return row
+    compiled = compile_module(traced.value.module, target, timeout=timeout)
+    row.compiler, row.trace_seconds, row.compile_seconds = compiled.compiler, traced.seconds, compiled.seconds
+    if compiled.memory is None or compiled.collectives is None:
+        row.reason = f"not compiled: {compiled.problem}"
+        return row
+    row.arguments, row.temporaries = compiled.memory.arguments, compiled.memory.temporaries
+    row.sent = compiled.collectives.wire_bytes
+    return row
+
+
+def table_of(rows: list[Row]) -> str:
+    """The rows for a person; reasons stand below, they are long."""
+    headers = ("architecture", "topology", "ok", "arguments", "temporaries", "sent", "trace s", "compile s")
+    lines = [
+        (
+            row.name,
+            row.topology,
+            row.ok,
+            row.arguments,
+            row.temporaries,
+            row.sent,
+            row.trace_seconds,
+            row.compile_seconds,
+        )
+        for row in rows
+    ]
+    failed = [f"  {row.name} on {row.topology}: {row.reason}" for row in rows if not row.ok]
+    return report.table(headers, lines) + ("\n\nnot ok, and why:\n" + "\n".join(failed) if failed else "")
+
+
+def main(command: list[str] | None = None) -> int:
+    """The program."""
+    parser = report.parser(str(__doc__))
+    parser.add_argument("--only", default="", metavar="NAMES", help="comma-separated parts of names")
+    parser.add_argument("--topologies", default="v5e:2x2,v6e:2x2", help="comma-separated slices")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for tracing, and for compiling")
+    parser.add_argument("--at-least", type=int, default=WANTED, help="how many must compile for each slice")
+    parser.add_argument("--bf16", action="store_true", help="under bfloat16 autocast")
+    options = parser.parse_args(command)
+    chosen = zoo.named(options.only)
+    for architecture in chosen:
+        architecture.load_classes()
+    targets = [Target.parse(name) for name in options.topologies.split(",")]
+    made = report.Report("tpu_compile", settings={"topologies": options.topologies, "bf16": options.bf16})
+    rows = []
+    for target in targets:
+        for number, architecture in enumerate(chosen, start=1):
+            row = measure(architecture, target, options.timeout, options.bf16)
+            rows.append(row)
+            state = "ok" if row.ok else str(row.reason)
+            print(f"[{number}/{len(chosen)}] {row.name} on {target}: {state}", file=sys.stderr, flush=True)
+            made.results["rows"] = [asdict(item) | {"ok": item.ok} for item in rows]
+            made.save(options)
+        good = sum(row.ok for row in rows if row.topology == str(target))
+        made.target(f"architectures that compile for {target}", good, "at least", options.at_least)
+    print(f"{len(chosen)} architectures, {'bfloat16 autocast' if options.bf16 else 'float32'}\n")
+    print(table_of(rows))
+    return made.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""libtpu compiles for slices that are not there; without it the message says how to install it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from importlib import util
+from pathlib import Path
+
+import pytest
+
+from tests.isolation import isolated
+from tests.preflight.nets import WIDTH, Net, job, plan_of
+from xla_adapters.cli import main
+from xla_adapters.errors import ConfigError
+from xla_adapters.preflight.compiler import check_compiler, compile_module
+from xla_adapters.preflight.live_values import largest_values, memory_of
+from xla_adapters.preflight.run import report_of
+from xla_adapters.preflight.target import Compiler, Target
+from xla_adapters.preflight.traced_step import TracedStep, trace_step
+from xla_adapters.runtime import get_runtime
+
+needs_libtpu = pytest.mark.skipif(
+    util.find_spec("libtpu") is None or util.find_spec("pypjrt") is None,
+    reason='libtpu or pypjrt is not installed: pip install "xla-adapters[preflight]"',
+)
+ON_FOUR = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_HLO_DEBUG": "1", "XLA_IR_DEBUG": "1"}
+PARAMETERS = sum(parameter.numel() for parameter in Net().parameters())
+
+
+def traced(scheme: str, *shape: int) -> TracedStep:
+    get_runtime().device.initialize(spmd=True)
+    return trace_step(job(plan_of(scheme, *shape)))
+
+
+def test_slices_are_read_and_counted() -> None:
+    assert Target.parse("v5e:2x4") == Target(generation="v5e", chips=(2, 4))
+    assert str(Target.parse("V5P:2x2x4")) == "v5p:2x2x4"
+    assert [Target.parse(name).devices for name in ("v5e:2x4", "v4:2x2x1", "tpu7x:2x2x1")] == [8, 4, 8]
+    for wrong in ("v5e", "v9:2x2", "v5e:2x", "v5e-8"):
+        with pytest.raises(ConfigError, match="give the generation and the chips along each dimension"):
+            Target.parse(wrong)
+    with pytest.raises(ConfigError, match="a slice of v5p has 3 dimensions, as in v5p:2x2x1"):
+        Target.parse("v5p:2x4")
+
+
+def test_without_libtpu_the_install_line_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xla_adapters.preflight.target.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'libtpu and pypjrt is not installed: pip install "xla-adapters\[preflight'):
+        Compiler.find()
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_libtpu_knows_the_slices(name: str) -> None:
+    target = Target.parse(name)
+    found = check_compiler(target)
+    assert (found.problem, found.devices) == ("", target.devices)
+    assert found.hbm_bytes > 15e9
+    assert not found.compiled
+
+
+@needs_libtpu
+@isolated(env=ON_FOUR)
+def test_the_compiled_step_has_the_expected_memory_and_collectives() -> None:
+    given = {scheme: traced(scheme, 4, 1) for scheme in ("dp", "fsdp")}
+    target = Target.parse("v5e:2x2")
+    found = {scheme: compile_module(step.module, target) for scheme, step in given.items()}
+    for compiled in found.values():
+        assert compiled.problem == ""
+        assert compiled.memory is not None
+        # Multiplications of the two layers, forward and backward (the inputs need no gradient), and little else.
+        assert compiled.flops > 5 * 2 * 16 / 4 * 4 * WIDTH**2
+        # Updates take the place of what they update; only the loss is new.
+        assert 0 < compiled.memory.outputs - compiled.memory.aliased < 2048
+    dp, fsdp = (report_of(scheme, given[scheme], found[scheme], plan_of(scheme, 4, 1)) for scheme in ("dp", "fsdp"))
+    assert dp.memory is not None
+    assert fsdp.memory is not None
+    # Parameters and the two averages of AdamW, whole and in quarters, with the batch and padding.
+    assert 12 * PARAMETERS < dp.memory.arguments < 12 * PARAMETERS + 20_000
+    assert 3 * PARAMETERS < fsdp.memory.arguments < 3 * PARAMETERS + 20_000
+    # All gradients in float32 around a ring of 4.
+    assert 2 * 4 * PARAMETERS * 3 / 4 <= dp.wire_bytes < 2 * 4 * PARAMETERS * 3 / 4 + 1000
+    assert {item.kind for item in fsdp.collectives} >= {"all-gather"}
+    assert {item.axis for item in fsdp.collectives} == {"data"}
+    assert dp.largest[0].name in {
+        f"{kind}{name}.weight" for kind in ("", "exp_avg of ", "exp_avg_sq of ") for name in ("up", "down")
+    }
+    text = dp.text()
+    assert text.startswith("dp on v5e:2x2\nFITS: ")
+    assert f"libtpu {Compiler.find().version}" in text
+    assert dp.time is not None
+    assert dp.time.least <= dp.time.most
+    json.dumps(dp.as_values())
+
+
+@needs_libtpu
+@isolated(env=ON_FOUR)
+def test_what_the_compiler_refuses_is_a_problem() -> None:
+    target = Target.parse("v5e:2x2")
+    assert "HloModuleProto" in compile_module(b"nonsense", target).problem
+    other = compile_module(traced("fsdp", 4, 1).module, Target.parse("v5e:2x4"))
+    assert "should have 8 devices but has 4" in other.problem
+    assert not other.out_of_memory
+    assert compile_module(b"", target, timeout=0.01).problem == "the compiler had no more than 0 s"
+
+
+@needs_libtpu
+@isolated(env=ON_FOUR)
+def test_a_step_that_does_not_fit_is_refused_with_the_largest_values() -> None:
+    get_runtime().device.initialize(spmd=True)
+    rows = 2**25
+    given = job(plan_of("fsdp", 4, 1), rows=rows)
+    step = trace_step(given)
+    compiled = compile_module(step.module, Target.parse("v5e:2x2"))
+    assert compiled.out_of_memory
+    report = report_of("too large", step, compiled, given.plan)
+    assert not report.fits
+    # The hidden layer of the samples of one device is 17 GB in float32, more than the device has.
+    assert report.needed_bytes > 4 * rows / 4 * 4 * WIDTH
+    assert f"f32[{rows // 4},{4 * WIDTH}]" in {item.shape for item in report.largest}
+    assert "DOES NOT FIT: about" in report.text()
+
+
+BUFFERS = """BufferAssignment:
+allocation 0: size 4096, page 0, parameter 3, shape |f32[32,32]| at ShapeIndex {}:
+ value: <1 param @0> (size=4096,offset=0): f32[32,32]{1,0:T(8,128)}
+allocation 1: size 9999, color 1, page 0, preallocated-temp:
+ value: <2 on_chip @1> (size=9999,offset=0): f32[32,32]{1,0:T(8,128)S(1)}
+allocation 2: size 8192, page 0, preallocated-temp:
+ value: <3 fusion.1 @0> (size=8192,offset=0): f32[64,32]{1,0:T(8,128)}
+"""
+TEXT = """HloModule step
+
+FileNames
+1 "/home/me/train.py"
+2 "/site-packages/torch/nn/modules/module.py"
+
+FunctionNames
+1 "main"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=12 end_line=0 column=0 end_column=0}
+2 {file_name_id=2 function_name_id=1 line=99 end_line=0 column=0 end_column=0}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+%fusion.1 = f32[64,32]{1,0:T(8,128)} fusion(%a), metadata={op_type="aten__mm" op_name="aten__mm" source_file="/site-packages/torch/nn/modules/module.py" source_line=99 stack_frame_id=2}
+"""  # noqa: E501
+
+
+def test_values_are_named_by_the_line_that_made_them() -> None:
+    assert memory_of(BUFFERS) == (4096, 8192)
+    temporary, argument = largest_values(TEXT, BUFFERS, {3: "up.weight"})
+    assert (temporary.name, temporary.bytes, temporary.line) == ("mm", 8192, "/home/me/train.py:12")
+    assert (argument.name, argument.shape, argument.kind) == ("up.weight", "f32[32,32]", "argument")
+
+
+@needs_libtpu
+@pytest.mark.slow
+@isolated(timeout=550)
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    written = tmp_path / "report.json"
+    arguments = ["preflight", "--model", "tests.preflight.nets:factory", "--topology", "v5e:2x2"]
+    assert main([*arguments, "--batch", "16", "--json", str(written), "--dtype", "bf16-mixed"]) == 0
+    assert json.loads(written.read_text())["fits"]
+    assert "FITS: " in capfd.readouterr().out
+    assert main([*arguments, "--batch", str(2**24), "--sharding", "fsdp"]) == 1
+    printed = capfd.readouterr().out
+    assert "DOES NOT FIT" in printed
+    # The line of the model that made what does not fit.
+    assert "nets.py:" in "".join(printed.split())
+    assert "gradient_checkpointing_enable()" in printed
+    attempts = printed[printed.index("What was tried instead") :]
+    assert attempts.count("  fits") == 1
+    assert main([*arguments, "--batch", "6"]) == 2
+    assert "does not divide" in capfd.readouterr().err
+
+
+@needs_libtpu
+@isolated
+def test_options_of_the_command_are_checked(capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["preflight", "--model", "tests.preflight.nets:factory", "--batch", "16"]
+    assert main([*arguments, "--topology", "v5e:3"]) == 2
+    assert main([*arguments, "--topology", "v5e:2x2", "--sharding", "nothing"]) == 2
+    printed = capfd.readouterr().err
+    assert "a slice of v5e has 2 dimensions" in printed
+    assert "--sharding nothing: give one of auto, dp" in printed
+
+
+def test_a_report_without_a_program_says_why() -> None:
+    from xla_adapters.preflight.report import PreflightReport
+
+    report = PreflightReport(step="net", topology="v5e:2x2", problem="it cannot be traced: TensorReadError: ...")
+    assert not report.fits
+    assert report.text() == "net on v5e:2x2\nDOES NOT COMPILE: it cannot be traced: TensorReadError: ..."
+    assert dataclasses.asdict(report)["memory"] is None
