@@ -74,6 +74,10 @@ class XLADevice:
         """See `Device`."""
         return str(xr.device_type())
 
+    def kind(self) -> str:
+        """See `Device`; torch_xla knows no kind of the virtual device that stands for all under SPMD."""
+        return "" if self.is_spmd() else str(_C._xla_device_kind(str(self.torch_device())))
+
     def count(self) -> int:
         """See `Device`."""
         return int(xr.global_runtime_device_count())
