@@ -159,7 +159,8 @@ class FitReport:
 
 
 def _logs_already(trainer: Trainer) -> bool:
-    return any(isinstance(callback, XLAStatsCallback) for callback in trainer.callbacks)
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(isinstance(callback, XLAStatsCallback) for callback in callbacks)
 
 
 def _folder(trainer: Trainer) -> Path | None:
@@ -181,12 +182,15 @@ def _timed_input(trainer: Trainer, clock: WallClock) -> Iterator[None]:
     # What the loop did before.
     doing = OTHER
 
+    # With the methods' names, by which a fetcher that refers to them is pickled.
+    @functools.wraps(before_fetch)
     def before(loop: Any) -> None:
         nonlocal doing
         if loop is trainer.fit_loop.epoch_loop:
             doing = clock.switch(INPUT)
         before_fetch(loop)
 
+    @functools.wraps(after_fetch)
     def after(loop: Any) -> None:
         after_fetch(loop)
         if loop is trainer.fit_loop.epoch_loop:

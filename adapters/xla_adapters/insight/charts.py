@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
+_SCRIPT = re.compile("<script.*?</script>", re.DOTALL)
 # Colours are variables of the page's style sheet, so that charts follow light and dark.
 _COLOURS = tuple(f"var(--chart-{number})" for number in range(1, 3))
 
@@ -61,6 +63,8 @@ def _options(unit: str) -> dict[str, Any]:
         foreground="var(--text)",
         foreground_strong="var(--text)",
         foreground_subtle="var(--line)",
+        guide_stroke_color="var(--line)",
+        major_guide_stroke_color="var(--line)",
         colors=_COLOURS,
         font_family="inherit",
         label_font_size=12,
@@ -68,9 +72,10 @@ def _options(unit: str) -> dict[str, Any]:
         title_font_size=12,
         legend_font_size=12,
     )
-    # Without its script, which it would load from the web.
-    return {"style": style, "js": (), "width": 720, "title": unit, "explicit_size": False, "margin": 10}
+    # Without its scripts, which it would load from the web.
+    return {"style": style, "js": (), "width": 720, "title": unit, "explicit_size": False, "margin": 10, "max_scale": 6}
 
 
 def _drawn(chart: Any) -> str:
-    return f'<figure class="wide">{chart.render(is_unicode=True, disable_xml_declaration=True)}</figure>'
+    svg = _SCRIPT.sub("", chart.render(is_unicode=True, disable_xml_declaration=True))
+    return f'<figure class="wide">{svg}</figure>'

@@ -86,7 +86,8 @@ def _steps(steps: Mapping[str, Any], curve: Sequence[Mapping[str, float]]) -> st
         return "<p>No step has ended.</p>"
     names = {"p50": "median", "p90": "90th percentile", "p99": "99th percentile", "slowest": "slowest"}
     found = _table((), [(title, _seconds(steps[name])) for name, title in names.items()])
-    lines = [(name, [(point["step"], point[name]) for point in curve]) for name in ("median", "slowest")]
+    drawn = ("median", "slowest") if steps["steps"] > len(curve) else ("slowest",)
+    lines = [(name if len(drawn) > 1 else "step", [(point["step"], point[name]) for point in curve]) for name in drawn]
     note = "<p>A step lasts from the end of the one before, with all that happens in between.</p>"
     slow = [
         (f"{item['step']}", _seconds(item["seconds"]), item["cause"], _seconds(item["cause_seconds"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import warnings
@@ -84,7 +85,8 @@ class RunReport:
             draft.write_text(page(self.as_dict(), self.curve), encoding="utf-8")
             draft.replace(path)
         except OSError as error:
-            draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                draft.unlink()
             warnings.warn(f"{path.name} could not be written: {error}", stacklevel=2)
 
     def __str__(self) -> str:

@@ -14,8 +14,8 @@ _SLOW = 2.0
 _WINDOW = 32
 # Slow steps that are kept; of more, the slowest.
 _KEPT = 200
-# The first step has no median before it.
-_FIRST_MEDIAN = 0.0
+# The first ones are noted, and looked at again when there is a median.
+_FIRST = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class StepTimes:
         """Starts from zero; the first step begins."""
         self.seconds = array("d")
         self.slow: list[SlowStep] = []
-        self._limit = _FIRST_MEDIAN
+        self._limit = 0.0
         self.begin()
 
     def begin(self) -> None:
@@ -76,8 +76,11 @@ class StepTimes:
             self._note_slow(passed, now)
         self._before, self._ended = now[:], ended
         self.seconds.append(passed)
-        if len(self.seconds) % _WINDOW == 0 or len(self.seconds) == 3:
-            self._limit = _SLOW * sorted(self.seconds[-_WINDOW:])[len(self.seconds[-_WINDOW:]) // 2]
+        if len(self.seconds) % _WINDOW == 0 or len(self.seconds) == _FIRST:
+            latest = sorted(self.seconds[-_WINDOW:])
+            self._limit = _SLOW * latest[len(latest) // 2]
+            if len(self.seconds) == _FIRST:
+                self.slow = [item for item in self.slow if item.seconds > self._limit]
 
     def _note_slow(self, passed: float, now: list[float]) -> None:
         parts = [after - before for after, before in zip(now, self._before, strict=True)]

@@ -87,7 +87,9 @@ class XLADevice:
         return bool(xr.is_spmd())
 
     def memory_info(self) -> dict[str, float]:
-        """See `Device`; XLA:CPU does not tell."""
+        """See `Device`; XLA:CPU does not tell, nor does the virtual device that stands for all under SPMD."""
+        if self.is_spmd():
+            return {}
         try:
             info = xm.get_memory_info(str(self.torch_device()))
         except RuntimeError as error:
