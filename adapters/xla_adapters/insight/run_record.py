@@ -112,7 +112,7 @@ class RunRecord:
         self.times.start()
 
     def _end(self) -> None:
-        self._about = {"ended by": "its last step", **self._about}
+        self._about = {**self._about, "ended by": self._about.get("ended by", "its last step")}
         with self.clock.during(STEP):
             # Waits for the steps under way.
             self._after = get_runtime().counters.metrics()
