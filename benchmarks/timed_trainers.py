@@ -53,7 +53,7 @@ def run(name: str, make: MakeModel, batches: Sequence[Batch], plan: Plan, pause:
     return clock.timing(run_trainer(name, model, Batches(list(batches)), clock))
 
 
-class _HFSteps(transformers.TrainerCallback):
+class HFSteps(transformers.TrainerCallback):
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
@@ -73,7 +73,7 @@ def _run_hf(name: str, model: torch.nn.Module, data: Batches, clock: Clock) -> l
             "args": arguments(folder, logging_steps=len(data), optim="adamw_torch", max_grad_norm=MAX_NORM),
             "train_dataset": data,
             "data_collator": only_item,
-            "callbacks": [_HFSteps(clock)],
+            "callbacks": [HFSteps(clock)],
         }
         if name == HF_STOCK:
             trainer: Any = transformers.Trainer(**common)
@@ -83,7 +83,7 @@ def _run_hf(name: str, model: torch.nn.Module, data: Batches, clock: Clock) -> l
         return [float(trainer.train().training_loss)]
 
 
-class _Module(L.LightningModule):
+class Module(L.LightningModule):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -95,7 +95,7 @@ class _Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
 
 
-class _LightningSteps(L.Callback):
+class LightningSteps(L.Callback):
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.losses: list[torch.Tensor] = []
@@ -113,7 +113,7 @@ def _run_lightning(name: str, model: torch.nn.Module, data: Batches, clock: Cloc
         # To construct it makes the process eager.
         chosen = {"strategy": XLAEagerStrategy(_config(name == LIGHTNING_REPLAYED))}
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    steps = _LightningSteps(clock)
+    steps = LightningSteps(clock)
     trainer = L.Trainer(
         max_epochs=1,
         gradient_clip_val=MAX_NORM,
@@ -125,5 +125,5 @@ def _run_lightning(name: str, model: torch.nn.Module, data: Batches, clock: Cloc
         **chosen,
     )
     # As in a training from HF's Trainer, which sets the mode too: `from_pretrained` leaves models in eval mode.
-    trainer.fit(_Module(model.train()), DataLoader(data, batch_size=1, collate_fn=only_item))
+    trainer.fit(Module(model.train()), DataLoader(data, batch_size=1, collate_fn=only_item))
     return [float(loss) for loss in steps.losses]

@@ -9,11 +9,12 @@ from typing import Any, Optional
 
 from xla_adapters import XLAConfig
 from xla_adapters.checkpoint import CheckpointConfig
+from xla_adapters.config import check_switch
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import ShardingConfig
 
 # Options that are not fields of `XLAConfig`.
-_NOT_OF_THE_CORE = ("auto_sharding", "sharding", "safe_checkpoints", "checkpoint")
+_NOT_OF_THE_CORE = ("auto_sharding", "sharding", "safe_checkpoints", "checkpoint", "xla_report")
 
 
 @dataclass
@@ -90,8 +91,14 @@ class XLAArguments:
         },
     )
 
+    xla_report: bool = field(
+        default=True,
+        metadata={"help": "Log what the time of a training goes to, and write xla-events.jsonl and xla-report.html."},
+    )
+
     def __post_init__(self) -> None:
-        check_safe_checkpoints(self.safe_checkpoints)
+        check_switch("safe_checkpoints", self.safe_checkpoints)
+        check_switch("xla_report", self.xla_report)
         CheckpointConfig.resolve(self.checkpoint)
         self.to_config()
         self.to_sharding()
@@ -114,14 +121,3 @@ class XLAArguments:
             except json.JSONDecodeError as error:
                 raise ConfigError(f"sharding={self.sharding!r} is neither a scheme nor JSON: {error}") from error
         return ShardingConfig.resolve(auto_sharding=self.auto_sharding, sharding=sharding)
-
-
-def check_safe_checkpoints(value: object) -> bool:
-    """The value of `safe_checkpoints`.
-
-    Raises:
-        ConfigError: it is not a bool.
-    """
-    if not isinstance(value, bool):
-        raise ConfigError(f"safe_checkpoints={value!r} is not a valid value; valid values: True, False")
-    return value

@@ -31,6 +31,7 @@ from hf_trainer.session import Session
 from hf_trainer.stall_watch import StallWatch
 from hf_trainer.step_driver import StepDriver
 from hf_trainer.tokens import InputTokens
+from hf_trainer.training_report import TrainingReport
 from hf_trainer.training_steps import TrainingSteps
 from xla_adapters import get_runtime, initialize
 from xla_adapters.insight.run_stats import RunStats
@@ -38,6 +39,7 @@ from xla_adapters.runtime.random_algorithm import use_random_algorithm
 from xla_adapters.sharding.sharder import Sharder
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.utils.inference import use_no_grad_for_inference_mode
+from xla_adapters.utils.wall_clock import OTHER
 
 
 class Bridge:
@@ -79,11 +81,12 @@ class Bridge:
         # Before the device draws a random number.
         self._random_algorithm = use_random_algorithm(options.config)
         self.run_stats = RunStats()
+        self.report = TrainingReport(trainer, self.run_stats, enabled=options.xla_report)
         self.sharding = ModelSharding(trainer, sharder)
         self.moves = ParameterMoves()
         self.inputs = Inputs(trainer, base, sharder)
         self.watch = StallWatch(trainer, options.checkpoint)
-        self.loss_sum = LossSum(trainer, base)
+        self.loss_sum = LossSum(trainer, base, self.report.clock)
         self.stores = CheckpointStores(trainer, options, self.sharding.devices, self._random_algorithm)
         self.checkpoints = SafeCheckpoints(trainer, base, self.stores, ResumeCheck(trainer, self.stores))
         self.sharded_checkpoints = ShardedCheckpoints(trainer, base, self.sharding)
@@ -113,7 +116,7 @@ class Bridge:
         self.training = TrainingSteps(trainer, base, self.steps, self.inputs, self.loss_sum, self.run_stats)
         self.evaluation = Evaluation(trainer, base, self.steps, self.inputs, self.session)
         self.schedule = CheckpointSchedule(trainer, base, options.checkpoint, self.steps, self.checkpoints)
-        surround(trainer.callback_handler, FirstCallback(self), LastCallback(self))
+        surround(trainer.callback_handler, FirstCallback(self), LastCallback(self), self.report.clock)
 
     # ---- around a training -----------------------------------------------------------------------
 
@@ -132,6 +135,7 @@ class Bridge:
             if isinstance(callback, XLAStatsCallback):
                 callback.stats = self.run_stats
         with ExitStack() as stack:
+            stack.enter_context(self.report.training(self.steps, self.sharding))
             stack.enter_context(self.session.running())
             stack.enter_context(
                 no_search_for_gradients(lambda: model_of(trainer), lambda: self.steps.train.left_no_gradients)
@@ -157,20 +161,24 @@ class Bridge:
         self.sharding.training_begins()
         if self.checkpoints.resumed_from is not None:
             restore_rest(self._trainer, self.checkpoints.resumed_from)
+        self.report.record.setup_ended()
 
     def optimizer_stepped(self) -> None:
         """The optimizer has stepped: the step ends here, before other callbacks see the model."""
         self.training.end_update()
+        self.report.clock.switch(OTHER)
         self.tokens.count_queued()
         self.watch.end_step()
 
     def substep_ended(self) -> None:
         """A micro batch without an update has ended."""
         self.steps.end_substep()
+        self.report.clock.switch(OTHER)
         self.tokens.count_queued()
 
     def step_is_done(self, control: TrainerControl) -> None:
         """An optimizer step and all its callbacks are done: a checkpoint may be due."""
+        self.report.record.step_ended()
         self.schedule.step_is_done(control)
 
     def accumulation_stopped(self) -> None:

@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler
 
 from xla_adapters.insight.run_stats import RunStats
+from xla_adapters.utils.wall_clock import CALLBACKS, WallClock
 
 
 class TrainingEvents(Protocol):
@@ -31,19 +32,21 @@ class TrainingEvents(Protocol):
         """The loop stops between two micro batches of an update."""
 
 
-def surround(handler: CallbackHandler, first: TrainerCallback, last: TrainerCallback) -> None:
+def surround(handler: CallbackHandler, first: TrainerCallback, last: TrainerCallback, clock: WallClock) -> None:
     """Calls two callbacks around those of a handler at each event. They are not listed in `handler.callbacks`.
 
     Args:
         handler: of a trainer.
         first: called before the others.
         last: called after the others.
+        clock: told while the others run.
     """
     call_event: Callable[..., TrainerControl] = handler.call_event
 
     def surrounded(event: str, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         getattr(first, event)(args, state, control, **kwargs)
-        control = call_event(event, args, state, control, **kwargs)
+        with clock.during(CALLBACKS):
+            control = call_event(event, args, state, control, **kwargs)
         getattr(last, event)(args, state, control, **kwargs)
         return control
 

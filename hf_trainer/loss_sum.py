@@ -10,6 +10,7 @@ import transformers
 
 from xla_adapters import get_runtime
 from xla_adapters.runtime.transfers import uploading
+from xla_adapters.utils.wall_clock import STEP, WallClock
 
 
 class LossSum:
@@ -18,11 +19,13 @@ class LossSum:
     Args:
         trainer: the trainer.
         base: the methods that the mixin overrides.
+        clock: told that the steps' results are waited for.
     """
 
-    def __init__(self, trainer: transformers.Trainer, base: Any) -> None:
+    def __init__(self, trainer: transformers.Trainer, base: Any, clock: WallClock) -> None:
         self._trainer = trainer
         self._base = base
+        self._clock = clock
         self._has_explained = False
 
     def make_donatable(self) -> None:
@@ -37,10 +40,11 @@ class LossSum:
         if not logs or trainer.args.world_size > 1:
             self._base._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
             return
-        if isinstance(grad_norm, torch.Tensor):
-            tr_loss, grad_norm = get_runtime().transfers.to_host([tr_loss, grad_norm])
-        else:
-            (tr_loss,) = get_runtime().transfers.to_host([tr_loss])
+        with self._clock.during(STEP):
+            if isinstance(grad_norm, torch.Tensor):
+                tr_loss, grad_norm = get_runtime().transfers.to_host([tr_loss, grad_norm])
+            else:
+                (tr_loss,) = get_runtime().transfers.to_host([tr_loss])
         if trainer.args.logging_nan_inf_filter and not torch.isfinite(tr_loss).all():
             self._explain_filter(tr_loss)
         self._base._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)

@@ -19,9 +19,11 @@ from hf_trainer.refusals import check_arguments, check_optimizer
 from xla_adapters import XLAConfig
 from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.checkpoint.write_failures import naming_failed_writes
+from xla_adapters.insight.run_report import RunReport
 from xla_adapters.insight.run_stats import RunStats
 from xla_adapters.sharding import ShardingConfig
 from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.utils.wall_clock import EVALUATION, INPUT, STEP
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -48,6 +50,7 @@ class XLATrainerMixin(_Base):
             the default; False leaves both to transformers, as several processes always do.
         checkpoint: when else to save checkpoints and how, as a `CheckpointConfig` or its options: in the background,
             before the process is ended, after a time, with a deadline for steps that hang.
+        xla_report: notes where the time of a training goes. This is the default; False logs and writes nothing of it.
 
     Raises:
         ConfigError: an XLA option is not valid, or given twice.
@@ -72,6 +75,7 @@ class XLATrainerMixin(_Base):
         sharding: str | Mapping[str, Any] | ShardingConfig | None = None,
         safe_checkpoints: bool | None = None,
         checkpoint: CheckpointConfig | Mapping[str, Any] | None = None,
+        xla_report: bool | None = None,
         **kwargs: Any,
     ) -> None:
         options = TrainerOptions.resolve(
@@ -92,6 +96,7 @@ class XLATrainerMixin(_Base):
             sharding=sharding,
             safe_checkpoints=safe_checkpoints,
             checkpoint=checkpoint,
+            xla_report=xla_report,
         )
         self._xla = Bridge(self, super(), options)
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
@@ -136,6 +141,10 @@ class XLATrainerMixin(_Base):
         """
         return self._xla.sharding.plan
 
+    def xla_report(self) -> RunReport:
+        """What the last training did, or what this one has done so far: time, compiles, steps, rates."""
+        return self._xla.report.record.report()
+
     # ---- runs ------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -152,13 +161,13 @@ class XLATrainerMixin(_Base):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As `Trainer.evaluate`."""
-        with self._xla.session.running():
+        with self._xla.report.clock.during(EVALUATION), self._xla.session.running():
             metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         return metrics
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.predict`."""
-        with self._xla.session.running():
+        with self._xla.report.clock.during(EVALUATION), self._xla.session.running():
             return super().predict(*args, **kwargs)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +216,8 @@ class XLATrainerMixin(_Base):
         """As `Trainer.get_batch_samples`. The loop calls it at the begin of each optimizer step."""
         self._xla.watch.begin_step()
         self._xla.steps.new_update()
-        return super().get_batch_samples(*args, **kwargs)
+        with self._xla.report.clock.during(INPUT):
+            return super().get_batch_samples(*args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         return self._xla.inputs.item_count(batch_samples, device)
@@ -225,6 +235,8 @@ class XLATrainerMixin(_Base):
         if not self.is_in_train:
             with self._xla.session.running(), torch.autograd.set_multithreading_enabled(False):
                 return super().training_step(model, inputs, num_items_in_batch)
+        # Until the callbacks of its end.
+        self._xla.report.clock.switch(STEP)
         return self._xla.training.step(model, inputs, num_items_in_batch)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
@@ -239,6 +251,11 @@ class XLATrainerMixin(_Base):
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
         self._xla.tokens.track(inputs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As `Trainer.log`; logs of the training also say what its time goes to, as `xla/...`."""
+        self._xla.report.add_to(logs)
+        super().log(logs, *args, **kwargs)
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
@@ -262,7 +279,8 @@ class XLATrainerMixin(_Base):
         return self._xla.checkpoints.output_dir(trial)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self._xla.checkpoints.save(model, trial)
+        with self._xla.report.saving():
+            self._xla.checkpoints.save(model, trial)
         self._xla.schedule.saved(trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -47,6 +47,10 @@ class ModelSharding:
             raise ConfigError("this trainer does not shard; create it with auto_sharding=True or sharding=")
         return self._sharder.plan
 
+    def summary(self) -> str:
+        """How the model is sharded, in words; empty if it is not."""
+        return "" if self._sharder is None else self._sharder.summary
+
     @property
     def devices(self) -> int:
         """How many devices train together."""

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_trainer.arguments import XLAArguments, check_safe_checkpoints
+from hf_trainer.arguments import XLAArguments
 from xla_adapters import XLAConfig
 from xla_adapters.checkpoint import CheckpointConfig
+from xla_adapters.config import check_switch
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import ShardingConfig
 
@@ -22,12 +23,14 @@ class TrainerOptions:
         sharding: how the model is sharded; None trains on one device.
         safe_checkpoints: whether a `CheckpointStore` commits checkpoints.
         checkpoint: when checkpoints are saved, and how.
+        xla_report: whether what the time goes to is recorded, logged and written.
     """
 
     config: XLAConfig
     sharding: ShardingConfig | None
     safe_checkpoints: bool
     checkpoint: CheckpointConfig
+    xla_report: bool = True
 
     @classmethod
     def resolve(
@@ -39,13 +42,14 @@ class TrainerOptions:
         sharding: str | Mapping[str, Any] | ShardingConfig | None,
         safe_checkpoints: bool | None,
         checkpoint: CheckpointConfig | Mapping[str, Any] | None,
+        xla_report: bool | None = None,
     ) -> TrainerOptions:
         """The options from `xla_args` or from single arguments. Each may be given in one of the two ways.
 
         Args:
             xla_args: the options as one object; None if they are given singly.
             core: the fields of `XLAConfig` by name; None stands for an option that was not given.
-            auto_sharding, sharding, safe_checkpoints, checkpoint: as for `XLATrainerMixin`.
+            auto_sharding, sharding, safe_checkpoints, checkpoint, xla_report: as for `XLATrainerMixin`.
 
         Raises:
             ConfigError: an option was given in both ways, or a value is not valid.
@@ -53,8 +57,9 @@ class TrainerOptions:
         return cls(
             config=_config(xla_args, core),
             sharding=_sharding(xla_args, auto_sharding, sharding),
-            safe_checkpoints=_safe_checkpoints(xla_args, safe_checkpoints),
+            safe_checkpoints=_switch("safe_checkpoints", xla_args, safe_checkpoints),
             checkpoint=_checkpoint(xla_args, checkpoint),
+            xla_report=_switch("xla_report", xla_args, xla_report),
         )
 
 
@@ -83,12 +88,13 @@ def _sharding(
     return given if given is not None else parsed
 
 
-def _safe_checkpoints(xla_args: XLAArguments | XLAConfig | None, given: bool | None) -> bool:
+def _switch(name: str, xla_args: XLAArguments | XLAConfig | None, given: bool | None) -> bool:
+    """An option that is on by default."""
     if not isinstance(xla_args, XLAArguments):
-        return check_safe_checkpoints(True if given is None else given)
+        return check_switch(name, True if given is None else given)
     if given is not None:
-        raise ConfigError("the XLA options were given twice: as xla_args= and as safe_checkpoints=")
-    return xla_args.safe_checkpoints
+        raise ConfigError(f"the XLA options were given twice: as xla_args= and as {name}=")
+    return bool(getattr(xla_args, name))
 
 
 def _checkpoint(

@@ -16,6 +16,7 @@ from lightning_strategy.checkpoints.exact_state import exact_state, restore_exac
 from lightning_strategy.checkpoints.scheduled import ScheduledSaves
 from lightning_strategy.connector.flops import flops_of_devices
 from lightning_strategy.connector.refusals import check_nesting, check_trainer
+from lightning_strategy.fit_report import FitReport
 from lightning_strategy.metrics.run_metrics import RunMetrics
 from lightning_strategy.replay.loops import replaying_loops
 from lightning_strategy.replay.rules import ReplayRules
@@ -53,6 +54,7 @@ class Run:
         config: the options.
         sharding: of the strategy, if it shards.
         checkpoint: when to save, and what takes too long.
+        report: notes where the time goes; by default none is noted.
 
     Attributes:
         config: the options.
@@ -70,6 +72,7 @@ class Run:
         config: XLAConfig,
         sharding: ModuleSharding | None = None,
         checkpoint: CheckpointConfig | None = None,
+        report: FitReport | None = None,
     ) -> None:
         self.config = config
         self._trainer = trainer
@@ -78,13 +81,14 @@ class Run:
         self._checkpoint = checkpoint if checkpoint is not None else CheckpointConfig()
         self._lasting = ExitStack()
         self._load_gradients: Callable[[], None] | None = None
+        self._report = report if report is not None else FitReport(enabled=False)
         self.data = DataPosition(trainer)
-        self.metrics = RunMetrics(trainer, self._is_step_open)
+        self.metrics = RunMetrics(trainer, self._is_step_open, self._report.clock)
         self.steps = StepDriver(
             config,
             base_seed(),
             before_step=self.metrics.before_step,
-            after_step=self.metrics.after_step,
+            after_step=self._after_step,
             after_discard=self.metrics.after_discard,
         )
         self.stalls = StallWatch(trainer, self._checkpoint.stall_deadline, self._is_step_open)
@@ -97,6 +101,10 @@ class Run:
         module = self._trainer.lightning_module
         assert module is not None
         return module
+
+    def _after_step(self) -> None:
+        self.metrics.after_step()
+        self._report.step_ended()
 
     def _is_step_open(self) -> bool:
         return self.steps.is_open
@@ -130,6 +138,9 @@ class Run:
         lasting.callback(saves.close)
         lasting.enter_context(self.data.followed())
         lasting.enter_context(self.stalls.receiving_errors())
+        # Before the callbacks of ours, whose work is not that of the user's callbacks.
+        plan = str if self._sharding is None else self._sharding.summary
+        lasting.enter_context(self._report.running(self._trainer, self.steps, plan))
         step_ends = StepEnds(self.steps, self.training.leaves_open)
         lasting.enter_context(callbacks_around(self._trainer, first=step_ends, last=saves))
 

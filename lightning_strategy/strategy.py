@@ -22,13 +22,24 @@ from lightning_strategy.connector.plugins import TrainerPlugins
 from lightning_strategy.connector.precision import XLAPrecisionFlag
 from lightning_strategy.connector.refusals import check_fused, explaining_fused, start_runtime
 from lightning_strategy.device_moves import keeping_ties, optimizers_following
+from lightning_strategy.fit_report import FitReport
 from lightning_strategy.run import Run
 from lightning_strategy.sharding.example_batch import prepare_for_run
 from lightning_strategy.sharding.host import bring_to_host
 from lightning_strategy.sharding.module_sharding import AutoShardingOption, ShardingOption, make_sharding, plan_of
 from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.checkpoint import CheckpointConfig
-from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, OnRecompile, RngAlgorithm, StepReplay, XLAMode
+from xla_adapters.config import (
+    Accumulation,
+    FreeGrads,
+    OnGraphBreak,
+    OnRecompile,
+    RngAlgorithm,
+    StepReplay,
+    XLAMode,
+    check_switch,
+)
+from xla_adapters.insight.run_report import RunReport
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding.dtensor import accept_placements
 from xla_adapters.sharding.plan import ShardingPlan
@@ -58,6 +69,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         checkpoint_io: writes and reads checkpoints; it gets them with all tensors on the host.
         checkpoint: when else to save checkpoints and how, as a `CheckpointConfig` or its options: in the background,
             before the process is ended, after a time, with a deadline for steps and saves that hang.
+        xla_report: notes where the time of a fit goes; False logs and writes nothing of it.
 
     Raises:
         ConfigError: an option is not valid, or given twice.
@@ -86,6 +98,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         sharding: ShardingOption = None,
         checkpoint_io: CheckpointIO | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
+        xla_report: bool = True,
     ) -> None:
         self.checkpoint_config = CheckpointConfig.resolve(checkpoint)
         self.xla_config = XLAConfig.resolve(
@@ -114,6 +127,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
             # The self-test compiles. Do it now, and not during a run.
             _ = self._runtime.replay_works
         self._run: Run | None = None
+        self._report = FitReport(enabled=check_switch("xla_report", xla_report))
         self._checkpoints = TrainerCheckpoints(self, self.xla_config, self.checkpoint_config, self._sharding)
         SingleDeviceStrategy.__init__(self, device=self._runtime.device.torch_device(), checkpoint_io=checkpoint_io)
         self._plugins.adopt()
@@ -179,13 +193,18 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         """
         return plan_of(self._sharding, type(self).__name__)
 
+    def xla_report(self) -> RunReport:
+        """What the last fit did, or what this one has done so far: time, compiles, steps, rates."""
+        return self._report.record.report()
+
     def setup_environment(self) -> None:
         """As `Strategy.setup_environment`; begins a run: eager mode and patches, until `teardown`."""
         check_plugin_saves(type(self).__name__, self.checkpoint_config, self.checkpoint_io)
         super().setup_environment()
         if self._run is None or self._run.end_if_left():
             assert self.lightning_module is not None
-            self._run = Run(self.lightning_module.trainer, self.xla_config, self._sharding, self.checkpoint_config)
+            trainer = self.lightning_module.trainer
+            self._run = Run(trainer, self.xla_config, self._sharding, self.checkpoint_config, self._report)
             self._run.begin()
 
     def setup(self, trainer: Trainer) -> None:
@@ -233,7 +252,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """As `Strategy.__getstate__`; no run is under way in a copy."""
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_run": None}
+        return {**state, "_run": None, "_report": FitReport(enabled=self._report.record.enabled)}
 
     def _end_run(self) -> None:
         run, self._run = self.run, None
@@ -243,6 +262,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         """As `Strategy.on_exception`; discards the step under way."""
         if self._run is not None:
             self._run.steps.abort()
+            self._report.record.failed(exception)
         super().on_exception(exception)
 
     # ---- training ------------------------------------------------------------------------------
@@ -259,6 +279,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """As `Strategy.on_train_batch_start`; opens the training step."""
+        self._report.batch_begins()
         self.run.training.begin(batch, batch_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -293,7 +314,13 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
 
     def on_validation_start(self) -> None:
         """As `Strategy.on_validation_start`; counts batches from 0."""
+        self._report.evaluation_begins()
         self.run.evaluation.begin()
+
+    def on_validation_end(self) -> None:
+        """As `Strategy.on_validation_end`."""
+        super().on_validation_end()
+        self._report.evaluation_ended()
 
     def on_test_start(self) -> None:
         """As `Strategy.on_test_start`; counts batches from 0."""
@@ -327,7 +354,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
             CheckpointSaveError: called inside a step.
         """
         write = functools.partial(super().save_checkpoint, storage_options=storage_options)
-        self._checkpoints.save(self._run, checkpoint, filepath, write)
+        with self._report.record.saving(checkpoint.get("global_step", 0), str(filepath)):
+            self._checkpoints.save(self._run, checkpoint, filepath, write)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """As `Strategy.load_checkpoint`; a fit that looks for the last one resumes from the newest that is valid.

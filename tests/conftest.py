@@ -21,6 +21,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu
 import datasets  # noqa: F401
 import lightning.pytorch  # noqa: F401
 import peft  # noqa: F401
+import pygal  # noqa: F401
 import pytest
 import sklearn.datasets  # noqa: F401
 import torch  # noqa: F401

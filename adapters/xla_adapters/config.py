@@ -25,6 +25,16 @@ def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None
         raise ConfigError(f"{name}={value!r} is not a valid value; valid values: {listed}")
 
 
+def check_switch(name: str, value: object) -> bool:
+    """The value of an option that is on or off.
+
+    Raises:
+        ConfigError: it is not a bool.
+    """
+    _check_choice(name, value, (True, False))
+    return bool(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class XLAConfig:
     """How training steps are traced and executed.

@@ -84,10 +84,15 @@ def _train(make: Callable[..., Any], step_replay: StepReplay) -> Ran:
         trainer = make(folder, step_replay=step_replay)
         trainer.train()
     logged = [
-        {name: float(value) for name, value in entry.items() if not name.endswith(_TIMINGS)}
+        {name: float(value) for name, value in entry.items() if not _is_time(name)}
         for entry in trainer.state.log_history
     ]
     return _ran(trainer._xla.steps.train, logged, [trainer.model])
+
+
+def _is_time(name: str) -> bool:
+    """Whether a logged value is a time, and so another one in each run."""
+    return name.startswith("xla/") or name.endswith(_TIMINGS)
 
 
 # ---- Lightning ---------------------------------------------------------------------------------------
@@ -109,7 +114,7 @@ class Logged(Logger):
         return 0
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.values.append({name: float(value) for name, value in metrics.items()})
+        self.values.append({name: float(value) for name, value in metrics.items() if not _is_time(name)})
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """Does nothing: hyper-parameters are not compared."""

@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.connectors.logger_connector import logger_connect
 from xla_adapters import get_runtime
 from xla_adapters.runtime.transfers import to_host_in_one_transfer
 from xla_adapters.utils.patching import replaced
+from xla_adapters.utils.wall_clock import STEP, WallClock
 
 _Key = tuple[int, int, int]
 
@@ -26,10 +27,12 @@ class MetricReader:
 
     Args:
         is_step_open: whether a step is being traced now; then nothing new can be read.
+        clock: told that results of steps are waited for.
     """
 
-    def __init__(self, is_step_open: Callable[[], bool]) -> None:
+    def __init__(self, is_step_open: Callable[[], bool], clock: WallClock) -> None:
         self._is_step_open = is_step_open
+        self._clock = clock
         self._known: dict[_Key, tuple[torch.Tensor, torch.Tensor]] = {}
         self._last: dict[str, Any] = {}
 
@@ -49,7 +52,9 @@ class MetricReader:
             _tensors_in([metrics, companions()], found)
             wanted = {_key(tensor): tensor for tensor in found if get_runtime().device.owns(tensor)}
             new = [key for key in wanted if key not in self._known]
-            for key, value in zip(new, to_host_in_one_transfer([wanted[key] for key in new]), strict=True):
+            with self._clock.during(STEP):
+                values = to_host_in_one_transfer([wanted[key] for key in new])
+            for key, value in zip(new, values, strict=True):
                 self._known[key] = (wanted[key], value)
         return convert_tensors_to_scalars(self._on_host(metrics))
 

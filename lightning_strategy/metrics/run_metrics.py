@@ -11,6 +11,7 @@ from lightning_strategy.metrics.deferred import DeferredMetrics
 from lightning_strategy.metrics.logged import MetricReader, reading_logged_metrics
 from lightning_strategy.metrics.run_snapshot import RunSnapshot
 from lightning_strategy.metrics.traceable import metrics_without_reads
+from xla_adapters.utils.wall_clock import WallClock
 
 
 class RunMetrics:
@@ -19,11 +20,12 @@ class RunMetrics:
     Args:
         trainer: runs the loops.
         is_step_open: whether a step is being traced now.
+        clock: told that results of steps are waited for.
     """
 
-    def __init__(self, trainer: Trainer, is_step_open: Callable[[], bool]) -> None:
+    def __init__(self, trainer: Trainer, is_step_open: Callable[[], bool], clock: WallClock) -> None:
         self._trainer = trainer
-        self._reader = MetricReader(is_step_open)
+        self._reader = MetricReader(is_step_open, clock)
         self._deferred = DeferredMetrics()
         self._snapshot: RunSnapshot | None = None
 

@@ -67,6 +67,10 @@ class ModuleSharding:
         """
         return self._sharder.plan
 
+    def summary(self) -> str:
+        """The plan in words; empty if there is none yet."""
+        return self._sharder.summary
+
     def prepare(
         self, module: torch.nn.Module, example: Callable[[], Any] = lambda: None, folder: Path | None = None
     ) -> None:

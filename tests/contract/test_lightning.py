@@ -14,6 +14,7 @@ from lightning.fabric.utilities import apply_func, seed, throughput
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import throughput_monitor
 from lightning.pytorch.loops import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
@@ -150,3 +151,19 @@ def test_fabric_lets_a_loss_go_backward_by_itself_unless_the_strategy_overrides_
     source = inspect.getsource(wrappers._FabricModule._register_backward_hook)
     assert 'is_overridden("backward", self._strategy, parent=Strategy)' in source
     assert XLAEagerFabricStrategy.backward is FabricStrategy.backward
+
+
+def test_what_the_run_report_is_told_by() -> None:
+    """`fit_report` replaces these functions to time input and hooks, and to add to what is logged."""
+    assert parameters(call._call_lightning_module_hook)[:2] == ["trainer", "hook_name"]
+    assert parameters(logger_connector._LoggerConnector.log_metrics) == ["self", "metrics", "step"]
+    for name in ("_on_before_fetch", "_on_after_fetch"):
+        assert parameters(getattr(_TrainingEpochLoop, name)) == ["self"]
+    begins = inspect.getsource(_TrainingEpochLoop.on_run_start)
+    assert "data_fetcher._start_profiler = self._on_before_fetch" in begins
+    assert "data_fetcher._stop_profiler = self._on_after_fetch" in begins
+    logs = inspect.getsource(logger_connector._LoggerConnector.update_train_step_metrics)
+    assert 'self.log_metrics(self.metrics["log"])' in logs
+    runs = inspect.getsource(_TrainingEpochLoop.advance)
+    assert 'call._call_lightning_module_hook(trainer, "on_train_batch_end", batch_output, batch, batch_idx)' in runs
+    assert 'call._call_callback_hooks(trainer, "on_train_batch_end", batch_output, batch, batch_idx)' in runs

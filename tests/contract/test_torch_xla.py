@@ -348,3 +348,9 @@ def test_a_scan_runs_by_one_function_that_is_looked_up() -> None:
 
     assert list(inspect.signature(scan._scan_impl_flat).parameters) == ["fn", "init", "xs", "reverse"]
     assert "_scan_impl_flat(" in inspect.getsource(scan._scan_impl_pytree)
+
+
+@isolated
+def test_the_kind_of_a_device() -> None:
+    """The table of peak FLOPs is by these names; those of TPUs are as in JAX."""
+    assert _C._xla_device_kind(str(torch_xla.device())) == "cpu"

@@ -291,7 +291,10 @@ def test_throughput_monitor_needs_no_tpu(monkeypatch: pytest.MonkeyPatch) -> Non
         )
         for strategy in (XLAEagerStrategy(), None)
     )
-    mine, theirs = ([(step, sorted(row)) for step, row in run.trainer.logger.rows] for run in (ours, plain))
+    mine, theirs = (
+        [(step, sorted(name for name in row if not name.startswith("xla/"))) for step, row in run.trainer.logger.rows]
+        for run in (ours, plain)
+    )
     assert mine == theirs
     last = [row for _, row in ours.trainer.logger.rows if "train/device/samples_per_sec" in row][-1]
     assert last["train/device/samples_per_sec"] > 0

@@ -78,6 +78,7 @@ class CachedCall:
         graph: the name of the graph.
         text: the graph itself, if several calls are to be one executable.
         executable: its name; empty until the call was executed.
+        flops: of the graph, if they are known.
         outputs: those outputs of the last call that are needed as examples for pending outputs, by position.
     """
 
@@ -90,6 +91,7 @@ class CachedCall:
     graph: bytes
     text: bytes = b""
     executable: bytes = b""
+    flops: int | None = None
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @cached_property

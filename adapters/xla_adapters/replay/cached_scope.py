@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,11 +71,20 @@ class CachedScope(SeparatingScope):
             try:
                 graph = self._pending(self._near())
             except CannotReplay:
-                self._runtime.tracing.finish_step()
+                self._sync()
                 return
             # Tracing has advanced the seed. The next step continues from the seed at the beginning of this one.
             self._runtime.random.set_seed(self._stream)
-            graph.run()
+            graph.run(self._look_at(graph))
+
+    def _look_at(self, graph: PendingGraph) -> Callable[[bytes], None]:
+        """Notes what the graph is when it is compiled and not executed yet."""
+
+        def look(name: bytes) -> None:
+            donated = list(graph.donors.values())
+            self._graph = self.history.analyses.executable(name, graph.outputs, donated, self._undo_log, self._runtime)
+
+        return look
 
     def _pending(self, near: Iterator[torch.Tensor]) -> PendingGraph:
         if self._breaks.flushed:

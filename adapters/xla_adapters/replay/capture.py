@@ -149,7 +149,7 @@ class CaptureScope(CachedScope):
                 graph = self._pending(iter(()))
             except CannotReplay as error:
                 self._verify(error)
-                self._runtime.tracing.finish_step()
+                self._sync()
                 self._done(error, False)
                 return
             found: CachedCall | CannotReplay
@@ -167,13 +167,14 @@ class CaptureScope(CachedScope):
             if is_cached:
                 # Tracing has advanced the seed. The next step continues from the seed at the beginning of this one.
                 self._runtime.random.set_seed(self._stream)
-                name, results = graph.run()
+                name, results = graph.run(self._look_at(graph))
                 self._executables.add(name)
                 if isinstance(found, CachedCall):
                     found.executable = name
+                    found.flops = self._graph.flops if self._graph is not None else None
                     found.remember_outputs(results)
             else:
-                self._runtime.tracing.finish_step()
+                self._sync()
         self._done(found, is_cached)
 
     def _unmoved(self) -> dict[int, list[Slot]]:

@@ -19,6 +19,7 @@ from xla_adapters.replay.tracked_code import TrackedCode
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.runtime.transfers import uploading
+from xla_adapters.tracing.compile_events import CompileEvent
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.utils.nested_values import as_dicts, replaced, tensors_in
 
@@ -86,6 +87,11 @@ class CompiledStep(Generic[_Result]):
     def reasons(self) -> dict[str, int]:
         """Why calls were traced that might have been replayed, with how often."""
         return self.program.replay_reasons
+
+    @property
+    def events(self) -> list[CompileEvent]:
+        """The calls that compiled: why, how long, and what the graph needs."""
+        return self.program.events
 
     def verify(self) -> None:
         """Has the next call traced and compared with its replay; `on_replay_mismatch` says what a difference causes."""

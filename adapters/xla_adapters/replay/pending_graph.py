@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -120,9 +120,17 @@ class PendingGraph:
         """The name of the executable that `run` calls."""
         return self._runtime.executables.name(self.outputs, list(self.donors.values()))
 
-    def run(self) -> tuple[bytes, list[torch.Tensor]]:
-        """Executes the graph, after compiling it if it is new; returns the executable's name and the outputs."""
+    def run(self, compiled: Callable[[bytes], None]) -> tuple[bytes, list[torch.Tensor]]:
+        """Executes the graph, after compiling it if it is new.
+
+        Args:
+            compiled: called with the executable's name before it is executed.
+
+        Returns:
+            The executable's name and the outputs.
+        """
         name = self._runtime.executables.compile(self.outputs, list(self.donors.values()))
+        compiled(name)
         results = self._runtime.executables.run(name, self.feed, taken=list(self.donors.values()))
         self._runtime.lazy.fill(self.outputs, results)
         self._runtime.executables.finish_run()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,12 +25,11 @@ from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.random_algorithm import use_random_algorithm
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.runtime.uploads import name_tensors
-from xla_adapters.tracing.graph_history import GraphHistory, StepSignature
+from xla_adapters.tracing.compile_events import CompileEvent
+from xla_adapters.tracing.graph_history import CallNumber, GraphHistory, StepSignature
 from xla_adapters.tracing.scope_report import ScopeReport
 from xla_adapters.tracing.step_scope import StepScope, in_step
 from xla_adapters.utils.stack_room import with_stack_room
-
-logger = logging.getLogger("xla_adapters")
 
 
 class StepExecution(Protocol):
@@ -47,27 +45,6 @@ class StepExecution(Protocol):
     def translate(self, error: BaseException) -> Exception | None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompileEvent:
-    """One call of a step that compiled.
-
-    Attributes:
-        number: how many graphs the step has now.
-        call: which call it was, from 1.
-        graphs: how many graphs were compiled in this call.
-        seconds: time spent compiling.
-        reason: why, in words.
-        where: the position in the run, e.g. `"batch 7 of epoch 0"`; empty if not known.
-    """
-
-    number: int
-    call: int
-    graphs: int
-    seconds: float
-    reason: str
-    where: str = ""
-
-
 @dataclass
 class StepProgram:
     """A step that is called many times.
@@ -80,9 +57,8 @@ class StepProgram:
 
     Attributes:
         calls: how many calls there were.
-        graphs: how many graphs were compiled.
-        compile_seconds: how many seconds that took.
-        events: the calls that compiled.
+        flops: of all calls together, where they are known (see `GraphAnalysis`).
+        without_flops: how many calls they are not known of.
     """
 
     name: str
@@ -90,9 +66,8 @@ class StepProgram:
     hint: str = ""
     execution: Callable[..., StepExecution] = StepScope
     calls: int = 0
-    graphs: int = 0
-    compile_seconds: float = 0.0
-    events: list[CompileEvent] = field(default_factory=list)
+    flops: int = 0
+    without_flops: int = 0
     _history: GraphHistory = field(default_factory=GraphHistory, repr=False)
     _signature: StepSignature = field(default_factory=StepSignature, repr=False)
     _where: str = ""
@@ -106,6 +81,21 @@ class StepProgram:
         # Not when the program is made: a decorated step must not import torch_xla, which reads the environment.
         observers = (extension.step_observer(get_runtime().device) for extension in extensions())
         return [observer for observer in observers if observer is not None]
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs were compiled."""
+        return self._history.graphs
+
+    @property
+    def compile_seconds(self) -> float:
+        """How many seconds that took."""
+        return self._history.seconds
+
+    @property
+    def events(self) -> list[CompileEvent]:
+        """The calls that compiled."""
+        return self._history.events
 
     @property
     def is_replaying(self) -> bool:
@@ -264,14 +254,13 @@ class StepProgram:
     def close(self) -> ScopeReport:
         """Ends the call: executes the graph, and explains a compile in the log."""
         assert self._open is not None
-        replayed = isinstance(self._open, ReplayedCall)
         self._replayed = self._open.prepared if isinstance(self._open, ReplayedCall) else None
         report = self._open.close()
         self._open = None
         self.calls += 1
         for step_ended in self._step_observers:
             step_ended(self.name)
-        self._record(report, of_several=replayed)
+        self._record(report, self._replayed)
         return report
 
     @with_stack_room
@@ -289,28 +278,21 @@ class StepProgram:
         """The error to raise in place of one raised in the open call; `None` to raise that one."""
         return self._open.translate(error) if self._open is not None else None
 
-    def _record(self, report: ScopeReport, *, of_several: bool) -> None:
-        if not of_several:
+    def _record(self, report: ScopeReport, replayed: PreparedCall | None) -> None:
+        call = CallNumber(self.calls, self._where)
+        if replayed is None:
+            flops = report.graph.flops if report.graph is not None else None
             warns = self.config.on_recompile != "ignore"
-            where = f"call {self.calls}" + (f", {self._where}" if self._where else "")
-            reason = self._history.ended(self.name, self._signature, report, where, warns=warns)
-        if not report.compiles:
-            return
-        self.graphs += report.compiles
-        self.compile_seconds += report.compile_seconds
-        if of_several:
-            reason = f"{self.config.steps_per_execution} steps in one executable"
-            logger.info("%s: compiled graph %d in %.1f s: %s", self.name, self.graphs, report.compile_seconds, reason)
-        self.events.append(
-            CompileEvent(
-                number=self.graphs,
-                call=self.calls,
-                graphs=report.compiles,
-                seconds=report.compile_seconds,
-                reason=reason,
-                where=self._where,
-            )
-        )
+            self._history.ended(self.name, self._signature, report, call, warns=warns)
+        else:
+            flops = replayed.call.flops
+            if report.compiles:
+                reason = f"{self.config.steps_per_execution} steps in one executable"
+                self._history.compiled(self.name, report, reason, call)
+        if flops is None:
+            self.without_flops += 1
+        else:
+            self.flops += flops
 
 
 def _repeated(batch: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -73,6 +73,11 @@ class Sharder:
             raise ConfigError("there is no sharding plan yet: it is made when the model's first run begins")
         return self._placement.plan
 
+    @property
+    def summary(self) -> str:
+        """The plan in words; empty if there is none yet."""
+        return "" if self._placement is None else self._placement.plan.report()
+
     def prepare(
         self,
         model: torch.nn.Module,

@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
+from xla_adapters.tracing.compile_events import CompileEvent, tell
+from xla_adapters.tracing.graph_analysis import GraphAnalyses
 from xla_adapters.tracing.graph_difference import common_length, explain_difference
 from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.scope_report import ScopeReport
+from xla_adapters.utils.location import line_of_user
 
 logger = logging.getLogger("xla_adapters")
 
@@ -51,6 +54,22 @@ class StepSignature:
         return changes
 
 
+@dataclass(frozen=True)
+class CallNumber:
+    """Which call of a step it is.
+
+    Attributes:
+        number: from 1; 0 if calls are not counted.
+        where: the position in the run, e.g. `"batch 7 of epoch 0"`; empty if not known.
+    """
+
+    number: int = 0
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"call {self.number}" + (f", {self.where}" if self.where else "")
+
+
 @dataclass
 class GraphHistory:
     """Remembers the graphs of a step.
@@ -61,12 +80,16 @@ class GraphHistory:
             they did.
         graphs: how many graphs were compiled.
         seconds: how many seconds that took.
+        events: the calls that compiled.
+        analyses: what the graphs read, return and compute.
     """
 
     hashes: set[str] = field(default_factory=set)
     known: list[tuple[StepSignature, OperationLog]] = field(default_factory=list)
     graphs: int = 0
     seconds: float = 0.0
+    events: list[CompileEvent] = field(default_factory=list)
+    analyses: GraphAnalyses = field(default_factory=GraphAnalyses)
     _phases: set[str] = field(default_factory=set)
 
     def reason(self, signature: StepSignature, operations: OperationLog) -> str:
@@ -92,7 +115,7 @@ class GraphHistory:
         """Whether a call of this phase has ended."""
         return phase in self._phases
 
-    def _tell(self, name: str, signature: StepSignature, report: ScopeReport, where: str, warns: bool) -> str:
+    def _tell(self, name: str, signature: StepSignature, report: ScopeReport, call: CallNumber, warns: bool) -> None:
         reason = self.reason(signature, report.operations)
         is_first = self._note(signature, report.operations)
         own = [item for item in self.known if item[0].phase == signature.phase]
@@ -100,34 +123,67 @@ class GraphHistory:
             self.known.append((signature, report.operations))
         if len(own) >= _KEPT:
             self.known.remove(own[1])
+        self.compiled(name, report, reason, call, phase=signature.phase, warns=warns and not is_first)
+
+    def compiled(
+        self, name: str, report: ScopeReport, reason: str, call: CallNumber, *, phase: str = "", warns: bool = False
+    ) -> None:
+        """Notes a compile, says why in the log, and tells those who listen.
+
+        Args:
+            name: of the step.
+            report: of the end of the call.
+            reason: why, in words.
+            call: which call it was.
+            phase: which part of the loop it was.
+            warns: whether it is a warning.
+        """
         self.graphs += report.compiles
         self.seconds += report.compile_seconds
         total = f", {self.seconds:.1f} s in all" if self.graphs > report.compiles else ""
-        position = f" ({where})" if where else ""
+        position = f" ({call})" if call.number else ""
         logger.log(
-            logging.WARNING if warns and not is_first else logging.INFO,
+            logging.WARNING if warns else logging.INFO,
             f"{name}: compiled graph {self.graphs} in {report.compile_seconds:.1f} s{total}{position}: {reason}",
         )
-        return reason
+        event = CompileEvent(
+            step=name,
+            number=self.graphs,
+            call=call.number,
+            graphs=report.compiles,
+            seconds=report.compile_seconds,
+            reason=reason,
+            phase=phase,
+            where=call.where,
+            line=line_of_user(),
+            graph=report.graph,
+        )
+        self.events.append(event)
+        tell(event)
 
     def ended(
-        self, name: str, signature: StepSignature, report: ScopeReport, where: str = "", *, warns: bool = True
-    ) -> str:
-        """Notes the end of a call; if it compiled, says why in the log and returns that reason.
+        self,
+        name: str,
+        signature: StepSignature,
+        report: ScopeReport,
+        call: CallNumber | None = None,
+        *,
+        warns: bool = True,
+    ) -> None:
+        """Notes the end of a call; if it compiled, says why in the log.
 
         Args:
             name: of the step.
             signature: of the call.
             report: of its end.
-            where: the call's number, and its position in the run.
+            call: which call it was; None if calls are not counted.
             warns: whether a graph after the first one of a phase is a warning.
         """
         if report.compiles:
-            return self._tell(name, signature, report, where, warns)
-        if report.operations.entries:
+            self._tell(name, signature, report, call if call is not None else CallNumber(), warns)
+        elif report.operations.entries:
             # Its graph may be known from another step.
             self._note(signature, report.operations)
-        return ""
 
     def _note(self, signature: StepSignature, operations: OperationLog) -> bool:
         """Remembers the first call of each phase; returns whether it is this one."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import GraphLimitError
 from xla_adapters.runtime import Runtime
+from xla_adapters.tracing.graph_analysis import pending_outputs
 from xla_adapters.tracing.graph_history import GraphHistory, StepSignature
 from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.undo_log import UndoLog
@@ -40,7 +37,7 @@ def check_pending_graph(
     """
     if not config.limits_graphs:
         return
-    outputs = _outputs(undo_log, runtime)
+    outputs = pending_outputs(undo_log, runtime)
     # A step that computes nothing (a training step that returns None) has no graph.
     if not outputs:
         return
@@ -59,11 +56,3 @@ def check_pending_graph(
             f"  or {way_out}. The step was discarded; parameters are as before it."
         )
     history.hashes.add(graph)
-
-
-def _outputs(undo_log: UndoLog, runtime: Runtime) -> Sequence[torch.Tensor]:
-    """What identifies the graph: the state that it changes, or all pending tensors if it changes none."""
-    if outputs := undo_log.pending_tensors():
-        return outputs
-    with torch._C.DisableTorchFunction():
-        return [tensor for tensor in runtime.tracing.live_tensors() if runtime.tracing.is_pending(tensor)]

@@ -4,16 +4,48 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from xla_adapters.runtime import Runtime
+from xla_adapters.tracing.graph_analysis import GraphAnalysis
 from xla_adapters.tracing.operation_log import OperationLog
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScopeReport:
-    """How many graphs were compiled when a step ended, how many seconds that took, and what the step did."""
+    """How a step ended.
+
+    Attributes:
+        compiles: how many graphs were compiled.
+        compile_seconds: how many seconds that took.
+        operations: what the step did.
+        graph: the graph that was executed; None if it is not known.
+    """
 
     compiles: int
     compile_seconds: float
     operations: OperationLog
+    graph: GraphAnalysis | None = None
 
 
 NOTHING_COMPILED = ScopeReport(compiles=0, compile_seconds=0.0, operations=OperationLog())
+
+
+class CompileMeter:
+    """Counts what is compiled from now on.
+
+    Args:
+        runtime: the runtime.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._compiles, self._seconds = runtime.counters.compile_totals()
+
+    def report(self, operations: OperationLog, graph: GraphAnalysis | None = None) -> ScopeReport:
+        """What was compiled, for a step that did these operations."""
+        compiles, seconds = self._runtime.counters.compile_totals()
+        return ScopeReport(
+            compiles=compiles - self._compiles,
+            compile_seconds=seconds - self._seconds,
+            operations=operations,
+            graph=graph,
+        )

@@ -23,6 +23,7 @@ from xla_adapters.tracing.activation_checkpointing import checkpointing_on_devic
 from xla_adapters.tracing.breaks import BreakPolicy
 from xla_adapters.tracing.claim import claim_process, release_process
 from xla_adapters.tracing.discarding import Discarding
+from xla_adapters.tracing.graph_analysis import GraphAnalysis
 from xla_adapters.tracing.graph_breaks import GraphBreaks
 from xla_adapters.tracing.graph_history import GraphHistory, StepSignature, history_of
 from xla_adapters.tracing.graph_limit import check_pending_graph
@@ -30,7 +31,7 @@ from xla_adapters.tracing.interrupts import InterruptGuard, at_edge
 from xla_adapters.tracing.modules import ModuleGuard
 from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.own_buffers import own_buffers_for_update
-from xla_adapters.tracing.scope_report import NOTHING_COMPILED, ScopeReport
+from xla_adapters.tracing.scope_report import NOTHING_COMPILED, CompileMeter, ScopeReport
 from xla_adapters.tracing.step_mode import StepMode
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.tracing.undoing import keep_switches, restore_state
@@ -91,6 +92,7 @@ class StepScope:
         self.signature = StepSignature() if signature is None else signature
         # What the call has done so far.
         self.operations = OperationLog()
+        self._graph: GraphAnalysis | None = None
         self.config = config if config is not None else XLAConfig()
         self._seed = seed
         self._runtime: Runtime = get_runtime()
@@ -232,23 +234,17 @@ class StepScope:
         undo_log.apply_writes()
         undo_log.restate_dtypes()
         undo_log.detach_new_grads()
-        call = (self.signature, self.operations)
-        check_pending_graph(self.name, self.config, call, self.history, undo_log, runtime)
+        check_pending_graph(self.name, self.config, (self.signature, self.operations), self.history, undo_log, runtime)
         runtime.tracing.set_execution_allowed(True)
         self._breaks.executing = True
         with torch.no_grad(), torch._C.DisableTorchFunction():
             written = own_buffers_for_update(undo_log, runtime)
-        compiles, seconds = runtime.counters.compile_totals()
+        meter = CompileMeter(runtime)
         self._execute()
         if runtime.has_shared_buffers:
             runtime.shared_buffers.note_own_buffers(written)
             runtime.shared_buffers.note_separated()
-        compiles_after, seconds_after = runtime.counters.compile_totals()
-        return ScopeReport(
-            compiles=compiles_after - compiles,
-            compile_seconds=seconds_after - seconds,
-            operations=self.operations,
-        )
+        return meter.report(self.operations, self._graph)
 
     @at_edge
     @with_stack_room
@@ -292,6 +288,11 @@ class StepScope:
         return self._breaks.translate(error)
 
     def _execute(self) -> None:
+        self._sync()
+
+    def _sync(self) -> None:
+        """Executes the graph by a sync of the runtime."""
+        self._graph = self.history.analyses.sync(self.signature, self._undo_log, self._runtime)
         self._runtime.tracing.finish_step()
 
     def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -303,9 +304,8 @@ class StepScope:
     # ---- tracing -------------------------------------------------------------------------------
 
     def _start_tracing(self) -> None:
-        runtime = self._runtime
+        runtime, restores = self._runtime, self._restores
         self._before_tracing()
-        restores = self._restores
         keep_switches(runtime, restores)
         runtime.tracing.set_graph_name(self.name)
         runtime.tracing.set_eager(False)

@@ -124,6 +124,14 @@ def line_of_caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def line_of_user() -> str:
+    """File and line of the innermost frame that is neither of this package nor of a library; empty if there is none."""
+    found = current_location()
+    if found is not None and found.called_from is not None:
+        found = found.called_from
+    return f"{found.filename}:{found.lineno}" if found is not None and found.is_user_code else ""
+
+
 def current_location() -> Location | None:
     """The line that is being executed, with library plumbing skipped; None if there is none."""
     return _locate((frame.f_code, frame.f_lineno) for frame in stack_frames(sys._getframe(1)))

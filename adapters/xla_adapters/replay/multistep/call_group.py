@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,7 +25,7 @@ from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.waiting_steps import StateWatch, storage_of
 from xla_adapters.tracing.interrupts import InterruptGuard, at_edge
 from xla_adapters.tracing.own_buffers import copies_of_taken
-from xla_adapters.tracing.scope_report import NOTHING_COMPILED, ScopeReport
+from xla_adapters.tracing.scope_report import NOTHING_COMPILED, CompileMeter, ScopeReport
 
 logger = logging.getLogger("xla_adapters")
 # By position among the outputs of a single call, and by call; None for what the last call leaves.
@@ -130,10 +130,9 @@ class CallGroup:
         self._waiting.append(waiting)
         if len(self._waiting) < self._limit:
             return NOTHING_COMPILED
-        compiles, seconds = self._runtime.counters.compile_totals()
+        meter = CompileMeter(self._runtime)
         self._execute(together=True)
-        compiles_after, seconds_after = self._runtime.counters.compile_totals()
-        return replace(NOTHING_COMPILED, compiles=compiles_after - compiles, compile_seconds=seconds_after - seconds)
+        return meter.report(NOTHING_COMPILED.operations)
 
     def _begin(self, prepared: PreparedCall, layout: GroupLayout, tensors: CallTensors) -> None:
         """Starts a group: notes the inputs that its first call has."""

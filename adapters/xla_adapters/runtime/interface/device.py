@@ -39,6 +39,9 @@ class Device(Protocol):
     def hardware(self) -> str:
         """The kind of device in capitals, as PJRT names it: `CPU`, `TPU`, `CUDA`, ..."""
 
+    def kind(self) -> str:
+        """The model of the device as PJRT names it (`"TPU v5 lite"`, `"cpu"`); empty if the runtime does not tell."""
+
     def count(self) -> int:
         """How many devices all processes have together."""
 

@@ -76,6 +76,10 @@ class XLADevice:
         """See `Device`."""
         return str(xr.device_type())
 
+    def kind(self) -> str:
+        """See `Device`; torch_xla knows no kind of the virtual device that stands for all under SPMD."""
+        return "" if self.is_spmd() else str(_C._xla_device_kind(str(self.torch_device())))
+
     def count(self) -> int:
         """See `Device`."""
         return int(xr.global_runtime_device_count())
@@ -85,7 +89,9 @@ class XLADevice:
         return bool(xr.is_spmd())
 
     def memory_info(self) -> dict[str, float]:
-        """See `Device`; XLA:CPU does not tell."""
+        """See `Device`; XLA:CPU does not tell, nor does the virtual device that stands for all under SPMD."""
+        if self.is_spmd():
+            return {}
         try:
             info = xm.get_memory_info(str(self.torch_device()))
         except RuntimeError as error:

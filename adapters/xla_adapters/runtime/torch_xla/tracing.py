@@ -99,7 +99,7 @@ class XLATracing:
     def graph_hash(self, outputs: Sequence[torch.Tensor]) -> str:
         """See `Tracing`."""
         ordered = sorted(outputs, key=_C._xla_get_tensor_id)
-        return str(_C._get_graph_hash(ordered))
+        return bytes(_C._get_graph_hash(ordered)).hex()
 
     def flush(self) -> None:
         """See `Tracing`; unlike `torch_xla.sync`."""

@@ -1,0 +1,250 @@
+"""`RunRecord`: notes during a training what its time goes to, and makes the report of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from xla_adapters.insight.event_file import EventFile
+from xla_adapters.insight.peak_flops import peak_flops
+from xla_adapters.insight.run_report import RunReport, StepSummary
+from xla_adapters.insight.run_stats import RunStats
+from xla_adapters.insight.step_times import StepTimes
+from xla_adapters.replay.program import StepProgram
+from xla_adapters.runtime import Metrics, get_runtime
+from xla_adapters.tracing.compile_events import CompileEvent, listening
+from xla_adapters.utils.wall_clock import COMPILE, INPUT, KINDS, OTHER, SAVE, STEP, WallClock
+
+PAGE = "xla-report.html"
+# Not in the time that steps compute in.
+_NOT_STEPPING = {name for name in KINDS if name in ("setup", "compile", "evaluation", "saves")}
+
+
+class RunRecord:
+    """Notes what one training does. It reads nothing from the device.
+
+    An adapter switches `clock` where the loop begins something else, and calls the methods below.
+
+    Args:
+        stats: the adapter counts steps, samples and tokens there.
+        enabled: False notes compiles only.
+
+    Attributes:
+        clock: divides the wall time.
+        times: of the steps.
+        stats: as given.
+        events: the compiles of this process during the training.
+        checkpoints: those that were saved: step, path and seconds.
+        is_running: whether a training is under way.
+    """
+
+    def __init__(self, stats: RunStats, *, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self.clock = WallClock()
+        self.times = StepTimes(self.clock)
+        self.stats = stats
+        self.events: list[CompileEvent] = []
+        self.checkpoints: list[dict[str, Any]] = []
+        self.is_running = False
+        self._about: dict[str, Any] = {}
+        self._programs: Callable[[], Sequence[StepProgram]] = tuple
+        self._training: Callable[[], Sequence[StepProgram]] = tuple
+        self._plan: Callable[[], str] = str
+        self._before: Metrics | None = None
+        self._after: Metrics | None = None
+        self._cpu = self._flops_before = 0.0
+        self._file = EventFile(None)
+        self._final: RunReport | None = None
+        self._logged: tuple[list[float], int, int, int, int, float] | None = None
+
+    # ---- a training ----------------------------------------------------------------------------
+
+    @contextmanager
+    def running(
+        self,
+        about: dict[str, Any],
+        *,
+        programs: Callable[[], Sequence[StepProgram]],
+        training: Callable[[], Sequence[StepProgram]],
+        folder: Path | None,
+        plan: Callable[[], str] = str,
+    ) -> Iterator[None]:
+        """Around a training. At the exit, also by an exception, the report is written.
+
+        Args:
+            about: what is trained, for the report; must be JSON.
+            programs: all steps of the training.
+            training: those that compute updates.
+            folder: for the files; None writes none.
+            plan: how the model is sharded, in words; empty if it is not.
+        """
+        self._about, self._programs, self._training, self._plan = about, programs, training, plan
+        self.events, self.checkpoints, self._logged = [], [], None
+        self._file = EventFile(folder if self.enabled else None)
+        with ExitStack() as stack:
+            stack.enter_context(listening(self._compiled))
+            stack.callback(self._file.close)
+            self._begin()
+            try:
+                yield
+            except BaseException as error:
+                self.failed(error)
+                raise
+            finally:
+                self._end()
+
+    def failed(self, error: BaseException) -> None:
+        """An exception ends the training."""
+        self._about = {**self._about, "ended by": f"{type(error).__name__}: {error}"}
+
+    def _begin(self) -> None:
+        self.is_running = True
+        self._final = None
+        self._before, self._after = get_runtime().counters.metrics(), None
+        self._flops_before = self._flops()
+        self._cpu = time.thread_time()
+        self.stats.steps = self.stats.samples = self.stats.tokens = 0
+        if self.enabled:
+            self.clock.start()
+        self.times.start()
+
+    def _end(self) -> None:
+        self._about = {**self._about, "ended by": self._about.get("ended by", "its last step")}
+        with self.clock.during(STEP):
+            # Waits for the steps under way.
+            self._after = get_runtime().counters.metrics()
+        self.clock.stop()
+        report = self._final = self.report()
+        self.is_running = False
+        # They hold the state of the training.
+        self._programs = self._training = tuple
+        self._plan = str
+        if self.enabled:
+            self._file.write("end", report.as_dict())
+        if self._file.path is not None:
+            report.write_page(self._file.path.with_name(PAGE))
+
+    def setup_ended(self) -> None:
+        """The first step is about to begin."""
+        self.clock.switch(OTHER)
+        self.times.begin()
+
+    def step_ended(self) -> None:
+        """An optimizer step has ended."""
+        if self.enabled:
+            self.times.step_ended()
+
+    @contextmanager
+    def saving(self, step: int, path: str) -> Iterator[None]:
+        """Around the save of a checkpoint.
+
+        Args:
+            step: optimizer steps so far.
+            path: where to.
+        """
+        began = time.perf_counter()
+        with self.clock.during(SAVE):
+            yield
+        if self.is_running:
+            saved = {"step": step, "path": path, "seconds": time.perf_counter() - began}
+            self.checkpoints.append(saved)
+            self._file.write("save", saved)
+
+    def _compiled(self, event: CompileEvent) -> None:
+        self.events.append(event)
+        self.clock.move(event.seconds, COMPILE)
+        self._file.write("compile", event.as_dict())
+
+    # ---- what is known -------------------------------------------------------------------------
+
+    def _flops(self) -> float:
+        """Of all training steps so far."""
+        return float(sum(program.flops for program in self._training()))
+
+    def scalars(self) -> dict[str, float]:
+        """What the time since the last call went to, for loggers; empty if nothing is recorded.
+
+        `goodput` and `input_wait` are shares of the wall time. Rates leave out compiles, evaluations and saves.
+        """
+        if not self.clock.is_running:
+            return {}
+        stats, events = self.stats, self.events
+        now = (self.clock.update()[:], stats.steps, stats.samples, stats.tokens, len(events), self._flops())
+        last = self._logged or ([0.0] * len(KINDS), 0, 0, 0, 0, self._flops_before)
+        self._logged = now
+        seconds = [after - before for after, before in zip(now[0], last[0], strict=True)]
+        wall = sum(seconds)
+        stepping = wall - sum(part for part, name in zip(seconds, KINDS, strict=True) if name in _NOT_STEPPING)
+        steps, samples, tokens, compiles = (now[place] - last[place] for place in (1, 2, 3, 4))  # type: ignore[operator]
+        if wall <= 0 or stepping <= 0 or not steps:
+            return {}
+        found = {
+            "goodput": seconds[STEP] / wall,
+            "input_wait": seconds[INPUT] / wall,
+            "compiles": float(compiles),
+            "compile_seconds": seconds[COMPILE],
+            "seconds_per_step": stepping / steps,
+        }
+        if tokens:
+            found["tokens_per_second"] = tokens / stepping
+        elif samples:
+            found["samples_per_second"] = samples / stepping
+        peak = peak_flops()
+        if peak is not None:
+            found["mfu"] = (now[5] - last[5]) / stepping / peak
+        return found
+
+    def report(self) -> RunReport:
+        """What the training has done so far, or did."""
+        if self._final is not None:
+            return self._final
+        wall = dict(zip(KINDS, self.clock.update(), strict=True))
+        device = get_runtime().device
+        after = self._after
+        steps = [
+            StepSummary(name=program.name, calls=program.calls, replays=program.replays, reasons=program.replay_reasons)
+            for program in self._programs()
+            if program.calls
+        ]
+        return RunReport(
+            about=self._about,
+            wall=wall,
+            host_cpu_seconds=time.thread_time() - self._cpu,
+            steps=self.times.as_dict(),
+            curve=self.times.curve(),
+            rates=self._rates(wall),
+            counts=_difference(self._before, after) if after is not None else {},
+            compiles=list(self.events),
+            programs=steps,
+            checkpoints=list(self.checkpoints),
+            memory=device.memory_info() if device.started() else {},
+            plan=self._plan(),
+        )
+
+    def _rates(self, wall: dict[str, float]) -> dict[str, float | None]:
+        stepping = sum(seconds for name, seconds in wall.items() if name not in _NOT_STEPPING)
+        total = sum(wall.values())
+        if not self.stats.steps or stepping <= 0:
+            return {}
+        flops = (self._flops() - self._flops_before) / stepping
+        known = not any(program.without_flops for program in self._training())
+        peak = peak_flops()
+        rates: dict[str, float | None] = {
+            "goodput": wall["steps"] / total,
+            "steps_per_second": self.stats.steps / stepping,
+            "flops_per_second": flops if known else None,
+            "mfu": flops / peak if known and peak is not None else None,
+        }
+        if self.stats.samples:
+            rates["samples_per_second"] = self.stats.samples / stepping
+        if self.stats.tokens:
+            rates["tokens_per_second"] = self.stats.tokens / stepping
+        return rates
+
+
+def _difference(before: Metrics | None, after: Metrics) -> dict[str, int]:
+    names = ("compiles", "executions", "transfers_to_host", "transfers_to_device", "eager_ops")
+    return {name: getattr(after, name) - (getattr(before, name) if before is not None else 0) for name in names}

@@ -1,0 +1,113 @@
+"""`RunReport`: what a training has done, as objects, as text and as a page."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xla_adapters.insight.report_page import page
+from xla_adapters.tracing.compile_events import CompileEvent
+from xla_adapters.tracing.graph_analysis import in_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSummary:
+    """The calls of one step.
+
+    Attributes:
+        name: of the step.
+        calls: how many there were.
+        replays: how many of them were replayed.
+        reasons: why others were traced that might have been replayed, with how often.
+    """
+
+    name: str
+    calls: int
+    replays: int
+    reasons: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """A training in numbers. `str()` gives it as text.
+
+    Attributes:
+        about: what was trained and how it ended.
+        wall: seconds by what the loop did; together they are the wall time of the training.
+        host_cpu_seconds: CPU time of the thread that trains.
+        steps: their number, percentiles of their times in seconds, and the slow ones.
+        curve: the times of the steps in groups, for a chart.
+        rates: goodput (the share of the wall time that steps have), steps, samples and tokens per second, FLOPs per
+            second, and MFU. Rates leave out set-up, compiles, evaluations and saves; None is unknown.
+        counts: compiles, executions, transfers and eager operations in all; empty until the training has ended.
+        compiles: each compile.
+        programs: the steps, replayed or traced, and why.
+        checkpoints: step, path and seconds of each save.
+        memory: of the device, in bytes, if it tells.
+        plan: how the model is sharded, in words; empty if it is not.
+    """
+
+    about: dict[str, Any]
+    wall: dict[str, float]
+    host_cpu_seconds: float
+    steps: dict[str, Any]
+    curve: list[dict[str, float]]
+    rates: dict[str, float | None]
+    counts: dict[str, int]
+    compiles: list[CompileEvent]
+    programs: list[StepSummary]
+    checkpoints: list[dict[str, Any]]
+    memory: dict[str, float]
+    plan: str
+
+    @property
+    def wall_seconds(self) -> float:
+        """The wall time."""
+        return sum(self.wall.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it but the curve, as JSON has it."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "curve"}
+        values["compiles"] = [event.as_dict() for event in self.compiles]
+        values["programs"] = [dataclasses.asdict(program) for program in self.programs]
+        return {**values, "wall_seconds": self.wall_seconds}
+
+    def write_page(self, path: Path) -> None:
+        """Writes the page, whole or not at all; a file that cannot be written is a warning."""
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            draft.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(page(self.as_dict(), self.curve), encoding="utf-8")
+            draft.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            warnings.warn(f"{path.name} could not be written: {error}", stacklevel=2)
+
+    def __str__(self) -> str:
+        wall = max(self.wall_seconds, 1e-9)
+        lines = [f"{self.steps['steps']} steps in {wall:.1f} s"]
+        lines += [
+            f"  {name:<16} {seconds:9.2f} s  {100 * seconds / wall:5.1f}%"
+            for name, seconds in sorted(self.wall.items(), key=lambda item: -item[1])
+        ]
+        if "p50" in self.steps:
+            times = ", ".join(f"{name} {self.steps[name]:.4f} s" for name in ("p50", "p90", "p99", "slowest"))
+            lines.append(f"step times: {times}")
+        for name, rate in self.rates.items():
+            lines.append(f"{name}: {'unknown' if rate is None else f'{rate:,.4g}'}")
+        lines += [f"{name}: {number}" for name, number in self.counts.items()]
+        lines += [f"{name}: {in_bytes(size)}" for name, size in self.memory.items()]
+        for program in self.programs:
+            lines.append(f"{program.name}: {program.calls} calls, {program.replays} replayed")
+            lines += [f"  traced {times} times: {reason}" for reason, times in program.reasons.items()]
+        lines += [str(event) for event in self.compiles]
+        lines += [f"saved {save['path']} at step {save['step']}: {save['seconds']:.2f} s" for save in self.checkpoints]
+        if self.plan:
+            lines.append(self.plan)
+        return "\n".join(lines)

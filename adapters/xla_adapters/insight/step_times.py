@@ -1,0 +1,117 @@
+"""`StepTimes`: how long each step of a run took, and what the slow ones were slow by."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from xla_adapters.utils.wall_clock import KINDS, WallClock
+
+# A step is slow if it takes longer than so many times the median of those before it.
+_SLOW = 2.0
+# So many steps are between two looks at the median.
+_WINDOW = 32
+# Slow steps that are kept; of more, the slowest.
+_KEPT = 200
+# The first ones are noted, and looked at again when there is a median.
+_FIRST = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowStep:
+    """A step that took much longer than those before it.
+
+    Attributes:
+        step: its number in this run, from 1.
+        seconds: how long it took, from the end of the step before.
+        cause: what it was slow by: one of `KINDS`.
+        cause_seconds: how much of its time that was.
+    """
+
+    step: int
+    seconds: float
+    cause: str
+    cause_seconds: float
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.seconds:.3f} s, of which {self.cause} {self.cause_seconds:.3f} s"
+
+
+class StepTimes:
+    """Notes when each step ends. A step lasts from the end of the one before, with all that happens in between.
+
+    Args:
+        clock: divides the time of the run.
+
+    Attributes:
+        seconds: of each step.
+        slow: the slow steps, in order.
+    """
+
+    __slots__ = ("_before", "_clock", "_ended", "_limit", "seconds", "slow")
+
+    def __init__(self, clock: WallClock) -> None:
+        self._clock = clock
+        self.start()
+
+    def start(self) -> None:
+        """Starts from zero; the first step begins."""
+        self.seconds = array("d")
+        self.slow: list[SlowStep] = []
+        self._limit = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """The next step begins now: what came before was no part of it."""
+        self._before = self._clock.update()[:]
+        self._ended = sum(self._before)
+
+    def step_ended(self) -> None:
+        """A step has ended."""
+        now = self._clock.update()
+        ended = sum(now)
+        passed = ended - self._ended
+        if passed > self._limit:
+            self._note_slow(passed, now)
+        self._before, self._ended = now[:], ended
+        self.seconds.append(passed)
+        if len(self.seconds) % _WINDOW == 0 or len(self.seconds) == _FIRST:
+            latest = sorted(self.seconds[-_WINDOW:])
+            self._limit = _SLOW * latest[len(latest) // 2]
+            if len(self.seconds) == _FIRST:
+                self.slow = [item for item in self.slow if item.seconds > self._limit]
+
+    def _note_slow(self, passed: float, now: list[float]) -> None:
+        parts = [after - before for after, before in zip(now, self._before, strict=True)]
+        cause = max(range(len(parts)), key=parts.__getitem__)
+        number = len(self.seconds) + 1
+        self.slow.append(SlowStep(step=number, seconds=passed, cause=KINDS[cause], cause_seconds=parts[cause]))
+        if len(self.slow) > _KEPT:
+            self.slow.remove(min(self.slow, key=lambda item: item.seconds))
+
+    def percentiles(self) -> dict[str, float]:
+        """The median, the 90th, 99th and the slowest, in seconds; empty without steps."""
+        ordered = sorted(self.seconds)
+        if not ordered:
+            return {}
+        last = len(ordered) - 1
+        places = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "slowest": 1.0}
+        return {name: ordered[round(place * last)] for name, place in places.items()}
+
+    def curve(self, points: int = 400) -> list[dict[str, float]]:
+        """The steps in at most so many groups: the number of each group's first step, its median and its slowest."""
+        size = max(1, -(-len(self.seconds) // points))
+        found = []
+        for first in range(0, len(self.seconds), size):
+            group = sorted(self.seconds[first : first + size])
+            found.append({"step": first + 1, "median": group[len(group) // 2], "slowest": group[-1]})
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """Percentiles and slow steps, as JSON has them."""
+        slow = [
+            {"step": item.step, "seconds": item.seconds, "cause": item.cause, "cause_seconds": item.cause_seconds}
+            for item in self.slow
+        ]
+        return {"steps": len(self.seconds), **self.percentiles(), "slow": slow}

@@ -1,0 +1,73 @@
+"""`CompileEvent`: what is known of one compile; and who is told of compiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from xla_adapters.tracing.graph_analysis import GraphAnalysis
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileEvent:
+    """One call of a step that compiled.
+
+    Attributes:
+        step: the name of the step.
+        number: how many graphs the step has now.
+        call: which call of the step it was, from 1; 0 if calls are not counted.
+        graphs: how many graphs were compiled in this call.
+        seconds: time spent compiling.
+        reason: why, in words.
+        phase: which part of the loop it was.
+        where: the position in the run, e.g. `"batch 7 of epoch 0"`; empty if not known.
+        line: file and line of your code that was running; empty if there is none.
+        graph: what the graph reads, returns and computes; None if it could not be looked at before it was executed.
+        time: when it ended, in seconds since 1970.
+    """
+
+    step: str
+    number: int
+    call: int
+    graphs: int
+    seconds: float
+    reason: str
+    phase: str = ""
+    where: str = ""
+    line: str = ""
+    graph: GraphAnalysis | None = None
+    time: float = field(default_factory=time.time)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The attributes by name, as JSON has them."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        position = ", ".join(text for text in (f"call {self.call}" if self.call else "", self.where, self.line) if text)
+        lines = [f"{self.step}: graph {self.number}, {self.seconds:.2f} s ({position}): {self.reason}"]
+        if self.graph is not None:
+            lines.append(f"  {self.graph}")
+        return "\n".join(lines)
+
+
+_listeners: list[Callable[[CompileEvent], None]] = []
+
+
+@contextmanager
+def listening(listener: Callable[[CompileEvent], None]) -> Iterator[None]:
+    """Until the exit, a function is told of each compile of a step in this process."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def tell(event: CompileEvent) -> None:
+    """Tells all listeners of a compile."""
+    for listener in tuple(_listeners):
+        listener(event)

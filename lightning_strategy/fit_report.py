@@ -1,0 +1,200 @@
+"""`FitReport`: what a fit's time goes to, for its loggers and for the files in the folder of the run."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_strategy.stats import XLAStatsCallback
+from lightning_strategy.steps.driver import StepDriver
+from xla_adapters.data.batches import sample_count, token_count
+from xla_adapters.insight.about import about
+from xla_adapters.insight.run_record import RunRecord
+from xla_adapters.insight.run_stats import RunStats
+from xla_adapters.utils.patching import replaced
+from xla_adapters.utils.wall_clock import CALLBACKS, EVALUATION, INPUT, OTHER, SETUP, STEP, WallClock
+
+
+class FitReport:
+    """The `RunRecord` of a strategy.
+
+    Args:
+        enabled: whether time is recorded and logged, and files are written.
+
+    Attributes:
+        record: of the last fit.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self.record = RunRecord(RunStats(), enabled=enabled)
+        self._step = 0
+        self._has_begun = False
+
+    @property
+    def clock(self) -> WallClock:
+        """Divides the wall time of the fit."""
+        return self.record.clock
+
+    def running(self, trainer: Trainer, steps: StepDriver, plan: Callable[[], str]) -> AbstractContextManager[None]:
+        """Around a fit: at the exit the files are written. Other runs are not recorded.
+
+        Args:
+            trainer: runs the loops.
+            steps: of the run.
+            plan: how the module is sharded, in words; empty if it is not.
+        """
+        if trainer.state.fn != TrainerFn.FITTING:
+            return nullcontext()
+        return self._fit(trainer, steps, plan)
+
+    @contextmanager
+    def _fit(self, trainer: Trainer, steps: StepDriver, plan: Callable[[], str]) -> Iterator[None]:
+        self._step, self._has_begun = trainer.global_step, False
+        kind = type(trainer.strategy).__name__
+        with ExitStack() as stack:
+            stack.enter_context(
+                self.record.running(
+                    about(trainer.lightning_module, f"Trainer with {kind}"),
+                    programs=lambda: [steps.train, steps.update, *steps.evaluation.values()],
+                    training=lambda: [steps.train, steps.update],
+                    folder=_folder(trainer),
+                    plan=plan,
+                )
+            )
+            if self.record.enabled:
+                stack.enter_context(self._timed_hooks(trainer))
+                stack.enter_context(_timed_input(trainer, self.clock))
+                stack.enter_context(self._logged(trainer))
+            yield
+
+    # ---- events of the loops -------------------------------------------------------------------
+
+    def batch_begins(self) -> None:
+        """A training batch is on the device, and its step begins."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.record.setup_ended()
+        self.clock.switch(STEP)
+
+    def step_ended(self) -> None:
+        """A step was executed."""
+        self.clock.end(STEP)
+
+    def _batch_ended(self, trainer: Trainer, batch: Any) -> None:
+        """The step of a training batch has ended, and so have the callbacks after it."""
+        stats = self.record.stats
+        stats.count_batch(samples=sample_count(batch), tokens=token_count(batch))
+        if trainer.global_step != self._step:
+            self._step = trainer.global_step
+            stats.count_step()
+            self.record.step_ended()
+
+    def evaluation_begins(self) -> None:
+        """A validation begins."""
+        self.clock.switch(EVALUATION)
+
+    def evaluation_ended(self) -> None:
+        """A validation has ended; the first one is before the training."""
+        self.clock.switch(OTHER if self._has_begun else SETUP)
+
+    # ---- patches -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _logged(self, trainer: Trainer) -> Iterator[None]:
+        """Until the exit, what the Trainer logs of training steps also says what the time goes to, as `xla/...`."""
+        kind: Any = type(trainer._logger_connector)
+        stock = kind.log_metrics
+
+        def log_metrics(connector: Any, metrics: dict[str, Any], step: int | None = None) -> None:
+            logs = connector is trainer._logger_connector and metrics and trainer.loggers and step is None
+            if logs and trainer.training and not _logs_already(trainer):
+                scalars = self.record.scalars()
+                metrics = {**metrics, **{f"xla/{name}": value for name, value in scalars.items()}}
+            stock(connector, metrics, step)
+
+        with replaced(kind, "log_metrics", log_metrics):
+            yield
+
+    @contextmanager
+    def _timed_hooks(self, trainer: Trainer) -> Iterator[None]:
+        """Until the exit, the time of callbacks and of hooks of the module is counted as theirs."""
+        clock = self.clock
+        callbacks, hooks = call._call_callback_hooks, call._call_lightning_module_hook
+
+        @functools.wraps(callbacks)
+        def call_callbacks(caller: Trainer, hook: str, *args: Any, **kwargs: Any) -> None:
+            if caller is not trainer:
+                callbacks(caller, hook, *args, **kwargs)
+                return
+            is_end = hook == "on_train_batch_end"
+            if is_end:
+                # Where a step is no graph, nothing else says that it has ended.
+                clock.end(STEP)
+            with clock.during(CALLBACKS):
+                callbacks(caller, hook, *args, **kwargs)
+            if is_end:
+                self._batch_ended(trainer, args[1])
+
+        @functools.wraps(hooks)
+        def call_hook(caller: Trainer, hook: str, *args: Any, **kwargs: Any) -> Any:
+            # The others are parts of the step: `training_step`, `optimizer_step`, `configure_gradient_clipping`.
+            if caller is not trainer or not hook.startswith("on_"):
+                return hooks(caller, hook, *args, **kwargs)
+            with clock.during(CALLBACKS):
+                return hooks(caller, hook, *args, **kwargs)
+
+        with (
+            replaced(call, "_call_callback_hooks", call_callbacks),
+            replaced(call, "_call_lightning_module_hook", call_hook),
+        ):
+            yield
+
+
+def _logs_already(trainer: Trainer) -> bool:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(isinstance(callback, XLAStatsCallback) for callback in callbacks)
+
+
+def _folder(trainer: Trainer) -> Path | None:
+    """Where the files of a fit go: the logger's folder, or a `default_root_dir` that the user chose.
+
+    Without both Lightning's folder is the working directory, where nobody expects them.
+    """
+    folder = trainer.log_dir
+    if folder is None or "://" in str(folder) or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return None
+    return None if Path(folder).resolve() == Path(os.getcwd()).resolve() else Path(folder)
+
+
+@contextmanager
+def _timed_input(trainer: Trainer, clock: WallClock) -> Iterator[None]:
+    """Until the exit, the time in which the fit waits for its data is counted as such."""
+    kind: Any = type(trainer.fit_loop.epoch_loop)
+    before_fetch, after_fetch = kind._on_before_fetch, kind._on_after_fetch
+    # What the loop did before.
+    doing = OTHER
+
+    # With the methods' names, by which a fetcher that refers to them is pickled.
+    @functools.wraps(before_fetch)
+    def before(loop: Any) -> None:
+        nonlocal doing
+        if loop is trainer.fit_loop.epoch_loop:
+            doing = clock.switch(INPUT)
+        before_fetch(loop)
+
+    @functools.wraps(after_fetch)
+    def after(loop: Any) -> None:
+        after_fetch(loop)
+        if loop is trainer.fit_loop.epoch_loop:
+            clock.switch(doing)
+
+    with replaced(kind, "_on_before_fetch", before), replaced(kind, "_on_after_fetch", after):
+        yield

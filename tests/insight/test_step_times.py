@@ -1,0 +1,68 @@
+"""Percentiles of step times, and what slow steps were slow by."""
+
+from __future__ import annotations
+
+from xla_adapters.insight.step_times import StepTimes
+from xla_adapters.utils.wall_clock import INPUT, SAVE, STEP, WallClock
+
+
+class Run:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.clock = WallClock(lambda: self.now)
+        self.clock.start()
+        self.now += 50
+        self.times = StepTimes(self.clock)
+        self.times.begin()
+
+    def step(self, *, input: float = 0.25, compute: float = 1.0, save: float = 0.0) -> None:
+        for kind, seconds in ((INPUT, input), (STEP, compute), (SAVE, save)):
+            with self.clock.during(kind):
+                self.now += seconds
+        self.times.step_ended()
+
+
+def test_slow_steps_have_a_cause() -> None:
+    run = Run()
+    for number in range(100):
+        run.step(input=9 if number == 40 else 0.25, save=20 if number == 70 else 0)
+    slow = {item.step: (item.cause, item.cause_seconds, item.seconds) for item in run.times.slow}
+    assert slow == {41: ("input wait", 9, 10), 71: ("saves", 20, 21.25)}
+    found = run.times.percentiles()
+    assert (found["p50"], found["p90"], found["slowest"]) == (1.25, 1.25, 21.25)
+    assert str(run.times.slow[-1]) == "step 71: 21.250 s, of which saves 20.000 s"
+
+
+def test_the_setup_is_no_part_of_a_step() -> None:
+    run = Run()
+    run.step()
+    assert list(run.times.seconds) == [1.25]
+
+
+def test_the_curve_keeps_the_slowest_of_each_group() -> None:
+    run = Run()
+    for number in range(1000):
+        run.step(compute=5 if number == 999 else 1)
+    curve = run.times.curve(points=10)
+    assert len(curve) == 10
+    assert [point["step"] for point in curve][:2] == [1, 101]
+    assert [point["slowest"] for point in curve] == [1.25] * 9 + [5.25]
+    assert {point["median"] for point in curve} == {1.25}
+
+
+def test_a_run_with_many_slow_steps_keeps_the_slowest() -> None:
+    run = Run()
+    for _ in range(8):
+        run.step()
+    for number in range(1500):
+        # Twice as slow as all before, again and again.
+        run.step(compute=1.0 if number % 5 else 10.0 + number)
+    assert len(run.times.slow) == 200
+    assert max(item.seconds for item in run.times.slow) == max(run.times.seconds)
+
+
+def test_no_step() -> None:
+    run = Run()
+    assert run.times.percentiles() == {}
+    assert run.times.as_dict() == {"steps": 0, "slow": []}
+    assert run.times.curve() == []
