@@ -11,6 +11,8 @@ import torch
 
 from xla_adapters.utils.location import is_plumbing
 
+# The number that the next node of autograd's graph gets in this thread.
+next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _PLAIN = frozenset({int, float, bool, str, complex, type(None), torch.dtype, torch.device, type(Ellipsis)})
 
 
@@ -75,12 +77,16 @@ class OperationLog:
 
     Attributes:
         entries: in the order of the calls.
+        first_node: `next_node()` when the present call of a torch function began.
     """
 
-    __slots__ = ("entries",)
+    __slots__ = ("_makers", "entries", "first_node")
 
     def __init__(self) -> None:
         self.entries: list[Call | ModuleCall | Update] = []
+        self.first_node = 0
+        # Of calls that made nodes: the first one's number, that after the last one's, and the call.
+        self._makers: list[tuple[int, int, Call]] = []
 
     def call(self, function: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any], result: Any) -> None:
         """Notes a call of a torch function, but for what computes nothing: attributes, and marks for the profiler."""
@@ -91,7 +97,19 @@ class OperationLog:
         numbers = _plain(args)
         if kwargs:
             numbers += tuple((name, _plain((value,))) for name, value in kwargs.items())
-        self.entries.append(Call(function, *_place(), numbers, _form(result)))
+        call = Call(function, *_place(), numbers, _form(result))
+        self.entries.append(call)
+        following = next_node()
+        if following != self.first_node:
+            self._makers.append((self.first_node, following, call))
+
+    def maker(self, node: int) -> Call | None:
+        """The call that made a node of autograd's graph; None if that was done at a place that the log does not see.
+
+        Args:
+            node: its sequence number.
+        """
+        return next((call for first, following, call in self._makers if first <= node < following), None)
 
     def module(self, module: torch.nn.Module) -> None:
         """Notes that a module is called."""
