@@ -266,12 +266,13 @@ class StepProgram:
         assert self._open is not None
         replayed = isinstance(self._open, ReplayedCall)
         self._replayed = self._open.prepared if isinstance(self._open, ReplayedCall) else None
+        verified = self.verified
         report = self._open.close()
         self._open = None
         self.calls += 1
         for step_ended in self._step_observers:
             step_ended(self.name)
-        self._record(report, of_several=replayed)
+        self._record(report, of_several=replayed, verified=self.verified > verified)
         return report
 
     @with_stack_room
@@ -289,11 +290,13 @@ class StepProgram:
         """The error to raise in place of one raised in the open call; `None` to raise that one."""
         return self._open.translate(error) if self._open is not None else None
 
-    def _record(self, report: ScopeReport, *, of_several: bool) -> None:
+    def _record(self, report: ScopeReport, *, of_several: bool, verified: bool) -> None:
         if not of_several:
             warns = self.config.on_recompile != "ignore"
             where = f"call {self.calls}" + (f", {self._where}" if self._where else "")
-            reason = self._history.ended(self.name, self._signature, report, where, warns=warns)
+            # After replays a traced call may have another graph that computes the same.
+            known = "it was traced to verify the replays before it (replay_verify_every)" if verified else ""
+            reason = self._history.ended(self.name, self._signature, report, where, known, warns=warns)
         if not report.compiles:
             return
         self.graphs += report.compiles

@@ -42,6 +42,7 @@ class ModuleCall(NamedTuple):
         hooks: how many hooks are called around it.
         needed: of each of its own parameters, whether it gets a gradient.
         present: of each, whether it has one.
+        autocast: the dtype of the autocast that is on; None if none is.
         file, line: where, with torch's own code skipped.
     """
 
@@ -50,6 +51,7 @@ class ModuleCall(NamedTuple):
     hooks: int
     needed: tuple[bool, ...]
     present: tuple[bool, ...]
+    autocast: torch.dtype | None
     file: str
     line: int
 
@@ -62,14 +64,15 @@ class Update(NamedTuple):
         options: of each group of parameters, by name, without the learning rate.
         rates: the learning rate of each group.
         numbers: those of all its options, with the rates.
-        state: how many parameters have a state.
+        file, line: where, with torch's own code skipped.
     """
 
     kind: type
     options: tuple[tuple[tuple[str, Any], ...], ...]
     rates: tuple[Any, ...]
     numbers: tuple[float, ...]
-    state: int
+    file: str
+    line: int
 
 
 class OperationLog:
@@ -119,7 +122,8 @@ class OperationLog:
             # `functional_call` puts results in the place of parameters: torch warns where their gradient is looked at.
             present = tuple([parameter.is_leaf and parameter.grad is not None for parameter in own])
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
-        self.entries.append(ModuleCall(type(module), module.training, hooks, needed, present, *_place()))
+        autocast = torch.get_autocast_dtype("xla") if torch.is_autocast_enabled("xla") else None
+        self.entries.append(ModuleCall(type(module), module.training, hooks, needed, present, autocast, *_place()))
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes that an optimizer steps."""
@@ -131,7 +135,7 @@ class OperationLog:
             options.append(tuple(zip(own, _plain(own.values()), strict=True)))
             numbers += [value for value in (group.get("lr"), *own.values()) if type(value) in (int, float)]
         rates = _plain(group.get("lr") for group in optimizer.param_groups)
-        self.entries.append(Update(type(optimizer), tuple(options), rates, tuple(numbers), len(optimizer.state)))
+        self.entries.append(Update(type(optimizer), tuple(options), rates, tuple(numbers), *_place()))
 
 
 def _plain(values: Iterable[Any]) -> tuple[Any, ...]:
