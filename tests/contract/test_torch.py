@@ -183,3 +183,33 @@ def test_activation_checkpointing_asks_these_for_a_device_module() -> None:
         assert "_infer_device_type(*args)" in inspect.getsource(user)
     # What torch asks of that of the CPU: nothing has been initialised.
     assert not getattr(torch.cpu, "_initialized", False)
+
+
+@isolated
+def test_the_node_that_failed_is_found_by_calling_nodes_again() -> None:
+    """What the line of a refused backward stands on: numbers of nodes, and the frame that calls the engine."""
+    x = torch.ones(3, requires_grad=True)
+    before = torch._C._autograd._get_sequence_nr()
+    product = x * 2
+    middle = torch._C._autograd._get_sequence_nr()
+    result = product.sin()
+    assert (before, middle) == (product.grad_fn._sequence_nr(), result.grad_fn._sequence_nr())
+    assert torch._C._autograd._get_sequence_nr() == middle + 1
+    (form,) = result.grad_fn._input_metadata
+    assert (tuple(form.shape), form.dtype, form.device) == ((3,), torch.float32, torch.device("cpu"))
+    order: list[str] = []
+    product.grad_fn.register_hook(lambda *_: order.append("product"))
+    result.grad_fn.register_hook(lambda *_: order.append("result"))
+    loss = result.sum()
+    product.grad_fn.register_prehook(lambda gradients: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as raised:
+        loss.backward()
+    assert order == ["result"]
+    frames = [entry.frame for entry in raised.traceback if entry.name == "_engine_run_backward"]
+    assert [output is loss for output in frames[0].f_locals["t_outputs"]] == [True]
+    # Of a node that ran, what it had saved is gone; one that did not run can be called, which does not change it.
+    with pytest.raises(RuntimeError, match="second time"):
+        result.grad_fn(torch.ones(3))
+    assert torch.equal(product.grad_fn(torch.ones(3))[0], torch.full((3,), 2.0))
+    assert x.grad is None
+    assert x.expand(3).grad_fn.next_functions[0][0].name() == "torch::autograd::AccumulateGrad"

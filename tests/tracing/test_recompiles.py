@@ -13,6 +13,9 @@ from torch import nn
 import xla_adapters
 from tests.isolation import isolated
 from xla_adapters.errors import GraphLimitError
+from xla_adapters.tracing.graph_history import GraphHistory, StepSignature
+from xla_adapters.tracing.operation_log import OperationLog
+from xla_adapters.tracing.scope_report import ScopeReport
 
 
 class Net(nn.Module):
@@ -86,9 +89,9 @@ CHANGES: dict[str, tuple[Callable[[Training], Any], str, str]] = {
     "rate": (lambda training: setattr(training.model.dropout, "p", 0.3), "in dropout: 0.1 -> 0.3", "self.dropout"),
     "frozen": (lambda training: training.model.first.requires_grad_(False), "Linear are frozen now", "self.first"),
     "hook": (_hook, "Linear has 1 hooks now; it had 0", "self.first"),
-    "autocast": (_with("autocast", True), "another dtype: float32 -> bfloat16", "self.first"),
-    "option": (_decay, "AdamW changed: weight_decay: 0.01 -> 0.0", ""),
-    "optimizer": (_sgd, "the optimizer is SGD now; it was AdamW", ""),
+    "autocast": (_with("autocast", True), "Net runs under autocast to bfloat16 now", "self.model(batch)"),
+    "option": (_decay, "AdamW changed: weight_decay: 0.01 -> 0.0", "self.optimizer.step()"),
+    "optimizer": (_sgd, "the optimizer is SGD now; it was AdamW", "self.optimizer.step()"),
     "gradients": (_keep_gradients, "parameters of Linear have a gradient now", "self.first"),
 }
 
@@ -108,7 +111,7 @@ def test_what_changed_is_named(caplog: pytest.LogCaptureFixture) -> None:
             (said,) = caplog.messages
             caplog.clear()
             assert cause in said, said
-            assert f"{__file__}:" in said or not line, said
+            assert f"{__file__}:" in said, said
             assert line in said, said
             assert "what to do: " in said
 
@@ -174,3 +177,83 @@ def test_another_graph_is_no_warning_on_request(caplog: pytest.LogCaptureFixture
         training.step("quiet", on_recompile="ignore")
     (said,) = [record for record in caplog.records if "in topk: 3 -> 2" in record.message]
     assert said.levelno == logging.INFO
+
+
+def _batches_are_explained(caplog: pytest.LogCaptureFixture, first: dict[str, Any], second: dict[str, Any]) -> str:
+    """What is said of a second batch."""
+    caplog.clear()
+
+    @xla_adapters.CompiledStep
+    def step(batch: dict[str, Any]) -> torch.Tensor:
+        return sum(value.float().sum() for value in batch.values() if isinstance(value, torch.Tensor))
+
+    step(first)
+    step(second)
+    (said,) = caplog.messages
+    return said
+
+
+@isolated
+def test_remedies_of_batches_are_those_of_the_change(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "xla_adapters")
+    x = torch.ones(4, 3)
+    with xla_adapters.eager():
+        shape = _batches_are_explained(caplog, {"x": x}, {"x": torch.ones(2, 3)})
+        assert "x: (4, 3) float32 -> (2, 3) float32" in shape
+        assert "what to do: pad to a fixed length" in shape
+        dtype = _batches_are_explained(caplog, {"x": x}, {"x": x.byte()})
+        assert "x: (4, 3) float32 -> (4, 3) uint8" in dtype
+        assert "what to do: convert the data to one dtype" in dtype
+        both = _batches_are_explained(caplog, {"x": x}, {"x": torch.ones(2, 3).byte()})
+        assert "what to do: pad to a fixed length" in both
+        key = _batches_are_explained(caplog, {"x": x}, {"x": x, "weights": x})
+        assert "weights: absent -> (4, 3) float32" in key
+        assert "what to do: give the same entries in each batch" in key
+
+
+@isolated
+@pytest.mark.parametrize("follows_advice", [False, True])
+def test_a_slice_that_moves(caplog: pytest.LogCaptureFixture, follows_advice: bool) -> None:
+    caplog.set_level(logging.WARNING, "xla_adapters")
+    with xla_adapters.eager():
+        table, x = torch.randn(32, 4).to("xla").requires_grad_(), torch.randn(4, 4).to("xla")
+        expected = table.detach().cpu()
+        for start in (5, 9, 17):
+            with xla_adapters.step(name="slices"):
+                if follows_advice:
+                    rows = table[torch.tensor(start, device=x.device) + torch.arange(4, device=x.device)]
+                else:
+                    rows = table[start : start + 4]
+                result = rows + x
+                result.sum().backward()
+                table.grad = None
+            assert torch.equal(result.detach().cpu(), expected[start : start + 4] + x.cpu())
+    if follows_advice:
+        assert caplog.messages == []
+    else:
+        assert "in indexing: 5 -> 9" in caplog.messages[0]
+        assert "x[torch.tensor(start, device=x.device) + torch.arange(n, device=x.device)]" in caplog.messages[0]
+
+
+@isolated
+def test_what_needs_no_action_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """A learning rate that equals the weight decay at first, and a compile whose reason the caller knows."""
+    caplog.set_level(logging.INFO, "xla_adapters")
+    with xla_adapters.eager():
+        training = Training()
+        training.optimizer.param_groups[0]["lr"] = 0.01
+        training.step("equal")
+        training.optimizer.param_groups[0]["lr"] = 0.02
+        training.step("equal")
+    compiled = [record for record in caplog.records if "equal: compiled graph" in record.message]
+    assert [record.levelno for record in compiled] == [logging.INFO] * len(compiled)
+    if len(compiled) > 1:
+        assert "equal Python numbers share one input of the graph" in compiled[1].message
+    caplog.clear()
+    history, signature = GraphHistory(), StepSignature()
+    report = ScopeReport(compiles=1, compile_seconds=1.0, operations=OperationLog())
+    history.ended("verified", signature, report)
+    history.ended("verified", signature, report, "call 9", "it was traced to verify replays")
+    history.ended("verified", signature, report, "call 10")
+    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.INFO, logging.WARNING]
+    assert caplog.messages[1].endswith("(call 9): it was traced to verify replays")

@@ -255,12 +255,13 @@ class StepProgram:
         """Ends the call: executes the graph, and explains a compile in the log."""
         assert self._open is not None
         self._replayed = self._open.prepared if isinstance(self._open, ReplayedCall) else None
+        verified = self.verified
         report = self._open.close()
         self._open = None
         self.calls += 1
         for step_ended in self._step_observers:
             step_ended(self.name)
-        self._record(report, self._replayed)
+        self._record(report, self._replayed, verified=self.verified > verified)
         return report
 
     @with_stack_room
@@ -278,12 +279,14 @@ class StepProgram:
         """The error to raise in place of one raised in the open call; `None` to raise that one."""
         return self._open.translate(error) if self._open is not None else None
 
-    def _record(self, report: ScopeReport, replayed: PreparedCall | None) -> None:
+    def _record(self, report: ScopeReport, replayed: PreparedCall | None, *, verified: bool) -> None:
         call = CallNumber(self.calls, self._where)
         if replayed is None:
             flops = report.graph.flops if report.graph is not None else None
             warns = self.config.on_recompile != "ignore"
-            self._history.ended(self.name, self._signature, report, call, warns=warns)
+            # After replays a traced call may have another graph that computes the same.
+            known = "it was traced to verify the replays before it (replay_verify_every)" if verified else ""
+            self._history.ended(self.name, self._signature, report, call, known, warns=warns)
         else:
             flops = replayed.call.flops
             if report.compiles:

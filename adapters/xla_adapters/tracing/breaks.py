@@ -1,4 +1,4 @@
-"""`BreakPolicy`: the error or warning for a graph break. `ProfilerScopes`: profiler scopes that cross a step's edge."""
+"""`BreakPolicy`: the error or warning for a `Break` of the graph. `ProfilerScopes`: those that cross a step's edge."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from xla_adapters.config import OnGraphBreak
 from xla_adapters.errors import GRAPH_BREAK_ERRORS, BreakKind, GraphBreakError, GraphBreakWarning
 from xla_adapters.runtime import Runtime
+from xla_adapters.tracing.ways_out import way_out
 from xla_adapters.utils.location import Location, current_location, stack_frames
 
 _SAVING_FILES = (
@@ -76,6 +77,39 @@ def classify_read() -> BreakKind:
     return BreakKind.TENSOR_READ
 
 
+@dataclass(frozen=True, kw_only=True)
+class Break:
+    """What splits the graph of a step, or would.
+
+    Attributes:
+        kind: of break.
+        what: the call, as the user knows it.
+        location: the line that does it; None if it is not known.
+        pending: how many tensors are traced so far.
+        ready: whether the value is already computed, so that nothing is split.
+        backward: for what the backward does, the line that called it; `location` is then a line of the forward.
+        operators: torch's names of what was computed on the host.
+        called: the function of torch that the step called; empty if not known.
+    """
+
+    kind: BreakKind
+    what: str
+    location: Location | None
+    pending: int
+    ready: bool = False
+    backward: Location | None = None
+    operators: tuple[str, ...] = ()
+    called: str = ""
+
+    @property
+    def user_line(self) -> Location | None:
+        """The line of the user's code; for a forward in a library, the one that called the backward."""
+        location = self.location
+        if location is not None and self.backward is not None and not location.is_user_code:
+            location = self.backward
+        return location.called_from or location if location is not None else None
+
+
 @dataclass
 class BreakPolicy:
     """Turns a graph break into an error, a warning or nothing.
@@ -91,7 +125,7 @@ class BreakPolicy:
     hint: str = ""
 
     def meet(self, kind: BreakKind, what: str, runtime: Runtime, *, ready: bool = False) -> None:
-        """Raises (mode `"error"`), warns once per line (`"warn"`) or does nothing (`"allow"`).
+        """Raises (mode `"error"`), warns once per line (`"warn"`) or does nothing (`"allow"`) of what happens here.
 
         Args:
             kind: what would break the graph.
@@ -104,40 +138,37 @@ class BreakPolicy:
         """
         if self.mode == "allow":
             return
-        location = current_location()
-        if self.mode == "error":
-            raise self.error(kind, what, location, runtime.tracing.pending_count(), ready=ready)
-        self.warn(kind, what, location, runtime.tracing.pending_count(), ready=ready)
+        pending = runtime.tracing.pending_count()
+        self.tell(Break(kind=kind, what=what, location=current_location(), pending=pending, ready=ready))
 
-    def error(
-        self, kind: BreakKind, what: str, location: Location | None, pending: int, *, ready: bool = False
-    ) -> GraphBreakError:
+    def tell(self, found: Break) -> None:
+        """As `meet`, of a break that was met already.
+
+        Raises:
+            GraphBreakError: the subclass for its kind.
+        """
+        if self.mode == "error":
+            raise self.error(found)
+        if self.mode == "warn":
+            self._warn(found)
+
+    def error(self, found: Break) -> GraphBreakError:
         """The error for a break; not raised here."""
-        where = location.called_from or location if location is not None else None
-        return GRAPH_BREAK_ERRORS[kind](
-            self._message(kind, what, location, pending, ready),
+        where = found.user_line
+        return GRAPH_BREAK_ERRORS[found.kind](
+            self._message(found),
             filename=where.filename if where else None,
             lineno=where.lineno if where else None,
         )
 
-    def warn(self, kind: BreakKind, what: str, location: Location | None, pending: int, *, ready: bool = False) -> None:
+    def _warn(self, found: Break) -> None:
         """Warns of a break, once per line of code in this process."""
-        key = (kind.value, location.filename if location else what, location.lineno if location else 0)
+        location = found.location
+        key = (found.kind.value, location.filename if location else found.what, location.lineno if location else 0)
         if key in _warned:
             return
         _warned.add(key)
-        warnings.warn(self._message(kind, what, location, pending, ready), GraphBreakWarning, stacklevel=2)
-
-    def at_end(self, kind: BreakKind, what: str, pending: int) -> None:
-        """As `meet`, of something that was done in the step at a line that is not known.
-
-        Raises:
-            GraphBreakError: the subclass for `kind`.
-        """
-        if self.mode == "error":
-            raise self.error(kind, what, None, pending, ready=True)
-        if self.mode == "warn":
-            self.warn(kind, what, None, pending, ready=True)
+        warnings.warn(self._message(found), GraphBreakWarning, stacklevel=2)
 
     def tell_of_split(self, what: str, location: Location) -> None:
         """Warns once per line that a read of a known library executes the step in two parts; not in mode `"allow"`."""
@@ -151,18 +182,21 @@ class BreakPolicy:
         )
         warnings.warn(message, GraphBreakWarning, stacklevel=2)
 
-    def _message(self, kind: BreakKind, what: str, location: Location | None, pending: int, ready: bool) -> str:
-        cost = _READY_COST if ready else _COSTS[kind].format(pending=_tensors(pending))
+    def _message(self, found: Break) -> str:
+        cost = _READY_COST if found.ready else _COSTS[found.kind]
+        first = way_out(found.operators or (found.what,), found.called) or _WAYS_OUT[found.kind].format(hint=self.hint)
         second = (
             "this is reported once per line"
             if self.mode == "warn"
             else "set on_graph_break='warn': execute once what is pending, go on, and be told once per line"
         )
+        backward = f"\n         in its backward, called from {found.backward}" if found.backward is not None else ""
         return (
-            f"{kind.value} inside the step {self.step_name!r}: {what}\n"
-            f"  where: {location if location is not None else 'no Python line (inside an operator)'}\n"
-            f"  cost: {cost}\n"
-            f"  ways out: (1) {_WAYS_OUT[kind].format(hint=self.hint)}; (2) {second}"
+            f"{found.kind.value} inside the step {self.step_name!r}: {found.what}\n"
+            f"  where: {found.location if found.location is not None else 'no Python line (inside an operator)'}"
+            f"{backward}\n"
+            f"  cost: {cost.format(pending=_tensors(found.pending))}\n"
+            f"  ways out: (1) {first}; (2) {second}"
         )
 
 

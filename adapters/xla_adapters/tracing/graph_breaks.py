@@ -9,10 +9,12 @@ import torch
 from xla_adapters.errors import BreakKind, GraphBreakError
 from xla_adapters.runtime import Runtime, RuntimeEvent
 from xla_adapters.tracing.answers import Answers
-from xla_adapters.tracing.breaks import BreakPolicy, ProfilerScopes, classify_read
+from xla_adapters.tracing.breaks import Break, BreakPolicy, ProfilerScopes, classify_read
+from xla_adapters.tracing.forward_lines import failed_call, line_by_name, refused_function
 from xla_adapters.tracing.library_reads import LibraryReads, library_reads
+from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.undo_log import UndoLog
-from xla_adapters.utils.location import location_of
+from xla_adapters.utils.location import location_of, location_of_line
 
 
 class GraphBreaks:
@@ -129,16 +131,34 @@ class GraphBreaks:
             if event is RuntimeEvent.SYNC:
                 self.flush()
 
-    def translate(self, error: BaseException) -> GraphBreakError | None:
-        """The error to raise in place of the runtime's for an execution that it refused; `None` for other errors."""
-        if not self._runtime.tracing.is_forbidden_execution(error):
+    def translate(self, error: BaseException, operations: OperationLog) -> GraphBreakError | None:
+        """The error to raise in place of the runtime's for an execution that it refused; `None` for other errors.
+
+        Args:
+            error: the runtime's.
+            operations: what the step called.
+        """
+        tracing = self._runtime.tracing
+        if not tracing.is_forbidden_execution(error):
             return None
-        names = self._new_host_operators()
+        names, pending = self._new_host_operators(), tracing.pending_count()
+        location, backward = location_of(error.__traceback__), None
+        called = refused_function(error.__traceback__)
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            forward = failed_call(error.__traceback__, operations, names, tracing.is_forbidden_execution)
+        if forward is not None:
+            location, backward = location_of_line(forward.file, forward.line), location
+            called = getattr(forward.function, "__name__", "")
         return self._policy.error(
-            BreakKind.HOST_OPERATOR if names else BreakKind.HIDDEN_EXECUTION,
-            _on_host(names) if names else "an operation whose result depends on values (a shape, a length)",
-            location_of(error.__traceback__),
-            self._runtime.tracing.pending_count(),
+            Break(
+                kind=BreakKind.HOST_OPERATOR if names else BreakKind.HIDDEN_EXECUTION,
+                what=_on_host(names) if names else _hidden(called),
+                location=location,
+                pending=pending,
+                backward=backward,
+                operators=(*names, called),
+                called=called,
+            )
         )
 
     def _new_host_operators(self) -> list[str]:
@@ -162,8 +182,11 @@ class GraphBreaks:
             self._runtime.tracing.set_execution_allowed(allowed)
         self._compiles += self._runtime.counters.compile_totals()[0] - before[0]
 
-    def check_end(self) -> None:
+    def check_end(self, operations: OperationLog) -> None:
         """The step's code has run: adds the numbers that it deferred to the graph, and reports what can be told now.
+
+        Args:
+            operations: what the step called.
 
         Raises:
             ProfilerScopeError: a profiler scope is still open, under `on_graph_break="error"`.
@@ -174,15 +197,29 @@ class GraphBreaks:
             self.answers.deferred.before_execution()
         # After a flush operators run one by one (an optimizer that cannot be traced), some of them on the host.
         names = [] if self.found or self.flushed else self._new_host_operators()
-        if names:
-            self._policy.at_end(BreakKind.HOST_OPERATOR, _on_host(names), self._runtime.tracing.pending_count())
-            return
         compiled = self._runtime.counters.compile_totals()[0] > self._compiles
-        if compiled and not self.found and self._policy.mode == "warn":
+        pending = self._runtime.tracing.pending_count() if names or compiled else 0
+        if names:
+            self._policy.tell(
+                Break(
+                    kind=BreakKind.HOST_OPERATOR,
+                    what=_on_host(names),
+                    location=line_by_name(operations, names),
+                    pending=pending,
+                    ready=not compiled,
+                    operators=tuple(names),
+                )
+            )
+        elif compiled and not self.found and self._policy.mode == "warn":
             what = "an operation read a value inside C++, where its line cannot be told"
-            self._policy.warn(BreakKind.HIDDEN_EXECUTION, what, None, self._runtime.tracing.pending_count())
+            self._policy.tell(Break(kind=BreakKind.HIDDEN_EXECUTION, what=what, location=None, pending=pending))
 
 
 def _on_host(names: list[str]) -> str:
     several = len(names) > 1
     return f"the operator{'s' if several else ''} {', '.join(names)}, which torch_xla computes on the host"
+
+
+def _hidden(called: str) -> str:
+    function = f"{called}, " if called and called != "backward" else ""
+    return f"{function}an operation whose result depends on values (a shape, a length)"

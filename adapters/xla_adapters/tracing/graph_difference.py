@@ -20,8 +20,15 @@ _TAKES_TENSORS |= {"eq", "ne", "lt", "le", "gt", "ge"}
 _TENSOR_REMEDY = (
     "make it a tensor in the step (torch.tensor(value, device=x.device)): its value is then an input of the graph"
 )
+_SLICE_REMEDY = (
+    "for a slice of fixed length n that moves, make its start a tensor: "
+    "x[torch.tensor(start, device=x.device) + torch.arange(n, device=x.device)]"
+)
 _KEPT_REMEDY = (
     "keep it the same in each step, or choose among a few values (one compile for each): {name} takes no tensor there"
+)
+REMEDY_OF_MODES = (
+    "call model.train() before the training steps and model.eval() before the others, each in its own step"
 )
 _FORM_REMEDY = "give it the same form in each step, or expect one compile for each"
 
@@ -34,11 +41,13 @@ class Difference:
         cause: what changed, with the values before and now.
         where: the line that does it now, with its text; empty if no single line does.
         remedy: what to do.
+        is_harmless: whether nothing need be done, since it happens once or rarely.
     """
 
     cause: str
     where: str
     remedy: str
+    is_harmless: bool = False
 
     def __str__(self) -> str:
         place = f"\n  where: {self.where}" if self.where else ""
@@ -134,10 +143,14 @@ def _of_form(name: str, theirs: Call, mine: Call) -> Difference:
 def _of_constant(kind: str, call: Call, before: Any, now: Any) -> Difference:
     name = _name(call)
     may_be_tensor = type(now) in (int, float) and getattr(call.function, "__name__", "").strip("_") in _TAKES_TENSORS
+    if name == "indexing" and _is_slice(call.numbers):
+        remedy = _SLICE_REMEDY
+    else:
+        remedy = _TENSOR_REMEDY if may_be_tensor else _KEPT_REMEDY.format(name=name)
     return Difference(
         cause=f"{kind} that is a part of the graph changed, in {name}: {before!r} -> {now!r}",
         where=_line(call),
-        remedy=_TENSOR_REMEDY if may_be_tensor else _KEPT_REMEDY.format(name=name),
+        remedy=remedy,
     )
 
 
@@ -146,7 +159,7 @@ def _of_module(theirs: ModuleCall, mine: ModuleCall) -> Difference:
     if theirs.training != mine.training:
         modes = {True: "train", False: "eval"}
         cause = f"{name} is in {modes[mine.training]} mode now; it was in {modes[theirs.training]} mode"
-        remedy = "call model.train() before the training steps and model.eval() before the others, each in its own step"
+        remedy = REMEDY_OF_MODES
     elif theirs.needed != mine.needed:
         frozen = sum(theirs.needed) > sum(mine.needed)
         cause = f"parameters of {name} are {'frozen' if frozen else 'trained'} now (requires_grad)"
@@ -157,6 +170,9 @@ def _of_module(theirs: ModuleCall, mine: ModuleCall) -> Difference:
             "drop or keep gradients the same way in each step: zero_grad(set_to_none=True) at the same place, and no "
             "callback that sets them"
         )
+    elif theirs.autocast != mine.autocast:
+        cause = f"{name} runs {_autocast(mine)} now; it ran {_autocast(theirs)}"
+        remedy = "use the same dtype in each step: autocast is on in all or in none"
     elif theirs.hooks != mine.hooks:
         cause = f"{name} has {mine.hooks} hooks now; it had {theirs.hooks}"
         remedy = "register hooks before the training, and keep them"
@@ -165,7 +181,7 @@ def _of_module(theirs: ModuleCall, mine: ModuleCall) -> Difference:
     return Difference(cause=cause, where=where, remedy=remedy)
 
 
-def _of_update(theirs: Update, mine: Update) -> Difference:
+def _of_update(theirs: Update, mine: Update) -> Difference | None:
     name = mine.kind.__name__
     if theirs.kind is not mine.kind:
         cause = f"the optimizer is {name} now; it was {theirs.kind.__name__}"
@@ -181,20 +197,28 @@ def _of_update(theirs: Update, mine: Update) -> Difference:
             else "another number of parameter groups"
         )
         cause = f"an option of {name} changed: {changed}"
-    elif theirs.rates != mine.rates:
+    elif theirs.rates != mine.rates and _meets_another(theirs) != _meets_another(mine):
         return Difference(
             cause=f"the learning rate of {name} is another, {theirs.rates} -> {mine.rates}: it equals, or equalled, "
             "another number of the update (1 - beta, say), and equal numbers share one input of the graph",
-            where="",
+            where=_line(mine),
             remedy="nothing: a learning rate costs a compile only where it meets such a number",
+            is_harmless=True,
         )
     else:
-        cause = f"{name} has a state for {mine.state} parameters now; it had one for {theirs.state} (was it made anew?)"
+        # A state that is missing is made before the step computes.
+        return None
     return Difference(
         cause=cause,
-        where="",
+        where=_line(mine),
         remedy="make the optimizer once, with its options; a scheduler may change the learning rate",
     )
+
+
+def _meets_another(update: Update) -> bool:
+    """Whether a learning rate equals a constant, or a number that the update makes of another option."""
+    rates = {rate for rate in update.rates if type(rate) in (int, float)}
+    return not rates.isdisjoint({*_SPECIAL, *(1 - number for number in update.numbers)})
 
 
 def _of_path(theirs: Call | ModuleCall | Update | None, mine: Call | ModuleCall | Update | None) -> Difference:
@@ -225,7 +249,8 @@ def _of_numbers(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
     for mine, old, new in special or [item for item in changed if _name(item[0]) not in _ARITHMETIC]:
         return _of_constant("a Python number", mine, old, new)
     updates = [(theirs, mine) for theirs, mine in pairs if isinstance(mine, Update)]
-    return next((_of_update(theirs, mine) for theirs, mine in updates if theirs != mine), None)
+    found = (_of_update(theirs, mine) for theirs, mine in updates)
+    return next((difference for difference in found if difference is not None), None)
 
 
 def _newly_equal(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
@@ -245,6 +270,7 @@ def _newly_equal(before: Sequence[Any], now: Sequence[Any]) -> Difference | None
             where=_line(entry),
             remedy="nothing, if it happens once; numbers that often meet can be kept apart by making one of "
             "them a tensor (torch.tensor(value, device=x.device))",
+            is_harmless=True,
         )
     return None
 
@@ -256,6 +282,10 @@ def _numbers_of(entries: Sequence[Any]) -> list[tuple[float, Call | Update]]:
         if isinstance(entry, (Call, Update)):
             found += [(number, entry) for number in entry.numbers if type(number) is float and number not in _SPECIAL]
     return found
+
+
+def _is_slice(numbers: Any) -> bool:
+    return isinstance(numbers, tuple) and (numbers[:1] == ("slice",) or any(map(_is_slice, numbers)))
 
 
 def _first_different(before: Any, now: Any) -> tuple[Any, Any]:
@@ -274,10 +304,12 @@ def _name(entry: Call | ModuleCall | Update) -> str:
 
 
 def _line(entry: Call | ModuleCall | Update) -> str:
-    if isinstance(entry, Update):
-        return "the optimizer's step"
     text = linecache.getline(entry.file, entry.line).strip()
     return f"{entry.file}:{entry.line}" + (f": {text}" if text else "")
+
+
+def _autocast(call: ModuleCall) -> str:
+    return f"under autocast to {_dtype(call.autocast)}" if call.autocast is not None else "without autocast"
 
 
 def _dtype(dtype: Any) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from xla_adapters.tracing.compile_events import CompileEvent, tell
 from xla_adapters.tracing.graph_analysis import GraphAnalyses
-from xla_adapters.tracing.graph_difference import common_length, explain_difference
+from xla_adapters.tracing.graph_difference import REMEDY_OF_MODES, common_length, explain_difference
 from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.scope_report import ScopeReport
 from xla_adapters.utils.location import line_of_user
@@ -20,6 +20,10 @@ logger = logging.getLogger("xla_adapters")
 
 # Of each step; more graphs than this are explained by the latest.
 _KEPT = 8
+_REMEDY_OF_FACTS = (
+    "keep the options of the training (accumulation, clipping, what is kept between steps) as they are from its start "
+    "on, or expect one compile for each combination"
+)
 # `with step():` makes a new object for each call, so its steps are identified by name.
 _by_name: dict[str, GraphHistory] = {}
 
@@ -94,36 +98,43 @@ class GraphHistory:
 
     def reason(self, signature: StepSignature, operations: OperationLog) -> str:
         """Why a call compiles, compared with the most similar call of its phase that compiled."""
+        return self._explain(signature, operations)[0]
+
+    def _explain(self, signature: StepSignature, operations: OperationLog) -> tuple[str, bool]:
+        """Why a call compiles, and whether something should be done about it."""
         same_phase = [item for item in reversed(self.known) if item[0].phase == signature.phase]
         if not same_phase:
-            return f"first call of the phase {signature.phase!r}"
+            return f"first call of the phase {signature.phase!r}", False
         nearest = min(
             same_phase, key=lambda item: (len(signature.difference(item[0])), -common_length(item[1], operations))
         )
         changes = signature.difference(nearest[0])
         if changes:
-            return "; ".join(changes) + self._other_shapes(signature, nearest[0])
+            return "; ".join(changes) + self._advice(signature, nearest[0]), True
         found = explain_difference(nearest[1], operations)
         if found is not None:
-            return str(found)
-        return (
+            return str(found), not found.is_harmless
+        reason = (
             "the batch looks as before, and the step calls the same functions: what differs is in the backward, in "
             "code that was not called through torch's Python functions, or in what was computed before the step"
         )
+        return reason, True
 
     def has_graph_of(self, phase: str) -> bool:
         """Whether a call of this phase has ended."""
         return phase in self._phases
 
-    def _tell(self, name: str, signature: StepSignature, report: ScopeReport, call: CallNumber, warns: bool) -> None:
-        reason = self.reason(signature, report.operations)
+    def _tell(
+        self, name: str, signature: StepSignature, report: ScopeReport, call: CallNumber, known: str, warns: bool
+    ) -> None:
+        reason, needs_action = (known, False) if known else self._explain(signature, report.operations)
         is_first = self._note(signature, report.operations)
         own = [item for item in self.known if item[0].phase == signature.phase]
         if not is_first:
             self.known.append((signature, report.operations))
         if len(own) >= _KEPT:
             self.known.remove(own[1])
-        self.compiled(name, report, reason, call, phase=signature.phase, warns=warns and not is_first)
+        self.compiled(name, report, reason, call, phase=signature.phase, warns=warns and needs_action and not is_first)
 
     def compiled(
         self, name: str, report: ScopeReport, reason: str, call: CallNumber, *, phase: str = "", warns: bool = False
@@ -167,6 +178,7 @@ class GraphHistory:
         signature: StepSignature,
         report: ScopeReport,
         call: CallNumber | None = None,
+        known: str = "",
         *,
         warns: bool = True,
     ) -> None:
@@ -177,10 +189,11 @@ class GraphHistory:
             signature: of the call.
             report: of its end.
             call: which call it was; None if calls are not counted.
+            known: why it compiled, if the caller knows; nothing need be done about that.
             warns: whether a graph after the first one of a phase is a warning.
         """
         if report.compiles:
-            self._tell(name, signature, report, call if call is not None else CallNumber(), warns)
+            self._tell(name, signature, report, call if call is not None else CallNumber(), known, warns)
         elif report.operations.entries:
             # Its graph may be known from another step.
             self._note(signature, report.operations)
@@ -193,19 +206,19 @@ class GraphHistory:
         self.known.append((signature, operations))
         return True
 
-    def _other_shapes(self, signature: StepSignature, nearest: StepSignature) -> str:
+    def _advice(self, signature: StepSignature, nearest: StepSignature) -> str:
         """Which forms each changed input had so far, and what to do."""
-        changed = [name for name, form in signature.inputs if dict(nearest.inputs).get(name, form) != form]
+        before, now = dict(nearest.inputs), dict(signature.inputs)
+        changed = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
+        if not changed:
+            modes = (dict(call.facts).get("model mode") for call in (nearest, signature))
+            return f"\n  what to do: {_REMEDY_OF_FACTS if len(set(modes)) == 1 else REMEDY_OF_MODES}"
         seen = [
             f"{name} was {', '.join(dict.fromkeys(dict(old.inputs).get(name, 'absent') for old, _ in self.known))}"
             for name in changed
         ]
-        if not changed:
-            return ""
-        return (
-            f"\n  so far: {'; '.join(seen)}\n  what to do: pad to a fixed length or to a few lengths, and drop the "
-            "partial last batch (drop_last): each shape is a graph of its own"
-        )
+        remedy = _remedy([(before.get(name, ""), now.get(name, "")) for name in changed])
+        return f"\n  so far: {'; '.join(seen)}\n  what to do: {remedy}"
 
 
 def history_of(name: str) -> GraphHistory:
@@ -224,3 +237,20 @@ def _describe(path: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _describe(f"{path}[{index}]", item)
     elif value is not None:
         yield path or "input", repr(value)[:80] if isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+def _remedy(changes: list[tuple[str, str]]) -> str:
+    """What to do about inputs that have another form, given the old and the new one: empty for one that is absent."""
+    (old_shapes, old_dtypes), (shapes, dtypes) = (
+        zip(*(form.rpartition(" ")[::2] for form in forms), strict=True) for forms in zip(*changes, strict=True)
+    )
+    if not all(old and new for old, new in changes):
+        return "give the same entries in each batch, with a neutral value (weights of 1, say) where there is none"
+    if not all(isinstance(getattr(torch, dtype, None), torch.dtype) for dtype in (*old_dtypes, *dtypes)):
+        return "make it a tensor: its value is then an input of the graph; or choose among a few values"
+    if old_shapes == shapes:
+        return "convert the data to one dtype in the dataset: each dtype is a graph of its own"
+    return (
+        "pad to a fixed length or to a few lengths, and drop the partial last batch (drop_last): each shape is a graph "
+        "of its own"
+    )

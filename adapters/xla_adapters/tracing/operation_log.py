@@ -11,6 +11,8 @@ import torch
 
 from xla_adapters.utils.location import is_plumbing
 
+# The number that the next node of autograd's graph gets in this thread.
+next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _PLAIN = frozenset({int, float, bool, str, complex, type(None), torch.dtype, torch.device, type(Ellipsis)})
 
 
@@ -40,6 +42,7 @@ class ModuleCall(NamedTuple):
         hooks: how many hooks are called around it.
         needed: of each of its own parameters, whether it gets a gradient.
         present: of each, whether it has one.
+        autocast: the dtype of the autocast that is on; None if none is.
         file, line: where, with torch's own code skipped.
     """
 
@@ -48,6 +51,7 @@ class ModuleCall(NamedTuple):
     hooks: int
     needed: tuple[bool, ...]
     present: tuple[bool, ...]
+    autocast: torch.dtype | None
     file: str
     line: int
 
@@ -60,14 +64,15 @@ class Update(NamedTuple):
         options: of each group of parameters, by name, without the learning rate.
         rates: the learning rate of each group.
         numbers: those of all its options, with the rates.
-        state: how many parameters have a state.
+        file, line: where, with torch's own code skipped.
     """
 
     kind: type
     options: tuple[tuple[tuple[str, Any], ...], ...]
     rates: tuple[Any, ...]
     numbers: tuple[float, ...]
-    state: int
+    file: str
+    line: int
 
 
 class OperationLog:
@@ -75,12 +80,16 @@ class OperationLog:
 
     Attributes:
         entries: in the order of the calls.
+        first_node: `next_node()` when the present call of a torch function began.
     """
 
-    __slots__ = ("entries",)
+    __slots__ = ("_makers", "entries", "first_node")
 
     def __init__(self) -> None:
         self.entries: list[Call | ModuleCall | Update] = []
+        self.first_node = 0
+        # Of calls that made nodes: the first one's number, that after the last one's, and the call.
+        self._makers: list[tuple[int, int, Call]] = []
 
     def call(self, function: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any], result: Any) -> None:
         """Notes a call of a torch function, but for what computes nothing: attributes, and marks for the profiler."""
@@ -91,7 +100,19 @@ class OperationLog:
         numbers = _plain(args)
         if kwargs:
             numbers += tuple((name, _plain((value,))) for name, value in kwargs.items())
-        self.entries.append(Call(function, *_place(), numbers, _form(result)))
+        call = Call(function, *_place(), numbers, _form(result))
+        self.entries.append(call)
+        following = next_node()
+        if following != self.first_node:
+            self._makers.append((self.first_node, following, call))
+
+    def maker(self, node: int) -> Call | None:
+        """The call that made a node of autograd's graph; None if that was done at a place that the log does not see.
+
+        Args:
+            node: its sequence number.
+        """
+        return next((call for first, following, call in self._makers if first <= node < following), None)
 
     def module(self, module: torch.nn.Module) -> None:
         """Notes that a module is called."""
@@ -101,7 +122,8 @@ class OperationLog:
             # `functional_call` puts results in the place of parameters: torch warns where their gradient is looked at.
             present = tuple([parameter.is_leaf and parameter.grad is not None for parameter in own])
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
-        self.entries.append(ModuleCall(type(module), module.training, hooks, needed, present, *_place()))
+        autocast = torch.get_autocast_dtype("xla") if torch.is_autocast_enabled("xla") else None
+        self.entries.append(ModuleCall(type(module), module.training, hooks, needed, present, autocast, *_place()))
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes that an optimizer steps."""
@@ -113,7 +135,7 @@ class OperationLog:
             options.append(tuple(zip(own, _plain(own.values()), strict=True)))
             numbers += [value for value in (group.get("lr"), *own.values()) if type(value) in (int, float)]
         rates = _plain(group.get("lr") for group in optimizer.param_groups)
-        self.entries.append(Update(type(optimizer), tuple(options), rates, tuple(numbers), len(optimizer.state)))
+        self.entries.append(Update(type(optimizer), tuple(options), rates, tuple(numbers), *_place()))
 
 
 def _plain(values: Iterable[Any]) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.transfers import upload_scalar
 from xla_adapters.tracing.answers import NO_ANSWER, Answers
 from xla_adapters.tracing.index_check import IndexCheck
-from xla_adapters.tracing.operation_log import OperationLog
+from xla_adapters.tracing.operation_log import OperationLog, next_node
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.fake_tensors import is_fake
 from xla_adapters.utils.torch_modes import leave_function_mode
@@ -138,6 +138,7 @@ class StepMode(TorchFunctionMode):
         if args and is_fake(args[0]):
             return func(*args, **kwargs)
         called = func
+        self._operations.first_node = next_node()
         self._indices.check(func, args, kwargs)
         if func in self._lowerings and args and _is_on_device(args[0]):
             func = self._lowerings[func]

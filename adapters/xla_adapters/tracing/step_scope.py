@@ -227,7 +227,7 @@ class StepScope:
     def _finish_graph(self) -> ScopeReport:
         """Completes the graph and executes it."""
         runtime, undo_log = self._runtime, self._undo_log
-        self._breaks.check_end()
+        self._breaks.check_end(self.operations)
         if self.config.free_grads is True:
             undo_log.free_grads()
         self.stop_recording()
@@ -285,7 +285,7 @@ class StepScope:
         """The error to raise in place of one of the runtime's; `None` for an error of another kind."""
         if self._runtime.device.is_out_of_memory(error):
             return DeviceOutOfMemoryError.of_step(self.name, self._runtime.device.hardware())
-        return self._breaks.translate(error)
+        return self._breaks.translate(error, self.operations)
 
     def _execute(self) -> None:
         self._sync()

@@ -32,7 +32,8 @@ class Location:
     """A line of source code, for error messages.
 
     Attributes:
-        filename, lineno, function: where it is.
+        filename, lineno: where it is.
+        function: in which one; empty if not known.
         is_user_code: whether the file lies outside the standard library and site-packages.
         called_from: for a line in a library, the line of the user's code that led there.
     """
@@ -49,7 +50,7 @@ class Location:
         return linecache.getline(self.filename, self.lineno).strip()
 
     def __str__(self) -> str:
-        text = f"{self.filename}:{self.lineno} in {self.function}"
+        text = f"{self.filename}:{self.lineno}" + (f" in {self.function}" if self.function else "")
         if self.source:
             text += f": {self.source}"
         if self.called_from is not None:
@@ -105,6 +106,11 @@ def _locate(frames: Iterable[tuple[CodeType, int]]) -> Location | None:
     if site is None:
         return None
     return Location(filename=site[0].co_filename, lineno=site[1], function=site[0].co_name, is_user_code=False)
+
+
+def location_of_line(filename: str, lineno: int) -> Location:
+    """The location of a line that is known already."""
+    return Location(filename=filename, lineno=lineno, function="", is_user_code=not _is_library(filename))
 
 
 def stack_frames(start: FrameType | None = None) -> Iterator[FrameType]:

@@ -54,6 +54,9 @@ class XLADevice:
                     "transformers.TrainingArguments are created, which start the runtime; or set XLA_USE_SPMD=1."
                 )
             xr.use_spmd()
+        if not os.environ.get("PT_XLA_DEBUG") and not os.environ.get("PT_XLA_DEBUG_LEVEL"):
+            # torch_xla describes each execution that it refuses, before our error: twelve lines without its cause.
+            os.environ.setdefault("PT_XLA_DEBUG_FILE", os.devnull)
         # Under SPMD the device alone does not start the runtime; counting devices does.
         xr.global_runtime_device_count()
         self._device = torch_xla.device()

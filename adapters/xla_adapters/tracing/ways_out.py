@@ -1,0 +1,104 @@
+"""`way_out`: what to call in a step in place of an operator that cannot be part of its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_FFT = (
+    "multiply by the matrix of the transform, for lengths up to a few thousand: angle = 2 * math.pi / n * "
+    "torch.outer(torch.arange(n // 2 + 1), torch.arange(n)), made once; the real part of rfft(x) is x @ angle.cos().T, "
+    "the imaginary part -(x @ angle.sin().T)"
+)
+_CTC = (
+    "compute the loss with torch.logsumexp, one frame after the other, as in docs/guides/graph_breaks.md, for short "
+    "sequences"
+)
+_EIGH = (
+    "for a symmetric matrix use torch.linalg.eigh, which the device has: values, vectors = torch.linalg.eigh(a); "
+    "vectors * values.sqrt() is a root of it, (vectors / values) @ vectors.mT its inverse, values.log().sum() the "
+    "logarithm of its determinant"
+)
+_PINV = "use torch.linalg.pinv, which the device has: torch.linalg.pinv(a) @ b"
+_MEDIAN = "use kthvalue, which is the same: x.flatten().kthvalue((x.numel() + 1) // 2).values, or along a dimension"
+_MASK = (
+    "keep the shape: torch.where(mask, x, 0).sum() / mask.sum() in place of x[mask].mean(), "
+    "F.cross_entropy(..., ignore_index=-100) in place of a choice of rows"
+)
+_POSITIONS = (
+    "for a fixed number of positions: mask.flatten().long().argsort(descending=True, stable=True)[:k] are the first k "
+    "that are set; to compute with all elements: torch.where(mask, x, 0)"
+)
+_UNIQUE = (
+    "sort and compare neighbours, which keeps the shape: ordered = x.flatten().sort().values; "
+    "(ordered[1:] != ordered[:-1]).sum() + 1 is how many there are"
+)
+_REPEAT = (
+    "look the rows up, with a fixed number n of them: x[torch.searchsorted(repeats.cumsum(0), "
+    "torch.arange(n, device=x.device), right=True)]"
+)
+
+# By torch's name of the operator without its overload, or the name of the call.
+_WAYS_OUT: dict[str, str] = {
+    "_fft_r2c": _FFT,
+    "_fft_c2c": _FFT,
+    "_fft_c2r": _FFT,
+    "_ctc_loss": _CTC,
+    "linalg_cholesky_ex": _EIGH,
+    "linalg_solve_triangular": _EIGH,
+    "linalg_eig": _EIGH,
+    "_linalg_solve_ex": _PINV,
+    "linalg_inv": _PINV,
+    "inverse": _PINV,
+    "linalg_lstsq": _PINV,
+    "_linalg_det": "use torch.linalg.svdvals(a).prod(dim=-1), which is the determinant without its sign",
+    "median": _MEDIAN,
+    "sinc": "write it out: y = math.pi * torch.where(x == 0, 1e-8, x); y.sin() / y",
+    "_pdist_backward": (
+        "take the distances of all pairs from cdist: torch.cdist(x, x)[tuple(torch.triu_indices(n, n, 1).to(x.device))]"
+    ),
+    "hypot": "write it out: (x.square() + y.square()).sqrt()",
+    "scatter_reduce": (
+        "for a mean divide a sum by a count: zeros.scatter_add(dim, index, x) / zeros.scatter_add(dim, index, "
+        "torch.ones_like(x)).clamp_min(1)"
+    ),
+    "round": "write it out: (x * 10**decimals).round() / 10**decimals",
+    "renorm": "write it out: x * (limit / torch.linalg.vector_norm(x, dim=1, keepdim=True)).clamp_max(1)",
+    "multinomial": (
+        "draw without replacement by the largest of perturbed logarithms: (probabilities.log() - "
+        "torch.rand_like(probabilities).log().neg().log()).topk(k, -1).indices"
+    ),
+    "max_pool2d_with_indices": (
+        "without dilation, or by F.unfold(x, kernel, dilation=dilation, stride=stride)"
+        ".unflatten(1, (channels, -1)).amax(2), which is (batch, channels, positions)"
+    ),
+    "masked_select": _MASK,
+    "a boolean index": _MASK,
+    "nonzero": _POSITIONS,
+    "torch.where with one argument": _POSITIONS,
+    "unique": _UNIQUE,
+    "unique_consecutive": _UNIQUE,
+    "bincount": "F.one_hot(x, n).sum(0), with the number n of values",
+    "one_hot": "give num_classes",
+    "repeat_interleave": _REPEAT,
+    "repeat_interleave without output_size": _REPEAT,
+}
+# Where the forward calls a function whose backward is computed on the host under another operator's name.
+_OF_BACKWARD = {
+    "masked_scatter": (
+        "gather what is scattered: position = (mask.flatten().long().cumsum(0) - 1).clamp_min(0); torch.where(mask, "
+        "source.flatten()[position].view_as(x), x)"
+    )
+}
+
+
+def way_out(operators: Iterable[str], caller: str = "") -> str | None:
+    """What to call in place of the first of these operators that has an alternative; None if none has.
+
+    Args:
+        operators: names of torch's operators, or of calls.
+        caller: the function whose backward needs them, if known.
+    """
+    if caller in _OF_BACKWARD:
+        return _OF_BACKWARD[caller]
+    names = (known for name in operators for known in (name, name.partition(".")[0]))
+    return next((_WAYS_OUT[name] for name in names if name in _WAYS_OUT), None)

@@ -1,0 +1,106 @@
+"""Whether what the adapters say of a fault is right; `python -m benchmarks.explain`.
+
+Each program is a small training, as people write it, with one planted fault, in a process of its own. What the adapters
+log, warn of and raise is compared with what was planted.
+  cause     what is named as the cause;
+  line      the line that is marked as the faulty one in the program's source; where an entry of the batch or
+            an option of the trainer is at fault there is none, and its name must be in the cause;
+  remedy    what is advised.
+Where a fault costs nothing under the adapters, right is that nothing is reported and that the step has one graph.
+Programs without a fault are run for 100 steps each: whatever is reported of them is a false alarm.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from dataclasses import asdict
+
+from benchmarks import report
+from benchmarks.explain import own_breaks, own_loops, with_lightning, with_transformers
+from benchmarks.explain.clean import CLEAN, STEPS
+from benchmarks.explain.measure import Row, listen, measure
+from benchmarks.explain.output import markdown, table_of
+from benchmarks.explain.program import Program
+
+# Of the programs: 22 and 20 of 24.
+LINES, REMEDIES = 22 / 24, 20 / 24
+
+
+def programs() -> list[Program]:
+    """All of them, by loop."""
+    return [*own_loops.PROGRAMS, *own_breaks.PROGRAMS, *with_transformers.PROGRAMS, *with_lightning.PROGRAMS]
+
+
+def named(names: str) -> list[Program]:
+    """The programs whose fault contains one of the words (comma separated); all if empty.
+
+    Raises:
+        ValueError: a word matches none.
+    """
+    words = [word.strip().lower() for word in names.split(",") if word.strip()]
+    for word in words:
+        if not any(word in program.name.lower() for program in programs()):
+            raise ValueError(f"no fault is called {word!r}; there are {', '.join(one.name for one in programs())}")
+    return [one for one in programs() if not words or any(word in one.name.lower() for word in words)]
+
+
+def add_targets(made: report.Report, rows: list[Row], alarms: dict[str, list[str]]) -> None:
+    """Adds the targets.
+
+    Args:
+        made: the report.
+        rows: of the programs with a fault.
+        alarms: what was reported of each program without one; empty if none was run.
+    """
+    both = sum(row.cause and row.line for row in rows) / len(rows)
+    made.target("share of faults whose cause and line are right", both, "at least", LINES)
+    made.target(
+        "share of faults whose remedy is right", sum(row.remedy for row in rows) / len(rows), "at least", REMEDIES
+    )
+    made.target("reports beside the fault", sum(len(row.others) for row in rows), "exactly", 0)
+    made.target("runs in which torch_xla prints a text of its own", sum(row.dumps for row in rows), "exactly", 0)
+    made.target("programs that did not end", sum(row.error is not None for row in rows), "exactly", 0)
+    if alarms:
+        steps = f"false alarms in {len(alarms) * STEPS} steps of programs without a fault"
+        made.target(steps, sum(map(len, alarms.values())), "exactly", 0)
+
+
+def main(command: list[str] | None = None) -> int:
+    """The program."""
+    parser = report.parser(str(__doc__).splitlines()[0])
+    parser.add_argument("--only", default="", metavar="NAMES", help="comma-separated parts of names of faults")
+    parser.add_argument("--timeout", type=float, default=180, help="seconds per run")
+    parser.add_argument("--markdown", action="store_true", help="print the table as the documents have it")
+    options = parser.parse_args(command)
+    try:
+        chosen = named(options.only)
+    except ValueError as error:
+        parser.error(str(error))
+    # Children neither look through nor copy what the imports made.
+    gc.collect()
+    gc.freeze()
+    made = report.Report("explain", settings={"steps without a fault": STEPS})
+    rows: list[Row] = []
+    for number, program in enumerate(chosen, start=1):
+        row = measure(program, options.timeout)
+        rows.append(row)
+        marks = f"cause {row.cause}, line {row.line}, remedy {row.remedy}, {len(row.others)} others"
+        print(f"[{number}/{len(chosen)}] {program.name}: {row.error or marks}", file=sys.stderr, flush=True)
+        made.results["rows"] = [asdict(one) for one in rows]
+        made.save(options)
+    alarms: dict[str, list[str]] = {}
+    for name, run in CLEAN.items() if not options.only else ():
+        alarms[name] = listen(run, options.timeout).reports
+        print(f"{name}: {len(alarms[name])} false alarms", file=sys.stderr, flush=True)
+    made.results["false alarms"] = alarms
+    add_targets(made, rows, alarms)
+    print(str(__doc__).split("\n\n", 1)[1])
+    print(markdown(rows) if options.markdown else table_of(rows))
+    for name, said in alarms.items():
+        print(f"\n{name}, {STEPS} steps: {len(said)} false alarms", *said, sep="\n  ")
+    return made.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
