@@ -22,6 +22,7 @@ from xla_adapters.runtime.waiting_steps import settle
 from xla_adapters.tracing.activation_checkpointing import checkpointing_on_device
 from xla_adapters.tracing.breaks import BreakPolicy
 from xla_adapters.tracing.claim import claim_process, release_process
+from xla_adapters.tracing.compile_progress import compile_progress
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.tracing.graph_breaks import GraphBreaks
 from xla_adapters.tracing.graph_history import GraphHistory, StepSignature, history_of
@@ -239,16 +240,13 @@ class StepScope:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             written = own_buffers_for_update(undo_log, runtime)
         compiles, seconds = runtime.counters.compile_totals()
-        self._execute()
+        with compile_progress(self.name, self.history, call):
+            self._execute()
         if runtime.has_shared_buffers:
             runtime.shared_buffers.note_own_buffers(written)
             runtime.shared_buffers.note_separated()
-        compiles_after, seconds_after = runtime.counters.compile_totals()
-        return ScopeReport(
-            compiles=compiles_after - compiles,
-            compile_seconds=seconds_after - seconds,
-            operations=self.operations,
-        )
+        count, total = runtime.counters.compile_totals()
+        return ScopeReport(compiles=count - compiles, compile_seconds=total - seconds, operations=self.operations)
 
     @at_edge
     @with_stack_room
