@@ -81,7 +81,7 @@ class Run:
         self.data = DataPosition(trainer)
         self.metrics = RunMetrics(trainer, self._is_step_open)
         self.steps = StepDriver(
-            config,
+            config.of_run(trainer.default_root_dir),
             base_seed(),
             before_step=self.metrics.before_step,
             after_step=self.metrics.after_step,

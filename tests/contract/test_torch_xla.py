@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -348,3 +349,18 @@ def test_a_scan_runs_by_one_function_that_is_looked_up() -> None:
 
     assert list(inspect.signature(scan._scan_impl_flat).parameters) == ["fn", "init", "xs", "reverse"]
     assert "_scan_impl_flat(" in inspect.getsource(scan._scan_impl_pytree)
+
+
+@isolated
+def test_a_profile_is_written_and_a_second_one_is_refused(tmp_path: Path) -> None:
+    device = get_runtime().device
+    device.initialize()
+    assert device.start_profile(str(tmp_path))
+    assert not device.start_profile(str(tmp_path / "other"))
+    (torch.ones(3).to(device.torch_device()) + 1).cpu()
+    device.stop_profile()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(path.name.partition(".")[2] for path in files) == ["trace.json.gz", "xplane.pb"]
+    assert all(path.stat().st_size for path in files)
+    assert device.start_profile(str(tmp_path))
+    device.stop_profile()

@@ -68,5 +68,15 @@ class Device(Protocol):
     def wait(self) -> None:
         """Blocks until all executions and transfers that were begun have ended."""
 
+    def start_profile(self, folder: str) -> bool:
+        """Starts to record what host and device do; returns whether it did: a process records one profile at a time.
+
+        Args:
+            folder: where `stop_profile` will write, in the form that TensorBoard and xprof read.
+        """
+
+    def stop_profile(self) -> None:
+        """Ends the recording that `start_profile` started, and writes it."""
+
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether an error of the runtime says that the device has too little memory to compile or execute."""

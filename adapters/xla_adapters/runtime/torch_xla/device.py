@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+import torch_xla.debug.profiler as profiler
 import torch_xla.runtime as xr
 
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
@@ -119,6 +120,20 @@ class XLADevice:
     def wait(self) -> None:
         """See `Device`."""
         xm.wait_device_ops()
+
+    def start_profile(self, folder: str) -> bool:
+        """See `Device`."""
+        try:
+            profiler.start_trace(folder)
+        except RuntimeError as error:
+            if "already been started" not in str(error):
+                raise
+            return False
+        return True
+
+    def stop_profile(self) -> None:
+        """See `Device`."""
+        profiler.stop_trace()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """See `Device`."""
