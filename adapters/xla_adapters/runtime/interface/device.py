@@ -30,6 +30,13 @@ class Device(Protocol):
             UnsupportedOptionError: the runtime has no SPMD, or its own automatic sharding was switched on.
         """
 
+    def use_compile_cache(self, folder: str) -> None:
+        """Keeps executables in a folder, for later processes. Where the device cannot load them, only warns, once.
+
+        Raises:
+            RuntimeOrderError: the runtime has started without it.
+        """
+
     def started(self) -> bool:
         """Whether the runtime runs. From then on SPMD cannot be switched on, and `XLA_FLAGS` has no effect."""
 

@@ -13,6 +13,7 @@ import torch_xla.runtime as xr
 
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.runtime.extensions import initialize_extensions
+from xla_adapters.runtime.torch_xla.compile_cache import CompileCache
 from xla_adapters.runtime.torch_xla.operators import complete_autocast, register_kernels
 from xla_adapters.runtime.tuning import DEFAULT_TUNING, Tuning
 
@@ -30,6 +31,7 @@ class XLADevice:
 
     def __init__(self) -> None:
         self._initialized = self._has_sync_points = False
+        self._cache = CompileCache()
         self._device: torch.device | None = None
 
     def initialize(self, *, spmd: bool = False, tuning: Tuning = DEFAULT_TUNING) -> None:
@@ -60,6 +62,10 @@ class XLADevice:
         complete_autocast()
         register_kernels()
         self._initialized = True
+
+    def use_compile_cache(self, folder: str) -> None:
+        """See `Device`."""
+        self._cache.use(folder, self.hardware(), has_started=self.started())
 
     def started(self) -> bool:
         """See `Device`."""
