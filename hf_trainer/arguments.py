@@ -73,6 +73,12 @@ class XLAArguments:
         default="auto",
         metadata={"help": "auto, default, philox or three_fry: the random number generator of the device."},
     )
+    profile_steps: Optional[list[int]] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
+        default=None, metadata={"help": "The first and the last step, from 1, of which a profile is recorded."}
+    )
+    profile_folder: Optional[str] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
+        default=None, metadata={"help": "Where the profile is written; xla-profile in the output folder by default."}
+    )
     auto_sharding: bool = field(
         default=False, metadata={"help": "Shard the model over all devices by the plan with the lowest estimated cost."}
     )

@@ -110,7 +110,7 @@ class Bridge:
         initialize(eager=options.config.eager_by_default)
         save_pretrained_from_device()
         hold_jit_checkpoint(trainer.callback_handler.callbacks)
-        self.steps = StepDriver(options.config, trainer.args.seed)
+        self.steps = StepDriver(options.config.of_run(trainer.args.output_dir), trainer.args.seed)
         self.session = Session(trainer, options.config, self.steps, self.sharding)
         self.tokens = InputTokens(trainer, base, self.steps)
         self.training = TrainingSteps(trainer, base, self.steps, self.inputs, self.loss_sum, self.run_stats)

@@ -85,7 +85,7 @@ class Run:
         self.data = DataPosition(trainer)
         self.metrics = RunMetrics(trainer, self._is_step_open, self._report.clock)
         self.steps = StepDriver(
-            config,
+            config.of_run(trainer.default_root_dir),
             base_seed(),
             before_step=self.metrics.before_step,
             after_step=self._after_step,

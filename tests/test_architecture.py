@@ -71,14 +71,18 @@ def test_the_safety_analysis_knows_nothing_of_xla() -> None:
 def test_only_the_folder_of_the_cpu_asks_whether_it_is_one() -> None:
     """Plans for other devices are made on CPU devices too, so that measuring them is about CPUs by its nature.
 
-    The table of known traps says of each kind of device what goes wrong there.
+    The tables of known traps, and of what cannot load executables, say of each kind of device what goes wrong there.
     """
-    allowed, traps = {"cpu", "sharding", "preflight"}, "xla_adapters.insight.doctor.traps"
+    allowed = {"cpu", "sharding", "preflight"}
+    tables = {"xla_adapters.insight.doctor.traps", "xla_adapters.runtime.torch_xla.compile_cache"}
     asking = {
         module
         for module, path in modules().items()
         for node in ast.walk(tree(path))
-        if isinstance(node, ast.Constant) and node.value == "CPU" and room_of(module) not in allowed and module != traps
+        if isinstance(node, ast.Constant)
+        and node.value == "CPU"
+        and room_of(module) not in allowed
+        and module not in tables
     }
     assert asking == set()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from xla_adapters.errors import ConfigError
@@ -74,6 +75,10 @@ class XLAConfig:
             device's own; `"auto"` is `"three_fry"` on CPU devices, where it is the fastest (see
             `xla_adapters.cpu.lowerings.dropout`), else `"default"`. Algorithms draw different numbers. The environment
             variable `XLA_RNG_BIT_GENERATOR` has priority.
+        profile_steps: the first and the last call of the training step (from 1, each micro batch of an accumulation is
+            one) of which a profile is recorded; `None` for no profile. An error, or the end of the run, ends it early.
+        profile_folder: where it is written; `None` for `xla-profile` in the folder of the run (HF's `output_dir`,
+            Lightning's `default_root_dir`), else in the working directory.
 
     Raises:
         ConfigError: a value is not valid, or two options contradict each other.
@@ -92,6 +97,8 @@ class XLAConfig:
     steps_per_execution: int = 1
     steps_form: StepsForm = "loop"
     rng_algorithm: RngAlgorithm = "auto"
+    profile_steps: tuple[int, int] | None = None
+    profile_folder: str | None = None
 
     def __post_init__(self) -> None:
         _check_choice("xla_mode", self.xla_mode, get_args(XLAMode))
@@ -104,6 +111,7 @@ class XLAConfig:
         _check_choice("rng_algorithm", self.rng_algorithm, get_args(RngAlgorithm))
         _check_choice("accumulation", self.accumulation, get_args(Accumulation))
         _check_choice("steps_form", self.steps_form, get_args(StepsForm))
+        self._check_profile()
         several = self.steps_per_execution
         if isinstance(several, bool) or not isinstance(several, int) or several < 1:
             raise ConfigError(f"steps_per_execution={several!r} is not a valid value; valid values: an integer >= 1")
@@ -139,6 +147,26 @@ class XLAConfig:
                 "only there does the step own its graphs and can count them"
             )
 
+    def _check_profile(self) -> None:
+        steps = self.profile_steps
+        if steps is None:
+            if self.profile_folder is not None:
+                raise ConfigError(f"profile_folder={self.profile_folder!r} without profile_steps: nothing is recorded")
+            return
+        is_pair = isinstance(steps, (tuple, list)) and len(steps) == 2 and all(type(step) is int for step in steps)
+        if not is_pair or not 1 <= steps[0] <= steps[1]:
+            raise ConfigError(
+                f"profile_steps={steps!r} is not a valid value; valid values: None, or two integers, the first step "
+                "and the last, counted from 1"
+            )
+        # JSON and YAML have lists only.
+        object.__setattr__(self, "profile_steps", tuple(steps))
+        if not self.compiles_step:
+            raise ConfigError(
+                f"profile_steps needs xla_mode='eager+compile' (it is {self.xla_mode!r}): the other modes have no step "
+                "at whose edges a profile could begin and end; use torch_xla.debug.profiler itself"
+            )
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> XLAConfig:
         """Builds a config from plain values (JSON, YAML); an unknown key lists the valid ones."""
@@ -167,6 +195,10 @@ class XLAConfig:
             raise ConfigError(f"the XLA options were given twice: as an XLAConfig and as {singly}")
         return config
 
+    def of_numbers(self) -> dict[str, Any]:
+        """The options by name that may decide the numbers of a run, for its checkpoints."""
+        return {name: value for name, value in asdict(self).items() if not name.startswith("profile_")}
+
     @property
     def compiles_step(self) -> bool:
         """Whether training steps run as one compiled graph."""
@@ -180,7 +212,17 @@ class XLAConfig:
     def without_graph_limits(self) -> XLAConfig:
         """The same options for steps that may have several graphs, as evaluations with a partial last batch have."""
         on_recompile: OnRecompile = "warn" if self.on_recompile == "error" else self.on_recompile
-        return replace(self, max_graphs=None, on_recompile=on_recompile)
+        return replace(self.unprofiled(), max_graphs=None, on_recompile=on_recompile)
+
+    def unprofiled(self) -> XLAConfig:
+        """The same options without a profile, for steps that are no training steps."""
+        return replace(self, profile_steps=None, profile_folder=None)
+
+    def of_run(self, folder: str | None) -> XLAConfig:
+        """The same options for a run that writes into this folder."""
+        if folder is None or self.profile_steps is None or self.profile_folder is not None:
+            return self
+        return replace(self, profile_folder=os.path.join(folder, "xla-profile"))
 
     @property
     def may_replay(self) -> bool:

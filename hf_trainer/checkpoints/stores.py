@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection
-from dataclasses import asdict
 from typing import Any
 
 import transformers
@@ -81,7 +80,7 @@ class CheckpointStores:
         sharding = options.sharding
         return {
             "arguments": values,
-            "xla": {**asdict(options.config), "rng_algorithm": self._random_algorithm},
+            "xla": {**options.config.of_numbers(), "rng_algorithm": self._random_algorithm},
             "sharding": None if sharding is None else {"scheme": sharding.scheme, "mesh_shape": sharding.mesh_shape},
         }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ def settings_of(trainer: Trainer, config: XLAConfig, sharding: ModuleSharding | 
     loop: Any = trainer.fit_loop
     values = {name: getattr(trainer if hasattr(trainer, name) else loop, name) for name in _TRAINER}
     optimizers = {str(index): _described(optimizer) for index, optimizer in enumerate(trainer.optimizers)}
-    options = asdict(config)
+    options = config.of_numbers()
     # The algorithm in use is saved beside the random numbers, and resumed with them.
     del options["rng_algorithm"]
     plan = None

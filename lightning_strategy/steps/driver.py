@@ -60,7 +60,7 @@ class StepDriver:
         train_config = replace(config, free_grads=False, xla_mode="eager+compile")
         eval_config = replace(train_config.without_graph_limits(), steps_per_execution=1)
         self.train = StepProgram("train_step", train_config, hint=_TRAIN_HINT)
-        self.update = StepProgram("optimizer_step", train_config, hint=_TRAIN_HINT)
+        self.update = StepProgram("optimizer_step", train_config.unprofiled(), hint=_TRAIN_HINT)
         self.evaluation = {
             name: StepProgram(name, eval_config, hint=_EVAL_HINT)
             for name in ("validation_step", "test_step", "predict_step")

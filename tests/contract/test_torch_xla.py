@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -354,3 +355,18 @@ def test_a_scan_runs_by_one_function_that_is_looked_up() -> None:
 def test_the_kind_of_a_device() -> None:
     """The table of peak FLOPs is by these names; those of TPUs are as in JAX."""
     assert _C._xla_device_kind(str(torch_xla.device())) == "cpu"
+
+
+@isolated
+def test_a_profile_is_written_and_a_second_one_is_refused(tmp_path: Path) -> None:
+    device = get_runtime().device
+    device.initialize()
+    assert device.start_profile(str(tmp_path))
+    assert not device.start_profile(str(tmp_path / "other"))
+    (torch.ones(3).to(device.torch_device()) + 1).cpu()
+    device.stop_profile()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(path.name.partition(".")[2] for path in files) == ["trace.json.gz", "xplane.pb"]
+    assert all(path.stat().st_size for path in files)
+    assert device.start_profile(str(tmp_path))
+    device.stop_profile()

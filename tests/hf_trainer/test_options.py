@@ -46,6 +46,11 @@ def test_command_line() -> None:
     assert args.output_dir == "out"
 
 
+def test_steps_of_a_profile_on_the_command_line() -> None:
+    (parsed,) = HfArgumentParser(XLAArguments).parse_args_into_dataclasses(["--profile_steps", "3", "6"])
+    assert parsed.to_config() == XLAConfig(profile_steps=(3, 6))
+
+
 def test_defaults_on_the_command_line() -> None:
     (parsed,) = HfArgumentParser(XLAArguments).parse_args_into_dataclasses([])
     assert parsed.to_config() == XLAConfig()

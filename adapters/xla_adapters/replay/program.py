@@ -28,6 +28,7 @@ from xla_adapters.runtime.uploads import name_tensors
 from xla_adapters.tracing.compile_events import CompileEvent
 from xla_adapters.tracing.graph_history import CallNumber, GraphHistory, StepSignature
 from xla_adapters.tracing.scope_report import ScopeReport
+from xla_adapters.tracing.step_profile import StepProfile
 from xla_adapters.tracing.step_scope import StepScope, in_step
 from xla_adapters.utils.stack_room import with_stack_room
 
@@ -81,6 +82,10 @@ class StepProgram:
         # Not when the program is made: a decorated step must not import torch_xla, which reads the environment.
         observers = (extension.step_observer(get_runtime().device) for extension in extensions())
         return [observer for observer in observers if observer is not None]
+
+    @cached_property
+    def _profile(self) -> StepProfile | None:
+        return None if self.config.profile_steps is None else StepProfile(self.name, self.config)
 
     @property
     def graphs(self) -> int:
@@ -143,6 +148,8 @@ class StepProgram:
             replay: describes the call for a replay; without it the call is traced.
         """
         use_random_algorithm(self.config)
+        if self._profile is not None:
+            self._profile.before_call()
         # It references values of the state, which a traced call would have to keep.
         self._replayed = None
         self._where = where
@@ -262,15 +269,21 @@ class StepProgram:
         for step_ended in self._step_observers:
             step_ended(self.name)
         self._record(report, self._replayed, verified=self.verified > verified)
+        if self._profile is not None:
+            self._profile.after_call()
         return report
 
     @with_stack_room
     def abort(self) -> bool:
         """Discards the open call, if there is one; returns whether one was discarded, here or by its own `close`."""
         execution, self._open = self._open, None
-        if execution is None:
-            return False
-        execution.abort()
+        try:
+            if execution is None:
+                return False
+            execution.abort()
+        finally:
+            if self._profile is not None:
+                self._profile.stop()
         # After Ctrl-C during its compile the call counts as done.
         self.calls += execution.executed
         return not execution.executed

@@ -60,7 +60,12 @@ def prepare() -> None:
 
 
 def initialize(
-    *, spmd: bool = False, eager: bool = True, fast_compile: FastCompile = False, keep_memory: bool | None = None
+    *,
+    spmd: bool = False,
+    eager: bool = True,
+    fast_compile: FastCompile = False,
+    keep_memory: bool | None = None,
+    cache_dir: str | None = None,
 ) -> None:
     """Starts the device runtime and switches the process to eager mode.
 
@@ -85,6 +90,9 @@ def initialize(
             runtime has not started yet, XLA is asked (through `XLA_FLAGS`) for pieces that can be kept, as
             `import hf_trainer` does, too. It can be changed at any time; memory that was kept may stay. Trainers and
             steps use the same setting.
+        cache_dir: a folder in which torch_xla keeps executables, so that a later process need not compile them. On CPU
+            and TPU devices torch_xla 2.9 cannot load them: a warning says so, and the folder is not used.
+            `get_runtime().counters.compile_cache()` counts hits, misses and failures.
 
     Raises:
         RuntimeOrderError: a device was already used without what is asked for.
@@ -92,6 +100,8 @@ def initialize(
             `keep_memory` without glibc.
     """
     runtime = get_runtime()
+    if cache_dir is not None:
+        runtime.device.use_compile_cache(cache_dir)
     runtime.device.initialize(spmd=spmd, tuning=Tuning(fast_compile=fast_compile, keep_memory=keep_memory))
     save_from_device(runtime)
     keep_parameters_when_moved()

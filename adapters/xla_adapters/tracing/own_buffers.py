@@ -57,3 +57,15 @@ def copies_of_taken(
     keys = list(inputs)
     copies = runtime.values.copies([inputs[keys[position]] for position in found])
     return {keys[position]: copy for position, copy in zip(found, copies, strict=True)}
+
+
+def note_updated(written: Sequence[torch.Tensor], runtime: Runtime) -> None:
+    """The step is executed: what it wrote has buffers of its own.
+
+    Args:
+        written: as `own_buffers_for_update` returned it.
+        runtime: the runtime.
+    """
+    if runtime.has_shared_buffers:
+        runtime.shared_buffers.note_own_buffers(written)
+        runtime.shared_buffers.note_separated()

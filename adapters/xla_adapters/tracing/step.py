@@ -15,6 +15,7 @@ from xla_adapters.runtime.random_algorithm import use_random_algorithm
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.tracing.graph_history import StepSignature
 from xla_adapters.tracing.interrupts import at_edge
+from xla_adapters.tracing.step_profile import profiled
 from xla_adapters.tracing.step_scope import StepScope
 from xla_adapters.tracing.unguarded_scopes import EagerScope, LazyScope
 from xla_adapters.utils.location import line_of_caller
@@ -54,6 +55,8 @@ class Step:
     @at_edge
     def __enter__(self) -> Step:
         scope = self.scope()
+        if self._config.profile_steps is not None:
+            scope = profiled(scope, self._name or "step", self._phase or line_of_caller(), self._config)
         scope.__enter__()
         self._entered.append(scope)
         return self

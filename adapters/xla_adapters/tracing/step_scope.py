@@ -22,6 +22,7 @@ from xla_adapters.runtime.waiting_steps import settle
 from xla_adapters.tracing.activation_checkpointing import checkpointing_on_device
 from xla_adapters.tracing.breaks import BreakPolicy
 from xla_adapters.tracing.claim import claim_process, release_process
+from xla_adapters.tracing.compile_progress import compile_progress
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.tracing.graph_analysis import GraphAnalysis
 from xla_adapters.tracing.graph_breaks import GraphBreaks
@@ -30,7 +31,7 @@ from xla_adapters.tracing.graph_limit import check_pending_graph
 from xla_adapters.tracing.interrupts import InterruptGuard, at_edge
 from xla_adapters.tracing.modules import ModuleGuard
 from xla_adapters.tracing.operation_log import OperationLog
-from xla_adapters.tracing.own_buffers import own_buffers_for_update
+from xla_adapters.tracing.own_buffers import note_updated, own_buffers_for_update
 from xla_adapters.tracing.scope_report import NOTHING_COMPILED, CompileMeter, ScopeReport
 from xla_adapters.tracing.step_mode import StepMode
 from xla_adapters.tracing.undo_log import UndoLog
@@ -240,10 +241,9 @@ class StepScope:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             written = own_buffers_for_update(undo_log, runtime)
         meter = CompileMeter(runtime)
-        self._execute()
-        if runtime.has_shared_buffers:
-            runtime.shared_buffers.note_own_buffers(written)
-            runtime.shared_buffers.note_separated()
+        with compile_progress(self.name, self.history, (self.signature, self.operations)):
+            self._execute()
+        note_updated(written, runtime)
         return meter.report(self.operations, self._graph)
 
     @at_edge

@@ -31,6 +31,10 @@ class Counters(Protocol):
     def executables_compiled(self) -> int:
         """Executables compiled, those of single eager operations too. Cheap: asked at each replayed call."""
 
+    def compile_cache(self) -> dict[str, int]:
+        """How often a compile found its executable in the persistent cache (`hits`), did not (`misses`), or found one
+        that could not be loaded (`failures`)."""
+
     def host_operators(self) -> dict[str, int]:
         """How often each operator was computed on the host, for which the runtime has no kernel on the device."""
 

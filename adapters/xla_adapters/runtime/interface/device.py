@@ -30,6 +30,13 @@ class Device(Protocol):
             UnsupportedOptionError: the runtime has no SPMD, or its own automatic sharding was switched on.
         """
 
+    def use_compile_cache(self, folder: str) -> None:
+        """Keeps executables in a folder, for later processes. Where the device cannot load them, only warns, once.
+
+        Raises:
+            RuntimeOrderError: the runtime has started without it.
+        """
+
     def started(self) -> bool:
         """Whether the runtime runs. From then on SPMD cannot be switched on, and `XLA_FLAGS` has no effect."""
 
@@ -70,6 +77,16 @@ class Device(Protocol):
 
     def wait(self) -> None:
         """Blocks until all executions and transfers that were begun have ended."""
+
+    def start_profile(self, folder: str) -> bool:
+        """Starts to record what host and device do; returns whether it did: a process records one profile at a time.
+
+        Args:
+            folder: where `stop_profile` will write, in the form that TensorBoard and xprof read.
+        """
+
+    def stop_profile(self) -> None:
+        """Ends the recording that `start_profile` started, and writes it."""
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether an error of the runtime says that the device has too little memory to compile or execute."""

@@ -44,6 +44,11 @@ class XLACounters:
         data = (xla_metrics.metric_data(name) for name in ("CompileTime", "EagerOpCompileTime"))
         return sum(int(item[0]) for item in data if item is not None)
 
+    def compile_cache(self) -> dict[str, int]:
+        """See `Counters`."""
+        names = {"hits": "Hit", "misses": "Miss", "failures": "DeserializeFailure"}
+        return {name: int(xla_metrics.counter_value(f"PersistentCache{own}") or 0) for name, own in names.items()}
+
     def host_operators(self) -> dict[str, int]:
         """See `Counters`; a read by `.item()` is none."""
         names = (name for name in xla_metrics.counter_names() if name.startswith(_FALLBACK))

@@ -8,10 +8,12 @@ from collections.abc import Callable
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+import torch_xla.debug.profiler as profiler
 import torch_xla.runtime as xr
 
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.runtime.extensions import initialize_extensions
+from xla_adapters.runtime.torch_xla.compile_cache import CompileCache
 from xla_adapters.runtime.torch_xla.operators import complete_autocast, register_kernels
 from xla_adapters.runtime.torch_xla.scans import run_scans_in_eager_mode
 from xla_adapters.runtime.tuning import DEFAULT_TUNING, Tuning
@@ -30,6 +32,7 @@ class XLADevice:
 
     def __init__(self) -> None:
         self._initialized = self._has_sync_points = False
+        self._cache = CompileCache()
         self._device: torch.device | None = None
 
     def initialize(self, *, spmd: bool = False, tuning: Tuning = DEFAULT_TUNING) -> None:
@@ -64,6 +67,10 @@ class XLADevice:
         register_kernels()
         run_scans_in_eager_mode()
         self._initialized = True
+
+    def use_compile_cache(self, folder: str) -> None:
+        """See `Device`."""
+        self._cache.use(folder, self.hardware(), has_started=self.started())
 
     def started(self) -> bool:
         """See `Device`."""
@@ -130,6 +137,20 @@ class XLADevice:
     def wait(self) -> None:
         """See `Device`."""
         xm.wait_device_ops()
+
+    def start_profile(self, folder: str) -> bool:
+        """See `Device`."""
+        try:
+            profiler.start_trace(folder)
+        except RuntimeError as error:
+            if "already been started" not in str(error):
+                raise
+            return False
+        return True
+
+    def stop_profile(self) -> None:
+        """See `Device`."""
+        profiler.stop_trace()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """See `Device`."""
