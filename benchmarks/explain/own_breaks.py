@@ -83,24 +83,6 @@ def smoothed_gradients() -> None:
             optimizer.zero_grad()
 
 
-def host_in_backward() -> None:
-    model = Net().to("xla")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    @CompiledStep
-    def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        logits = model(x)
-        spread = F.pdist(logits).mean()  # planted: on the host in the backward only
-        loss = F.cross_entropy(logits, y) - 0.01 * spread
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    for x, y in batches(4 * BATCH):
-        train_step(x, y)
-
-
 _MATRIX = r"multiply by the matrix of the transform"
 PROGRAMS = [
     Program(
@@ -130,12 +112,5 @@ PROGRAMS = [
         run=eagerly(smoothed_gradients),
         cause=r"^HostOperatorError: .* _fft_r2c,",
         remedy=_MATRIX,
-    ),
-    Program(
-        name="on the host in the backward only",
-        loop="CompiledStep",
-        run=eagerly(host_in_backward),
-        cause=r"^HostOperatorError: .* _pdist_backward,",
-        remedy=r"torch\.cdist\(x, x\)",
     ),
 ]

@@ -66,7 +66,7 @@ def test_no_program_is_chosen_by_a_wrong_name() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "on the host in the backward only",
+        "FFT in the backward only",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("autocast toggled", "frozen layer", "Python float")),
     ],
 )

@@ -89,7 +89,6 @@ class Break:
         ready: whether the value is already computed, so that nothing is split.
         backward: for what the backward does, the line that called it; `location` is then a line of the forward.
         operators: torch's names of what was computed on the host.
-        called: the function of torch that the step called; empty if not known.
     """
 
     kind: BreakKind
@@ -99,7 +98,6 @@ class Break:
     ready: bool = False
     backward: Location | None = None
     operators: tuple[str, ...] = ()
-    called: str = ""
 
     @property
     def user_line(self) -> Location | None:
@@ -184,7 +182,7 @@ class BreakPolicy:
 
     def _message(self, found: Break) -> str:
         cost = _READY_COST if found.ready else _COSTS[found.kind]
-        first = way_out(found.operators or (found.what,), found.called) or _WAYS_OUT[found.kind].format(hint=self.hint)
+        first = way_out(found.operators or (found.what,)) or _WAYS_OUT[found.kind].format(hint=self.hint)
         second = (
             "this is reported once per line"
             if self.mode == "warn"

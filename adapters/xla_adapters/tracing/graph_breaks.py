@@ -157,7 +157,6 @@ class GraphBreaks:
                 pending=pending,
                 backward=backward,
                 operators=(*names, called),
-                called=called,
             )
         )
 

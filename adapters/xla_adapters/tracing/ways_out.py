@@ -53,23 +53,11 @@ _WAYS_OUT: dict[str, str] = {
     "_linalg_det": "use torch.linalg.svdvals(a).prod(dim=-1), which is the determinant without its sign",
     "median": _MEDIAN,
     "sinc": "write it out: y = math.pi * torch.where(x == 0, 1e-8, x); y.sin() / y",
-    "_pdist_backward": (
-        "take the distances of all pairs from cdist: torch.cdist(x, x)[tuple(torch.triu_indices(n, n, 1).to(x.device))]"
-    ),
     "hypot": "write it out: (x.square() + y.square()).sqrt()",
-    "scatter_reduce": (
-        "for a mean divide a sum by a count: zeros.scatter_add(dim, index, x) / zeros.scatter_add(dim, index, "
-        "torch.ones_like(x)).clamp_min(1)"
-    ),
-    "round": "write it out: (x * 10**decimals).round() / 10**decimals",
     "renorm": "write it out: x * (limit / torch.linalg.vector_norm(x, dim=1, keepdim=True)).clamp_max(1)",
     "multinomial": (
         "draw without replacement by the largest of perturbed logarithms: (probabilities.log() - "
         "torch.rand_like(probabilities).log().neg().log()).topk(k, -1).indices"
-    ),
-    "max_pool2d_with_indices": (
-        "without dilation, or by F.unfold(x, kernel, dilation=dilation, stride=stride)"
-        ".unflatten(1, (channels, -1)).amax(2), which is (batch, channels, positions)"
     ),
     "masked_select": _MASK,
     "a boolean index": _MASK,
@@ -82,23 +70,13 @@ _WAYS_OUT: dict[str, str] = {
     "repeat_interleave": _REPEAT,
     "repeat_interleave without output_size": _REPEAT,
 }
-# Where the forward calls a function whose backward is computed on the host under another operator's name.
-_OF_BACKWARD = {
-    "masked_scatter": (
-        "gather what is scattered: position = (mask.flatten().long().cumsum(0) - 1).clamp_min(0); torch.where(mask, "
-        "source.flatten()[position].view_as(x), x)"
-    )
-}
 
 
-def way_out(operators: Iterable[str], caller: str = "") -> str | None:
+def way_out(operators: Iterable[str]) -> str | None:
     """What to call in place of the first of these operators that has an alternative; None if none has.
 
     Args:
         operators: names of torch's operators, or of calls.
-        caller: the function whose backward needs them, if known.
     """
-    if caller in _OF_BACKWARD:
-        return _OF_BACKWARD[caller]
     names = (known for name in operators for known in (name, name.partition(".")[0]))
     return next((_WAYS_OUT[name] for name in names if name in _WAYS_OUT), None)

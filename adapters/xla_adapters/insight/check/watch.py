@@ -121,21 +121,20 @@ class Watch:
 
         return enter_step
 
-    def _note_end(self, ended: Callable[..., str]) -> Callable[..., str]:
+    def _note_end(self, ended: Callable[..., None]) -> Callable[..., None]:
         def history_ended(
             history: GraphHistory, name: str, signature: StepSignature, report: ScopeReport, *args: Any, **options: Any
-        ) -> str:
+        ) -> None:
             is_first = not history.has_graph_of(signature.phase)
-            reason = ended(history, name, signature, report, *args, **options)
+            ended(history, name, signature, report, *args, **options)
             if report.compiles:
-                call = self._step(name).calls + 1
+                call, reason = self._step(name).calls + 1, history.events[-1].reason
                 self.facts.compiles.append(
                     Compile(step=name, call=call, seconds=report.compile_seconds, reason=reason, is_first=is_first)
                 )
                 self._note_dtypes(signature, report.operations)
             if not self._in_program and not in_step():
                 self._end(name, report)
-            return reason
 
         return history_ended
 
