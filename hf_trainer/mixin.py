@@ -253,7 +253,7 @@ class XLATrainerMixin(_Base):
         self._xla.tokens.track(inputs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As `Trainer.log`; logs of the training also say what its time goes to, as `xla/...`."""
+        """As `Trainer.log`; under `report_to`, those of the training also say what its time goes to."""
         self._xla.report.add_to(logs)
         super().log(logs, *args, **kwargs)
 

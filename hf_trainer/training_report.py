@@ -61,6 +61,10 @@ class TrainingReport:
         return self.record.saving(step, str(Path(str(self._trainer.args.output_dir)) / f"checkpoint-{step}"))
 
     def add_to(self, logs: dict[str, Any]) -> None:
-        """Adds to what the trainer is about to log of its training: `xla/goodput` and others."""
-        if "loss" in logs:
+        """Adds to what the trainer is about to log of its training: `xla/goodput` and others.
+
+        Only where something is reported to: without, they would be in the terminal and in `log_history` alone, where
+        runs are compared.
+        """
+        if "loss" in logs and self._trainer.args.report_to:
             logs.update({f"xla/{name}": float(f"{value:.4g}") for name, value in self.record.scalars().items()})

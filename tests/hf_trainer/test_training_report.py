@@ -108,7 +108,8 @@ def test_recording_executes_and_transfers_nothing(tmp_path: Path) -> None:
 
 @isolated
 def test_the_logs_say_what_the_time_since_the_last_one_went_to(tmp_path: Path) -> None:
-    run = training(tmp_path, stock={"eval_strategy": "steps", "eval_steps": 4}, eval_dataset=vector_samples(4))
+    stock = {"eval_strategy": "steps", "eval_steps": 4}
+    run = training(tmp_path / "run", stock={**stock, "report_to": ["tensorboard"]}, eval_dataset=vector_samples(4))
     entries = [entry for entry in run.trainer.state.log_history if "loss" in entry]
     assert [{name for name in entry if name.startswith("xla/")} for entry in entries] == [
         {f"xla/{name}" for name in SCALARS}
@@ -120,6 +121,8 @@ def test_the_logs_say_what_the_time_since_the_last_one_went_to(tmp_path: Path) -
     assert not any(
         name.startswith("xla/") for entry in run.trainer.state.log_history if "loss" not in entry for name in entry
     )
+    alone = training(tmp_path / "alone", stock=stock, eval_dataset=vector_samples(4))
+    assert not any(name.startswith("xla/") for entry in alone.trainer.state.log_history for name in entry)
 
 
 @isolated
