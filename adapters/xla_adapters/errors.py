@@ -342,7 +342,7 @@ class EagerOptimizerWarning(UserWarning):
 
 
 class IdleOptimizerWarning(UserWarning):
-    """An optimizer updates nothing: none of its parameters has a gradient.
+    """An optimizer updates nothing: none of its parameters has a gradient, but others have.
 
     Its parameters are probably no longer those of the model. A model that is moved from the device to the host gets new
     `Parameter` objects, and so does one that is moved to the device before `xla_adapters.initialize()`.

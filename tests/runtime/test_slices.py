@@ -1,4 +1,4 @@
-"""Slices with any bounds, and windows, in eager mode and in a step, with their gradients."""
+"""Slices with any bounds, windows and writes, in eager mode and in a step, with their gradients."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ def _written(values: torch.Tensor, part: slice) -> torch.Tensor:
     return values * 2
 
 
+def _masked(values: torch.Tensor) -> torch.Tensor:
+    values = values.clone()
+    # The mask is on the host.
+    values[torch.arange(2) % 2 == 0] = 0.5
+    return values * 2
+
+
+def _reduced(values: torch.Tensor) -> torch.Tensor:
+    """The index is longer than what is written to."""
+    index = torch.arange(16, device=values.device).remainder(4).expand(2, 16)
+    return values[:, :4].scatter_reduce(1, index, values, "sum", include_self=False)
+
+
 _FUNCTIONS: dict[str, _Function] = {
     "from before the first": lambda values: values[:, -100:],
     "to before the first": lambda values: values[:, :-100],
@@ -27,6 +40,8 @@ _FUNCTIONS: dict[str, _Function] = {
     "an ellipsis": lambda values: values[..., -17:-1],
     "written": lambda values: _written(values, slice(-100, -3)),
     "nothing written": lambda values: _written(values, slice(None, -100)),
+    "masked": _masked,
+    "reduced": _reduced,
     "scattered": lambda values: torch.slice_scatter(values, values[:, :4] * 2, 1, -100, -12),
     "windows": lambda values: values.unfold(1, 4, 2),
     "windows of the first dimension": lambda values: values.unfold(0, 2, 1),

@@ -44,4 +44,4 @@ def write_by_mask_(
 
 
 def _widened(mask: _Tensor, input: _Tensor) -> _Tensor:
-    return mask.reshape(*mask.shape, *[1] * (input.ndim - mask.ndim))
+    return mask.to(input.device).reshape(*mask.shape, *[1] * (input.ndim - mask.ndim))

@@ -92,7 +92,8 @@ class UpdateGuard:
         return evaluated
 
     def _enter(self, optimizer: Optimizer) -> None:
-        _warn_if_idle(optimizer)
+        if any(leaf.grad is not None for leaf, _ in self._step.undo_logs()[0].leaves()):
+            _warn_if_idle(optimizer)
         # Under `torch.compile` optimizers compute in another order than in eager mode.
         self._during_update.enter_context(as_if_compiling(False))
         with torch._C.DisableTorchFunction():
@@ -136,7 +137,7 @@ class UpdateGuard:
 
 
 def _warn_if_idle(optimizer: Optimizer) -> None:
-    """Warns, once per optimizer, if it is about to update nothing."""
+    """Warns, once per optimizer, if it is about to update nothing, though others have gradients."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if parameters and all(parameter.grad is None for parameter in parameters) and optimizer not in _idle:
         _idle.add(optimizer)

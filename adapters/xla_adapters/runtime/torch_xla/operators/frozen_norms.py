@@ -1,6 +1,7 @@
-"""Batch norm with its running statistics (in eval mode) under gradients, for which torch_xla 2.9 has no backward.
+"""Batch norm in eval mode under gradients, for which torch_xla 2.9 has no backward, and in training.
 
-And `_native_batch_norm_legit`, the operator that graphs which were captured by torch have for batch norms.
+There torch_xla updates the running variance with the biased one of the batch. `_native_batch_norm_legit` is the operator
+that graphs which were captured by torch have for batch norms.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ def _batch_norm(
     eps: float,
 ) -> _Tensors:
     """`native_batch_norm`, written with operators that have a backward."""
-    if training or running_mean is None or running_var is None or not torch.is_grad_enabled():
+    if running_mean is None or running_var is None:
+        return stock(input, weight, bias, running_mean, running_var, training, momentum, eps)
+    if training:
+        return _legit(input, weight, bias, running_mean, running_var, training, momentum, eps)
+    if not torch.is_grad_enabled():
         return stock(input, weight, bias, running_mean, running_var, training, momentum, eps)
     return _frozen(input, weight, bias, running_mean, running_var, momentum, eps)
 
