@@ -71,8 +71,12 @@ def _scatter(
     if index.numel() == 0:
         return self.clone()
     rows, positions = (one if one.ndim else one.reshape(1) for one in (self, index))
-    if isinstance(source, torch.Tensor) and not source.ndim:
-        source = source.reshape(1)
+    if isinstance(source, torch.Tensor):
+        source = source if source.ndim else source.reshape(1)
+    elif positions.shape[dim] > rows.shape[dim]:
+        # torch_xla cannot write a number by an index that is longer than the tensor.
+        values = torch.full(positions.shape, source, dtype=rows.dtype, device=rows.device)
+        return torch.scatter(self, dim, index, values.reshape(index.shape))
     result: torch.Tensor = stock(rows, dim, positions, source, *args, **kwargs)
     return result if self.ndim else result.reshape(())
 

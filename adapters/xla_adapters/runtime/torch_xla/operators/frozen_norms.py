@@ -1,7 +1,7 @@
 """Batch norm in eval mode under gradients, for which torch_xla 2.9 has no backward, and in training.
 
-There torch_xla updates the running variance with the biased one of the batch. `_native_batch_norm_legit` is the operator
-that graphs which were captured by torch have for batch norms.
+There torch_xla updates the running variance with the biased one of the batch. `_native_batch_norm_legit` is the
+operator that graphs which were captured by torch have for batch norms.
 """
 
 from __future__ import annotations

@@ -29,9 +29,7 @@ def _scatter_reduce(
         # Of the source torch reads the part that the index covers.
         src = torch.narrow_copy(src, each, 0, length) if src.shape[each] > length else src
     if not include_self:
-        # Not as a number: torch_xla cannot compile that for an index that is longer than the tensor.
-        neutral = torch.full(index.shape, _neutral(self.dtype, reduce), dtype=self.dtype, device=self.device)
-        self = torch.scatter(self, dim, index, neutral)
+        self = torch.scatter(self, dim, index, _neutral(self.dtype, reduce))
     if reduce != "mean":
         return stock(self, dim, index, src, reduce, include_self=True)
     total = stock(self, dim, index, src, "sum", include_self=True)
