@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer import call
@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_strategy.stats import XLAStatsCallback
 from lightning_strategy.steps.driver import StepDriver
+from xla_adapters.config import check_choice
 from xla_adapters.data.batches import sample_count, token_count
 from xla_adapters.insight.about import about
 from xla_adapters.insight.run_record import RunRecord
@@ -27,14 +28,20 @@ class FitReport:
     """The `RunRecord` of a strategy.
 
     Args:
-        enabled: whether time is recorded and logged, and files are written.
+        wanted: whether time is recorded and files are written; `"log"` for loggers, too.
 
     Attributes:
         record: of the last fit.
+        wanted: as given.
+
+    Raises:
+        ConfigError: `wanted` is none of these.
     """
 
-    def __init__(self, *, enabled: bool) -> None:
-        self.record = RunRecord(RunStats(), enabled=enabled)
+    def __init__(self, wanted: bool | Literal["log"] = True) -> None:
+        check_choice("xla_report", wanted, (True, False, "log"))
+        self.record = RunRecord(RunStats(), enabled=bool(wanted))
+        self.wanted = wanted
         self._step = 0
         self._has_begun = False
 
@@ -72,7 +79,8 @@ class FitReport:
             if self.record.enabled:
                 stack.enter_context(self._timed_hooks(trainer))
                 stack.enter_context(_timed_input(trainer, self.clock))
-                stack.enter_context(self._logged(trainer))
+                if self.wanted == "log":
+                    stack.enter_context(self._logged(trainer))
             yield
 
     # ---- events of the loops -------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Run:
         self._checkpoint = checkpoint if checkpoint is not None else CheckpointConfig()
         self._lasting = ExitStack()
         self._load_gradients: Callable[[], None] | None = None
-        self._report = report if report is not None else FitReport(enabled=False)
+        self._report = report if report is not None else FitReport(False)
         self.data = DataPosition(trainer)
         self.metrics = RunMetrics(trainer, self._is_step_open, self._report.clock)
         self.steps = StepDriver(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.io import CheckpointIO
@@ -37,7 +37,6 @@ from xla_adapters.config import (
     RngAlgorithm,
     StepReplay,
     XLAMode,
-    check_switch,
 )
 from xla_adapters.insight.run_report import RunReport
 from xla_adapters.runtime.transfers import uploading
@@ -69,7 +68,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         checkpoint_io: writes and reads checkpoints; it gets them with all tensors on the host.
         checkpoint: when else to save checkpoints and how, as a `CheckpointConfig` or its options: in the background,
             before the process is ended, after a time, with a deadline for steps and saves that hang.
-        xla_report: notes where the time of a fit goes; False logs and writes nothing of it.
+        xla_report: notes where the time of a fit goes; `"log"` also logs it to the Trainer's loggers, as `xla/...`;
+            False writes nothing of it.
 
     Raises:
         ConfigError: an option is not valid, or given twice.
@@ -98,7 +98,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         sharding: ShardingOption = None,
         checkpoint_io: CheckpointIO | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
-        xla_report: bool = True,
+        xla_report: bool | Literal["log"] = True,
     ) -> None:
         self.checkpoint_config = CheckpointConfig.resolve(checkpoint)
         self.xla_config = XLAConfig.resolve(
@@ -127,7 +127,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
             # The self-test compiles. Do it now, and not during a run.
             _ = self._runtime.replay_works
         self._run: Run | None = None
-        self._report = FitReport(enabled=check_switch("xla_report", xla_report))
+        self._report = FitReport(xla_report)
         self._checkpoints = TrainerCheckpoints(self, self.xla_config, self.checkpoint_config, self._sharding)
         SingleDeviceStrategy.__init__(self, device=self._runtime.device.torch_device(), checkpoint_io=checkpoint_io)
         self._plugins.adopt()
@@ -252,7 +252,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """As `Strategy.__getstate__`; no run is under way in a copy."""
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_run": None, "_report": FitReport(enabled=self._report.record.enabled)}
+        return {**state, "_run": None, "_report": FitReport(self._report.wanted)}
 
     def _end_run(self) -> None:
         run, self._run = self.run, None

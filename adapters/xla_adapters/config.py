@@ -20,7 +20,8 @@ StepsForm = Literal["loop", "unrolled"]
 RngAlgorithm = Literal["auto", "default", "philox", "three_fry"]
 
 
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raises `ConfigError`, which lists the choices, on a value that is none of them."""
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         listed = ", ".join(repr(choice) for choice in choices)
         raise ConfigError(f"{name}={value!r} is not a valid value; valid values: {listed}")
@@ -32,7 +33,7 @@ def check_switch(name: str, value: object) -> bool:
     Raises:
         ConfigError: it is not a bool.
     """
-    _check_choice(name, value, (True, False))
+    check_choice(name, value, (True, False))
     return bool(value)
 
 
@@ -101,16 +102,16 @@ class XLAConfig:
     profile_folder: str | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("xla_mode", self.xla_mode, get_args(XLAMode))
-        _check_choice("on_graph_break", self.on_graph_break, get_args(OnGraphBreak))
-        _check_choice("on_recompile", self.on_recompile, get_args(OnRecompile))
-        _check_choice("compile_eval", self.compile_eval, (True, False))
-        _check_choice("free_grads", self.free_grads, ("auto", True, False))
-        _check_choice("step_replay", self.step_replay, ("auto", True, False))
-        _check_choice("on_replay_mismatch", self.on_replay_mismatch, get_args(OnReplayMismatch))
-        _check_choice("rng_algorithm", self.rng_algorithm, get_args(RngAlgorithm))
-        _check_choice("accumulation", self.accumulation, get_args(Accumulation))
-        _check_choice("steps_form", self.steps_form, get_args(StepsForm))
+        check_choice("xla_mode", self.xla_mode, get_args(XLAMode))
+        check_choice("on_graph_break", self.on_graph_break, get_args(OnGraphBreak))
+        check_choice("on_recompile", self.on_recompile, get_args(OnRecompile))
+        check_choice("compile_eval", self.compile_eval, (True, False))
+        check_choice("free_grads", self.free_grads, ("auto", True, False))
+        check_choice("step_replay", self.step_replay, ("auto", True, False))
+        check_choice("on_replay_mismatch", self.on_replay_mismatch, get_args(OnReplayMismatch))
+        check_choice("rng_algorithm", self.rng_algorithm, get_args(RngAlgorithm))
+        check_choice("accumulation", self.accumulation, get_args(Accumulation))
+        check_choice("steps_form", self.steps_form, get_args(StepsForm))
         self._check_profile()
         several = self.steps_per_execution
         if isinstance(several, bool) or not isinstance(several, int) or several < 1:
