@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 import transformers.modeling_utils
 import transformers.trainer
 
 from xla_adapters import get_runtime
 from xla_adapters.runtime import saving
+from xla_adapters.utils.nested_values import identity
 from xla_adapters.utils.patching import replaced
 
 
@@ -50,7 +52,28 @@ def saving_as_on_the_cpu(trainer: transformers.Trainer) -> Iterator[None]:
         return
 
     def save(model: Any, args: Any, accelerator: Any, processing: Any, fsdp: bool, output_dir: str) -> None:
-        trainer._save(output_dir)
+        weights = _with_tied_copied(trainer.model)
+        if weights is None:
+            trainer._save(output_dir)
+        else:
+            trainer._save(output_dir, weights)
 
     with replaced(transformers.trainer, "save_tpu_checkpoint", save):
         yield
+
+
+def _with_tied_copied(model: Any) -> dict[str, torch.Tensor] | None:
+    """The weights of a plain module that has tied ones, with a copy for each name; None for other models.
+
+    safetensors refuses tensors that share memory, and transformers leaves names out of its own models only. On the CPU
+    such a training ends with that error at its first save.
+    """
+    if isinstance(model, transformers.PreTrainedModel) or hasattr(model, "save_pretrained"):
+        return None
+    weights = model.state_dict()
+    if len(set(map(identity, weights.values()))) == len(weights):
+        return None
+    copied: dict[str, torch.Tensor] = {}
+    for name, value in saving.weights_on_host(weights, get_runtime()).items():
+        copied[name] = value.clone() if any(value is other for other in copied.values()) else value
+    return copied

@@ -239,3 +239,32 @@ def test_inference_mode_between_steps() -> None:
     gc.collect()
     with torch.inference_mode():
         assert torch.is_inference_mode_enabled()
+
+
+class Tied(torch.nn.Module):
+    """A plain module whose weights are tied by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(8, 4)
+        self.head = torch.nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": torch.nn.functional.cross_entropy(self.head(self.embedding(x)), labels)}
+
+
+@isolated
+def test_a_plain_module_with_tied_weights_is_saved(tmp_path: Path) -> None:
+    """On the CPU safetensors refuses it."""
+    samples = [{"x": torch.tensor(n % 8), "labels": torch.tensor((n + 1) % 8)} for n in range(16)]
+    options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    trainer = hf_trainer.Trainer(Tied(), arguments(str(tmp_path), **options), train_dataset=samples)
+    trainer.train()
+    weights = safetensors.torch.load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert weights.keys() == {"embedding.weight", "head.weight"}
+    assert torch.equal(weights["embedding.weight"], weights["head.weight"])
+    again = hf_trainer.Trainer(Tied(), arguments(str(tmp_path), **options), train_dataset=samples)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(again.model.head.weight.cpu(), trainer.model.head.weight.cpu())
+    assert again.model.head.weight is again.model.embedding.weight

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.interface import Device, Metrics, Runtime, RuntimeEvent
-from xla_adapters.runtime.module_moves import keep_parameters_when_moved
 from xla_adapters.runtime.parts import Part
 from xla_adapters.runtime.saving import save_from_device
 from xla_adapters.runtime.tile_assignment import TileAssignment
@@ -70,8 +69,7 @@ def initialize(
     """Starts the device runtime and switches the process to eager mode.
 
     HF's Trainer and the Lightning strategies do both when they are constructed; a step starts the runtime. Call it
-    outside of steps. From then on safetensors, and so `save_pretrained`, can save a model that is on the device, and
-    `module.to(device)` keeps `Parameter` objects and tied weights.
+    outside of steps. From then on safetensors, and so `save_pretrained`, can save a model that is on the device.
 
     Args:
         spmd: drive all devices of the process as one (needed for sharding).
@@ -104,7 +102,6 @@ def initialize(
         runtime.device.use_compile_cache(cache_dir)
     runtime.device.initialize(spmd=spmd, tuning=Tuning(fast_compile=fast_compile, keep_memory=keep_memory))
     save_from_device(runtime)
-    keep_parameters_when_moved()
     if eager:
         switch_eager(True)
 

@@ -19,6 +19,8 @@ class Device(Protocol):
     def initialize(self, *, spmd: bool = False, tuning: Tuning = DEFAULT_TUNING) -> None:
         """Starts the runtime. A further call changes nothing but what `tuning` asks for.
 
+        From then on `module.to(device)` keeps `Parameter` objects and tied weights.
+
         Args:
             spmd: drive all devices of the process as one.
             tuning: options for extensions (`runtime/extensions.py`), passed on to their `initialize` before the

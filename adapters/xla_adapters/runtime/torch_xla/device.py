@@ -13,6 +13,7 @@ import torch_xla.runtime as xr
 
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.runtime.extensions import initialize_extensions
+from xla_adapters.runtime.module_moves import keep_parameters_when_moved
 from xla_adapters.runtime.torch_xla.compile_cache import CompileCache
 from xla_adapters.runtime.torch_xla.operators import complete_autocast, register_kernels
 from xla_adapters.runtime.torch_xla.scans import run_scans_in_eager_mode
@@ -65,6 +66,7 @@ class XLADevice:
         self._device = torch_xla.device()
         complete_autocast()
         register_kernels()
+        keep_parameters_when_moved()
         run_scans_in_eager_mode()
         self._initialized = True
 
