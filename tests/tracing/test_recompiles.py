@@ -13,7 +13,7 @@ from torch import nn
 import xla_adapters
 from tests.isolation import isolated
 from xla_adapters.errors import GraphLimitError
-from xla_adapters.tracing.graph_history import GraphHistory, StepSignature
+from xla_adapters.tracing.graph_history import CallNumber, GraphHistory, StepSignature
 from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.scope_report import ScopeReport
 
@@ -253,7 +253,7 @@ def test_what_needs_no_action_is_no_warning(caplog: pytest.LogCaptureFixture) ->
     history, signature = GraphHistory(), StepSignature()
     report = ScopeReport(compiles=1, compile_seconds=1.0, operations=OperationLog())
     history.ended("verified", signature, report)
-    history.ended("verified", signature, report, "call 9", "it was traced to verify replays")
-    history.ended("verified", signature, report, "call 10")
+    history.ended("verified", signature, report, CallNumber(9), "it was traced to verify replays")
+    history.ended("verified", signature, report, CallNumber(10))
     assert [record.levelno for record in caplog.records] == [logging.INFO, logging.INFO, logging.WARNING]
     assert caplog.messages[1].endswith("(call 9): it was traced to verify replays")

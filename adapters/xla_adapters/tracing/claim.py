@@ -42,6 +42,11 @@ def claim_process(claimant: Claimant) -> None:
         _held = (thread, claimant)
 
 
+def open_step() -> Claimant | None:
+    """The step that the process is in, if any."""
+    return _held[1] if _held is not None else None
+
+
 def release_process(claimant: Claimant) -> None:
     """Lets other steps begin, if this one is the only one of the process."""
     global _held

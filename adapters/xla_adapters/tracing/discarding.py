@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Protocol
 
+from xla_adapters.tracing.claim import open_step
 from xla_adapters.tracing.interrupts import at_edge
 from xla_adapters.utils.stack_room import with_stack_room
 from xla_adapters.utils.torch_modes import TorchModes, finish_interrupted_exits
@@ -30,6 +31,7 @@ class Discarding:
     def __init__(self, steps: Discardable) -> None:
         self._steps = steps
         self._modes = TorchModes()
+        self._around = open_step()
 
     def __enter__(self) -> None:
         pass
@@ -46,6 +48,7 @@ class Discarding:
         try:
             self._steps.abort()
         finally:
-            self._modes.restore()
+            # The step around this one may have ended before it (a generator that is suspended inside a step).
+            self._modes.restore(compiling=self._around is open_step())
         if translated is not None:
             raise translated from error

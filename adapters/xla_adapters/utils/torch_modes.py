@@ -38,15 +38,20 @@ class TorchModes:
         self._nesting = _autocast_nesting()
         self._compiling = torch.compiler._is_compiling_flag
 
-    def restore(self) -> None:
-        """Sets the modes to what they were."""
+    def restore(self, *, compiling: bool = True) -> None:
+        """Sets the modes to what they were.
+
+        Args:
+            compiling: whether the compiling flag is one of them.
+        """
         torch.set_grad_enabled(self._gradients)
         torch.set_autocast_enabled("xla", self._autocast)
         torch.set_autocast_dtype("xla", self._dtype)
         torch.set_autocast_cache_enabled(self._caches)
         while _autocast_nesting() > self._nesting:
             torch.autocast_decrement_nesting()
-        torch.compiler._is_compiling_flag = self._compiling
+        if compiling:
+            torch.compiler._is_compiling_flag = self._compiling
 
 
 def _autocast_nesting() -> int:
