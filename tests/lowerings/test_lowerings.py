@@ -140,10 +140,14 @@ def test_comparisons_with_a_number_are_in_the_dtype_of_the_tensor(dtype: torch.d
     on_device = values.to("xla")
     for name, compare in _COMPARISONS.items():
         numbers = (0.1, 0.3, 1 / 3, 3, 256, True, float("inf"))
-        with xla_adapters.eager(), xla_adapters.count() as counters, xla_adapters.step():
-            ours = torch.stack([compare(on_device, number) for number in numbers])
+        with xla_adapters.eager():
+            with xla_adapters.count() as counters, xla_adapters.step():
+                ours = torch.stack([compare(on_device, number) for number in numbers])
+            outside = torch.stack([compare(on_device, number) for number in numbers])
+        expected = torch.stack([compare(values, number) for number in numbers])
         assert counters.executions == 1
-        assert torch.equal(ours.cpu(), torch.stack([compare(values, number) for number in numbers])), name
+        assert torch.equal(ours.cpu(), expected), name
+        assert torch.equal(outside.cpu(), expected), name
 
 
 @isolated

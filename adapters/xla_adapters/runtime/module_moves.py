@@ -29,8 +29,9 @@ def keep_parameters_when_moved() -> None:
         places = _places(module, recurse)
         moved: nn.Module = original(module, fn, recurse)
         for old, (first, *others) in places:
-            new = first[0][first[1]]
-            if new is not old:
+            new = first[0].get(first[1])
+            # None: a module's own `_apply` has put something else in its place.
+            if new is not None and new is not old:
                 kept = _kept(old, new)
                 for owner, name in (first, *others):
                     owner[name] = kept

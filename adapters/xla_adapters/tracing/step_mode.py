@@ -9,7 +9,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from xla_adapters.lowerings.attention import ATTENTION
-from xla_adapters.lowerings.comparisons import COMPARISONS
 from xla_adapters.lowerings.masks import is_write_by_mask, write_by_mask_
 from xla_adapters.lowerings.norms import NORMS
 from xla_adapters.lowerings.operators import LOWERINGS, norm_with_torchs_variance
@@ -127,7 +126,7 @@ class StepMode(TorchFunctionMode):
         self._writes: dict[_CALL, bool] = {}
         runtime = get_runtime()
         self._spmd = runtime.device.is_spmd()
-        self._lowerings = {**LOWERINGS, **COMPARISONS, **(NORMS | ATTENTION if self._spmd else {})}
+        self._lowerings = {**LOWERINGS, **(NORMS | ATTENTION if self._spmd else {})}
         for extension in extensions():
             self._lowerings |= extension.lowerings(runtime)
 

@@ -104,7 +104,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
-        # Whoever asks the module for its loader gets the real one.
+        # Code that looks at the module's loader (`inspect`, `importlib.resources`) needs the real one.
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._imported(module)

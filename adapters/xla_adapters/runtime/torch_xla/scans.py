@@ -16,7 +16,7 @@ _stock = _scan._scan_impl_flat
 
 
 def run_scans_in_eager_mode() -> None:
-    """Lets scans run in eager mode, whoever switches it on: each as a graph of its own. For the rest of the process."""
+    """From now on each scan in eager mode is a graph of its own, also if torch_xla's own function switched it on."""
     _scan._scan_impl_flat = _as_a_graph
 
 

@@ -12,6 +12,7 @@ from torch._decomp import decomposition_table
 from torch.library import Library, fallthrough_kernel, get_kernel
 
 from xla_adapters.runtime.torch_xla.operators import (
+    comparisons,
     dimensions,
     elementwise,
     embeddings,
@@ -57,6 +58,7 @@ _BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
 }
 _AROUND_BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **integers.AROUND_STOCK,
+    **comparisons.AROUND_STOCK,
     **dimensions.AROUND_STOCK,
     **slices.AROUND_STOCK,
     **few_elements.AROUND_STOCK,
