@@ -102,8 +102,7 @@ def train(architecture: zoo.Architecture, steps: int, xla_mode: str = "eager+com
     row.eager_ops = int(sum(step["eager_ops"] for step in snapshots.steps))
     row.first_loss, row.last_loss = snapshots.losses[0], snapshots.losses[-1]
     # After the run on XLA: a backward on the CPU before it would start torch's threads too early for it.
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-        expected = plain_losses(reference, batches, [_loss_arguments(trainer, batch) for batch in batches])
+    expected = plain_losses(reference, batches, [_loss_arguments(trainer, batch) for batch in batches], bf16)
     if len(expected) == len(snapshots.losses):
         row.difference = max(abs(a - b) for a, b in zip(expected, snapshots.losses, strict=True))
     row.judge(BF16_TOLERANCE if bf16 else TOLERANCE)
@@ -122,13 +121,17 @@ def _loss_arguments(trainer: transformers.Trainer, batch: Batch) -> Batch:
     return {} if labels is None else {"num_items_in_batch": labels}
 
 
-def plain_losses(model: torch.nn.Module, batches: list[Batch], loss_arguments: list[Batch]) -> list[float]:
+def plain_losses(
+    model: torch.nn.Module, batches: list[Batch], loss_arguments: list[Batch], bf16: bool = False
+) -> list[float]:
     """The losses of an ordinary loop on the CPU with the trainer's defaults: AdamW, clipping at 1."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     losses = []
     model.train()
     for batch, extra in zip(batches, loss_arguments, strict=True):
-        loss = model(**batch, **extra).loss
+        # One context a step: until its exit autocast keeps its copies of the weights.
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+            loss = model(**batch, **extra).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
