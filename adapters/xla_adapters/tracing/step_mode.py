@@ -179,7 +179,7 @@ class StepMode(TorchFunctionMode):
                 writes = self._writes[func] = _writes_in_place(func)
             if func in _EMBEDDINGS and _renorms(func, args, kwargs):
                 self.undo_log.record(args[1], written_through=True)
-            if writes or "out" in kwargs or kwargs.get("inplace"):
+            if writes or kwargs.get("out") is not None or kwargs.get("inplace"):
                 self._record_writes(args, kwargs, written_through=func in _WRITE_THROUGH)
             else:
                 self._record_leaves(args)
