@@ -3,13 +3,15 @@
 One step is forward, loss, backward, clipping and AdamW, float32, in a hand-written loop. The runs alternate in blocks
 of steps, each in its own process:
   ours            CompiledStep;
+  CompiledStep+dynamo   the same with a model that torch.compile compiled, as under xla_mode="eager+dynamo";
   lazy loop       torch_xla.sync() at each step;
   openxla+lazy, +compile, +dynamo   forward and backward by torch.compile(backend="openxla"); the update
                   lazily, in torch_xla.compile, or by dynamo too: the best counts;
   plain CPU       torch without XLA, its update fused;
   inductor        the same with torch.compile around model and loss.
 Rows per second of wall time, medians over the blocks; "to X" is ours divided by X. The target is to be faster than the
-XLA peers; the table also shows whether XLA or torch's kernels are faster on this CPU.
+XLA peers; the table also shows whether XLA or torch's kernels are faster on this CPU. "runs" are executions per step of
+ours, of it with dynamo, and of the best openxla.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from benchmarks import report, timed_loops
 from benchmarks.clock import Plan, Timing
 from benchmarks.interleaved import Pause
 from benchmarks.model_table import MODELS, Model, Shape, named
-from benchmarks.timed_loops import CPU, INDUCTOR, LAZY, OPENXLA, STEP
+from benchmarks.timed_loops import CPU, INDUCTOR, INLINED, LAZY, OPENXLA, STEP
 from benchmarks.timed_runs import Found, add_options, chosen, divided, measure
 
-RUNS = (STEP, LAZY, *OPENXLA, CPU, INDUCTOR)
+RUNS = (STEP, INLINED, LAZY, *OPENXLA, CPU, INDUCTOR)
 
 
 def measure_model(model: Model, names: Sequence[str], shape: Shape, plan: Plan, timeout: float) -> Found:
@@ -64,13 +66,15 @@ def table_of(found: dict[Model, Found], shape: Shape) -> str:
                 *(divided(1000 * shape.batch, walls[name]) for name in (STEP, *order)),
                 *(divided(walls[name], walls[STEP]) for name in order),
                 best[0] if best else None,
+                *(one.get(name, "executions") for name in (STEP, INLINED, *best[:1])),
+                *([] if best else [None]),
                 one.get(STEP, "mean_loss"),
                 one.get(CPU, "mean_loss"),
             )
         )
         lines += [f"  {model.name} {name}: {why}" for name, why in one.failed.items()]
     headers = ["model", "ours rows/s", "lazy", "openxla", "CPU", "inductor"]
-    headers += ["to lazy", "to openxla", "to CPU", "to inductor", "best openxla", "loss", "loss CPU"]
+    headers += ["to lazy", "to openxla", "to CPU", "to inductor", "best openxla", "runs", "+dynamo", "openxla", "loss", "loss CPU"]
     return "\n".join([report.table(headers, rows), *lines])
 
 

@@ -21,9 +21,11 @@ LAZY, COMPILE = "lazy loop", "torch_xla.compile"
 OPENXLA_LAZY, OPENXLA_COMPILE, OPENXLA_DYNAMO = "openxla+lazy", "openxla+compile", "openxla+dynamo"
 OPENXLA = (OPENXLA_LAZY, OPENXLA_COMPILE, OPENXLA_DYNAMO)
 STEP, TOGETHER, EXECUTABLE = "CompiledStep", "CompiledStep x5", "executable"
+# With a model that `torch.compile` compiled, as under `xla_mode="eager+dynamo"`.
+INLINED = "CompiledStep+dynamo"
 CPU, INDUCTOR = "plain CPU", "inductor"
 # Only these keep freed memory (`initialize(keep_memory=)`), the others use the allocator's defaults.
-OURS = (STEP, TOGETHER, EXECUTABLE)
+OURS = (STEP, INLINED, TOGETHER, EXECUTABLE)
 XLA_RUNS = (LAZY, COMPILE, *OPENXLA, *OURS)
 RUNS = (*XLA_RUNS, CPU, INDUCTOR)
 
@@ -56,7 +58,7 @@ def run(name: str, make: Callable[[], nn.Module], batches: Sequence[Batch], plan
         return clock.timing(_drive(_host_step(name, model), "cpu", batches, clock))
     initialize(eager=name in OURS, keep_memory=None if name in OURS else False)
     runtime = get_runtime()
-    if name in (STEP, EXECUTABLE):
+    if name in (STEP, INLINED, EXECUTABLE):
         # The first access to `replay_works` executes two tiny graphs, which must not be counted.
         assert runtime.replay_works
     model.to("xla")
@@ -112,7 +114,9 @@ def _device_step(name: str, model: nn.Module) -> Step:
     import torch_xla
 
     loss_of, update = parts(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0))
-    if name == STEP:
+    if name == INLINED:
+        model.compile(backend=get_runtime().dynamo_backend)
+    if name in (STEP, INLINED):
         # Without verifications; `benchmarks.verification` measures their cost.
         return CompiledStep(joined(loss_of, update), config=XLAConfig(replay_verify_every=None))
     if name == TOGETHER:

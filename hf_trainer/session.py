@@ -15,6 +15,7 @@ from hf_trainer.step_driver import StepDriver
 from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.runtime.modes import eager
 from xla_adapters.tracing.undo_log import release_retired
+from xla_adapters.utils.compiling import modules_compiled
 from xla_adapters.utils.inference import use_no_grad_for_inference_mode
 
 
@@ -53,18 +54,10 @@ class Session:
             stack.enter_context(eager(self._config.eager_by_default))
             stack.enter_context(self._sharding.applied())
             if self._config.xla_mode == "eager+dynamo":
-                stack.enter_context(self._model_compiled_by_dynamo())
+                model = model_of(self._trainer)
+                stack.enter_context(modules_compiled([model], get_runtime().dynamo_backend))
             try:
                 yield
             finally:
                 self._steps.abort()
                 release_retired()
-
-    @contextmanager
-    def _model_compiled_by_dynamo(self) -> Iterator[None]:
-        model = model_of(self._trainer)
-        model.compile(backend=get_runtime().dynamo_backend)
-        try:
-            yield
-        finally:
-            model._compiled_call_impl = None

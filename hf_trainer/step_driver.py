@@ -34,9 +34,8 @@ class StepDriver:
         self._seed = seed
         self._runtime = get_runtime()
         # Whether a step frees gradients depends on its phase, so `end_update` does it and not the core.
-        scope_config = replace(config, free_grads=False, xla_mode="eager+compile")
+        scope_config = replace(config, free_grads=False)
         self.train = StepProgram("train_step", scope_config, hint=_HINT)
-        self.optimizer = StepProgram("optimizer_step", scope_config, hint=_HINT)
         other_config = replace(scope_config.without_graph_limits(), steps_per_execution=1)
         self.evaluation = StepProgram("eval_step", other_config, hint=_EVAL_HINT)
         self.generation = StepProgram("generate", other_config, hint=_EVAL_HINT)
@@ -48,7 +47,7 @@ class StepDriver:
     @property
     def is_open(self) -> bool:
         """Whether a training step is being traced."""
-        return self.train.is_open or self.optimizer.is_open
+        return self.train.is_open
 
     @property
     def is_first_micro_step(self) -> bool:
@@ -91,10 +90,7 @@ class StepDriver:
         )
         first = self._micro_step == 0
         self._micro_step += 1
-        if self.config.xla_mode != "eager+compile":
-            self._runtime.random.set_seed(seed.value())
-            return
-        if self.train.is_open:
+        if not self.config.compiles_step or self.train.is_open:
             self._runtime.random.set_seed(seed.value())
             return
         phase = "update" if updates or self.config.accumulation == "unrolled" else "accumulate"
@@ -103,16 +99,10 @@ class StepDriver:
 
     def around_micro_step(self) -> AbstractContextManager[Any]:
         """The context for forward and backward of a micro batch."""
-        if self.config.xla_mode == "eager+compile":
+        if self.config.compiles_step:
             return nullcontext()
         # Otherwise backward fails if one ran on the CPU before the runtime started (see `StepScope`).
         return torch.autograd.set_multithreading_enabled(False)
-
-    def begin_optimizer(self, step: int) -> None:
-        """Before clipping and the update. Under dynamo they are a step of their own, which is opened here."""
-        if self.config.xla_mode == "eager+dynamo" and not self.optimizer.is_open:
-            seed = StepSeed(seed=self._seed, step=step, replica=self._runtime.device.process_index())
-            self.optimizer.open(phase="optimizer", seed=seed)
 
     def end_substep(self) -> None:
         """A micro batch has ended after which the optimizer does not step."""
@@ -133,18 +123,17 @@ class StepDriver:
         elif self.is_open:
             if free_grads and not self.train.is_replaying:
                 model.zero_grad(set_to_none=True)
-            (self.train if self.train.is_open else self.optimizer).close()
+            self.train.close()
 
     def abort(self) -> None:
         """Discards the open step, if there is one, with everything that was traced in it."""
         self.train.abort()
-        self.optimizer.abort()
         self.evaluation.abort()
         self.generation.abort()
 
     def translate(self, error: BaseException) -> Exception | None:
         """The graph break that an error in an open step stands for; None if it is another error."""
-        for program in (self.train, self.optimizer, self.evaluation):
+        for program in (self.train, self.evaluation):
             if program.is_open:
                 return program.translate(error)
         return None

@@ -43,8 +43,8 @@ class TrainingReport:
         trainer = self._trainer
         return self.record.running(
             about(model_of(trainer), type(trainer).__name__),
-            programs=lambda: [steps.train, steps.optimizer, steps.evaluation, steps.generation],
-            training=lambda: [steps.train, steps.optimizer],
+            programs=lambda: [steps.train, steps.evaluation, steps.generation],
+            training=lambda: [steps.train],
             folder=self._folder(),
             plan=sharding.summary,
         )

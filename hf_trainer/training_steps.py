@@ -113,7 +113,6 @@ class TrainingSteps:
     def clip_grad_norm(self, model: torch.nn.Module) -> Any:
         """As `Trainer._clip_grad_norm`."""
         train = self._steps.train
-        self._steps.begin_optimizer(self._trainer.state.global_step)
         if train.is_replaying:
             return train.promise("clipped norm")
         norm = self._base._clip_grad_norm(model)
@@ -123,7 +122,6 @@ class TrainingSteps:
     def grad_norm(self, model: torch.nn.Module, grad_norm: Any) -> Any:
         """As `Trainer._get_grad_norm`."""
         train = self._steps.train
-        self._steps.begin_optimizer(self._trainer.state.global_step)
         if grad_norm is None and train.is_replaying:
             return train.promise("norm")
         grad_norm = self._base._get_grad_norm(model, grad_norm=grad_norm)

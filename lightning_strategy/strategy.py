@@ -303,7 +303,6 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         if self._run is None:
             # Called by the user after a fit, through a `LightningOptimizer`.
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        closure = self.run.training.computed(optimizer, closure)
         with self.run.training.update(closure), as_if_compiling(False):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 

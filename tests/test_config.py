@@ -31,7 +31,7 @@ def test_unknown_values_list_the_valid_ones(options: dict[str, Any], listed: lis
         assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("mode", ["eager", "eager+dynamo", "lazy"])
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
 @pytest.mark.parametrize("option", [{"accumulation": "unrolled"}, {"max_graphs": 3}, {"on_recompile": "error"}])
 def test_options_that_could_not_take_effect_are_refused(mode: Any, option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"eager\+compile"):

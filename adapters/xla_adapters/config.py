@@ -43,9 +43,9 @@ class XLAConfig:
 
     Args:
         xla_mode: `"eager"` executes every operation immediately, in steps, too. `"eager+compile"` executes everything
-            immediately, except steps, each of which is one compiled graph. `"eager+dynamo"` compiles the model with
-            `torch.compile(backend="openxla")`, and the optimizer step as a separate graph. `"lazy"` is torch_xla's lazy
-            tracing with a sync after each step.
+            immediately, except steps, each of which is one compiled graph. `"eager+dynamo"` does so, too, and compiles
+            the model with `torch.compile(backend="openxla")`, which is what runs where it is called outside of steps.
+            `"lazy"` is torch_xla's lazy tracing with a sync after each step.
         on_graph_break: what a read, save or sync inside a step does: `"error"` raises an error with the line of your
             code; `"warn"` executes what is pending, continues, and warns once per line; `"allow"` does the same
             without a warning.
@@ -203,7 +203,7 @@ class XLAConfig:
     @property
     def compiles_step(self) -> bool:
         """Whether training steps run as one compiled graph."""
-        return self.xla_mode == "eager+compile"
+        return self.xla_mode in ("eager+compile", "eager+dynamo")
 
     @property
     def limits_graphs(self) -> bool:

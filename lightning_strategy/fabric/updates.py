@@ -20,7 +20,9 @@ _USERS_LINE = 5
 
 
 class FabricUpdates:
-    """Runs `optimizer.step()` and gradient clipping: a part of the step, or under dynamo a graph of their own.
+    """Runs `optimizer.step()` and gradient clipping: a part of the step, or a graph of their own.
+
+    Under dynamo a loop without steps has three graphs: the model's forward and backward are dynamo's, the update is ours.
 
     Args:
         steps: of the strategy.
@@ -42,7 +44,7 @@ class FabricUpdates:
         closure = options.get("closure")
         if closure is not None:
             options["closure"] = as_if_compiling()(closure)
-        if self._config.compiles_step and not in_step():
+        if self._config.xla_mode == "eager+compile" and not in_step():
             self._warn(
                 "optimizer.step() was called outside of a step: each of its operations is executed singly, which is "
                 "slow. Put forward, backward and update into `with fabric.strategy.step():`"
@@ -70,7 +72,7 @@ class FabricUpdates:
         return asked
 
     def graph(self, name: str, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
-        """Around clipping, or around an optimizer's update: a graph of its own under dynamo, else no change.
+        """Around clipping, or around an optimizer's update: a graph of its own outside of steps under dynamo.
 
         Args:
             name: of the graph, for messages.

@@ -57,7 +57,7 @@ class StepDriver:
         self._after_discard = after_discard
         self._runtime = get_runtime()
         # The strategy frees gradients itself, in the update: a step of an accumulation must keep them.
-        train_config = replace(config, free_grads=False, xla_mode="eager+compile")
+        train_config = replace(config, free_grads=False)
         eval_config = replace(train_config.without_graph_limits(), steps_per_execution=1)
         self.train = StepProgram("train_step", train_config, hint=_TRAIN_HINT)
         self.update = StepProgram("optimizer_step", train_config.unprofiled(), hint=_TRAIN_HINT)
@@ -106,7 +106,7 @@ class StepDriver:
             replay: describes the step for a replay; None if it must be traced.
         """
         seed = StepSeed(seed=self.seed, step=index, stream=_TRAIN_STREAM)
-        if self.config.xla_mode != "eager+compile" or self.train.is_open:
+        if not self.config.compiles_step or self.train.is_open:
             self._runtime.random.set_seed(seed.value())
             return
         self._before_step()
@@ -127,16 +127,6 @@ class StepDriver:
         self._before_step()
         self.update.open(phase="update outside a batch", where=where)
         return True
-
-    @contextmanager
-    def dynamo_update(self, where: str) -> Iterator[None]:
-        """A step for clipping and update alone, under dynamo."""
-        self._before_step()
-        with self.discarding():
-            self.update.open(phase="update", where=where)
-            yield
-            self.update.close()
-        self._after_step()
 
     def end_batch(self) -> None:
         """Closes the step of a training batch, unless it was closed after the update."""

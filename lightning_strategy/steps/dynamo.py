@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torchmetrics import Metric
+
+from xla_adapters.utils.compiling import modules_compiled
 
 
 @contextmanager
@@ -22,26 +22,12 @@ def compiled_children(module: LightningModule, backend: str) -> Iterator[None]:
         module: on the device.
         backend: the name of the dynamo backend.
     """
-    children: list[Any] = [child for child in module.children() if not isinstance(child, Metric)]
+    children = [child for child in module.children() if not isinstance(child, Metric)]
     if not children:
         warnings.warn(
             f"xla_mode='eager+dynamo': {type(module).__name__} has no submodules, so nothing of it is compiled; put "
             "the network into an attribute, or use xla_mode='eager+compile'",
             stacklevel=2,
         )
-    for child in children:
-        child._compiled_call_impl = torch.compile(_in_a_frame(child._call_impl), backend=backend)
-    try:
+    with modules_compiled(children, backend):
         yield
-    finally:
-        for child in children:
-            child._compiled_call_impl = None
-
-
-def _in_a_frame(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A frame around a module's call: dynamo does not compile torch's own containers as outermost frames."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    return forward

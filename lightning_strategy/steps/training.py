@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch.optim import Optimizer
 
 from lightning_strategy.replay.loops import keep_outputs
 from lightning_strategy.replay.rules import ReplayRules, allowed
@@ -18,7 +16,6 @@ from lightning_strategy.steps.driver import StepDriver
 from lightning_strategy.steps.gradients import nobody_sees_grads
 from xla_adapters import XLAConfig
 from xla_adapters.replay.call_spec import CallSpec
-from xla_adapters.tracing.optimizers import eager_reason
 
 
 class TrainingBatches:
@@ -117,27 +114,14 @@ class TrainingBatches:
 
     # ---- the update ----------------------------------------------------------------------------
 
-    def computed(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure for the optimizer; under dynamo it is called here, where possible, and only returns its loss.
-
-        The graphs of the model are dynamo's then. Only clipping and the update are one of ours.
-        """
-        if self._config.xla_mode != "eager+dynamo" or eager_reason(_innermost(optimizer)) is not None:
-            return closure
-        return functools.partial(_given, closure())
-
     @contextmanager
     def update(self, closure: Any) -> Iterator[None]:
-        """Around clipping and update (and, but under dynamo, what the closure computes before).
+        """Around clipping and update, and what the closure computes before.
 
         Args:
             closure: what the optimizer was given.
         """
         where = self._where(self._trainer.fit_loop.batch_idx)
-        if self._config.xla_mode == "eager+dynamo":
-            with self._driver.dynamo_update(where):
-                yield
-            return
         is_own_step = self._driver.begin_update(where)
         with self._driver.discarding():
             yield
@@ -151,11 +135,3 @@ class TrainingBatches:
 
     def _where(self, batch_idx: int) -> str:
         return f"batch {batch_idx} of epoch {self._trainer.current_epoch}"
-
-
-def _innermost(optimizer: Any) -> Optimizer:
-    return getattr(optimizer, "optimizer", optimizer)  # type: ignore[no-any-return]
-
-
-def _given(value: Any) -> Any:
-    return value

@@ -234,8 +234,9 @@ def test_other_modes_give_the_same_losses(mode: str) -> None:
     elif mode == "lazy":
         assert run.counts.eager_ops == 0
     else:
-        # Forward and backward of each micro batch come from dynamo, the update is a step of its own.
-        assert steps_of(run.trainer).optimizer.graphs == 1
+        # As in the default mode: a graph for the first micro batch and one for the second, with the update.
+        assert steps_of(run.trainer).train.graphs == 2
+        assert run.counts.executions == 6 + 2
 
 
 @isolated

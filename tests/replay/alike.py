@@ -25,7 +25,7 @@ def alike(body: Body, **options: Any) -> CompiledStep[Any]:
         steps.append(CompiledStep(function, config=config))
         return steps[-1]
 
-    for config in (XLAConfig(step_replay=False), XLAConfig(step_replay="auto", **options)):
+    for config in (XLAConfig(step_replay=False), XLAConfig(**{"step_replay": "auto", **options})):
         torch.manual_seed(0)
         found.append(_on_host(body(partial(make, config))))
     assert found[0] == found[1], (body.__name__, found, steps[-1].reasons)

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import xla_adapters
 from tests.isolation import isolated
+from tests.runtime.further_calls import FURTHER
 from tests.runtime.operator_calls import GROUPS, IMAGE, Call
 from xla_adapters import XLAConfig
 
@@ -20,9 +21,9 @@ def _on_the_host() -> list[str]:
 
 
 @isolated
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", [*GROUPS, *FURTHER])
 def test_values_and_gradients_in_one_graph(group: str) -> None:
-    shape, calls = GROUPS[group]
+    shape, calls = {**GROUPS, **FURTHER}[group]
     xla_adapters.initialize()
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     weights = torch.randn(10_000, generator=torch.Generator().manual_seed(1))
@@ -65,6 +66,13 @@ def test_special_values() -> None:
         lambda x, y: torch.fmin(x, y),
         lambda x, y: torch.copysign(x, y),
         lambda x, y: torch.heaviside(x, y),
+        lambda x, y: torch.hypot(x, y),
+        lambda x, y: torch.signbit(x) * 1.0,
+        lambda x, y: torch.special.log_ndtr(-x.clamp(max=1e3)),
+        lambda x, y: x.cummin(0)[0],
+        lambda x, y: x.cummax(0)[1] * 1.0,
+        lambda x, y: x.median(0)[0] + x.nanmedian(0)[1],
+        lambda x, y: x.angle(),
     ):
         with xla_adapters.step():
             found = call(on_device, others_there)

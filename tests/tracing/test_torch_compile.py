@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 import xla_adapters
 from tests.isolation import isolated
 from xla_adapters.replay.compiled_step import CompiledStep
+from xla_adapters.utils.compiling import is_own_call_compiled, modules_compiled
 
 
 class _Net(nn.Module):
@@ -169,3 +172,56 @@ def test_models_take_the_path_that_reads_no_values(with_closure: bool) -> None:
     with pytest.raises(ValueError, match="own"), xla_adapters.step():
         raise ValueError("the test's own")
     assert not torch.compiler.is_compiling()
+
+
+def _update(model: nn.Module) -> CompiledStep[Any]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def update(batch: torch.Tensor) -> torch.Tensor:
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return CompiledStep(update)
+
+
+@pytest.mark.parametrize("how", ["compile()", "modules_compiled"])
+@isolated
+def test_a_step_with_a_compiled_model_is_replayed(how: str) -> None:
+    losses = []
+    for compiled in (False, True):
+        model = _Net("nothing", "openxla").to("xla")
+        with ExitStack() as stack:
+            if compiled and how == "compile()":
+                model.compile(backend="openxla")
+            elif compiled:
+                stack.enter_context(modules_compiled([model], "openxla"))
+            step = _update(model)
+            losses.append([step(torch.full((4, 8), number / 4)).item() for number in range(6)])
+            assert step.replays == 4, step.reasons
+    assert losses[0] == losses[1]
+
+
+@isolated
+def test_another_function_in_its_place_is_called() -> None:
+    model = _Net("nothing", "openxla").to("xla")
+    model.compile(backend="openxla")
+    step, calls, before = _update(model), [], model._compiled_call_impl
+
+    @functools.wraps(before)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return before(*args, **kwargs)
+
+    assert is_own_call_compiled(model, before)
+    assert not is_own_call_compiled(_Net("nothing", "openxla"), before)
+    assert not is_own_call_compiled(model, counted)
+    for _ in range(5):
+        step(torch.ones(4, 8))
+    assert step.replays == 3
+    model._compiled_call_impl = counted  # type: ignore[assignment]
+    for _ in range(5):
+        step(torch.ones(4, 8))
+    assert (step.replays, len(calls)) == (3, 5), step.reasons

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from xla_adapters.lowerings.complex_numbers import COMPLEX
 from xla_adapters.lowerings.masks import write_by_mask, write_by_mask_
 from xla_adapters.lowerings.norms import batch_norm_statistics
+from xla_adapters.lowerings.statistics import STATISTICS
 
 
 def _norm(
@@ -124,6 +126,8 @@ LOWERINGS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
     torch.Tensor.index_put_: write_by_mask_,
     torch.histc: _histc,
     torch.Tensor.histc: _histc,
+    **STATISTICS,
+    **COMPLEX,
 }
 
 _ARGUMENTS: dict[Callable[..., Any], tuple[str, ...]] = {

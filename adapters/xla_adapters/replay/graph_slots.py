@@ -18,7 +18,7 @@ from xla_adapters.replay.pending_graph import PendingGraph, written_slots
 from xla_adapters.replay.slots import Kept, Slot
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.waiting_steps import storage_of
-from xla_adapters.tracing.undo_log import UndoLog
+from xla_adapters.tracing.undo_log import TensorEntry, UndoLog
 from xla_adapters.utils.plain_values import is_simple
 
 # Inputs that are Python numbers, so that they are not taken for tensors of the user that share their buffer.
@@ -69,6 +69,8 @@ class GraphSlots:
         self.rebound: set[tuple[str, int, str | int]] = set()
         self.host_changes: list[HostChange] = []
         self.unrepeatable = ""
+        extras = set(map(id, spec.tensors.extras))
+        self._batch = {id(tensor) for tensor in spec.tensors.batch} - extras
         self._grads(undo_log)
         self._rebound(undo_log)
         self._written(undo_log, bound)
@@ -78,6 +80,11 @@ class GraphSlots:
 
     def _grads(self, undo_log: UndoLog) -> None:
         for leaf, before in undo_log.leaves():
+            if id(leaf) in self._batch:
+                if leaf.grad is not None:
+                    # A replay would leave the gradient of the tensor that it is given as it is.
+                    raise CannotReplay("a tensor of its batch gets a gradient in the step")
+                continue
             self.grads.append((leaf, before is not None))
             if before is not None:
                 # Even if it is dropped: the undo log refers to it until the step is executed.
@@ -119,6 +126,8 @@ class GraphSlots:
         batch = {storage_of(tensor) for tensor in self._spec.tensors.batch}
         batch -= {storage_of(tensor) for tensor in self._spec.tensors.extras}
         for slot, entry in written_slots(undo_log, self._spec.tensors, bound):
+            if self._is_of_batch(slot, entry, batch):
+                continue
             if self._runtime.tracing.is_pending(entry.former):
                 raise CannotReplay("a tensor was written through an alias (data or detach()), and its value is lost")
             self._source(slot, entry.former)
@@ -130,6 +139,21 @@ class GraphSlots:
                     self._result(slot, entry.tensor)
             elif not self._runtime.values.holds(entry.tensor, entry.value):
                 raise CannotReplay("a tensor of the state became a copy of another tensor")
+
+    def _is_of_batch(self, slot: Slot, entry: TensorEntry, batch: set[int]) -> bool:
+        """Whether a recorded tensor is one of the batch that the step only reads.
+
+        The undo log records all arguments of a call that writes one of them. If user code holds the tensor, or an alias
+        of it, the analysis of its code and modules finds that, and it is noted as a constant or a part of the state:
+        then the graph's input has two slots. So without the analysis it may be older than the call.
+        """
+        return (
+            slot.kind == "tensor"
+            and self._spec.strict
+            and storage_of(entry.tensor) in batch
+            and not self._runtime.tracing.is_pending(entry.tensor)
+            and self._runtime.values.holds(entry.tensor, entry.value)
+        )
 
     def rebound_state(self, math: OptimizerHostMath) -> None:
         """Adds the entries of an optimizer's state that its update sets to new tensors."""

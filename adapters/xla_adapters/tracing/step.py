@@ -175,8 +175,8 @@ def step(
     config = config if config is not None else XLAConfig.from_dict(options)
     if config.xla_mode == "eager+dynamo":
         raise ConfigError(
-            "xla_mode='eager+dynamo' is not a mode of a step: compile the model with "
-            "torch.compile(model, backend='openxla') and put a step around optimizer.step() alone"
+            "xla_mode='eager+dynamo' is a mode of the trainers, which compile the model: compile yours with "
+            "torch.compile(model, backend='openxla'), and leave xla_mode out; in a step it is a part of its graph"
         )
     if config.needs_replay is not None:
         raise ConfigError(

@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from xla_adapters.lowerings.attention import ATTENTION
-from xla_adapters.lowerings.masks import is_write_by_mask, write_by_mask_
+from xla_adapters.lowerings.masks import is_write_by_mask, write_where_
 from xla_adapters.lowerings.norms import NORMS
 from xla_adapters.lowerings.operators import LOWERINGS, norm_with_torchs_variance
 from xla_adapters.runtime import get_runtime
@@ -70,7 +70,7 @@ _FROM_NUMBERS: frozenset[_CALL] = frozenset({torch.tensor, torch.as_tensor, torc
 # Calls that write some of their arguments in place, and whose name does not end with an underscore.
 _HIDDEN_WRITES: frozenset[_CALL] = frozenset({_Tensor.data.__set__, _Tensor.__setitem__})  # type: ignore[attr-defined]
 # Calls that may change the recorded value itself (see `Values.twin`), as batch norm does.
-_WRITE_THROUGH: frozenset[_CALL] = frozenset({_Tensor.__setitem__, torch._foreach_copy_})
+_WRITE_THROUGH: frozenset[_CALL] = frozenset({_Tensor.__setitem__, write_where_, torch._foreach_copy_})
 _NORMS: frozenset[_CALL] = frozenset(
     {torch.batch_norm, torch.instance_norm, torch.nn.functional.batch_norm, torch.nn.functional.instance_norm}
 )
@@ -166,7 +166,7 @@ class StepMode(TorchFunctionMode):
             return self._noted(called, args, kwargs, norm_with_torchs_variance(func, args, kwargs, split=self._spmd))
         else:
             if func is _Tensor.__setitem__ and is_write_by_mask(*args):
-                func, args = write_by_mask_, (args[0], [args[1]], args[2])
+                func = write_where_
             dynamic = self._dynamic(func, args, kwargs)
             if dynamic is not None:
                 if self._answers is not None:
@@ -179,7 +179,7 @@ class StepMode(TorchFunctionMode):
                 writes = self._writes[func] = _writes_in_place(func)
             if func in _EMBEDDINGS and _renorms(func, args, kwargs):
                 self.undo_log.record(args[1], written_through=True)
-            if writes or "out" in kwargs or kwargs.get("inplace"):
+            if writes or kwargs.get("out") is not None or kwargs.get("inplace"):
                 self._record_writes(args, kwargs, written_through=func in _WRITE_THROUGH)
             else:
                 self._record_leaves(args)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -47,3 +49,46 @@ def as_in_one_graph() -> Iterator[None]:
     """Around a traced step: code behaves as under `torch.compile`, without a second compiler inside the graph."""
     with as_if_compiling(), compiled_code_inlined():
         yield
+
+
+@contextmanager
+def modules_compiled(modules: Iterable[torch.nn.Module], backend: str) -> Iterator[None]:
+    """Compiles modules with `torch.compile`, until the exit. Inside steps they run as if they were not compiled.
+
+    Args:
+        modules: on the device.
+        backend: the name of the dynamo backend.
+    """
+    compiled = list(modules)
+    try:
+        for module in compiled:
+            call = torch.compile(_in_a_frame(module._call_impl), backend=backend)
+            module._compiled_call_impl = call  # type: ignore[assignment]
+        yield
+    finally:
+        for module in compiled:
+            module._compiled_call_impl = None
+
+
+def _in_a_frame(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A frame around a module's call: dynamo does not compile torch's own containers as outermost frames."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return forward
+
+
+_FRAME = _in_a_frame(print).__code__
+
+
+def is_own_call_compiled(module: torch.nn.Module, call: object) -> bool:
+    """Whether this is what `module.compile()` or `modules_compiled` made of the module's call, and nothing else."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    # `functools.wraps` would copy the attribute to another function, but not the globals.
+    if dynamo is None or not isinstance(call, types.FunctionType) or call.__globals__ is not vars(dynamo):
+        return False
+    original = getattr(call, "_torchdynamo_orig_callable", None)
+    if isinstance(original, types.FunctionType) and original.__code__ is _FRAME:
+        (original,) = (cell.cell_contents for cell in original.__closure__ or ())
+    return isinstance(original, types.MethodType) and original == module._call_impl

@@ -29,6 +29,7 @@ from xla_adapters.replay.safety.abstract import (
 from xla_adapters.replay.safety.lookups import MODULE_CONTAINERS, Lookups, name_of
 from xla_adapters.replay.safety.promises import is_promised
 from xla_adapters.replay.safety.trusted import is_trusted, is_users_alone, is_users_class
+from xla_adapters.utils.compiling import is_own_call_compiled
 from xla_adapters.utils.plain_values import CONTAINERS
 
 _Options = Mapping[str, Value]
@@ -227,7 +228,11 @@ class Calls(Lookups):
         cls = type(module)
         self.guards.code_of(cls)
         for name in vars(module).keys() & vars(nn.Module).keys() - allowlist.OUTSIDE_STEPS - {"forward"}:
-            if callable(vars(module)[name]):
+            value = vars(module)[name]
+            if name == "_compiled_call_impl" and is_own_call_compiled(module, value):
+                # In a step it runs as if it were not compiled.
+                continue
+            if callable(value):
                 raise At(ast.Pass(), empty_frame("the step")).unsafe(f"a {cls.__qualname__} has a {name} of its own")
         for base in filter(is_users_class, cls.__mro__):
             for name, member in vars(base).items():

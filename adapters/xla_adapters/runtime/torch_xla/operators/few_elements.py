@@ -15,7 +15,7 @@ from torch._decomp import decomposition_table
 _Stock = Callable[..., Any]
 # `mean` and `sum`, which are called more often, are lowered in steps; see `xla_adapters.lowerings`.
 _ALONG_A_DIMENSION = (
-    *("argmax", "argmin", "max.dim", "min.dim", "prod.dim_int", "topk", "kthvalue", "sort", "sort.stable", "cummax"),
+    *("argmax", "argmin", "max.dim", "min.dim", "prod.dim_int", "topk", "kthvalue", "sort", "sort.stable"),
     *("any.dim", "any.dims", "all.dim", "all.dims", "logsumexp", "std.correction", "var.correction"),
     *("var_mean.correction", "flip", "roll"),
 )

@@ -13,6 +13,7 @@ from torch.library import Library, fallthrough_kernel, get_kernel
 
 from xla_adapters.runtime.torch_xla.operators import (
     comparisons,
+    composed,
     dimensions,
     elementwise,
     embeddings,
@@ -20,6 +21,7 @@ from xla_adapters.runtime.torch_xla.operators import (
     frozen_norms,
     integers,
     maximum_pooling,
+    medians,
     padding,
     pooling,
     reductions,
@@ -37,6 +39,8 @@ _DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
     **sampling.KERNELS,
     **elementwise.KERNELS,
     **sequences.DIFFERENTIABLE,
+    **composed.DIFFERENTIABLE,
+    **medians.DIFFERENTIABLE,
 }
 _AROUND_DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
     **pooling.AROUND_STOCK,
@@ -55,6 +59,8 @@ _BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **sequences.KERNELS,
     **scattering.KERNELS,
     **few_elements.KERNELS,
+    **composed.KERNELS,
+    **medians.KERNELS,
 }
 _AROUND_BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **integers.AROUND_STOCK,
@@ -64,11 +70,13 @@ _AROUND_BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **few_elements.AROUND_STOCK,
     **maximum_pooling.BACKWARD_AROUND_STOCK,
     **scattering.AROUND_STOCK,
+    **composed.AROUND_STOCK,
 }
 # torch's own decompositions, for operators whose backward is in this list as well, or none is needed.
 _TORCHS = (
     *("addmv", "vdot", "glu_backward", "huber_loss", "huber_loss_backward", "im2col", "col2im"),
-    *("channel_shuffle", "aminmax", "unfold_backward"),
+    *("channel_shuffle", "aminmax", "unfold_backward", "logit_backward", "renorm", "sinc", "special_entr"),
+    *("special_xlog1py", "tril_indices", "triu_indices"),
     # torch_xla 2.9 has it, with other numbers where the input is given and not the result.
     "elu_backward",
 )
@@ -78,7 +86,6 @@ _COMPOSED = ("cross", "diag", "inverse", "kl_div", "logdet", "qr", "selu", "selu
 # The same for operators whose backward torch_xla does not have: the decomposition's is used.
 _TORCHS_DIFFERENTIABLE = (
     "multi_margin_loss",
-    "multilabel_margin_loss_forward",
     "logaddexp",
     "logaddexp2",
     "linalg_cross",

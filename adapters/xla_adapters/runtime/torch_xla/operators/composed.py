@@ -1,0 +1,153 @@
+"""Operators that are composed of others, where torch_xla computes them on the host or wrongly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def _complex(real: torch.Tensor, imag: torch.Tensor) -> torch.Tensor:
+    # Below the level where it is a view there is the copy only.
+    result: torch.Tensor = torch.ops.aten.view_as_complex_copy(torch.stack(torch.broadcast_tensors(real, imag), -1))
+    return result
+
+
+def _polar(abs: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    return _complex(abs * angle.cos(), abs * angle.sin())
+
+
+def _index_reduce(
+    self: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> torch.Tensor:
+    """As `scatter_reduce` with an index for whole slices."""
+    if not self.ndim:
+        row, other = self.reshape(1), source.reshape(1)
+        return _index_reduce(row, 0, index.reshape(-1), other, reduce, include_self=include_self).reshape(())
+    shape = [1] * self.ndim
+    shape[dim] = index.numel()
+    places = index.reshape(shape).expand(source.shape)
+    return torch.scatter_reduce(self, dim, places, source, reduce, include_self=include_self)
+
+
+def _cumulative_maximum(
+    stock: Callable[..., tuple[torch.Tensor, torch.Tensor]], self: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cummax`. torch_xla's own places are of another dtype than they say, and cannot be converted."""
+    if not self.ndim:
+        return self.clone(), torch.zeros_like(self, dtype=torch.int64)
+    values = stock(self, dim)[0]
+    shape = [1] * self.ndim
+    shape[dim] = -1
+    places = torch.arange(self.shape[dim], device=self.device, dtype=torch.int32).reshape(shape)
+    # The last place that has the largest value so far, or none.
+    has_it = (self == values) | (self != self)
+    last = stock(torch.where(has_it, places, torch.zeros_like(places)), dim)[0]
+    return values, last.to(torch.int64)
+
+
+def _cumulative_minimum(self: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of what is ordered the other way round, the maximum."""
+    if self.dtype is torch.bool:
+        values, places = _cumulative_minimum(self.to(torch.int32), dim)
+        return values != 0, places
+    if self.is_floating_point():
+        values, places = torch.cummax(-self, dim)
+        return -values, places
+    values, places = torch.cummax(~self, dim)
+    return ~values, places
+
+
+def _add_products(
+    self: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> torch.Tensor:
+    """`addbmm`."""
+    products = torch.bmm(batch1, batch2).sum(0) * alpha
+    return products if beta == 0 else self * beta + products
+
+
+def _log_normal_cdf(self: torch.Tensor) -> torch.Tensor:
+    """`special_log_ndtr`: by the asymptotic series far below 0, where the probability is not representable."""
+    values = self if self.is_floating_point() else self.to(torch.get_default_dtype())
+    wide = values.float() if values.dtype.itemsize < 4 else values
+    near, low = wide.clamp(min=-8), wide.clamp(max=-8)
+    probability = 0.5 * torch.erfc(-near.clamp(max=0) * math.sqrt(0.5))
+    above = torch.log1p(-0.5 * torch.erfc(near.clamp(min=0) * math.sqrt(0.5)))
+    inverse = low.square().reciprocal()
+    series = -inverse * (1 - inverse * (3 - inverse * (15 - inverse * 105)))
+    far = -0.5 * low.square() - (-low).log() - 0.5 * math.log(2 * math.pi) + torch.log1p(series)
+    return torch.where(wide < -8, far, torch.where(wide < 0, probability.log(), above)).to(values.dtype)
+
+
+def _hypotenuse(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    one, two = input.abs(), other.abs()
+    longer, shorter = torch.maximum(one, two), torch.minimum(one, two)
+    # Without squares that overflow.
+    ratio = shorter / torch.where(longer == 0, torch.ones_like(longer), longer)
+    result = longer * (1 + ratio * ratio).sqrt()
+    return torch.where(one.isinf() | two.isinf(), torch.full_like(result, torch.inf), result)
+
+
+def _sign_bit(input: torch.Tensor) -> torch.Tensor:
+    if not input.is_floating_point():
+        return input < 0
+    return torch.copysign(torch.ones_like(input), input) < 0
+
+
+def _repeated_places(repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
+    """`repeat_interleave.Tensor`: for each position of the result the place that it repeats."""
+    if output_size is None:
+        raise NotImplementedError("repeat_interleave with counts on the device needs output_size")
+    ends = repeats.cumsum(0)
+    return torch.searchsorted(ends, torch.arange(output_size, device=repeats.device), right=True).to(repeats.dtype)
+
+
+def _convolution_over_time(
+    self: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, pad: int = 0
+) -> torch.Tensor:
+    """`conv_tbc`: of (time, batch, channels), with weights of (time, in, out)."""
+    channels_first = torch.conv1d(self.permute(1, 2, 0), weight.permute(2, 1, 0), bias, padding=pad)
+    return channels_first.permute(2, 0, 1)
+
+
+def _multilabel_margin(
+    self: torch.Tensor, target: torch.Tensor, reduction: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The targets of a row end at the first -1. torch's decomposition compares with those behind it, too."""
+    rows, targets = torch.atleast_2d(self), torch.atleast_2d(target)
+    classes = rows.shape[1]
+    ended = (targets == -1).cumsum(1) > 0
+    places = torch.where(ended, 0, targets)
+    given = torch.arange(classes, device=rows.device) == torch.where(ended, -1, targets).unsqueeze(-1)
+    is_target = given.any(1)
+    margins = (1 - rows.gather(1, places).unsqueeze(-1) + rows.unsqueeze(1)).clamp(min=0)
+    counted = ~ended.unsqueeze(-1) & ~is_target.unsqueeze(1)
+    losses = torch.where(counted, margins, torch.zeros_like(margins)).sum((1, 2)) / classes
+    if reduction == 0:
+        losses = losses.reshape(()) if self.ndim < 2 else losses
+    else:
+        losses = losses.mean() if reduction == 1 else losses.sum()
+    return losses, is_target.to(self.dtype).reshape(target.shape)
+
+
+# torch's own formulas for the gradients call other kernels.
+KERNELS: Mapping[str, Callable[..., Any]] = {
+    "complex": _complex,
+    "polar": _polar,
+    "index_reduce": _index_reduce,
+    "cummin": _cumulative_minimum,
+    "addbmm": _add_products,
+    "hypot": _hypotenuse,
+    "signbit": _sign_bit,
+    "repeat_interleave.Tensor": _repeated_places,
+}
+# Written with operators that have a backward.
+DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
+    "special_log_ndtr": _log_normal_cdf,
+    "conv_tbc": _convolution_over_time,
+    "multilabel_margin_loss_forward": _multilabel_margin,
+}
+# Their first argument is torch_xla's kernel.
+AROUND_STOCK: Mapping[str, Callable[..., Any]] = {"cummax": _cumulative_maximum}

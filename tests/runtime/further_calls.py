@@ -1,0 +1,136 @@
+"""More calls of operators that torch_xla computes on the host or wrongly; see `operator_calls`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+_Tensor = torch.Tensor
+_Call = Callable[[_Tensor], _Tensor]
+_ROWS = (6, 8)
+
+
+def _with_mask(write: Callable[[_Tensor, _Tensor], object], length: int = 8) -> _Call:
+    """A call that writes to a copy of the values, with a mask of every other position."""
+
+    def call(values: _Tensor) -> _Tensor:
+        written = values * 1
+        write(written, torch.arange(length, device=values.device) % 2 == 0)
+        return written
+
+    return call
+
+
+def _set(target: _Tensor, index: Any, value: Any) -> None:
+    target[index] = value
+
+
+def _there(values: _Tensor, *numbers: int) -> _Tensor:
+    return torch.tensor(numbers, device=values.device)
+
+
+def _complex(values: _Tensor) -> _Tensor:
+    return torch.complex(values, values * 2 - 1)
+
+
+def _rotated(values: _Tensor) -> _Tensor:
+    """Rotary positions, as Llama's first implementation has them."""
+    pairs = torch.view_as_complex(values.reshape(6, 4, 2))
+    turns = torch.polar(torch.ones(4, device=values.device), torch.arange(4.0, device=values.device))
+    return torch.view_as_real(pairs * turns).flatten(1)
+
+
+FURTHER: dict[str, tuple[tuple[int, ...], dict[str, _Call]]] = {
+    "writes by a mask": (
+        _ROWS,
+        {
+            "in the last dimension": _with_mask(lambda q, mask: _set(q, (slice(None), mask), 0.5)),
+            "after an ellipsis": _with_mask(lambda q, mask: _set(q, (..., mask), -1)),
+            "after an integer": _with_mask(lambda q, mask: _set(q, (1, mask), 3.0)),
+            "before an integer": _with_mask(lambda q, mask: _set(q, (mask[:6], 2), 3.0)),
+            "before a slice": _with_mask(lambda q, mask: _set(q, (mask[:6], slice(1, 5, 2)), 3.0)),
+            "in the middle": _with_mask(lambda q, mask: _set(q.view(6, 4, 2), (slice(None), mask[:4], 0), 7.0)),
+            "a column": _with_mask(lambda q, mask: _set(q, (slice(None), mask), q[:, :1] * 2)),
+            "a scalar tensor": _with_mask(lambda q, mask: _set(q, (slice(None), mask), q[0, 0] * 2)),
+            "rows": _with_mask(lambda q, mask: _set(q, mask[:6], q[0] * 2)),
+            "a row of one": _with_mask(lambda q, mask: _set(q, mask[:6], q[:1] * 2)),
+            "of two dimensions": _with_mask(
+                lambda q, mask: _set(q.view(6, 4, 2), (slice(None), mask.view(4, 2)), q[:, :1] + 1)
+            ),
+        },
+    ),
+    "reductions by an index": (
+        _ROWS,
+        {
+            f"{reduce}, {dim}, {include}": lambda x, reduce=reduce, dim=dim, include=include: x.index_reduce(
+                dim, _there(x, 0, 2, 0), x.narrow(dim, 1, 3) * 2, reduce, include_self=include
+            )
+            for reduce in ("mean", "prod", "amax", "amin")
+            for dim, include in ((0, True), (-1, False))
+        },
+    ),
+    "complex numbers": (
+        _ROWS,
+        {
+            "absolute": lambda x: _complex(x).abs(),
+            "rotary positions": _rotated,
+            "parts": lambda x: (_complex(x) * 1j).real + (_complex(x) * 2).imag,
+            "polar": lambda x: torch.view_as_real(torch.polar(x.abs(), x)),
+            "angle": lambda x: _complex(x).angle() + x.angle(),
+            "conjugate": lambda x: torch.view_as_real((_complex(x).conj() * _complex(x + 1)).resolve_conj()),
+            "product": lambda x: (_complex(x) @ _complex(x).T).real,
+        },
+    ),
+    "running extremes": (
+        _ROWS,
+        {
+            "minimum": lambda x: x.cummin(1)[0],
+            "place of the minimum": lambda x: x.round().cummin(1)[1].float() + x,
+            "minimum of integers": lambda x: (x * 3).int().cummin(0)[0] * x,
+            "maximum": lambda x: x.cummax(-1)[0],
+            "place of the maximum": lambda x: x.round().cummax(0)[1].float() + x,
+        },
+    ),
+    "medians": (
+        _ROWS,
+        {
+            "along": lambda x: x.median(1)[0],
+            "along, kept": lambda x: x.median(0, keepdim=True)[0],
+            "place": lambda x: x.median(-1)[1].float()[:, None] + x,
+            "of all": lambda x: x.median(),
+            "of all, with NaN": lambda x: torch.where(x > 1, torch.nan, x).median(1)[0].nan_to_num(5.0),
+            "of numbers": lambda x: torch.where(x > 1, torch.nan, x).nanmedian(1)[0],
+            "of all numbers": lambda x: torch.where(x > 1, torch.nan, x).nanmedian(),
+        },
+    ),
+    "composed functions": (
+        _ROWS,
+        {
+            "covariance": lambda x: x.cov(),
+            "covariance, biased": lambda x: torch.cov(x, correction=0),
+            "correlation": lambda x: torch.corrcoef(x),
+            "renorm": lambda x: x.renorm(2, 0, 1.0),
+            "addbmm": lambda x: torch.addbmm(x, x[None, :, :6], x[None], beta=2, alpha=3),
+            "logit": lambda x: torch.logit(x.sigmoid()) + torch.logit(x.sigmoid(), 0.3),
+            "sinc": lambda x: x.sinc(),
+            "entropy": lambda x: torch.special.entr(x.abs() + 0.1),
+            "log of the normal distribution": lambda x: torch.special.log_ndtr(x * 8),
+            "xlog1py": lambda x: torch.special.xlog1py(x, x.abs()),
+            "hypotenuse": lambda x: torch.hypot(x, x + 1),
+            "sign bit": lambda x: x.signbit() * x,
+            "rrelu": lambda x: functional.rrelu(x),
+            "convolution over time": lambda x: torch.conv_tbc(x[:, None], x.reshape(2, 8, 3), x[0, :3], 1),
+            "combinations": lambda x: torch.combinations(x[0]),
+            "lower triangle": lambda x: x[tuple(torch.tril_indices(6, 8, device=x.device))],
+            "repeated": lambda x: x.repeat_interleave(_there(x, 1, 2, 0, 1, 3, 1), 0, output_size=8),
+            "normal likelihood": lambda x: functional.gaussian_nll_loss(x, x.detach() * 2, x.abs()),
+            "normal likelihood, shared": lambda x: functional.gaussian_nll_loss(x, x.flip(0), x[:, :1].exp(), full=True),
+            "margins of several labels": lambda x: functional.multilabel_margin_loss(
+                x, _there(x, 1, 2, -1, 0, 0, 0, 3, 3).expand(6, 8)
+            ),
+        },
+    ),
+}
