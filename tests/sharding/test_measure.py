@@ -18,9 +18,9 @@ from torch import nn
 
 from tests.isolation import isolated
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding import Measurement, Mesh, PlanCost, ShardingConfig, ShardingPlan, automatic, candidates
+from xla_adapters.sharding import Measurement, Mesh, PlanCost, ShardingConfig, ShardingPlan, automatic
 from xla_adapters.sharding.candidates import Candidate, alternatives, cheapest, distinct
-from xla_adapters.sharding.measure import MeasuringError, PlanCache, PlanResult, measure_plans
+from xla_adapters.sharding.measure import MeasuringError, PlanCache, PlanResult, compilers, measure_plans
 from xla_adapters.sharding.measure.job import Job, pack, unpack
 from xla_adapters.sharding.measure.plan_cache import digest_of_step
 from xla_adapters.sharding.sharder import make_plan
@@ -90,7 +90,7 @@ def test_plans_are_measured_kept_and_compared(tmp_path: Path) -> None:
         assert all(plan.name == "planner" for plan in plans), "recipes are known already"
         return [PlanResult(problem="not now") for _ in plans]
 
-    candidates.measure_plans = unwanted
+    compilers.measure_plans = unwanted
     assert make_plan(model, ShardingConfig(), 8, example=batch, folder=tmp_path) == plan
     # Another budget is another plan, of steps that are known already.
     least = min(item.measured.memory_bytes for item in plan.alternatives if item.measured is not None)

@@ -31,6 +31,8 @@ _ENVIRONMENT = {
     "TPU_WORKER_ID": "0",
     # Of the host, not of the target.
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    # Nothing is run: another process may compile, too, or use a TPU of this host.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_STDERR_LOG_LEVEL": "3",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
