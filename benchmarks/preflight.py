@@ -1,10 +1,10 @@
 """What the TPU compiler makes of plans at real sizes; `python -m benchmarks.preflight` (extra `preflight`).
 
-For each model and slice: the templates `dp`, `fsdp`, `tp` and `2d` (on every mesh that suits it), the planner's best plans,
-and which of them `auto_sharding` with `measure_top_k` takes (`*`). The training step (AdamW) of each is traced without
-memory and compiled by libtpu; nothing is run. Bytes that a device sends, and needs in memory, are read from the compiled
-program. `said` is the planner's prediction. A template whose parameters and optimizer state alone are larger than a
-device's memory is not compiled.
+For each model and slice: the templates `dp`, `fsdp`, `tp` and `2d` (on every mesh that suits it), the planner's best
+plans, and which of them `auto_sharding` with `measure_top_k` takes (`*`). The training step (AdamW) of each is traced
+without memory and compiled by libtpu; nothing is run. Bytes that a device sends, and needs in memory, are those of the
+compiled program. `said` is the planner's prediction. A template whose parameters and optimizer state alone are larger
+than a device's memory is not compiled.
 
 Compiles take minutes. Results are kept in `--folder`, so that a run that was stopped, or runs for single `--models` and
 `--topologies`, can be put together by another.
@@ -25,21 +25,21 @@ from typing import Any
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks import report  # noqa: E402
-from benchmarks.preflight_models import MODELS, build  # noqa: E402
-from hf_trainer.framework_patches import as_if_compiling  # noqa: E402
-from xla_adapters.errors import ConfigError  # noqa: E402
-from xla_adapters.preflight.job import StepJob, adamw  # noqa: E402
-from xla_adapters.preflight.measuring import results_for_tpu, tpu_compiler  # noqa: E402
-from xla_adapters.preflight.target import Compiler, Target  # noqa: E402
-from xla_adapters.sharding import ShardingConfig, ShardingPlan  # noqa: E402
-from xla_adapters.sharding.config import MEASURED_PLANS  # noqa: E402
-from xla_adapters.sharding.measure import PlanCompiler, PlanResult  # noqa: E402
-from xla_adapters.sharding.measure.compilers import register  # noqa: E402
-from xla_adapters.sharding.measure.plan_cache import digest_of_step  # noqa: E402
-from xla_adapters.sharding.sharder import make_plan  # noqa: E402
+from benchmarks import report
+from benchmarks.preflight_models import MODELS, build
+from hf_trainer.framework_patches import as_if_compiling
+from xla_adapters.errors import ConfigError
+from xla_adapters.preflight.job import StepJob, adamw
+from xla_adapters.preflight.measuring import results_for_tpu, tpu_compiler
+from xla_adapters.preflight.target import Compiler, Target
+from xla_adapters.sharding import ShardingConfig, ShardingPlan
+from xla_adapters.sharding.config import MEASURED_PLANS
+from xla_adapters.sharding.measure import PlanCompiler, PlanResult
+from xla_adapters.sharding.measure.compilers import register
+from xla_adapters.sharding.measure.plan_cache import digest_of_step
+from xla_adapters.sharding.sharder import make_plan
 
 TOPOLOGIES = "v4:2x2x2,v5e:2x4,v5p:2x2x2,v6e:2x4"
 

@@ -22,7 +22,7 @@ from xla_adapters.sharding.measure import MeasuringError, PlanCache, PlanCompile
 from xla_adapters.sharding.measure.plan_cache import digest_of
 from xla_adapters.sharding.mesh import Mesh, Spec, factorizations
 from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.sharding.planner import ADAM_BYTES, Planner, Topology, by_time, meshes_of
+from xla_adapters.sharding.planner import ADAM_COPIES, Planner, Topology, by_time, meshes_of
 from xla_adapters.sharding.templates import default_mesh, template
 
 # Share of a device's memory that a plan may use.
@@ -260,8 +260,8 @@ def _without_batch(model: torch.nn.Module, config: ShardingConfig, mesh: Mesh, f
 
 def state_bytes(parameter: torch.Tensor, shards: int) -> float:
     """Bytes per device of a parameter and, if it is trained, its gradient and Adam's two averages."""
-    trained = parameter.element_size() + ADAM_BYTES if parameter.requires_grad else 0
-    return float(parameter.numel() * (parameter.element_size() + trained)) / shards
+    copies = 2 + ADAM_COPIES if parameter.requires_grad else 1
+    return float(parameter.numel() * parameter.element_size() * copies) / shards
 
 
 def _state(plan: ShardingPlan) -> float:

@@ -26,9 +26,6 @@ from xla_adapters.sharding.planner.strategies import Rules
 from xla_adapters.sharding.planner.strategy_filters import forced, propagated_only
 from xla_adapters.sharding.planner.topology import Topology
 
-# Bytes of Adam's state per element of a parameter: two averages in float32.
-ADAM_BYTES = 8
-
 Batch = Mapping[str, Any] | Sequence[Any]
 
 
@@ -54,7 +51,7 @@ class Planner:
         rows: size of the batch.
         batch_bytes: bytes of the whole batch.
         topology: of devices and links.
-        optimizer_bytes: bytes of optimizer state per element of a trainable parameter.
+        optimizer_bytes: bytes of optimizer state per element of a trainable parameter; None for Adam's.
         notes: for the plans.
     """
 
@@ -68,7 +65,7 @@ class Planner:
     rows: int
     batch_bytes: float
     topology: Topology
-    optimizer_bytes: float
+    optimizer_bytes: float | None
     notes: tuple[str, ...]
 
     @classmethod
@@ -78,7 +75,7 @@ class Planner:
         batch: Batch,
         *,
         topology: Topology,
-        optimizer_bytes: float = ADAM_BYTES,
+        optimizer_bytes: float | None = None,
         fixed: Mapping[str, Spec] | None = None,
         overrides: Mapping[str, Spec] | None = None,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,

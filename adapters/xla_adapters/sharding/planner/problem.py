@@ -67,7 +67,7 @@ def formulate(
     parameters: Mapping[str, Parameter],
     rules: Rules,
     *,
-    optimizer_bytes: float,
+    optimizer_bytes: float | None,
     filters: Sequence[Filter],
     held: Collection[int],
     follow: bool,
@@ -79,7 +79,7 @@ def formulate(
         folded: which of them share a choice.
         parameters: by the name that represents a class.
         rules: costs and mesh.
-        optimizer_bytes: bytes of optimizer state per element of a trainable parameter.
+        optimizer_bytes: bytes of optimizer state per element of a trainable parameter; None for Adam's.
         filters: remove strategies; a filter that would remove all is ignored.
         held: operators whose output will be constrained; other outputs are used as they are split, or gathered.
         follow: only layouts that GSPMD (Xu et al., arXiv 2105.04663) propagates from the parameters by itself: a value
@@ -100,7 +100,7 @@ class _Formulation:
     folded: Folded
     parameters: Mapping[str, Parameter]
     rules: Rules
-    optimizer_bytes: float
+    optimizer_bytes: float | None
     filters: Sequence[Filter]
     held: Collection[int]
     follow: bool

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from xla_adapters.sharding.mesh import DATA, MODEL, DimSpec, Mesh, Spec, axes_of
 from xla_adapters.sharding.planner.costs import GRADIENTS, Charge, Fabric
 
+# Adam's two averages, in the dtype of the parameter.
+ADAM_COPIES = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
@@ -126,13 +129,20 @@ def _gathers(fabric: Fabric) -> int:
     return 2 if fabric.topology.gathers_again else 1
 
 
-def memory(parameter: Parameter, spec: Spec, fabric: Fabric, optimizer_bytes: float) -> dict[str, float]:
-    """Bytes per device by kind, of all parameters of the class together."""
+def memory(parameter: Parameter, spec: Spec, fabric: Fabric, optimizer_bytes: float | None) -> dict[str, float]:
+    """Bytes per device by kind, of all parameters of the class together.
+
+    Args:
+        parameter, spec, fabric: which, how it is stored, and where.
+        optimizer_bytes: bytes of optimizer state per element; None for Adam's.
+    """
     elements = parameter.count * math.prod(parameter.shape) / fabric.mesh.shards(spec)
     found = {"parameters": elements * parameter.itemsize}
     if parameter.trainable:
         found["gradients"] = elements * parameter.itemsize
-        found["optimizer"] = elements * optimizer_bytes
+        found["optimizer"] = elements * (
+            ADAM_COPIES * parameter.itemsize if optimizer_bytes is None else optimizer_bytes
+        )
     if split_dim(spec, DATA) is not None and not fabric.topology.gathers_again:
         found["gathered"] = elements * parameter.itemsize * fabric.data
     return found

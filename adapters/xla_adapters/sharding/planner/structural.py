@@ -16,7 +16,7 @@ from xla_adapters.sharding.planner.storage import Parameter
 
 
 def formulate(
-    parameters: Mapping[str, Parameter], fabric: Fabric, *, rows: int, optimizer_bytes: float
+    parameters: Mapping[str, Parameter], fabric: Fabric, *, rows: int, optimizer_bytes: float | None
 ) -> tuple[Problem, bool]:
     """Writes the program, with choices for parameters only.
 
@@ -24,7 +24,7 @@ def formulate(
         parameters: by name.
         fabric: the cost of collectives.
         rows: size of the batch.
-        optimizer_bytes: bytes of optimizer state per element.
+        optimizer_bytes: bytes of optimizer state per element; None for Adam's.
 
     Returns:
         The program, and whether the batch is split over the model axis, too.
