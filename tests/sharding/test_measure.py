@@ -32,6 +32,7 @@ from xla_adapters.sharding.measure import (
 )
 from xla_adapters.sharding.measure.job import Job, pack, unpack
 from xla_adapters.sharding.measure.plan_cache import digest_of_step
+from xla_adapters.sharding.plan_data import CollectiveCost
 from xla_adapters.sharding.sharder import make_plan
 from xla_adapters.sharding.templates import template
 
@@ -192,12 +193,14 @@ def test_a_plan_for_tpus_is_what_their_compiler_says_is_fastest_and_fits(monkeyp
 
     def measure(model: Any, batch: Any, plans: list[ShardingPlan], *, around: Any) -> list[PlanResult]:
         asked.append([plan.name for plan in plans])
-        # `tp` computes fastest and is refused; `fsdp` is the next, though it is predicted to be slow.
-        compute = {"tp": 0.1, "fsdp": 1.0}
+        # `tp` sends least and is refused; `fsdp` is the next, though it is predicted to be slow.
+        sent = {"tp": 1e3, "fsdp": 1e6}
         return [
             PlanResult(
-                measurement=Measurement(wire_bytes=1e6, memory_bytes=2e10 if plan.name == "tp" else 1e6),
-                compute_seconds=compute.get(plan.name, 2.0),
+                measurement=Measurement(wire_bytes=sent.get(plan.name, 1e9), memory_bytes=1e6),
+                collectives=(
+                    CollectiveCost(kind="all-reduce", axis="data", count=1, wire_bytes=sent.get(plan.name, 1e9)),
+                ),
                 fits=plan.name != "tp",
             )
             for plan in plans
@@ -286,9 +289,7 @@ def test_the_cheapest_that_fits_wins() -> None:
         cheapest(found, 9)
     refused = [dataclasses.replace(item, fits=item.plan.name == "a") for item in found]
     assert cheapest(refused, None).plan.name == "a"
-    with pytest.raises(
-        ConfigError, match="the memory of a device is too little: the smallest .* is 20 bytes"
-    ):
+    with pytest.raises(ConfigError, match="the memory of a device is too little: the smallest .* is 20 bytes"):
         cheapest([item for item in refused if not item.fits], None)
     listed = alternatives(found, 20)
     assert [item.name for item in listed] == ["d", "b", "c", "a"]

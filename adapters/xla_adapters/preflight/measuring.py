@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import logging
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 
 from xla_adapters.errors import ConfigError
-from xla_adapters.preflight.bounds import bounds
 from xla_adapters.preflight.compiler import CompiledModule, check_compiler, compile_module
 from xla_adapters.preflight.job import MakeOptimizer, StepJob, adamw
 from xla_adapters.preflight.live_values import memory_of
@@ -65,7 +63,7 @@ def measure_for_tpu(
     optimizer: MakeOptimizer = adamw,
     timeout: float = TIMEOUT,
 ) -> list[PlanResult]:
-    """Traces the training step under each plan and compiles it with libtpu; nothing is run.
+    """Traces the training step under each plan and compiles it with libtpu, without code for it; nothing is run.
 
     Args:
         model: on any device; its values are not used.
@@ -105,7 +103,7 @@ def results_for_tpu(job: StepJob, target: Target, *, timeout: float = TIMEOUT) -
             continue
         digest = hashlib.sha256(step.module).hexdigest()
         if digest not in known:
-            compiled = compile_module(step.module, target, timeout=timeout)
+            compiled = compile_module(step.module, target, timeout=timeout, generate_code=False)
             known[digest] = result_of(compiled, plan, seconds=step.seconds)
             logger.info("sharding: %s on %s: compiled for %s in %.0f s", plan.name, plan.mesh, target, compiled.seconds)
         yield known[digest]
@@ -124,12 +122,9 @@ def result_of(compiled: CompiledModule, plan: ShardingPlan, *, seconds: float) -
     # The compiler optimises a program before it refuses it.
     stats = compiled.collectives or read_hlo(compiled.text, compiled.target.devices)
     needed = compiled.memory.needed if compiled.memory is not None else sum(memory_of(compiled.buffers))
-    costs, time = bounds(dataclasses.replace(compiled, collectives=stats), plan)
     return PlanResult(
         measurement=Measurement(wire_bytes=stats.wire_bytes, memory_bytes=needed, collectives=stats.counts),
-        collectives=costs,
-        # Not known of a program that is refused.
-        compute_seconds=max(time.compute, time.memory) if compiled.memory is not None else None,
+        collectives=stats.costs(plan.mesh),
         fits=compiled.memory is not None and needed <= compiled.hbm_bytes,
         seconds=seconds + compiled.seconds,
     )

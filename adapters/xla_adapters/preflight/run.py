@@ -11,14 +11,14 @@ from typing import Any, Literal, get_args
 import torch
 
 from xla_adapters.errors import ConfigError
-from xla_adapters.preflight.bounds import bounds
 from xla_adapters.preflight.compiler import CompiledModule, check_compiler, compile_module
 from xla_adapters.preflight.job import OPTIMIZERS, InBfloat16, StepJob
 from xla_adapters.preflight.live_values import largest_values, memory_of
-from xla_adapters.preflight.report import Attempt, PreflightReport
+from xla_adapters.preflight.report import Attempt, PreflightReport, StepTime
 from xla_adapters.preflight.target import Target
 from xla_adapters.preflight.trace_process import TracingError, trace_in_process
 from xla_adapters.preflight.traced_step import TracedStep
+from xla_adapters.sharding.candidates import collective_seconds
 from xla_adapters.sharding.config import Scheme, ShardingConfig
 from xla_adapters.sharding.model_loading import Around, checkpoint_activations
 from xla_adapters.sharding.plan import ShardingPlan
@@ -197,11 +197,18 @@ def report_of(step: str, traced: TracedStep, compiled: CompiledModule, plan: Sha
     )
     if compiled.collectives is None:
         return report
-    costs, time = bounds(compiled, plan)
+    costs = [
+        dataclasses.replace(item, seconds=collective_seconds(item, plan.mesh, topology))
+        for item in compiled.collectives.costs(plan.mesh)
+    ]
     return dataclasses.replace(
         report,
         flops=compiled.flops,
         bytes_accessed=compiled.bytes_accessed,
-        collectives=costs,
-        time=time,
+        collectives=tuple(costs),
+        time=StepTime(
+            compute=compiled.flops / topology.flops,
+            memory=compiled.bytes_accessed / topology.memory_bandwidth,
+            interconnect=sum(item.seconds for item in costs),
+        ),
     )

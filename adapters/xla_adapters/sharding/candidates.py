@@ -105,8 +105,6 @@ def measured(
 def _judged(plan: ShardingPlan, result: PlanResult, topology: Topology) -> Candidate:
     assert result.measurement is not None
     compute = plan.predicted.compute_seconds if plan.predicted is not None else 0.0
-    if result.compute_seconds is not None:
-        compute = result.compute_seconds
     return Candidate(
         plan=dataclasses.replace(plan, measured=result.measurement),
         seconds=compute + sum(collective_seconds(item, plan.mesh, topology) for item in result.collectives),

@@ -39,9 +39,8 @@ class ShardingConfig:
             `"v6e"` or `"tpu7x"` (Ironwood); that of the device if not given. Or a slice of TPUs with its chips
             along each dimension, `"v5p:2x2x2"`, for `measure_top_k`.
         measure_top_k: how many of the planner's plans are compiled, beside the templates, in separate processes, and
-            compared by communication volume, memory and (on TPUs) time of the compiled step. 0 compares predictions.
-            If not given, 2 on CPU devices; 0 on TPUs, for which libtpu compiles (extra `preflight`): that takes
-            minutes.
+            compared by communication volume and memory of the compiled step. 0 compares predictions. If not given,
+            2 on CPU devices; 0 on TPUs, for which libtpu compiles (extra `preflight`): that takes minutes.
         plan: a finished plan (`ShardingPlan.load`); nothing is planned then.
         overrides: specs by name pattern (shell style, e.g. `{"*.lm_head.weight": ("model", None)}`); the
             first pattern that matches a parameter counts.

@@ -20,7 +20,6 @@ class PlanResult:
     Attributes:
         measurement: of its compiled step; None if it could not be compiled.
         collectives: by kind and mesh axis, without times.
-        compute_seconds: of the step without communication, by the compiler's counts; None if it has none.
         fits: False if the compiler refused the step because a device's memory is too small for it.
         seconds: time of tracing and compiling.
         problem: why there is no measurement.
@@ -28,7 +27,6 @@ class PlanResult:
 
     measurement: Measurement | None = None
     collectives: tuple[CollectiveCost, ...] = ()
-    compute_seconds: float | None = None
     fits: bool = True
     seconds: float = 0.0
     problem: str = ""
