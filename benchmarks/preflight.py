@@ -2,10 +2,10 @@
 
 For each model and slice: the templates `dp`, `fsdp`, `tp` and `2d` (on every mesh that suits it), the planner's best
 plans, and which of them `auto_sharding` with `measure_top_k` takes (`*`). The training step (AdamW) of each is traced
-without memory and compiled by libtpu, as far as code would be generated; nothing is run. Bytes that a device sends, and
-needs in memory (without code), are those of the compiled program. The time of a step is computing, predicted, and
-those bytes over the bandwidth of the links. `said` is the planner's prediction. A template whose parameters and optimizer state alone are larger
-than a device's memory is not compiled.
+without memory and compiled by libtpu, up to where code would be generated; nothing is run. Bytes that a device sends,
+and needs in memory (without code), are those of the compiled program. The time of a step is predicted computing, and
+those bytes over the bandwidth of the links. `said` is the planner's prediction. A template whose parameters and
+optimizer state alone are larger than a device's memory is not compiled.
 
 Compiles take minutes. Results are kept in `--folder`, so that a run that was stopped, or runs for single `--models` and
 `--topologies`, can be put together by another.

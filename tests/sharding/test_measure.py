@@ -197,13 +197,12 @@ def test_a_plan_for_tpus_is_what_their_compiler_says_is_fastest_and_fits(monkeyp
         sent = {"tp": 1e3, "fsdp": 1e6}
         return [
             PlanResult(
-                measurement=Measurement(wire_bytes=sent.get(plan.name, 1e9), memory_bytes=1e6),
-                collectives=(
-                    CollectiveCost(kind="all-reduce", axis="data", count=1, wire_bytes=sent.get(plan.name, 1e9)),
-                ),
+                measurement=Measurement(wire_bytes=size, memory_bytes=1e6),
+                collectives=(CollectiveCost(kind="all-reduce", axis="data", count=1, wire_bytes=size),),
                 fits=plan.name != "tp",
             )
             for plan in plans
+            for size in (sent.get(plan.name, 1e9),)
         ]
 
     compiler = PlanCompiler(name="libtpu", measure=measure)
@@ -289,7 +288,7 @@ def test_the_cheapest_that_fits_wins() -> None:
         cheapest(found, 9)
     refused = [dataclasses.replace(item, fits=item.plan.name == "a") for item in found]
     assert cheapest(refused, None).plan.name == "a"
-    with pytest.raises(ConfigError, match="the memory of a device is too little: the smallest .* is 20 bytes"):
+    with pytest.raises(ConfigError, match=r"the memory of a device is too little: the smallest .* is 20 bytes"):
         cheapest([item for item in refused if not item.fits], None)
     listed = alternatives(found, 20)
     assert [item.name for item in listed] == ["d", "b", "c", "a"]

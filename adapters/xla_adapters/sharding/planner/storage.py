@@ -74,14 +74,14 @@ def choices(parameter: Parameter, mesh: Mesh) -> list[Spec]:
 def data_charges(parameter: Parameter, spec: Spec, fabric: Fabric) -> tuple[Charge, ...]:
     """Collectives on the data axis: gradients are reduced, and split parameters are gathered (ZeRO, FSDP)."""
     size = parameter.size / (1 if split_dim(spec, MODEL) is None else fabric.model)
+    # The gradient of a lookup is scattered into zeros, and is reduced by itself.
+    products = parameter.uses - len(parameter.lookups)
+    sums = min(products, 1) if fabric.topology.merges_sums else products
     if split_dim(spec, DATA) is None:
-        times = min(parameter.uses, 1) if fabric.topology.merges_sums else parameter.uses
-        return fabric.all_reduce(DATA, size, GRADIENTS) * times if parameter.trainable else ()
+        return fabric.all_reduce(DATA, size, GRADIENTS) * (sums + len(parameter.lookups)) if parameter.trainable else ()
     gathers = fabric.all_gather(DATA, size, "parameters") * _gathers(fabric)
     if not parameter.trainable:
         return gathers
-    products = parameter.uses - len(parameter.lookups)
-    sums = min(products, 1) if fabric.topology.merges_sums else products
     scatter = fabric.reduce_scatter(DATA, size, GRADIENTS) * sums
     for rows in parameter.lookups:
         # Each device needs the gradients of all looked-up rows for its shard of the table.
