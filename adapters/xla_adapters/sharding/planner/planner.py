@@ -252,7 +252,7 @@ class Planner:
         filters += forced(plan, self.captured.graph, self.captured.folded, self.captured.capture.skeleton, rules)
         program = self._formulate(plan.mesh, filters, follow=follow)
         values = program.program.solve(None)
-        return result.cost_of(program.program, values or (), self._constant(plan.mesh))
+        return result.cost_of(program.program, values or (), self._constant(plan.mesh), frees=self.topology.recomputes)
 
     def _fabric(self, mesh: Mesh) -> Fabric:
         return Fabric(mesh=mesh, topology=self.topology)
@@ -301,7 +301,7 @@ class Planner:
             ),
             batch=solution.batch(),
             activations=solution.activations(),
-            predicted=result.cost_of(program.program, values, self._constant(mesh)),
+            predicted=result.cost_of(program.program, values, self._constant(mesh), frees=self.topology.recomputes),
             notes=notes,
         )
 
@@ -327,7 +327,7 @@ class Planner:
                 for entry in self.entries
             ),
             batch=tuple(axis for axis in ((DATA, MODEL) if spread else (DATA,)) if axis in mesh.axis_names),
-            predicted=result.cost_of(program.program, values, self._constant(mesh)),
+            predicted=result.cost_of(program.program, values, self._constant(mesh), frees=self.topology.recomputes),
             notes=self.notes,
         )
 

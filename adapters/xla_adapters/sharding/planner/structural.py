@@ -37,14 +37,19 @@ def formulate(
         # Per row, each element of a weight costs 2 operations in the forward and 4 in the backward.
         work = 6.0 * rows * parameter.size / parameter.itemsize / parts / fabric.topology.flops
         columns = []
-        for spec in storage.choices(parameter, fabric.mesh):
+        options = [
+            (spec, gathers)
+            for spec in storage.choices(parameter, fabric.mesh)
+            for gathers in storage.gathering(parameter, spec, fabric)
+        ]
+        for spec, gathers in options:
             stored, whole = storage.split_dim(spec, MODEL), storage.split_dim(spec, DATA) is None
             charges = (
-                *storage.data_charges(parameter, spec, fabric),
+                *storage.data_charges(parameter, spec, fabric, gathers),
                 *storage.use_charges(parameter, stored, None, spread, whole, fabric),
             )
             column = problem.program.column(compute=work, charges=charges, integral=True, times=parameter.count)
-            problem.program.memory[column] = storage.memory(parameter, spec, fabric, optimizer_bytes)
+            problem.program.memory[column] = storage.memory(parameter, spec, fabric, optimizer_bytes, gathers)
             columns.append((spec, column))
         problem.program.choose_one([column for _, column in columns])
         problem.stores[name] = columns
