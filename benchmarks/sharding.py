@@ -32,9 +32,10 @@ from benchmarks.sharding_models import FAMILIES, build  # noqa: E402
 from hf_trainer.framework_patches import as_if_compiling  # noqa: E402
 from xla_adapters.errors import ConfigError  # noqa: E402
 from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan  # noqa: E402
-from xla_adapters.sharding.automatic import MEASURED_PLANS, state_bytes  # noqa: E402
+from xla_adapters.sharding.automatic import state_bytes  # noqa: E402
 from xla_adapters.sharding.candidates import measured  # noqa: E402
-from xla_adapters.sharding.measure import PlanCache  # noqa: E402
+from xla_adapters.sharding.config import MEASURED_PLANS  # noqa: E402
+from xla_adapters.sharding.measure import PlanCache, compiler_for  # noqa: E402
 from xla_adapters.sharding.planner import Topology, plan_model  # noqa: E402
 from xla_adapters.sharding.sharder import make_plan  # noqa: E402
 from xla_adapters.sharding.templates import template  # noqa: E402
@@ -89,7 +90,7 @@ def _row(written: dict[str, Any]) -> Row:
 def compiled_templates(model: Any, batch: Any, kept: PlanCache) -> list[Step]:
     """Compiles every template."""
     plans = [template(name, model, Mesh.data_and_model(*shape)) for name, shape in RECIPES]
-    found = measured(plans, model, batch, Topology.preset("cpu"), as_if_compiling, kept)
+    found = measured(plans, model, batch, Topology.preset("cpu"), as_if_compiling, kept, compiler_for("cpu", DEVICES))
     if len(found) < len(plans):
         raise RuntimeError("a template could not be compiled; the log says why")
     return [_step(candidate.plan) for candidate in found]
@@ -113,7 +114,7 @@ def compile_together(model: Any, batch: Any, budgets: list[float | None], kept: 
         except ConfigError:
             # No plan is predicted to fit; only the templates are compiled.
             continue
-    measured(plans, model, batch, Topology.preset("cpu"), as_if_compiling, kept)
+    measured(plans, model, batch, Topology.preset("cpu"), as_if_compiling, kept, compiler_for("cpu", DEVICES))
 
 
 def _step(plan: ShardingPlan) -> Step:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import get_args
 import torch
 
 from xla_adapters.checkpoint import commands as checkpoint_commands
-from xla_adapters.errors import XLAAdapterError
+from xla_adapters.errors import ConfigError, XLAAdapterError
 from xla_adapters.insight import commands as insight_commands
 from xla_adapters.insight.explain import entry, explained, text
 from xla_adapters.preflight import commands as preflight_commands
-from xla_adapters.sharding.config import Scheme, ShardingConfig, TopologyName
+from xla_adapters.preflight.target import Target
+from xla_adapters.sharding.config import MEASURED_PLANS, Scheme, ShardingConfig, TopologyName
 from xla_adapters.sharding.model_loading import checkpoint_activations, load_model
 from xla_adapters.sharding.plan import ShardingPlan
 
@@ -64,15 +66,25 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--model", required=True, help="a configuration file of transformers, or module:factory of your own"
     )
-    where = plan.add_mutually_exclusive_group(required=True)
+    where = plan.add_mutually_exclusive_group()
     where.add_argument("--mesh", type=_numbers, help="devices along the data and the model axis, e.g. 2x4")
-    where.add_argument("--devices", type=int, help="how many devices; the mesh is chosen")
+    where.add_argument("--devices", type=int, help="how many devices (those of the slice); the mesh is chosen")
     plan.add_argument("--batch", required=True, type=_numbers, help="samples of all devices, and their length: 16x2048")
     plan.add_argument(
         "--sharding", default="auto", choices=get_args(Scheme), help="auto plans, the others are templates"
     )
     plan.add_argument(
-        "--topology", default="v5e", choices=get_args(TopologyName), help="what devices and links can do (v5e)"
+        "--topology",
+        default="v5e",
+        help=f"what devices and links can do: {', '.join(get_args(TopologyName))}, or a slice: v5p:2x2x2 (v5e)",
+    )
+    plan.add_argument(
+        "--measure",
+        nargs="?",
+        type=int,
+        const=MEASURED_PLANS,
+        metavar="K",
+        help="compile the K best plans (2) and the templates, for TPUs with libtpu, and compare what the compiler says",
     )
     plan.add_argument("--memory", type=float, help="GB per device (nine tenths of what the topology's devices have)")
     plan.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the parameters (float32)")
@@ -113,15 +125,21 @@ def _plan(options: argparse.Namespace) -> ShardingPlan:
         topology=options.topology if automatic else None,
         memory_budget=int(options.memory * _GIGABYTE) if automatic and options.memory is not None else None,
         # Planning needs no device.
-        measure_top_k=0 if automatic else None,
+        measure_top_k=options.measure if options.measure is not None else 0 if automatic else None,
     )
-    devices = options.devices
-    if options.mesh is not None:
-        devices = 1
-        for size in options.mesh:
-            devices *= size
-    plan = make_plan(model, config, devices, example=lambda: batch, around=around)
+    plan = make_plan(model, config, _devices(options), example=lambda: batch, around=around)
     if plan.predicted is None:
-        predicted = evaluate(plan, model, batch, topology=Topology.preset(options.topology), around=around)
+        topology = Topology.preset(options.topology.partition(":")[0])
+        predicted = evaluate(plan, model, batch, topology=topology, around=around)
         plan = dataclasses.replace(plan, predicted=predicted)
     return plan
+
+
+def _devices(options: argparse.Namespace) -> int:
+    if options.mesh is not None:
+        return math.prod(options.mesh)
+    if options.devices is not None:
+        return int(options.devices)
+    if ":" not in options.topology:
+        raise ConfigError("give --mesh, --devices, or the slice in --topology, as in --topology v5p:2x2x2")
+    return Target.parse(options.topology).devices

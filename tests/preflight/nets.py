@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import util
+
+import pytest
 import torch
 from torch import nn
 
@@ -10,6 +13,10 @@ from xla_adapters.sharding import Mesh, ShardingPlan
 from xla_adapters.sharding.templates import template
 
 ROWS, WIDTH = 16, 128
+needs_libtpu = pytest.mark.skipif(
+    util.find_spec("libtpu") is None or util.find_spec("pypjrt") is None,
+    reason='libtpu or pypjrt is not installed: pip install "xla-adapters[preflight]"',
+)
 
 
 class Net(nn.Module):

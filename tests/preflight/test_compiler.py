@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from importlib import util
 from pathlib import Path
 
 import pytest
 
 from tests.isolation import isolated
-from tests.preflight.nets import WIDTH, Net, job, plan_of
+from tests.preflight.nets import WIDTH, Net, job, needs_libtpu, plan_of
 from xla_adapters.cli import main
 from xla_adapters.errors import ConfigError
 from xla_adapters.preflight.compiler import check_compiler, compile_module
@@ -20,10 +19,6 @@ from xla_adapters.preflight.target import Compiler, Target
 from xla_adapters.preflight.traced_step import TracedStep, trace_step
 from xla_adapters.runtime import get_runtime
 
-needs_libtpu = pytest.mark.skipif(
-    util.find_spec("libtpu") is None or util.find_spec("pypjrt") is None,
-    reason='libtpu or pypjrt is not installed: pip install "xla-adapters[preflight]"',
-)
 ON_FOUR = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_HLO_DEBUG": "1", "XLA_IR_DEBUG": "1"}
 PARAMETERS = sum(parameter.numel() for parameter in Net().parameters())
 
@@ -37,6 +32,11 @@ def test_slices_are_read_and_counted() -> None:
     assert Target.parse("v5e:2x4") == Target(generation="v5e", chips=(2, 4))
     assert str(Target.parse("V5P:2x2x4")) == "v5p:2x2x4"
     assert [Target.parse(name).devices for name in ("v5e:2x4", "v4:2x2x1", "tpu7x:2x2x1")] == [8, 4, 8]
+    usual = [("v5e", 4), ("v5e", 8), ("v6e", 16), ("v5p", 4), ("v5p", 8), ("v4", 16), ("v5p", 32), ("tpu7x", 8)]
+    slices = ["v5e:2x2", "v5e:2x4", "v6e:4x4", "v5p:2x2x1", "v5p:2x2x2", "v4:2x2x4", "v5p:2x4x4", "tpu7x:2x2x1"]
+    assert [str(Target.usual(*which)) for which in usual] == slices
+    with pytest.raises(ConfigError, match="there is no usual slice of 6 devices of v5e: name one"):
+        Target.usual("v5e", 6)
     for wrong in ("v5e", "v9:2x2", "v5e:2x", "v5e-8"):
         with pytest.raises(ConfigError, match="give the generation and the chips along each dimension"):
             Target.parse(wrong)

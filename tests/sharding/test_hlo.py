@@ -168,6 +168,56 @@ def test_a_loop_of_unknown_length_counts_once_and_says_so() -> None:
     assert not stats.exact
 
 
+COUNTED = """%counted (t: (u32[], f32[32,32])) -> (u32[], f32[32,32]) {
+  %t = (u32[], f32[32,32]) parameter(0)
+  %number = u32[] get-tuple-element(%t), index=0
+  %two = u32[] constant(2)
+  %next = u32[] add(COUNTER, %two)
+  %value = f32[32,32] get-tuple-element(%t), index=1
+  %sent = f32[32,32] collective-permute(%value), source_target_pairs={{0,1},{1,0}}
+  ROOT %out = (u32[], f32[32,32]) tuple(%next, %sent)
+}
+
+%until (t: (u32[], f32[32,32])) -> pred[] {
+  %t = (u32[], f32[32,32]) parameter(0)
+  %number = u32[] get-tuple-element(%t), index=0
+  %end = u32[] constant(8)
+  ROOT %less = pred[] compare(COUNTER, %end), direction=LT
+}
+"""
+COUNTING = (
+    "%one = u32[] constant(1)",
+    "%begin = u32[] copy(%one)",
+    "%both = (u32[], f32[32,32]) tuple(%begin, /*index=1*/%p)",
+    "%w = (u32[], f32[32,32]) while((u32[], f32[32,32]) %both), condition=%until, body=%counted",
+)
+
+
+@pytest.mark.parametrize("counter", ["%t#0", "%number", "u32[]{:T(128)} %number"])
+def test_a_loop_that_counts_up_to_a_constant_has_that_length(counter: str) -> None:
+    """As the loops of windowed products, for which XLA states no length: 1, 3, 5, 7."""
+    stats = read_hlo(program(*COUNTING, before=COUNTED.replace("COUNTER", counter)), 8)
+    assert (stats.counts, stats.exact) == ({"collective-permute": 4}, True)
+
+
+@pytest.mark.parametrize(
+    ("known", "unknown"),
+    [
+        ("direction=LT", "direction=NE"),
+        ("%end = u32[] constant(8)", "%end = u32[] get-tuple-element(%t), index=0"),
+        ("add(%number, %two)", "multiply(%number, %two)"),
+        ("tuple(%next, %sent)", "tuple(%two, %sent)"),
+        ("%two = u32[] constant(2)", "%two = u32[] constant(0)"),
+        ("compare(%number, %end)", "compare(%end, %number)"),
+    ],
+)
+def test_other_loops_count_once(known: str, unknown: str) -> None:
+    before = COUNTED.replace("COUNTER", "%number")
+    assert known in before
+    stats = read_hlo(program(*COUNTING, before=before.replace(known, unknown)), 8)
+    assert (stats.counts, stats.exact) == ({"collective-permute": 1}, False)
+
+
 def test_a_branch_that_may_not_be_taken_is_counted_and_flagged() -> None:
     line = "%b = f32[32,32] conditional(%p, %p, %p), branch_computations={%body, %condition}"
     stats = read_hlo(program(line, before=LOOP), 8)

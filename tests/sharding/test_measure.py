@@ -17,12 +17,22 @@ import torch
 from torch import nn
 
 from tests.isolation import isolated
+from tests.preflight.nets import needs_libtpu
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding import Measurement, Mesh, PlanCost, ShardingConfig, ShardingPlan, automatic, candidates
+from xla_adapters.preflight.measuring import tpu_compiler
+from xla_adapters.sharding import Measurement, Mesh, PlanCost, ShardingConfig, ShardingPlan, automatic
 from xla_adapters.sharding.candidates import Candidate, alternatives, cheapest, distinct
-from xla_adapters.sharding.measure import MeasuringError, PlanCache, PlanResult, measure_plans
+from xla_adapters.sharding.measure import (
+    MeasuringError,
+    PlanCache,
+    PlanCompiler,
+    PlanResult,
+    compilers,
+    measure_plans,
+)
 from xla_adapters.sharding.measure.job import Job, pack, unpack
 from xla_adapters.sharding.measure.plan_cache import digest_of_step
+from xla_adapters.sharding.plan_data import CollectiveCost
 from xla_adapters.sharding.sharder import make_plan
 from xla_adapters.sharding.templates import template
 
@@ -90,7 +100,7 @@ def test_plans_are_measured_kept_and_compared(tmp_path: Path) -> None:
         assert all(plan.name == "planner" for plan in plans), "recipes are known already"
         return [PlanResult(problem="not now") for _ in plans]
 
-    candidates.measure_plans = unwanted
+    compilers.measure_plans = unwanted
     assert make_plan(model, ShardingConfig(), 8, example=batch, folder=tmp_path) == plan
     # Another budget is another plan, of steps that are known already.
     least = min(item.measured.memory_bytes for item in plan.alternatives if item.measured is not None)
@@ -164,11 +174,84 @@ def test_plans_are_made_again_for_what_predictions_leave_out(monkeypatch: pytest
     assert all(item.predicted.memory_bytes <= budget - missed for item in second if item.predicted is not None)
 
 
-@isolated(env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})
-def test_links_of_other_devices_are_not_measured_on_cpu_devices() -> None:
-    plan = make_plan(Net(), ShardingConfig(topology="v5e", measure_top_k=1), 8, example=batch)
+def test_without_a_compiler_for_tpus_predictions_decide_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ShardingConfig(topology="v5e:2x4", measure_top_k=1)
+    monkeypatch.setattr("xla_adapters.preflight.target.util.find_spec", lambda name: None)
+    plan = make_plan(Net(), config, 8, example=batch)
     assert plan.measured is None
-    assert any("nothing was measured, as plans are compiled for CPU devices only" in note for note in plan.notes)
+    (note,) = [note for note in plan.notes if note.startswith("measure_top_k=1: nothing was measured")]
+    assert "libtpu and pypjrt is not installed" in note
+    monkeypatch.setattr(compilers, "_registered", [])
+    (note,) = make_plan(Net(), config, 8, example=batch).notes
+    assert note.endswith("plans are compiled for CPU devices only")
+    with pytest.raises(ConfigError, match="topology v5e:2x2: it has 4 devices, and the mesh 8"):
+        tpu_compiler("v5e:2x2", 8)
+
+
+def test_a_plan_for_tpus_is_what_their_compiler_says_is_fastest_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def measure(model: Any, batch: Any, plans: list[ShardingPlan], *, around: Any) -> list[PlanResult]:
+        asked.append([plan.name for plan in plans])
+        # `tp` sends least and is refused; `fsdp` is the next, though it is predicted to be slow.
+        sent = {"tp": 1e3, "fsdp": 1e6}
+        return [
+            PlanResult(
+                measurement=Measurement(wire_bytes=size, memory_bytes=1e6),
+                collectives=(CollectiveCost(kind="all-reduce", axis="data", count=1, wire_bytes=size),),
+                fits=plan.name != "tp",
+            )
+            for plan in plans
+            for size in (sent.get(plan.name, 1e9),)
+        ]
+
+    compiler = PlanCompiler(name="libtpu", measure=measure)
+    monkeypatch.setattr(compilers, "_registered", [lambda topology, devices: compiler])
+    plan = make_plan(Net(), ShardingConfig(topology="v5e", measure_top_k=1), 8, example=batch)
+    assert plan.name == "fsdp"
+    assert plan.measured is not None
+    assert len(asked) == 1
+    assert {"dp", "fsdp", "tp", "2d"} <= set(asked[0])
+    remarks = {item.name: item.remark for item in plan.alternatives}
+    assert remarks["tp"] == "more than a device has"
+    assert remarks["fsdp"] == ""
+    # Compiling for TPUs takes minutes: only if it is asked for.
+    assert make_plan(Net(), ShardingConfig(topology="v5e"), 8, example=batch).measured is None
+    assert len(asked) == 1
+
+
+def test_what_is_too_large_without_activations_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2**15, 2**15, bias=False), nn.Linear(2**15, 2**15, bias=False))
+    asked: list[str] = []
+
+    def measure(model: Any, batch: Any, plans: list[ShardingPlan], *, around: Any) -> list[PlanResult]:
+        asked.extend(plan.name for plan in plans)
+        return [PlanResult(measurement=Measurement(wire_bytes=1e6, memory_bytes=1e6)) for _ in plans]
+
+    compiler = PlanCompiler(name="libtpu", measure=measure)
+    monkeypatch.setattr(compilers, "_registered", [lambda topology, devices: compiler])
+    example = (torch.empty(16, 2**15, device="meta"),)
+    plan = make_plan(model, ShardingConfig(topology="v5e", measure_top_k=1), 8, example=lambda: example)
+    # Parameters and two averages take 26 GB, a v5e has 17.
+    assert "dp" not in asked
+    assert {item.name: item.remark for item in plan.alternatives}["dp"] == "more than a device has"
+
+
+@needs_libtpu
+@pytest.mark.slow
+@isolated(timeout=550, env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})
+def test_plans_are_compiled_for_tpus() -> None:
+    plan = make_plan(Net(), ShardingConfig(topology="v5e:2x4", measure_top_k=1), 8, example=batch)
+    assert plan.measured is not None
+    assert plan.notes == ()
+    found = {item.name: item.measured for item in plan.alternatives}
+    assert {"dp", "fsdp", "tp", "2d"} <= set(found)
+    numbers = sum(parameter.numel() for parameter in Net().parameters())
+    dp = found["dp"]
+    assert dp is not None
+    # The gradients and the loss, in float32, summed over a ring of 8.
+    assert 2 * 4 * numbers * 7 / 8 <= dp.wire_bytes < 2 * 4 * numbers * 7 / 8 + 1000
 
 
 @isolated
@@ -203,6 +286,10 @@ def test_the_cheapest_that_fits_wins() -> None:
     assert cheapest(found, 20).plan.name == "c"
     with pytest.raises(ConfigError, match=r"memory_budget=9 .* is 10 bytes"):
         cheapest(found, 9)
+    refused = [dataclasses.replace(item, fits=item.plan.name == "a") for item in found]
+    assert cheapest(refused, None).plan.name == "a"
+    with pytest.raises(ConfigError, match=r"the memory of a device is too little: the smallest .* is 20 bytes"):
+        cheapest([item for item in refused if not item.fits], None)
     listed = alternatives(found, 20)
     assert [item.name for item in listed] == ["d", "b", "c", "a"]
     assert [item.remark for item in listed] == ["more than memory_budget"] * 2 + [""] * 2

@@ -81,7 +81,8 @@ def _field(message: bytes, wanted: int) -> int | bytes:
 def _annotated(computation: bytes, parameters: Mapping[int, bytes], results: Mapping[int, bytes]) -> bytes:
     parts = list(wire.fields(computation))
     instructions = [value for number, value, _ in parts if number == INSTRUCTIONS and isinstance(value, bytes)]
-    root = next(item for item in instructions if _field(item, ID) == _field(computation, ROOT))
+    root_id = next(value for number, value, _ in parts if number == ROOT)
+    root = next(item for item in instructions if _field(item, ID) == root_id)
     operands = [item for number, value, _ in wire.fields(root) if number == OPERANDS for item in wire.integers(value)]
     by_id: dict[int | bytes, bytes] = {operands[position]: added for position, added in results.items()}
     written = []

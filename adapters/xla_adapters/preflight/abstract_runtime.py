@@ -9,6 +9,7 @@ import torch
 
 from xla_adapters.runtime import Runtime, TileAssignment
 from xla_adapters.runtime.interface import Spmd, Transfers
+from xla_adapters.runtime.uploads import note_upload
 
 
 class Shardings:
@@ -67,7 +68,11 @@ class _AbstractTransfers(_Delegate):
         if tensor.ndim == 0 and tensor.device.type != "meta":
             copy: torch.Tensor = self._part.to_device(tensor)
             return copy
-        return self._shardings.make(tensor.shape, tensor.dtype)
+        made = self._shardings.make(tensor.shape, tensor.dtype)
+        if tensor.device.type == "cpu":
+            # What the batch alone determines (the largest label, say) is computed on the host, as in a training.
+            note_upload(tensor, made)
+        return made
 
 
 class _AbstractSpmd(_Delegate):

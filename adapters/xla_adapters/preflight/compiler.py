@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from xla_adapters.preflight import libtpu_process
+from xla_adapters.preflight.live_values import memory_of
 from xla_adapters.preflight.target import Compiler, Target
 from xla_adapters.sharding.hlo import HloStats, read_hlo
 
@@ -31,10 +33,14 @@ _ENVIRONMENT = {
     "TPU_WORKER_ID": "0",
     # Of the host, not of the target.
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    # Nothing is run: another process may compile, too, or use a TPU of this host.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_STDERR_LOG_LEVEL": "3",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 _OPTIMISED, _BUFFERS, _RANGES = "after_optimizations.txt", "-buffer-assignment.txt", "-live-range.txt"
+_GIVEN, _ASSIGNED = "before_optimizations.txt", "after_optimizations_after_buffer_assignment.txt"
+_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +80,7 @@ class CompiledModule:
         problem: why there is no program: the compiler's error, or how its process ended; empty if there is one.
         seconds: time the compiler took.
         memory: None if there is no program.
-        flops: operations in the program, by the compiler's count.
+        flops: operations in the program, by the compiler's count; 0 if no code was generated.
         bytes_accessed: bytes that operations read and write, by the compiler's count: values that stay on the chip
             count, too.
         collectives: None if there is no program.
@@ -108,18 +114,23 @@ class CompiledModule:
         return "Ran out of memory" in self.problem and "hbm" in self.problem.lower()
 
 
-def compile_module(module: bytes, target: Target, *, timeout: float = 900) -> CompiledModule:
+def compile_module(
+    module: bytes, target: Target, *, timeout: float = 900, generate_code: bool = True
+) -> CompiledModule:
     """Compiles a module for all devices of a slice, which the program is partitioned over (SPMD).
 
     Args:
         module: an HloModuleProto, annotated with shardings.
         target: the slice.
         timeout: seconds after which the compiler is stopped.
+        generate_code: False stops the compiler when it has optimised the program and assigned memory, which takes a
+            small part of its time. The collectives and the memory of values are known then; the size of the program
+            and the counts of operations and accessed bytes are not, and are 0.
 
     Raises:
         ConfigError: libtpu or pypjrt is not installed.
     """
-    return _ask(target, module, timeout)
+    return _ask(target, module, timeout, generate_code)
 
 
 def check_compiler(target: Target) -> CompiledModule:
@@ -128,24 +139,29 @@ def check_compiler(target: Target) -> CompiledModule:
     Raises:
         ConfigError: libtpu or pypjrt is not installed.
     """
-    return _ask(target, None, 60)
+    return _ask(target, None, 60, True)
 
 
-def _ask(target: Target, module: bytes | None, timeout: float) -> CompiledModule:
+def _ask(target: Target, module: bytes | None, timeout: float, generate_code: bool) -> CompiledModule:
     compiler = Compiler.find()
     request = {"library": str(compiler.library), "topology": str(target), "options": dict(target.options)}
     with tempfile.TemporaryDirectory(prefix="xla-adapters-") as name:
         folder = Path(name)
         (folder / libtpu_process.REQUEST).write_text(json.dumps({**request, "compile": module is not None}))
         (folder / libtpu_process.MODULE).write_bytes(module or b"")
-        problem = _run(folder, target, timeout)
+        begun = time.monotonic()
+        ended = _run(folder, target, timeout, generate_code)
         answered = folder / libtpu_process.ANSWER
-        answer = json.loads(answered.read_text()) if answered.is_file() else {"problem": problem}
+        answer = json.loads(answered.read_text()) if answered.is_file() else {}
+        if ended is None:
+            answer = {**answer, "seconds": time.monotonic() - begun, "memory": _assigned(folder)}
+        elif module is not None and "memory" not in answer:
+            answer = {"problem": ended, **answer}
         return _read(answer, folder, target, f"libtpu {compiler.version}")
 
 
-def _run(folder: Path, target: Target, timeout: float) -> str:
-    """Runs the process; how it ended, for the case that it has not answered."""
+def _run(folder: Path, target: Target, timeout: float, generate_code: bool) -> str | None:
+    """Runs the process; how it ended, for the case that it has not answered. None: stopped before it generated code."""
     environment = {
         **{name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"},
         **_ENVIRONMENT,
@@ -153,18 +169,43 @@ def _run(folder: Path, target: Target, timeout: float) -> str:
         "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text",
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
     }
-    try:
-        ended = subprocess.run(
-            [sys.executable, libtpu_process.__file__, str(folder)],
-            env=environment,
-            capture_output=True,
-            timeout=timeout,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"the compiler had no more than {timeout:.0f} s"
-    said = (ended.stderr or ended.stdout).decode(errors="replace").strip()
-    return f"the compiler's process ended with status {ended.returncode}: {said[-2000:]}"
+    said = folder / "output.txt"
+    deadline = time.monotonic() + timeout
+    with said.open("wb") as output:
+        command = [sys.executable, libtpu_process.__file__, str(folder)]
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        try:
+            while True:
+                try:
+                    process.wait(timeout=min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+                    break
+                except subprocess.TimeoutExpired:
+                    if not generate_code and _has_assigned(folder):
+                        return None
+                    if time.monotonic() >= deadline:
+                        return f"the compiler had no more than {timeout:.0f} s"
+        finally:
+            process.kill()
+            process.wait()
+    errors = said.read_text(errors="replace").strip()
+    return f"the compiler's process ended with status {process.returncode}: {errors[-2000:]}"
+
+
+def _has_assigned(folder: Path) -> bool:
+    """Whether the compiler has assigned memory: it writes this text after those that are read."""
+    begun = [path for path in folder.glob("module_*") if path.name.endswith(_GIVEN)]
+    if not begun:
+        return False
+    # The largest one: the compiler compiles small programs of its own, too.
+    name = max(begun, key=lambda path: path.stat().st_size).name.removesuffix(_GIVEN)
+    return (folder / f"{name}{_ASSIGNED}").is_file()
+
+
+def _assigned(folder: Path) -> dict[str, int]:
+    """What the compiler states of a program's memory, as far as it is known before there is code."""
+    arguments, temporaries = memory_of(_text(folder, _BUFFERS))
+    sizes = {"argument": arguments, "output": 0, "alias": 0, "temp": temporaries, "generated_code": 0}
+    return {f"{kind}_size_in_bytes": size for kind, size in sizes.items()}
 
 
 def _flags(target: Target, given: str) -> str:
@@ -199,8 +240,8 @@ def _read(answer: Mapping[str, Any], folder: Path, target: Target, compiler: str
             temporaries=sizes["temp_size_in_bytes"],
             code=sizes["generated_code_size_in_bytes"],
         ),
-        flops=answer["flops"],
-        bytes_accessed=answer["bytes_accessed"],
+        flops=answer.get("flops", 0.0),
+        bytes_accessed=answer.get("bytes_accessed", 0.0),
         collectives=read_hlo(text, target.devices),
     )
 

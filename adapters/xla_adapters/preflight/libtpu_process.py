@@ -36,6 +36,8 @@ def _main(folder: Path) -> None:
         answer["devices"] = len(devices)
         answer["hbm"] = int(devices[0]["attributes"].get("device_memory_bytes_limit", 0))
         if request["compile"]:
+            # The compiler may be stopped before it ends.
+            (folder / ANSWER).write_text(json.dumps(answer))
             begun = time.monotonic()
             executable = _compiled(plugin, topology, (folder / MODULE).read_bytes(), len(devices))
             answer["seconds"] = time.monotonic() - begun

@@ -159,7 +159,7 @@ def _plan(model: torch.nn.Module, batch: Any, around: Around, options: StepOptio
         config = ShardingConfig(
             scheme=options.sharding,
             mesh_shape=options.mesh,
-            topology=target.generation if automatic else None,  # type: ignore[arg-type]
+            topology=target.generation if automatic else None,
             # Planning needs no device.
             measure_top_k=0 if automatic else None,
         )

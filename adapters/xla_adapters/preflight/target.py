@@ -60,6 +60,26 @@ class Target:
             )
         return cls(generation=found.group(1), chips=tuple(map(int, found.group(2).split("x"))))
 
+    @classmethod
+    def usual(cls, generation: str, devices: int) -> Target:
+        """The usual slice of so many devices: `v5e:2x4`, `v5p:2x2x2`, `v4:2x2x4`.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        per_chip, dimensions = _DEVICES_PER_CHIP.get(generation, 1), 3 if generation in _CUBES else 2
+        chips = devices // per_chip
+        if devices % per_chip or chips < 1 or chips & (chips - 1):
+            raise ConfigError(
+                f"there is no usual slice of {devices} devices of {generation}: name one, as in v5e:2x4 or v5p:2x2x2"
+            )
+        # Two chips are in the middle, four are a square, and the first dimension is the shortest of larger slices.
+        exponents = [0] * dimensions
+        for number in range(chips.bit_length() - 1):
+            exponents[(1, 0, 2)[number] if number < dimensions else -1 - number % dimensions] += 1
+        ordered = sorted(exponents) if chips >= 2**dimensions else exponents
+        return cls(generation=generation, chips=tuple(2**exponent for exponent in ordered))
+
     @property
     def devices(self) -> int:
         """Number of devices, as programs see them."""

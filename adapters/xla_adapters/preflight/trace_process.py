@@ -5,6 +5,7 @@ Nothing is compiled or run there; the process of the caller is not touched.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import subprocess
@@ -20,7 +21,7 @@ from xla_adapters.runtime import get_runtime
 from xla_adapters.sharding.measure import MeasuringError
 from xla_adapters.sharding.measure.job import pack, unpack
 
-_JOB, _ANSWER = "job.pickle", "answer.pickle"
+_JOB, _ANSWER = "job.pickle", "answer_{}.pickle"
 
 
 class TracingError(Exception):
@@ -37,6 +38,25 @@ def trace_in_process(job: StepJob, *, timeout: float = 900) -> TracedStep:
     Raises:
         TracingError: the model cannot be pickled, its step cannot be traced, or the time was too short.
     """
+    (answer,) = trace_plans_in_process(dataclasses.replace(job, plans=(job.plan,)), timeout=timeout)
+    if isinstance(answer, str):
+        raise TracingError(answer)
+    return answer
+
+
+def trace_plans_in_process(job: StepJob, *, timeout: float = 900) -> list[TracedStep | str]:
+    """As `trace_in_process`, under each of the job's plans, whose meshes have one size.
+
+    Args:
+        job: as for `trace_in_process`.
+        timeout: seconds for all plans together.
+
+    Returns:
+        For each plan its step, or why it could not be traced.
+
+    Raises:
+        TracingError: the model cannot be pickled.
+    """
     try:
         data = pack(job)
     except MeasuringError as error:
@@ -44,6 +64,7 @@ def trace_in_process(job: StepJob, *, timeout: float = 900) -> TracedStep:
     with tempfile.TemporaryDirectory(prefix="xla-adapters-") as name:
         folder = Path(name)
         (folder / _JOB).write_bytes(data)
+        problem = ""
         try:
             ended = subprocess.run(
                 [sys.executable, "-m", __name__, name],
@@ -52,17 +73,12 @@ def trace_in_process(job: StepJob, *, timeout: float = 900) -> TracedStep:
                 timeout=timeout,
                 check=False,
             )
-        except subprocess.TimeoutExpired as error:
-            raise TracingError(f"tracing the step took more than {timeout:.0f} s") from error
-        answered = folder / _ANSWER
-        if not answered.is_file():
             said = ended.stderr.decode(errors="replace").strip()
-            raise TracingError(f"the process that traces the step ended with status {ended.returncode}: {said[-2000:]}")
-        answer = pickle.loads(answered.read_bytes())
-    if isinstance(answer, str):
-        raise TracingError(answer)
-    assert isinstance(answer, TracedStep)
-    return answer
+            problem = f"the process that traces the step ended with status {ended.returncode}: {said[-2000:]}"
+        except subprocess.TimeoutExpired:
+            problem = f"tracing the step took more than {timeout:.0f} s"
+        paths = [folder / _ANSWER.format(number) for number in range(len(job.plans))]
+        return [pickle.loads(path.read_bytes()) if path.is_file() else problem for path in paths]
 
 
 def _environment(devices: int) -> dict[str, str]:
@@ -82,15 +98,21 @@ def _environment(devices: int) -> dict[str, str]:
 
 def _main(folder: Path) -> None:
     get_runtime().device.initialize(spmd=True)
-    job = unpack((folder / _JOB).read_bytes())
-    assert isinstance(job, StepJob)
-    answer: TracedStep | str
-    try:
-        answer = trace_step(job)
-    except (*MODEL_FAILURES, XLAAdapterError) as error:
-        traceback.print_exc()
-        answer = f"{type(error).__name__}: {str(error).strip()}"
-    (folder / _ANSWER).write_bytes(pickle.dumps(answer))
+    data = (folder / _JOB).read_bytes()
+    for number, plan in enumerate(unpack(data).plans):
+        # Its model is moved to the device: another plan gets another copy.
+        job = unpack(data)
+        assert isinstance(job, StepJob)
+        answer: TracedStep | str
+        try:
+            answer = trace_step(dataclasses.replace(job, plans=(plan,)))
+        except (*MODEL_FAILURES, XLAAdapterError) as error:
+            traceback.print_exc()
+            answer = f"{type(error).__name__}: {str(error).strip()}"
+        # Renamed when it is complete: the process may be stopped at any time.
+        part = folder / "part"
+        part.write_bytes(pickle.dumps(answer))
+        part.rename(folder / _ANSWER.format(number))
 
 
 if __name__ == "__main__":

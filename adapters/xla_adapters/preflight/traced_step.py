@@ -41,6 +41,8 @@ class TracedStep:
 def trace_step(job: StepJob) -> TracedStep:
     """Traces forward, loss, backward and update as a step of the training would; nothing has memory, nothing is run.
 
+    The job's first plan counts.
+
     SPMD must be on, with as many devices as the plan's mesh.
     """
     begun = time.monotonic()

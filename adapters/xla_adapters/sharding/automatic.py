@@ -17,12 +17,12 @@ from torch.utils import _pytree
 from xla_adapters.errors import ConfigError
 from xla_adapters.runtime import get_runtime
 from xla_adapters.sharding.candidates import Candidate, alternatives, cheapest, distinct, measured, predicted
-from xla_adapters.sharding.config import ShardingConfig
-from xla_adapters.sharding.measure import PlanCache
+from xla_adapters.sharding.config import MEASURED_PLANS, ShardingConfig
+from xla_adapters.sharding.measure import MeasuringError, PlanCache, PlanCompiler, compiler_for
 from xla_adapters.sharding.measure.plan_cache import digest_of
 from xla_adapters.sharding.mesh import Mesh, Spec, factorizations
 from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.sharding.planner import ADAM_BYTES, Planner, Topology, by_time, meshes_of
+from xla_adapters.sharding.planner import ADAM_COPIES, Planner, Topology, by_time, meshes_of
 from xla_adapters.sharding.templates import default_mesh, template
 
 # Share of a device's memory that a plan may use.
@@ -30,7 +30,6 @@ _USABLE = 0.9
 # Rounds of planning with a budget corrected by the measured memory of earlier plans.
 _CORRECTIONS = 4
 _SLACK = 0.998
-MEASURED_PLANS = 2
 
 
 def automatic_plan(
@@ -64,26 +63,44 @@ def automatic_plan(
         return _without_batch(model, config, mesh or default_mesh("fsdp", devices), fixed)
     topology, notes = _topology(config)
     kept = PlanCache(folder) if folder is not None else None
-    digest = digest_of(model, batch, config, devices, topology.name, fixed) if kept is not None else ""
+    compiler, top, more = _compiler(config, devices, topology)
+    named = "" if compiler is None else compiler.name
+    digest = digest_of(model, batch, config, devices, topology.name, fixed, named) if kept is not None else ""
     if kept is not None and (found := kept.find(digest)) is not None:
         return found
-    if config.memory_budget is None and topology.name != "cpu":
+    budget = config.memory_budget
+    if budget is None and topology.name != "cpu":
         # The rest is left for the compiler's temporary values and the runtime.
         config = dataclasses.replace(config, memory_budget=int(_USABLE * topology.memory_bytes))
-    top = MEASURED_PLANS if config.measure_top_k is None else config.measure_top_k
-    if top and topology.name != "cpu":
-        if config.measure_top_k is not None:
-            notes += (f"measure_top_k={top}: nothing was measured, as plans are compiled for CPU devices only",)
-        top = 0
     search = _Search(model, batch, config, devices, mesh, fixed, topology, around)
-    candidates = search.measured(top, kept) if top else search.predicted()
-    best = cheapest(candidates, config.memory_budget)
+    if compiler is not None:
+        candidates = search.measured(top, kept, compiler)
+    else:
+        # The compiler itself refuses what does not fit a device.
+        candidates, budget = search.predicted(), config.memory_budget
+    best = cheapest(candidates, budget)
     plan = dataclasses.replace(
-        best.plan, notes=(*best.plan.notes, *notes), alternatives=alternatives(candidates, config.memory_budget)
+        best.plan, notes=(*best.plan.notes, *notes, *more), alternatives=alternatives(candidates, budget)
     )
     if kept is not None:
         kept.keep(digest, plan)
     return plan
+
+
+def _compiler(
+    config: ShardingConfig, devices: int, topology: Topology
+) -> tuple[PlanCompiler | None, int, tuple[str, ...]]:
+    """What compiles the plans, how many of them, and notes; None if predictions decide."""
+    top = config.measure_top_k
+    if top is None:
+        # Compiling for other devices takes minutes: only if it is asked for.
+        top = MEASURED_PLANS if topology.name == "cpu" else 0
+    if not top:
+        return None, 0, ()
+    try:
+        return compiler_for(config.topology or topology.name, devices), top, ()
+    except MeasuringError as error:
+        return None, 0, (f"measure_top_k={top}: nothing was measured, predictions decide: {error}",)
 
 
 class _Search:
@@ -110,12 +127,13 @@ class _Search:
         """The planner's plans and the templates, with predicted costs."""
         return [predicted(plan) for plan in [*self._planned(self._config.memory_budget), *self._templates()]]
 
-    def measured(self, top: int, kept: PlanCache | None) -> list[Candidate]:
+    def measured(self, top: int, kept: PlanCache | None, compiler: PlanCompiler) -> list[Candidate]:
         """The planner's best plans and the templates, with the costs of their compiled steps.
 
         Args:
             top: number of the planner's plans to compile.
             kept: stores measurements between runs.
+            compiler: compiles the steps.
         """
         budget = self._config.memory_budget
         problem: ConfigError | None = None
@@ -130,24 +148,35 @@ class _Search:
         tried = distinct([*self._templates(), *plans])
         if not tried and problem is not None:
             raise problem
-        found = self._compiled(tried, kept)
+        found = self._compiled(tried, kept, compiler)
         if budget is None and plans and cheapest(found, None).plan.name != plans[0].name:
             # GSPMD did not follow the plan, so try plans whose layouts it propagates by itself.
             seen = len(tried)
             tried = distinct([*tried, *sorted(self._followed(), key=by_time)[:top]])
-            found += self._compiled(tried[seen:], kept)
+            found += self._compiled(tried[seen:], kept, compiler)
         latest: list[Candidate] = []
         for _ in range(_CORRECTIONS if budget is not None else 0):
+            if self._topology.name != "cpu" and any(item.fits for item in found):
+                # Compiling for other devices takes minutes.
+                break
             new = self._corrected(latest, found, tried)
             tried += new
-            latest = [item for item in self._compiled(new, kept) if item.plan.measured is not None]
+            latest = [item for item in self._compiled(new, kept, compiler) if item.plan.measured is not None]
             found += latest
             if not latest:
                 break
         return found
 
-    def _compiled(self, plans: Sequence[ShardingPlan], kept: PlanCache | None) -> list[Candidate]:
-        return measured(plans, self._model, self._batch, self._topology, self._around, kept) if plans else []
+    def _compiled(
+        self, plans: Sequence[ShardingPlan], kept: PlanCache | None, compiler: PlanCompiler
+    ) -> list[Candidate]:
+        """The plans with the costs of their compiled steps; those whose state alone is too large are not compiled."""
+        large = [plan for plan in plans if _state(plan) > self._topology.memory_bytes]
+        small = [plan for plan in plans if plan not in large]
+        found = [dataclasses.replace(predicted(plan), fits=False) for plan in large]
+        if small:
+            found += measured(small, self._model, self._batch, self._topology, self._around, kept, compiler)
+        return found
 
     def _corrected(
         self, latest: Sequence[Candidate], found: Sequence[Candidate], tried: Sequence[ShardingPlan]
@@ -231,8 +260,14 @@ def _without_batch(model: torch.nn.Module, config: ShardingConfig, mesh: Mesh, f
 
 def state_bytes(parameter: torch.Tensor, shards: int) -> float:
     """Bytes per device of a parameter and, if it is trained, its gradient and Adam's two averages."""
-    trained = parameter.element_size() + ADAM_BYTES if parameter.requires_grad else 0
-    return float(parameter.numel() * (parameter.element_size() + trained)) / shards
+    copies = 2 + ADAM_COPIES if parameter.requires_grad else 1
+    return float(parameter.numel() * parameter.element_size() * copies) / shards
+
+
+def _state(plan: ShardingPlan) -> float:
+    """Bytes per device of parameters and optimizer state."""
+    memory = plan.predicted.memory if plan.predicted is not None else {}
+    return sum(memory.get(kind, 0.0) for kind in ("parameters", "optimizer"))
 
 
 def _parts(plan: ShardingPlan) -> int:
@@ -241,7 +276,7 @@ def _parts(plan: ShardingPlan) -> int:
 
 def _topology(config: ShardingConfig) -> tuple[Topology, tuple[str, ...]]:
     if config.topology is not None:
-        return Topology.preset(config.topology), ()
+        return Topology.preset(str(config.generation)), ()
     hardware = get_runtime().device.hardware()
     if hardware == "CPU":
         return Topology.preset("cpu"), ()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding.measure import MeasuringError, PlanCache, PlanResult, measure_plans
+from xla_adapters.sharding.measure import MeasuringError, PlanCache, PlanCompiler, PlanResult
 from xla_adapters.sharding.measure.plan_cache import digest_of_step
 from xla_adapters.sharding.mesh import Mesh
 from xla_adapters.sharding.plan import ShardingPlan
@@ -30,12 +30,14 @@ class Candidate:
         plan: with its prediction, and its measurement if there is one.
         seconds: time of a step.
         memory_bytes: per device.
+        fits: False if its parameters and optimizer state, or the compiler, say that it does not fit a device.
         problem: why the measurement failed, if it did.
     """
 
     plan: ShardingPlan
     seconds: float
     memory_bytes: float
+    fits: bool = True
     problem: str = ""
 
 
@@ -62,6 +64,7 @@ def measured(
     topology: Topology,
     around: Callable[[], AbstractContextManager[Any]],
     kept: PlanCache | None,
+    compiler: PlanCompiler,
 ) -> list[Candidate]:
     """The candidates with the cost of their compiled steps.
 
@@ -72,9 +75,10 @@ def measured(
         model, batch, around: as for `measure_plans`.
         topology: for the bandwidths, to convert bytes to seconds.
         kept: stores measurements between runs.
+        compiler: compiles the steps.
     """
     known = kept.results() if kept is not None else {}
-    digests = [digest_of_step(model, batch, plan) for plan in plans]
+    digests = [digest_of_step(model, batch, plan, compiler.name) for plan in plans]
     missing = [plan for plan, digest in zip(plans, digests, strict=True) if digest not in known]
     if missing:
         logger.info(
@@ -83,7 +87,7 @@ def measured(
             len(missing),
         )
         try:
-            new = iter(measure_plans(model, batch, missing, around=around))
+            new = iter(compiler.measure(model, batch, missing, around=around))
         except MeasuringError as error:
             logger.warning("sharding: plans are compared by prediction: %s", error)
             return [predicted(plan, str(error)) for plan in plans]
@@ -105,6 +109,7 @@ def _judged(plan: ShardingPlan, result: PlanResult, topology: Topology) -> Candi
         plan=dataclasses.replace(plan, measured=result.measurement),
         seconds=compute + sum(collective_seconds(item, plan.mesh, topology) for item in result.collectives),
         memory_bytes=result.measurement.memory_bytes,
+        fits=result.fits,
     )
 
 
@@ -120,12 +125,15 @@ def cheapest(candidates: Sequence[Candidate], budget: int | None) -> Candidate:
     Raises:
         ConfigError: none fits.
     """
-    fitting = [candidate for candidate in candidates if budget is None or candidate.memory_bytes <= budget]
+    fitting = [candidate for candidate in candidates if _fits(candidate, budget)]
     if not fitting:
         least = min(candidate.memory_bytes for candidate in candidates)
+        limit, more = "the memory of a device is", ""
+        if budget is not None:
+            limit, more = f"memory_budget={budget} bytes per device is", " or a larger budget"
         raise ConfigError(
-            f"memory_budget={budget} bytes per device is too little: the smallest that any plan takes is "
-            f"{round(least)} bytes; use more devices, a smaller batch, gradient checkpointing or a larger budget"
+            f"{limit} too little: the smallest that any plan takes is {round(least)} bytes; use more devices, a "
+            f"smaller batch{',' if more else ' or'} gradient checkpointing{more}"
         )
     return min(fitting, key=_order)
 
@@ -135,7 +143,6 @@ def alternatives(candidates: Sequence[Candidate], budget: int | None) -> tuple[A
     listed = []
     for candidate in sorted(candidates, key=_order):
         plan, cost = candidate.plan, candidate.plan.predicted or PlanCost()
-        fits = budget is None or candidate.memory_bytes <= budget
         listed.append(
             Alternative(
                 name=plan.name,
@@ -144,10 +151,20 @@ def alternatives(candidates: Sequence[Candidate], budget: int | None) -> tuple[A
                 predicted_memory_bytes=cost.memory_bytes,
                 seconds=candidate.seconds,
                 measured=plan.measured,
-                remark="" if fits else "more than memory_budget",
+                remark=_remark(candidate, budget),
             )
         )
     return tuple(listed)
+
+
+def _fits(candidate: Candidate, budget: int | None) -> bool:
+    return candidate.fits and (budget is None or candidate.memory_bytes <= budget)
+
+
+def _remark(candidate: Candidate, budget: int | None) -> str:
+    if not candidate.fits:
+        return "more than a device has"
+    return "" if _fits(candidate, budget) else "more than memory_budget"
 
 
 def _order(candidate: Candidate) -> tuple[float, float]:

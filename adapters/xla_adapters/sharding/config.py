@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
@@ -14,6 +15,9 @@ Scheme = Literal["auto", "dp", "fsdp", "tp", "2d"]
 Partitioner = Literal["planner", "alpa"]
 TopologyName = Literal["cpu", "v4", "v5e", "v5p", "v6e", "tpu7x"]
 Checkpoints = Literal["whole", "sharded"]
+# How many of the planner's plans are compiled if nothing is said.
+MEASURED_PLANS = 2
+_SLICE = re.compile(r"(\w+):\d+(?:x\d+)*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +36,11 @@ class ShardingConfig:
         memory_budget: bytes per device for parameters, gradients, optimizer state and activations; if not
             given, nine tenths of the topology's memory (on the CPU no limit).
         topology: the kind of devices and links, for the planner: `"cpu"`, `"v4"`, `"v5e"`, `"v5p"`,
-            `"v6e"` or `"tpu7x"` (Ironwood); that of the device if not given.
-        measure_top_k: how many of the planner's plans are compiled, beside the templates, in a separate process, and
-            compared by communication volume and memory of the compiled step; 2 if not given, 0 compares predictions.
-            Only for training on CPU devices: other compilers partition differently.
+            `"v6e"` or `"tpu7x"` (Ironwood); that of the device if not given. Or a slice of TPUs with its chips
+            along each dimension, `"v5p:2x2x2"`, for `measure_top_k`.
+        measure_top_k: how many of the planner's plans are compiled, beside the templates, in separate processes, and
+            compared by communication volume and memory of the compiled step. 0 compares predictions. If not given,
+            2 on CPU devices; 0 on TPUs, for which libtpu compiles (extra `preflight`): that takes minutes.
         plan: a finished plan (`ShardingPlan.load`); nothing is planned then.
         overrides: specs by name pattern (shell style, e.g. `{"*.lm_head.weight": ("model", None)}`); the
             first pattern that matches a parameter counts.
@@ -52,7 +57,7 @@ class ShardingConfig:
     partitioner: Partitioner = "planner"
     keep_user_sharding: bool = True
     memory_budget: int | None = None
-    topology: TopologyName | None = None
+    topology: str | None = None
     measure_top_k: int | None = None
     plan: ShardingPlan | None = None
     overrides: Mapping[str, Spec] = field(default_factory=dict)
@@ -62,7 +67,7 @@ class ShardingConfig:
         for name, value, choices in (
             ("scheme", self.scheme, get_args(Scheme)),
             ("partitioner", self.partitioner, get_args(Partitioner)),
-            ("topology", self.topology, (None, *get_args(TopologyName))),
+            ("topology", self.generation, (None, *get_args(TopologyName))),
             ("keep_user_sharding", self.keep_user_sharding, (True, False)),
             ("checkpoints", self.checkpoints, get_args(Checkpoints)),
         ):
@@ -111,6 +116,12 @@ class ShardingConfig:
                 "e.g. {'*.lm_head.weight': ('model', None)}"
             )
         object.__setattr__(self, "overrides", {name: as_spec(spec) for name, spec in self.overrides.items()})
+
+    @property
+    def generation(self) -> str | None:
+        """The kind of devices that `topology` names, without the chips of a slice."""
+        found = _SLICE.fullmatch(self.topology) if isinstance(self.topology, str) else None
+        return self.topology if found is None else found.group(1)
 
     def _check_plan(self, plan: ShardingPlan) -> None:
         if not isinstance(plan, ShardingPlan):

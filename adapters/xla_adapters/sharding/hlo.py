@@ -22,6 +22,7 @@ from xla_adapters.sharding.replica_groups import (
     read_groups,
     read_pairs,
 )
+from xla_adapters.sharding.trip_counts import trip_count
 
 __all__ = ["CollectiveOp", "HloStats", "MemoryReport", "axis_of", "read_hlo", "read_memory_report", "ring_wire_bytes"]
 
@@ -47,7 +48,7 @@ class CollectiveOp:
         groups: the groups of devices that communicate; empty for a collective-permute.
         pairs: source and target devices of a collective-permute.
         runs: how often it runs in one run of the program.
-        exact: False if `runs` is a guess: it is in a loop whose trip count the HLO does not state (counted once), or in
+        exact: False if `runs` is a guess: it is in a loop whose trip count is not known (counted once), or in
             a branch that may not be taken (counted as taken).
     """
 
@@ -180,7 +181,7 @@ def read_hlo(text: str, devices: int) -> HloStats:
     """Counts the collectives of an optimised HLO module.
 
     An asynchronous pair counts once. A collective in a loop counts as often as the loop runs, if the HLO states it
-    (`known_trip_count`), else once, and the result is not `exact`.
+    (`known_trip_count`) or the loop counts up to a constant, else once, and the result is not `exact`.
 
     Args:
         text: of the module, as `--xla_dump_hlo_as_text` writes it (`*after_optimizations.txt`).
@@ -232,7 +233,7 @@ class _Walk:
                 # Counted at its start; older XLA names the called computation here again.
                 continue
             else:
-                inner_runs, inner_exact = _runs_inside(instruction, runs, exact)
+                inner_runs, inner_exact = self._runs_inside(instruction, computation, runs, exact)
                 for called in instruction.called:
                     self.visit(called, inner_runs, inner_exact, (*path, computation))
 
@@ -256,6 +257,14 @@ class _Walk:
             exact=exact,
         )
 
+    def _runs_inside(self, instruction: Instruction, computation: str, runs: int, exact: bool) -> tuple[int, bool]:
+        """How often the computations that an instruction calls run, and whether that is exact."""
+        if instruction.opcode == "while":
+            stated = _TRIPS.search(instruction.attributes)
+            trips = int(stated.group(1)) if stated else trip_count(self.module, computation, instruction)
+            return (runs, False) if trips is None else (runs * trips, exact)
+        return runs, exact and instruction.opcode != "conditional"
+
     def _groups(self, attributes: str, kind: Collective) -> Groups:
         replicas, partitions = self.module.replicas, self.module.partitions
         ids = _ids(attributes, kind)
@@ -278,14 +287,6 @@ def _ids(attributes: str, kind: Collective) -> Ids:
     if kind == "all-to-all":
         return "partitions"
     return "devices" if "use_global_device_ids=true" in attributes else "replicas, all partitions"
-
-
-def _runs_inside(instruction: Instruction, runs: int, exact: bool) -> tuple[int, bool]:
-    """How often the computations that an instruction calls run, and whether that is exact."""
-    if instruction.opcode == "while":
-        trips = _TRIPS.search(instruction.attributes)
-        return (runs * int(trips.group(1)), exact) if trips else (runs, False)
-    return runs, exact and instruction.opcode != "conditional"
 
 
 def _result_type(instruction: Instruction, kind: Collective) -> str:

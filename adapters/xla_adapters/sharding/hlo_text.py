@@ -32,14 +32,18 @@ class Instruction:
         type: of its result, as text.
         opcode: e.g. `"all-reduce"`.
         attributes: the text after the operands.
+        operands: as text.
         called: names of the computations that it calls.
+        root: whether it is the result of its computation.
     """
 
     name: str
     type: str
     opcode: str
     attributes: str
+    operands: str = ""
     called: tuple[str, ...] = ()
+    root: bool = False
 
     @property
     def plain_attributes(self) -> str:
@@ -119,7 +123,8 @@ def _parse_instruction(line: str) -> Instruction | None:
     opcode = _OPCODE.match(rest, end)
     if opcode is None:
         return None
-    attributes = rest[_closing(rest, opcode.end() - 1) + 1 :]
+    closing = _closing(rest, opcode.end() - 1)
+    attributes = rest[closing + 1 :]
     plain = _STRING.sub('""', attributes)
     called = tuple(
         part.strip().lstrip("%")
@@ -127,7 +132,15 @@ def _parse_instruction(line: str) -> Instruction | None:
         for part in found.group(1).strip("{}").split(",")
         if part.strip()
     )
-    return Instruction(name=name, type=rest[:end].strip(), opcode=opcode.group(1), attributes=attributes, called=called)
+    return Instruction(
+        name=name,
+        type=rest[:end].strip(),
+        opcode=opcode.group(1),
+        attributes=attributes,
+        operands=rest[opcode.end() : closing],
+        called=called,
+        root=line.lstrip().startswith("ROOT "),
+    )
 
 
 def _end_of_type(text: str) -> int:

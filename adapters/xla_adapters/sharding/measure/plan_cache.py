@@ -78,18 +78,24 @@ class PlanCache:
 
 
 def digest_of(
-    model: torch.nn.Module, batch: Any, config: ShardingConfig, devices: int, topology: str, fixed: Mapping[str, Spec]
+    model: torch.nn.Module,
+    batch: Any,
+    config: ShardingConfig,
+    devices: int,
+    topology: str,
+    fixed: Mapping[str, Spec],
+    compiler: str,
 ) -> str:
-    """A hash of all that a plan depends on: model structure, shapes, options, devices, topology, versions."""
-    return _digest(_step(model, batch), repr(config), devices, topology, sorted(fixed.items()))
+    """A hash of all that a plan depends on: model structure, shapes, options, devices, topology, versions, compiler."""
+    return _digest(_step(model, batch), repr(config), devices, topology, sorted(fixed.items()), compiler)
 
 
-def digest_of_step(model: torch.nn.Module, batch: Any, plan: ShardingPlan) -> str:
-    """A hash of all that a measurement depends on: model structure, shapes, versions, and tile assignments."""
+def digest_of_step(model: torch.nn.Module, batch: Any, plan: ShardingPlan, compiler: str = "cpu") -> str:
+    """A hash of all that a measurement depends on: model structure, shapes, versions, tile assignments, compiler."""
     stored = [tiles_of(plan.mesh, spec) for entry in plan.parameters for spec in (entry.spec, entry.spec_in_use)]
     held = [(entry.module, entry.of, tiles_of(plan.mesh, entry.spec)) for entry in plan.activations]
     # The mesh is part of it, because results list collectives by names of its axes.
-    return _digest(_step(model, batch), stored, held, tiles_of(plan.mesh, (plan.batch,)), repr(plan.mesh))
+    return _digest(_step(model, batch), stored, held, tiles_of(plan.mesh, (plan.batch,)), repr(plan.mesh), compiler)
 
 
 def _step(model: torch.nn.Module, batch: Any) -> tuple[Any, ...]:

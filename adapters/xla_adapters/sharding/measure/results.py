@@ -20,12 +20,14 @@ class PlanResult:
     Attributes:
         measurement: of its compiled step; None if it could not be compiled.
         collectives: by kind and mesh axis, without times.
+        fits: False if the compiler refused the step because a device's memory is too small for it.
         seconds: time of tracing and compiling.
         problem: why there is no measurement.
     """
 
     measurement: Measurement | None = None
     collectives: tuple[CollectiveCost, ...] = ()
+    fits: bool = True
     seconds: float = 0.0
     problem: str = ""
 
@@ -33,9 +35,8 @@ class PlanResult:
     def from_values(cls, values: Mapping[str, Any]) -> PlanResult:
         """Reads what `dataclasses.asdict` returned."""
         measurement = values["measurement"]
-        return cls(
-            measurement=None if measurement is None else Measurement(**measurement),
-            collectives=tuple(CollectiveCost(**item) for item in values["collectives"]),
-            seconds=values["seconds"],
-            problem=values["problem"],
-        )
+        read = {
+            "measurement": None if measurement is None else Measurement(**measurement),
+            "collectives": tuple(CollectiveCost(**item) for item in values["collectives"]),
+        }
+        return cls(**{**values, **read})

@@ -7,7 +7,8 @@ functions to call. The method follows Alpa (Zheng et al., OSDI 2022).
 """
 
 from xla_adapters.sharding.planner.entry import evaluate, evaluate_all, meshes_of, plan_model
-from xla_adapters.sharding.planner.planner import ADAM_BYTES, Planner, by_time
+from xla_adapters.sharding.planner.planner import Planner, by_time
+from xla_adapters.sharding.planner.storage import ADAM_COPIES
 from xla_adapters.sharding.planner.topology import Topology
 
-__all__ = ["ADAM_BYTES", "Planner", "Topology", "by_time", "evaluate", "evaluate_all", "meshes_of", "plan_model"]
+__all__ = ["ADAM_COPIES", "Planner", "Topology", "by_time", "evaluate", "evaluate_all", "meshes_of", "plan_model"]

@@ -12,7 +12,7 @@ from xla_adapters.sharding.config import ShardingConfig
 from xla_adapters.sharding.mesh import Mesh, Spec, factorizations
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.plan_data import PlanCost
-from xla_adapters.sharding.planner.planner import ADAM_BYTES, Batch, Planner
+from xla_adapters.sharding.planner.planner import Batch, Planner
 from xla_adapters.sharding.planner.topology import Topology
 
 
@@ -24,7 +24,7 @@ def plan_model(
     devices: int,
     config: ShardingConfig,
     topology: Topology,
-    optimizer_bytes_per_parameter: float = ADAM_BYTES,
+    optimizer_bytes_per_parameter: float | None = None,
     fixed: Mapping[str, Spec] | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[ShardingPlan]:
@@ -41,7 +41,8 @@ def plan_model(
         devices: number of devices.
         config: only `memory_budget` (bytes per device) and `overrides` are used here.
         topology: of devices and links.
-        optimizer_bytes_per_parameter: bytes per element of a trainable parameter; 8 for Adam in float32.
+        optimizer_bytes_per_parameter: bytes per element of a trainable parameter; None for Adam's two
+            averages, in the dtype of the parameter.
         fixed: specs of parameters that are already annotated; they are kept.
         around: returns the context that forward passes run in.
 
@@ -75,7 +76,7 @@ def evaluate(
     batch: Batch,
     *,
     topology: Topology,
-    optimizer_bytes_per_parameter: float = ADAM_BYTES,
+    optimizer_bytes_per_parameter: float | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> PlanCost:
     """The predicted cost of a step under a given plan.
@@ -107,7 +108,7 @@ def evaluate_all(
     batch: Batch,
     *,
     topology: Topology,
-    optimizer_bytes_per_parameter: float = ADAM_BYTES,
+    optimizer_bytes_per_parameter: float | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[PlanCost]:
     """The predicted cost of a step under each of several plans; the model is captured once.

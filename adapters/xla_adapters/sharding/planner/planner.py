@@ -26,9 +26,6 @@ from xla_adapters.sharding.planner.strategies import Rules
 from xla_adapters.sharding.planner.strategy_filters import forced, propagated_only
 from xla_adapters.sharding.planner.topology import Topology
 
-# Bytes of Adam's state per element of a parameter: two averages in float32.
-ADAM_BYTES = 8
-
 Batch = Mapping[str, Any] | Sequence[Any]
 
 
@@ -54,7 +51,7 @@ class Planner:
         rows: size of the batch.
         batch_bytes: bytes of the whole batch.
         topology: of devices and links.
-        optimizer_bytes: bytes of optimizer state per element of a trainable parameter.
+        optimizer_bytes: bytes of optimizer state per element of a trainable parameter; None for Adam's.
         notes: for the plans.
     """
 
@@ -68,7 +65,7 @@ class Planner:
     rows: int
     batch_bytes: float
     topology: Topology
-    optimizer_bytes: float
+    optimizer_bytes: float | None
     notes: tuple[str, ...]
 
     @classmethod
@@ -78,7 +75,7 @@ class Planner:
         batch: Batch,
         *,
         topology: Topology,
-        optimizer_bytes: float = ADAM_BYTES,
+        optimizer_bytes: float | None = None,
         fixed: Mapping[str, Spec] | None = None,
         overrides: Mapping[str, Spec] | None = None,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -255,7 +252,7 @@ class Planner:
         filters += forced(plan, self.captured.graph, self.captured.folded, self.captured.capture.skeleton, rules)
         program = self._formulate(plan.mesh, filters, follow=follow)
         values = program.program.solve(None)
-        return result.cost_of(program.program, values or (), self._constant(plan.mesh))
+        return result.cost_of(program.program, values or (), self._constant(plan.mesh), frees=self.topology.recomputes)
 
     def _fabric(self, mesh: Mesh) -> Fabric:
         return Fabric(mesh=mesh, topology=self.topology)
@@ -304,7 +301,7 @@ class Planner:
             ),
             batch=solution.batch(),
             activations=solution.activations(),
-            predicted=result.cost_of(program.program, values, self._constant(mesh)),
+            predicted=result.cost_of(program.program, values, self._constant(mesh), frees=self.topology.recomputes),
             notes=notes,
         )
 
@@ -330,7 +327,7 @@ class Planner:
                 for entry in self.entries
             ),
             batch=tuple(axis for axis in ((DATA, MODEL) if spread else (DATA,)) if axis in mesh.axis_names),
-            predicted=result.cost_of(program.program, values, self._constant(mesh)),
+            predicted=result.cost_of(program.program, values, self._constant(mesh), frees=self.topology.recomputes),
             notes=self.notes,
         )
 

@@ -18,6 +18,7 @@ from xla_adapters.sharding.planner import storage
 from xla_adapters.sharding.planner.costs import GRADIENTS, Charge
 from xla_adapters.sharding.planner.fold import Folded
 from xla_adapters.sharding.planner.graph import Graph, Operand, Operator
+from xla_adapters.sharding.planner.kept import PRODUCTS, kept_shares
 from xla_adapters.sharding.planner.reshard import reshard, seen_as
 from xla_adapters.sharding.planner.solve import Program
 from xla_adapters.sharding.planner.storage import Parameter
@@ -67,7 +68,7 @@ def formulate(
     parameters: Mapping[str, Parameter],
     rules: Rules,
     *,
-    optimizer_bytes: float,
+    optimizer_bytes: float | None,
     filters: Sequence[Filter],
     held: Collection[int],
     follow: bool,
@@ -79,7 +80,7 @@ def formulate(
         folded: which of them share a choice.
         parameters: by the name that represents a class.
         rules: costs and mesh.
-        optimizer_bytes: bytes of optimizer state per element of a trainable parameter.
+        optimizer_bytes: bytes of optimizer state per element of a trainable parameter; None for Adam's.
         filters: remove strategies; a filter that would remove all is ignored.
         held: operators whose output will be constrained; other outputs are used as they are split, or gathered.
         follow: only layouts that GSPMD (Xu et al., arXiv 2105.04663) propagates from the parameters by itself: a value
@@ -100,7 +101,7 @@ class _Formulation:
     folded: Folded
     parameters: Mapping[str, Parameter]
     rules: Rules
-    optimizer_bytes: float
+    optimizer_bytes: float | None
     filters: Sequence[Filter]
     held: Collection[int]
     follow: bool
@@ -110,6 +111,7 @@ class _Formulation:
 
     def write(self) -> Problem:
         uses: dict[str, int] = {}
+        others: set[str] = set()
         lookups: dict[str, tuple[float, ...]] = {}
         self._find_batch()
         for operator in self.graph.operators:
@@ -118,19 +120,27 @@ class _Formulation:
                     continue
                 # If the operator does not depend on the batch, gradients are summed before they reach the parameter.
                 uses[operand.parameter] = uses.get(operand.parameter, 0) + (operator.index in self.batched)
+                if operator.target not in PRODUCTS or len(operand.shape) < 2:
+                    others.add(operand.parameter)
                 if operator.target == "embedding" and operator.index in self.batched:
                     lookups[operand.parameter] = (*lookups.get(operand.parameter, ()), operator.size)
         for name in sorted(self.parameters):
-            found = replace(self.parameters[name], uses=uses.get(name, 1), lookups=lookups.get(name, ()))
+            found = replace(
+                self.parameters[name],
+                uses=uses.get(name, 1),
+                lookups=lookups.get(name, ()),
+                products=name in uses and name not in others,
+            )
             self._store(found)
         times: dict[int, int] = {}
         for operator in self.graph.operators:
             key = self.folded.operators.of(operator.index)
             times[key] = times.get(key, 0) + self.folded.weights[operator.index]
-        kept = self._kept()
+        topology = self.rules.fabric.topology
+        kept = kept_shares(self.graph, recomputes=topology.recomputes, rounds=topology.rounds_products)
         for operator in self.graph.operators:
             if operator.index in times:
-                self._choose(operator, times[operator.index], operator.index in kept)
+                self._choose(operator, times[operator.index], kept.get(operator.index, 0.0))
         for operator in self.graph.operators:
             if operator.index in times:
                 for position, operand in enumerate(operator.operands):
@@ -146,24 +156,15 @@ class _Formulation:
     def _store(self, parameter: Parameter) -> None:
         program = self.problem.program
         columns = []
+        fabric = self.rules.fabric
         for spec in storage.choices(parameter, self._mesh):
-            column = program.column(
-                charges=storage.data_charges(parameter, spec, self.rules.fabric) * parameter.count,
-                integral=True,
-            )
-            program.memory[column] = storage.memory(parameter, spec, self.rules.fabric, self.optimizer_bytes)
-            columns.append((spec, column))
+            for gathers in storage.gathering(parameter, spec, fabric):
+                charges = storage.data_charges(parameter, spec, fabric, gathers) * parameter.count
+                column = program.column(charges=charges, integral=True)
+                program.memory[column] = storage.memory(parameter, spec, fabric, self.optimizer_bytes, gathers)
+                columns.append((spec, column))
         program.choose_one([column for _, column in columns])
         self.problem.stores[parameter.name] = columns
-
-    def _kept(self) -> set[int]:
-        """Operators whose output the backward needs: those used by anything but additions."""
-        return {
-            operand.source
-            for operator in self.graph.operators
-            for operand in operator.operands
-            if operand.source is not None and operator.target not in ("add", "sub")
-        }
 
     def _find_batch(self) -> None:
         """Finds the operators that depend on the batch, and others with a gradient that are used by these."""
@@ -193,7 +194,7 @@ class _Formulation:
             size = self.rules.local(operator, strategy.output)
         return fabric.all_reduce(DATA, size, GRADIENTS) if size else ()
 
-    def _choose(self, operator: Operator, times: int, kept: bool) -> None:
+    def _choose(self, operator: Operator, times: int, kept: float) -> None:
         found, known = strategies_of(operator, self.rules)
         if not known:
             self.graph.unknown.add(".".join(part for part in (operator.namespace, operator.target) if part))
@@ -201,8 +202,9 @@ class _Formulation:
             found = keep(operator, found) or found
         columns = []
         for strategy in found:
-            size = strategy.keeps + (self.rules.local(operator, strategy.output) if kept else 0.0)
-            for dims, whole, batch in self.graph.kept.get(operator.index, ()):
+            size = strategy.keeps + kept * self.rules.local(operator, strategy.output)
+            unary = () if self.rules.fabric.topology.recomputes else self.graph.kept.get(operator.index, ())
+            for dims, whole, batch in unary:
                 split = strategy.output is not None and dims[strategy.output] is not None
                 parts = self.rules.fabric.data if batch is not None else 1
                 size += whole / parts / (self.rules.fabric.model if split else 1)

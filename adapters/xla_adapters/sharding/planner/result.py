@@ -18,13 +18,14 @@ from xla_adapters.sharding.planner.strategies import Rules, Strategy
 from xla_adapters.sharding.planner.strategies.base import State
 
 
-def cost_of(program: Program, values: Sequence[float], constant: Mapping[str, float]) -> PlanCost:
+def cost_of(program: Program, values: Sequence[float], constant: Mapping[str, float], *, frees: bool) -> PlanCost:
     """The cost of a solution.
 
     Args:
         program: the program.
         values: of its columns.
         constant: bytes by kind that do not depend on choices.
+        frees: gradients take the place of activations, which are freed while gradients are made.
     """
     memory = dict(constant)
     charges = []
@@ -37,6 +38,8 @@ def cost_of(program: Program, values: Sequence[float], constant: Mapping[str, fl
         charges += [(charge, value * count) for charge, count in program.charges[column]]
         for kind, size in program.memory[column].items():
             memory[kind] = memory.get(kind, 0.0) + value * size
+    if frees and "gradients" in memory:
+        memory["gradients"] = max(0.0, memory["gradients"] - memory.get("activations", 0.0))
     return PlanCost(
         memory={kind: memory[kind] for kind in sorted(memory)}, collectives=total(charges), compute_seconds=compute
     )

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from xla_adapters.sharding.mesh import DATA, MODEL, DimSpec, Mesh, Spec, axes_of
 from xla_adapters.sharding.planner.costs import GRADIENTS, Charge, Fabric
 
+# Adam's two averages, in the dtype of the parameter.
+ADAM_COPIES = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
@@ -22,6 +25,7 @@ class Parameter:
         fixed: the spec, if it is given.
         uses: number of operators that use each; more than one for tied weights.
         lookups: for each use as an embedding, the bytes of the rows that are looked up.
+        products: whether all uses are products.
     """
 
     name: str
@@ -32,11 +36,26 @@ class Parameter:
     fixed: Spec | None = None
     uses: int = 1
     lookups: tuple[float, ...] = ()
+    products: bool = False
 
     @property
     def size(self) -> float:
         """Bytes of one parameter."""
         return float(math.prod(self.shape)) * self.itemsize
+
+
+def gathered_size(parameter: Parameter, fabric: Fabric) -> float:
+    """Bytes of one parameter as it is gathered to be used."""
+    halved = fabric.topology.rounds_products and parameter.products and parameter.itemsize == 4
+    return parameter.size / (2 if halved else 1)
+
+
+def gathering(parameter: Parameter, spec: Spec, fabric: Fabric) -> tuple[int, ...]:
+    """How often a parameter that is stored so may be gathered over the data axis in a step; (0,) if it is not split."""
+    if split_dim(spec, DATA) is None:
+        return (0,)
+    # Once keeps it for the backward.
+    return (1, 2) if fabric.topology.gathers_again and parameter.trainable else (1,)
 
 
 def split_dim(spec: Spec, axis: str) -> int | None:
@@ -68,24 +87,30 @@ def choices(parameter: Parameter, mesh: Mesh) -> list[Spec]:
     return found
 
 
-def data_charges(parameter: Parameter, spec: Spec, fabric: Fabric) -> tuple[Charge, ...]:
-    """Collectives on the data axis: gradients are reduced, and split parameters are gathered (ZeRO, FSDP)."""
+def data_charges(parameter: Parameter, spec: Spec, fabric: Fabric, gathers: int) -> tuple[Charge, ...]:
+    """Collectives on the data axis: gradients are reduced, and split parameters are gathered (ZeRO, FSDP).
+
+    Args:
+        parameter, spec, fabric: which, how it is stored, and where.
+        gathers: how often it is gathered.
+    """
     size = parameter.size / (1 if split_dim(spec, MODEL) is None else fabric.model)
-    if split_dim(spec, DATA) is None:
-        times = min(parameter.uses, 1) if fabric.topology.merges_sums else parameter.uses
-        return fabric.all_reduce(DATA, size, GRADIENTS) * times if parameter.trainable else ()
-    gathers = fabric.all_gather(DATA, size, "parameters") * _gathers(fabric)
-    if not parameter.trainable:
-        return gathers
+    # The gradient of a lookup is scattered into zeros, and is reduced by itself.
     products = parameter.uses - len(parameter.lookups)
     sums = min(products, 1) if fabric.topology.merges_sums else products
-    scatter = fabric.reduce_scatter(DATA, size, GRADIENTS) * sums
+    if split_dim(spec, DATA) is None:
+        return fabric.all_reduce(DATA, size, GRADIENTS) * (sums + len(parameter.lookups)) if parameter.trainable else ()
+    whole = size * gathered_size(parameter, fabric) / parameter.size
+    gathered = fabric.all_gather(DATA, whole, "parameters") * gathers
+    if not parameter.trainable:
+        return gathered
+    scatter = fabric.reduce_scatter(DATA, size, GRADIENTS, product=products > 0) * sums
     for rows in parameter.lookups:
         # Each device needs the gradients of all looked-up rows for its shard of the table.
         own = rows / (fabric.model if split_dim(spec, MODEL) == 1 else 1)
         moves = fabric.all_gather if split_dim(spec, DATA) == 0 else fabric.all_to_all
         scatter += moves(DATA, own, GRADIENTS)
-    return (*gathers, *scatter)
+    return (*gathered, *scatter)
 
 
 def use_charges(
@@ -112,7 +137,7 @@ def use_charges(
     if stored is None:
         return fabric.all_gather(MODEL, size, GRADIENTS) if trainable else ()
     assert used is None
-    gathers = fabric.all_gather(MODEL, size, "parameters") * _gathers(fabric)
+    gathers = fabric.all_gather(MODEL, gathered_size(parameter, fabric), "parameters") * _gathers(fabric)
     if not trainable:
         return gathers
     if partial:
@@ -126,13 +151,23 @@ def _gathers(fabric: Fabric) -> int:
     return 2 if fabric.topology.gathers_again else 1
 
 
-def memory(parameter: Parameter, spec: Spec, fabric: Fabric, optimizer_bytes: float) -> dict[str, float]:
-    """Bytes per device by kind, of all parameters of the class together."""
+def memory(
+    parameter: Parameter, spec: Spec, fabric: Fabric, optimizer_bytes: float | None, gathers: int
+) -> dict[str, float]:
+    """Bytes per device by kind, of all parameters of the class together.
+
+    Args:
+        parameter, spec, fabric: which, how it is stored, and where.
+        optimizer_bytes: bytes of optimizer state per element; None for Adam's.
+        gathers: how often it is gathered over the data axis; a parameter that is gathered once is kept.
+    """
     elements = parameter.count * math.prod(parameter.shape) / fabric.mesh.shards(spec)
     found = {"parameters": elements * parameter.itemsize}
     if parameter.trainable:
         found["gradients"] = elements * parameter.itemsize
-        found["optimizer"] = elements * optimizer_bytes
-    if split_dim(spec, DATA) is not None and not fabric.topology.gathers_again:
-        found["gathered"] = elements * parameter.itemsize * fabric.data
+        found["optimizer"] = elements * (
+            ADAM_COPIES * parameter.itemsize if optimizer_bytes is None else optimizer_bytes
+        )
+    if gathers == 1:
+        found["gathered"] = elements * fabric.data * gathered_size(parameter, fabric) / math.prod(parameter.shape)
     return found

@@ -16,7 +16,7 @@ from xla_adapters.sharding.planner.storage import Parameter
 
 
 def formulate(
-    parameters: Mapping[str, Parameter], fabric: Fabric, *, rows: int, optimizer_bytes: float
+    parameters: Mapping[str, Parameter], fabric: Fabric, *, rows: int, optimizer_bytes: float | None
 ) -> tuple[Problem, bool]:
     """Writes the program, with choices for parameters only.
 
@@ -24,7 +24,7 @@ def formulate(
         parameters: by name.
         fabric: the cost of collectives.
         rows: size of the batch.
-        optimizer_bytes: bytes of optimizer state per element.
+        optimizer_bytes: bytes of optimizer state per element; None for Adam's.
 
     Returns:
         The program, and whether the batch is split over the model axis, too.
@@ -37,14 +37,19 @@ def formulate(
         # Per row, each element of a weight costs 2 operations in the forward and 4 in the backward.
         work = 6.0 * rows * parameter.size / parameter.itemsize / parts / fabric.topology.flops
         columns = []
-        for spec in storage.choices(parameter, fabric.mesh):
+        options = [
+            (spec, gathers)
+            for spec in storage.choices(parameter, fabric.mesh)
+            for gathers in storage.gathering(parameter, spec, fabric)
+        ]
+        for spec, gathers in options:
             stored, whole = storage.split_dim(spec, MODEL), storage.split_dim(spec, DATA) is None
             charges = (
-                *storage.data_charges(parameter, spec, fabric),
+                *storage.data_charges(parameter, spec, fabric, gathers),
                 *storage.use_charges(parameter, stored, None, spread, whole, fabric),
             )
             column = problem.program.column(compute=work, charges=charges, integral=True, times=parameter.count)
-            problem.program.memory[column] = storage.memory(parameter, spec, fabric, optimizer_bytes)
+            problem.program.memory[column] = storage.memory(parameter, spec, fabric, optimizer_bytes, gathers)
             columns.append((spec, column))
         problem.program.choose_one([column for _, column in columns])
         problem.stores[name] = columns

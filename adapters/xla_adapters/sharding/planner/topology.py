@@ -24,8 +24,12 @@ class Topology:
         reduce_scatter: whether the compiler emits reduce-scatters; XLA's CPU backend emits an all-reduce and a slice.
         merges_sums: whether partial gradients of one value are added before a single reduction; XLA's CPU backend
             reduces each.
-        gathers_again: whether a split parameter is gathered for the forward and again for the backward, which saves
-            memory; XLA's CPU backend keeps the gathered one.
+        gathers_again: whether a split parameter can be gathered for the forward and again for the backward, which saves
+            memory, or once; XLA's CPU backend gathers once, and keeps it.
+        rounds_products: whether operands of products are rounded to bfloat16 where they are made, so that a parameter
+            that only products use is gathered, and an activation is kept for them, in half the bytes of float32.
+            Products whose result is scattered over all devices are loops that send one shard more than there are.
+        recomputes: whether what element-wise operators give is computed again in the backward, not kept.
 
     Raises:
         ConfigError: a figure is not positive.
@@ -42,6 +46,8 @@ class Topology:
     reduce_scatter: bool = True
     merges_sums: bool = True
     gathers_again: bool = True
+    rounds_products: bool = True
+    recomputes: bool = True
 
     def __post_init__(self) -> None:
         figures = {
@@ -97,6 +103,8 @@ _PRESETS = {
             reduce_scatter=False,
             merges_sums=False,
             gathers_again=False,
+            rounds_products=False,
+            recomputes=False,
         ),
         Topology(name="v4", flops=275e12, memory_bandwidth=1.2e12, memory_bytes=32 * _GIB, bandwidth=9e10),
         Topology(name="v5e", flops=197e12, memory_bandwidth=8.19e11, memory_bytes=16 * _GIB, bandwidth=9e10),

@@ -63,7 +63,8 @@ def cross_entropy(operator: Operator, rules: Rules) -> list[Strategy]:
             charges = rules.sum_up(operator.size)
         seconds = 3 * rules.local(logits, state) / rules.fabric.topology.memory_bandwidth
         wants = (Want(state=state), *(Want(partial=state is not None and not item.free) for item in others))
-        kept = rules.local(logits, state)
+        # The gradient of the logits is made while they are there: for the product before them.
+        kept = rules.local(logits, state) / (2 if rules.fabric.topology.rounds_products else 1)
         found.append(Strategy(output=None, wants=wants, charges=charges, seconds=seconds, keeps=kept))
     return found
 

@@ -1,0 +1,252 @@
+"""What the TPU compiler makes of plans at real sizes; `python -m benchmarks.preflight` (extra `preflight`).
+
+For each model and slice: the templates `dp`, `fsdp`, `tp` and `2d` (on every mesh that suits it), the planner's best
+plans, and which of them `auto_sharding` with `measure_top_k` takes (`*`). The training step (AdamW) of each is traced
+without memory and compiled by libtpu, up to where code would be generated; nothing is run. Bytes that a device sends,
+and needs in memory (without code), are those of the compiled program. The time of a step is predicted computing, and
+those bytes over the bandwidth of the links. `said` is the planner's prediction. A template whose parameters and
+optimizer state alone are larger than a device's memory is not compiled.
+
+Compiles take minutes. Results are kept in `--folder`, so that a run that was stopped, or runs for single `--models` and
+`--topologies`, can be put together by another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+import torch
+
+from benchmarks import report
+from benchmarks.preflight_models import MODELS, build
+from hf_trainer.framework_patches import as_if_compiling
+from xla_adapters.errors import ConfigError
+from xla_adapters.preflight.job import StepJob, adamw
+from xla_adapters.preflight.measuring import results_for_tpu, tpu_compiler
+from xla_adapters.preflight.target import Compiler, Target
+from xla_adapters.sharding import ShardingConfig, ShardingPlan
+from xla_adapters.sharding.config import MEASURED_PLANS
+from xla_adapters.sharding.measure import PlanCompiler, PlanResult
+from xla_adapters.sharding.measure.compilers import register
+from xla_adapters.sharding.measure.plan_cache import digest_of_step
+from xla_adapters.sharding.sharder import make_plan
+
+TOPOLOGIES = "v4:2x2x2,v5e:2x4,v5p:2x2x2,v6e:2x4"
+
+
+@dataclass
+class Row:
+    """A plan of a model on a slice. Sizes are bytes on one device."""
+
+    model: str
+    topology: str
+    plan: str
+    mesh: str
+    chosen: bool
+    fits: bool
+    memory: float | None = None
+    predicted_memory: float | None = None
+    sent: float | None = None
+    predicted_sent: float | None = None
+    by_kind: dict[str, float] = field(default_factory=dict)
+    step_seconds: float | None = None
+    compile_seconds: float | None = None
+    remark: str = ""
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """Predicted : compiled."""
+        return self.predicted_memory / self.memory if self.memory and self.predicted_memory else None
+
+
+class Recorder:
+    """Compiles plans with libtpu, and keeps each result in a file as soon as it is known.
+
+    Args:
+        folder: of the files.
+        timeout: seconds for each plan to be traced, and for each to be compiled.
+    """
+
+    def __init__(self, folder: Path, timeout: float) -> None:
+        self._folder, self._timeout = folder, timeout
+        self.seen: dict[tuple[str, str], PlanResult] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def compiler(self, topology: str, devices: int) -> PlanCompiler:
+        """As `tpu_compiler`."""
+        inner = tpu_compiler(topology, devices)
+
+        def measure(
+            model: torch.nn.Module,
+            batch: Any,
+            plans: Sequence[ShardingPlan],
+            *,
+            around: Callable[[], AbstractContextManager[Any]],
+        ) -> list[PlanResult]:
+            digests = [digest_of_step(model, batch, plan, inner.name) for plan in plans]
+            missing = [
+                (plan, self._path(digest))
+                for plan, digest in zip(plans, digests, strict=True)
+                if not self._path(digest).is_file()
+            ]
+            if missing:
+                todo = tuple(plan for plan, _ in missing)
+                job = StepJob(model=model, batch=batch, plans=todo, around=around, optimizer=adamw)
+                found = results_for_tpu(job, Target.parse(topology), timeout=self._timeout)
+                for (plan, path), result in zip(missing, found, strict=True):
+                    said = result.problem or f"{result.seconds:.0f} s"
+                    print(f"  {topology} {plan.name} on {plan.mesh}: {said}", file=sys.stderr, flush=True)
+                    path.write_text(json.dumps(asdict(result), indent=1))
+            results = [PlanResult.from_values(json.loads(self._path(digest).read_text())) for digest in digests]
+            self.seen.update({_key(plan): result for plan, result in zip(plans, results, strict=True)})
+            return results
+
+        return PlanCompiler(name=inner.name, measure=measure)
+
+    def _path(self, digest: str) -> Path:
+        return self._folder / f"{digest}.json"
+
+
+def _key(plan: ShardingPlan) -> tuple[str, str]:
+    """What an `Alternative` says of its plan: its name, mesh and prediction."""
+    wire = plan.predicted.wire_bytes if plan.predicted is not None else 0.0
+    return plan.name, f"{plan.mesh} {wire}"
+
+
+def rows_of(name: str, topology: str, options: Any, recorder: Recorder) -> list[Row]:
+    """Plans, compiles and compares one model on one slice."""
+    target = Target.parse(topology)
+    model, batch = build(name, options.layers)
+    model.to(getattr(torch, options.dtype))
+    config = ShardingConfig(topology=topology, measure_top_k=options.top)
+    try:
+        plan = make_plan(model, config, target.devices, example=lambda: batch, around=as_if_compiling)
+    except ConfigError as error:
+        return [Row(name, topology, "auto", "", True, False, remark=str(error))]
+    rows, (chosen, *_) = [], [_key(plan)]
+    for item in plan.alternatives:
+        key = (item.name, f"{item.mesh} {item.predicted_wire_bytes}")
+        result = recorder.seen.get(key)
+        measured = item.measured
+        rows.append(
+            Row(
+                model=name,
+                topology=topology,
+                plan=item.name,
+                mesh=item.mesh,
+                chosen=key == chosen,
+                fits=measured is not None and not item.remark,
+                memory=None if measured is None else measured.memory_bytes,
+                predicted_memory=item.predicted_memory_bytes,
+                sent=None if measured is None else measured.wire_bytes,
+                predicted_sent=item.predicted_wire_bytes,
+                by_kind=_by_kind(result),
+                step_seconds=None if measured is None else item.seconds,
+                compile_seconds=None if result is None else result.seconds,
+                remark=item.remark,
+            )
+        )
+    return rows
+
+
+def _by_kind(result: PlanResult | None) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for item in result.collectives if result is not None else ():
+        found[item.kind] = found.get(item.kind, 0.0) + item.wire_bytes
+    return found
+
+
+def table_of(rows: list[Row]) -> str:
+    """The rows for a person, in GB and MB."""
+    headers = (
+        "model", "slice", "plan", "mesh", "fits", "GB", "said", "MB sent", "said", "step ms", "trace and compile s",
+        "sent by",
+    )  # fmt: skip
+    lines = []
+    for row in rows:
+        kinds = sorted(row.by_kind.items(), key=lambda item: -item[1])
+        lines.append(
+            (
+                row.model,
+                row.topology,
+                row.plan + (" *" if row.chosen else ""),
+                row.mesh,
+                row.fits,
+                _in(row.memory, 1e9),
+                _in(row.predicted_memory, 1e9),
+                _in(row.sent, 1e6),
+                _in(row.predicted_sent, 1e6),
+                _in(row.step_seconds, 1e-3),
+                row.compile_seconds,
+                ", ".join(f"{kind} {size / 1e6:,.0f}" for kind, size in kinds) or row.remark,
+            )
+        )
+    return report.table(headers, lines)
+
+
+def _in(value: float | None, unit: float) -> float | None:
+    return None if value is None else value / unit
+
+
+def targets(made: report.Report, rows: list[Row]) -> None:
+    """Adds the targets: ours fits wherever any does, sends at most 0.9 of the best template, memory within 10%."""
+    cells: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        cells.setdefault((row.model, row.topology), []).append(row)
+    refused, ratios = 0, []
+    for cell in cells.values():
+        hand = [row for row in cell if row.plan not in ("planner", "auto") and row.fits]
+        ours = next((row for row in cell if row.chosen and row.fits), None)
+        refused += ours is None and any(row.fits for row in cell)
+        least = min((row.sent for row in hand if row.sent), default=None)
+        if ours is not None and ours.sent is not None and least is not None:
+            ratios.append(ours.sent / least)
+    near = [abs(row.memory_ratio - 1) <= 0.1 for row in rows if row.memory_ratio is not None]
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+    made.target("cells where something fits and ours does not", refused, "exactly", 0)
+    made.target("sent, ours : best template that fits, geometric mean", mean, "at most", 0.9)
+    made.target("the same, the worst", max(ratios, default=None), "at most", 1.02)
+    made.target("memory predicted within 10%, of all", sum(near) / len(near) if near else None, "at least", 0.9)
+
+
+def main(command: list[str] | None = None) -> int:
+    """The program."""
+    parser = report.parser(str(__doc__))
+    parser.add_argument("--models", default=",".join(MODELS), help=f"comma-separated ({','.join(MODELS)})")
+    parser.add_argument("--topologies", default=TOPOLOGIES, help=f"comma-separated slices ({TOPOLOGIES})")
+    parser.add_argument("--layers", type=int, default=0, help="of each model, instead of those of its real size")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of parameters (float32)")
+    parser.add_argument("--top", type=int, default=MEASURED_PLANS, help=f"of the planner's plans ({MEASURED_PLANS})")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds to trace, and to compile, each plan (900)")
+    parser.add_argument("--folder", type=Path, help="keeps results, for the next run (a temporary one)")
+    options = parser.parse_args(command)
+    made = report.Report("preflight", settings={name: str(value) for name, value in vars(options).items()})
+    made.settings["libtpu"] = Compiler.find().version
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        recorder = Recorder(options.folder or Path(temporary), options.timeout)
+        register(recorder.compiler)
+        for topology in options.topologies.split(","):
+            for name in options.models.split(","):
+                print(f"{name} on {topology}", file=sys.stderr, flush=True)
+                rows += rows_of(name, topology, options, recorder)
+                made.results["rows"] = [asdict(row) | {"memory_ratio": row.memory_ratio} for row in rows]
+                made.save(options)
+    print(table_of(rows))
+    targets(made, rows)
+    return made.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
