@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -179,8 +180,9 @@ def _folder(trainer: Trainer) -> Path | None:
     folder = trainer.log_dir
     if folder is None or "://" in str(folder) or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
-    taken = {Path(callback.dirpath or "") for callback in trainer.checkpoint_callbacks if hasattr(callback, "dirpath")}
-    return None if Path(folder).resolve() in {path.resolve() for path in taken | {Path.cwd()}} else Path(folder)
+    callbacks = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+    taken = {Path.cwd(), *(Path(one.dirpath).resolve() for one in callbacks if one.dirpath is not None)}
+    return None if Path(folder).resolve() in taken else Path(folder)
 
 
 @contextmanager

@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from xla_adapters import StepProgram, StepSeed, XLAConfig, get_runtime
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.tracing.discarding import Discarding
