@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -174,12 +174,15 @@ def _logs_already(trainer: Trainer) -> bool:
 def _folder(trainer: Trainer) -> Path | None:
     """Where the files of a fit go: the logger's folder, or a `default_root_dir` that the user chose.
 
-    Without both Lightning's folder is the working directory, where nobody expects them.
+    Without both Lightning's folder is the working directory, where nobody expects them; and whoever lists a folder of
+    checkpoints takes every file in it for one.
     """
     folder = trainer.log_dir
     if folder is None or "://" in str(folder) or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
-    return None if Path(folder).resolve() == Path(os.getcwd()).resolve() else Path(folder)
+    callbacks = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+    taken = {Path.cwd(), *(Path(one.dirpath).resolve() for one in callbacks if one.dirpath is not None)}
+    return None if Path(folder).resolve() in taken else Path(folder)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from lightning_strategy.replay.rules import ReplayRules
 from lightning_strategy.sharding.module_sharding import ModuleSharding
 from lightning_strategy.sharding.phases import PhaseSharding
 from lightning_strategy.steps.averaged_weights import averaging_in_one_graph
+from lightning_strategy.steps.backward import backward_in_step
 from lightning_strategy.steps.callbacks import StepEnds, callbacks_around
 from lightning_strategy.steps.driver import StepDriver
 from lightning_strategy.steps.dynamo import compiled_children
@@ -36,7 +37,6 @@ from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.errors import BreakKind
 from xla_adapters.runtime.modes import eager
 from xla_adapters.tracing.library_reads import answering, reads_of_packages
-from xla_adapters.tracing.loss_check import check_loss
 from xla_adapters.tracing.step_scope import current_scope
 from xla_adapters.tracing.undo_log import release_retired
 from xla_adapters.utils.compiling import as_if_compiling
@@ -124,7 +124,8 @@ class Run:
         lasting = self._lasting
         # Also where an exception has kept a hook of the strategy from restoring them.
         lasting.callback(TorchModes().restore)
-        lasting.enter_context(torch.autograd.set_multithreading_enabled(torch._C._is_multithreading_enabled()))
+        # Each backward runs in this thread, also where no step is open: see `StepScope`.
+        lasting.enter_context(torch.autograd.set_multithreading_enabled(False))
         lasting.enter_context(as_if_compiling(torch.compiler._is_compiling_flag))
         lasting.callback(_active.remove, self)
         lasting.callback(release_retired)
@@ -134,6 +135,7 @@ class Run:
         lasting.enter_context(flops_of_devices())
         lasting.enter_context(self.metrics.patched())
         lasting.enter_context(averaging_in_one_graph(self.config))
+        lasting.enter_context(backward_in_step(self._trainer, self.steps))
         saves = ScheduledSaves(self._checkpoint)
         lasting.callback(saves.close)
         lasting.enter_context(self.data.followed())
@@ -181,12 +183,6 @@ class Run:
         if saved is not None and self._trainer.state.fn == TrainerFn.FITTING:
             self.steps.seed = int(saved["seed"])
             restore_exact_state(saved, self.data)
-
-    def check_loss(self, loss: Any, *_: Any) -> None:
-        """Raises on a loss that `backward` cannot start from. With manual optimization it may be given a gradient."""
-        module = self._module
-        if module.automatic_optimization and type(module).backward is LightningModule.backward:
-            check_loss(loss, module.training_step)
 
     def before_teardown(self) -> None:
         """Discards a step that is still open; what the progress bar showed last becomes numbers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,7 @@ from lightning_strategy.checkpoints.scheduled import check_options, check_plugin
 from lightning_strategy.checkpoints.trainer import TrainerCheckpoints
 from lightning_strategy.connector.plugins import TrainerPlugins
 from lightning_strategy.connector.precision import XLAPrecisionFlag
-from lightning_strategy.connector.refusals import check_fused, explaining_fused, start_runtime
+from lightning_strategy.connector.refusals import check_fused, config_of_run, explaining_fused, start_runtime
 from lightning_strategy.device_moves import keeping_ties, optimizers_following
 from lightning_strategy.fit_report import FitReport
 from lightning_strategy.run import Run
@@ -204,7 +204,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         if self._run is None or self._run.end_if_left():
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
-            self._run = Run(trainer, self.xla_config, self._sharding, self.checkpoint_config, self._report)
+            config = config_of_run(trainer, self.xla_config)
+            self._run = Run(trainer, config, self._sharding, self.checkpoint_config, self._report)
             self._run.begin()
 
     def setup(self, trainer: Trainer) -> None:
@@ -284,19 +285,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.training_step`."""
-        with self._computing():
+        with nullcontext() if self._run is None else self._run.steps.computing():
             return super().training_step(*args, **kwargs)
-
-    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As `Strategy.backward`.
-
-        Raises:
-            LossError: `training_step` returned a loss that is not one number.
-        """
-        if self._run is not None:
-            self._run.check_loss(*args)
-        with self._computing():
-            return super().backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """As `Strategy.optimizer_step`; under automatic optimization the training step ends after the update."""
@@ -305,9 +295,6 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         with self.run.training.update(closure), as_if_compiling(False):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    def _computing(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._run is None else self._run.steps.computing()
 
     # ---- evaluation ----------------------------------------------------------------------------
 

@@ -95,6 +95,8 @@ class DataPosition:
                 HostRandom.of_saved(position["began_with"]),
                 int(position["batches"]),
             )
+            # Lightning's warning is wrong then.
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
     def before_batch(self) -> None:
         """A training batch is about to be computed: restores random numbers if it is the first of a resumed run."""
@@ -116,9 +118,8 @@ class DataPosition:
                 fetcher.data = self
             return fetcher
 
+        # `resume` adds a filter.
         with replaced(module, "_select_data_fetcher", selected), warnings.catch_warnings():
-            # Lightning's warning is wrong here: the position is saved.
-            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
             yield
 
     def begin_epoch(self) -> int:

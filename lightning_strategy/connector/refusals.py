@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -146,17 +147,33 @@ def check_nesting(active: Sequence[XLAConfig], config: XLAConfig) -> None:
             )
 
 
+def config_of_run(trainer: Trainer, config: XLAConfig) -> XLAConfig:
+    """The options of a run: where the Trainer looks for anomalies, its steps are not compiled.
+
+    Raises:
+        UnsupportedOptionError: an option needs compiled steps.
+    """
+    if not (trainer._detect_anomaly and config.compiles_step):
+        return config
+    why = "detect_anomaly=True reads every gradient on the host, and inside a compiled step there are none yet"
+    try:
+        eager = replace(config, xla_mode="eager")
+    except ConfigError as error:
+        raise UnsupportedOptionError(f"{why}. It is looked for with xla_mode='eager', but {error}") from error
+    warnings.warn(
+        f"{why}: this run executes each operation by itself, as with xla_mode='eager', which is slow. Leave the option "
+        "out when the anomaly is found; EarlyStopping(check_finite=True) stops at one in compiled steps",
+        stacklevel=2,
+    )
+    return eager
+
+
 def check_trainer(trainer: Trainer, module: LightningModule, config: XLAConfig) -> None:
     """Raises on options of the Trainer and of the module that a compiled step does not support.
 
     Raises:
         UnsupportedOptionError: with the alternative.
     """
-    if trainer._detect_anomaly and config.compiles_step:
-        raise UnsupportedOptionError(
-            "detect_anomaly=True: it reads every gradient on the host, and inside a compiled step there are none yet. "
-            "Use xla_mode='eager' to look for the anomaly, or EarlyStopping(check_finite=True) to stop at it"
-        )
     if module.automatic_optimization:
         return
     if config.accumulation == "unrolled":

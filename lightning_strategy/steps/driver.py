@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from xla_adapters import StepProgram, StepSeed, XLAConfig, get_runtime
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.tracing.discarding import Discarding
@@ -142,22 +140,15 @@ class StepDriver:
                 self._after_step()
 
     def computing(self) -> AbstractContextManager[object]:
-        """Around user code in a step (`training_step`, `backward`). Inside another one it does nothing."""
+        """Around user code in a step (`training_step`, a backward). Inside another one it does nothing."""
         if self._is_computing:
             return nullcontext()
         with ExitStack() as stack:
             stack.enter_context(self.discarding())
             stack.callback(setattr, self, "_is_computing", False)
             self._is_computing = True
-            stack.enter_context(self._traced())
+            stack.enter_context(as_if_compiling())
             return stack.pop_all()
-
-    @staticmethod
-    @contextmanager
-    def _traced() -> Iterator[None]:
-        # Backward runs in this thread, also where no step is open: see `StepScope`.
-        with as_if_compiling(), torch.autograd.set_multithreading_enabled(False):
-            yield
 
     # ---- evaluation ----------------------------------------------------------------------------
 
@@ -190,7 +181,7 @@ class StepDriver:
         self._before_step()
         with self.discarding():
             program.open(inputs=batch, phase=name, seed=seed, where=where, replay=replay)
-            with self._traced():
+            with as_if_compiling():
                 yield program
                 program.close()
         self._after_step()

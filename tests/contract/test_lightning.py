@@ -14,8 +14,9 @@ from lightning.fabric.utilities import apply_func, seed, throughput
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import throughput_monitor
 from lightning.pytorch.loops import _FitLoop
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call, setup
@@ -24,7 +25,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from lightning.pytorch.trainer.connectors.logger_connector import logger_connector, result
 from torchmetrics.aggregation import BaseAggregator
 
-from lightning_strategy import XLAEagerFabricStrategy
+from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
 
 
 def parameters(function: Any) -> list[str]:
@@ -167,3 +168,21 @@ def test_what_the_run_report_is_told_by() -> None:
     runs = inspect.getsource(_TrainingEpochLoop.advance)
     assert 'call._call_lightning_module_hook(trainer, "on_train_batch_end", batch_output, batch, batch_idx)' in runs
     assert 'call._call_callback_hooks(trainer, "on_train_batch_end", batch_output, batch, batch_idx)' in runs
+
+
+def test_where_a_loop_takes_its_backward_from() -> None:
+    """`steps.backward` replaces this method; the strategy overrides no `backward`."""
+    assert parameters(_AutomaticOptimization._make_backward_fn) == ["self", "optimizer"]
+    assert "self._make_backward_fn(optimizer)" in inspect.getsource(_AutomaticOptimization._make_closure)
+    assert 'call._call_strategy_hook(self.trainer, "backward", loss, optimizer)' in inspect.getsource(
+        _AutomaticOptimization._make_backward_fn
+    )
+    assert XLAEagerStrategy.backward is Strategy.backward
+
+
+def test_a_wrapper_of_checkpoint_plugins_passes_on_what_it_is_given() -> None:
+    inner, writer = AsyncCheckpointIO(), TorchCheckpointIO()
+    outer = AsyncCheckpointIO(inner)
+    outer.checkpoint_io = writer
+    assert outer.checkpoint_io is inner
+    assert inner.checkpoint_io is writer

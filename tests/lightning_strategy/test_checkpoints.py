@@ -19,7 +19,15 @@ from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
 from lightning_strategy.checkpoints.host_copy import on_host
 from lightning_strategy.checkpoints.io import XLAEagerCheckpointIO
 from tests.isolation import isolated
-from tests.lightning_strategy.scenarios import FEATURES, Classifier, assert_close, fit, loader, trainer
+from tests.lightning_strategy.scenarios import (
+    FEATURES,
+    Classifier,
+    assert_close,
+    fit,
+    loader,
+    trainer,
+    warnings_as_list,
+)
 from xla_adapters.checkpoint import CheckpointStore
 from xla_adapters.errors import CheckpointDamagedError, CheckpointSaveError, CheckpointWriteError
 
@@ -79,6 +87,31 @@ def test_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 
     rest = resumed(dropping, XLAEagerStrategy(), tmp_path / "step=4.ckpt", max_epochs=1)
     assert rest.losses == whole.module.losses[4:]
+
+
+class FailsIn(L.Callback):
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            raise ValueError("the callback failed")
+
+
+@isolated
+def test_lightning_warns_where_the_position_in_the_data_is_not_saved(tmp_path: Path) -> None:
+    run = trainer(
+        XLAEagerStrategy(),
+        callbacks=[saves(tmp_path, filename="{step}", every_n_train_steps=2, every_n_epochs=None), FailsIn(3)],
+    )
+    with pytest.raises(ValueError, match="the callback failed"):
+        run.fit(Classifier(), loader())
+    # No fit is under way any more.
+    run.save_checkpoint(tmp_path / "later.ckpt")
+    for name, is_told in (("step=2", False), ("later", True)):
+        with warnings_as_list() as found:
+            resumed(Classifier, XLAEagerStrategy(), tmp_path / f"{name}.ckpt", max_epochs=1)
+        assert any("ended before the epoch ended" in text for text in found) == is_told, name
 
 
 @isolated
@@ -243,6 +276,7 @@ def test_the_innermost_of_nested_plugins_writes(tmp_path: Path) -> None:
     def finish(io: Any) -> None:
         """Lightning's plugins wait for their own thread alone."""
         while isinstance(io, AsyncCheckpointIO):
+            assert io._base_checkpoint_io_configured
             io.teardown()
             io = io.checkpoint_io
         assert isinstance(io, XLAEagerCheckpointIO)

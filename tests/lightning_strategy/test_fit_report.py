@@ -168,6 +168,13 @@ def test_a_fit_that_fails_has_its_page_too(tmp_path: Path) -> None:
 
 
 @isolated
+def test_no_page_among_checkpoints(tmp_path: Path) -> None:
+    callbacks = [ModelCheckpoint(tmp_path, save_last=True)]
+    fit(Classifier, XLAEagerStrategy(), callbacks=lambda: callbacks, default_root_dir=tmp_path, max_epochs=1)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".ckpt"}
+
+
+@isolated
 def test_steps_that_are_no_graph_are_timed_too(tmp_path: Path) -> None:
     strategy = XLAEagerStrategy(XLAConfig(xla_mode="eager"))
     fit(Classifier, strategy, max_epochs=1)

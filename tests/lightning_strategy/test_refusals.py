@@ -124,10 +124,29 @@ def test_a_run_inside_another_run() -> None:
 
 @isolated
 def test_anomalies_are_looked_for_in_eager_mode() -> None:
-    with pytest.raises(UnsupportedOptionError, match=r"detect_anomaly=True.*Use xla_mode='eager'"):
-        fit(Classifier, XLAEagerStrategy(), detect_anomaly=True)
+    plain = fit(Classifier, max_epochs=1).module.losses
+    with pytest.warns(UserWarning, match=r"detect_anomaly=True reads.*as with xla_mode='eager'"):
+        ours = fit(Classifier, XLAEagerStrategy(), detect_anomaly=True, max_epochs=1)
+    assert_close(ours.module.losses, plain)
     eager = fit(Classifier, XLAEagerStrategy(xla_mode="eager"), detect_anomaly=True, max_epochs=1)
-    assert_close(eager.module.losses, fit(Classifier, max_epochs=1).module.losses)
+    assert_close(eager.module.losses, plain)
+    with pytest.raises(UnsupportedOptionError, match=r"detect_anomaly=True reads.*but steps_per_execution=2"):
+        fit(Classifier, XLAEagerStrategy(steps_per_execution=2), detect_anomaly=True)
+
+
+class Undefined(Classifier):
+    def loss(self, batch: Any) -> torch.Tensor:
+        # The gradient is zero times infinity.
+        return super().loss(batch) + (0 * self.net(batch[0]).sum()).sqrt()
+
+
+@isolated
+def test_an_anomaly_is_found() -> None:
+    with (
+        pytest.warns(UserWarning, match="Error detected in .*Backward0. Traceback of forward call"),
+        pytest.raises(RuntimeError, match="Backward0' returned nan values"),
+    ):
+        fit(Undefined, XLAEagerStrategy(), detect_anomaly=True)
 
 
 @isolated
