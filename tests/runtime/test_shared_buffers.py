@@ -13,6 +13,8 @@ from torch import nn
 import xla_adapters
 from tests.isolation import isolated
 from xla_adapters import CompiledStep, XLAConfig
+from xla_adapters.tracing.graph_history import GraphHistory
+from xla_adapters.tracing.step_scope import StepScope
 
 Weights = list[torch.Tensor]
 
@@ -216,3 +218,34 @@ def test_what_was_traced_lazily_is_executed_before_a_replay() -> None:
     step(torch.randn(2, 4))
     assert step.replays >= 3
     assert torch.equal(scaled.cpu(), expected)
+
+
+def _graphs_beside_a_copy(make: Callable[[nn.Module], object], classes: int) -> int:
+    """How many graphs a step has whose model was copied before its first call."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, classes)).to("xla")
+    copied = make(model)
+    updates = torch.optim.SGD(model.parameters(), lr=0.1)
+    history = GraphHistory()
+    for _ in range(4):
+        inputs = torch.randn(6, 8).to("xla")
+        scope = StepScope(history=history)
+        with scope:
+            model(inputs).square().mean().backward()
+            updates.step()
+            updates.zero_grad()
+    del copied
+    return history.graphs
+
+
+@isolated
+def test_a_copy_before_the_first_step_costs_no_graph() -> None:
+    xla_adapters.initialize()
+    ways: list[Callable[[nn.Module], object]] = [
+        copy.deepcopy,
+        torch.optim.swa_utils.AveragedModel,
+        lambda model: {name: value.clone() for name, value in model.state_dict().items()},
+    ]
+    # After the first of them steps have been executed in this process: then the copies are found where they end.
+    # The copies of the first one are found when the step begins, those of the others when it ends.
+    for classes, make in enumerate(ways, start=2):
+        assert _graphs_beside_a_copy(make, classes) == 1

@@ -236,6 +236,46 @@ def test_a_slice_that_moves(caplog: pytest.LogCaptureFixture, follows_advice: bo
 
 
 @isolated
+def test_numbers_that_meet_by_chance(caplog: pytest.LogCaptureFixture) -> None:
+    """A schedule of the momentum: at 0.9 it equals what batch norm computes of its own momentum of 0.1."""
+    caplog.set_level(logging.INFO, "xla_adapters")
+    with xla_adapters.eager():
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to("xla")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.95)
+        for momentum in (0.95, 0.93, 0.8999999999999999, 0.88):
+            optimizer.param_groups[0]["momentum"] = momentum
+            batch = torch.randn(6, 4).to("xla")
+            with xla_adapters.step(name="meets"):
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    first, second = (record for record in caplog.records if "meets: compiled graph" in record.message)
+    assert "0.8999999999999999 in SGD and 1 - 0.1 in batch_norm" in second.message, second.message
+    assert second.levelno == first.levelno == logging.INFO
+
+
+@isolated
+def test_another_path_within_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """The first update of averaged weights copies; the others average."""
+    caplog.set_level(logging.WARNING, "xla_adapters")
+    with xla_adapters.eager():
+        model = nn.Linear(4, 2).to("xla")
+        decay = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=decay)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            with xla_adapters.step(name="averages"):
+                model(torch.randn(6, 4).to("xla")).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                average.update_parameters(model)
+    (said,) = caplog.messages
+    assert "takes another path: the line calls foreach_lerp now" in said, said
+    assert "average.update_parameters(model)" in said
+    assert "move it behind the step" in said
+
+
+@isolated
 def test_what_needs_no_action_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     """A learning rate that equals the weight decay at first, and a compile whose reason the caller knows."""
     caplog.set_level(logging.INFO, "xla_adapters")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,16 @@ from xla_adapters.tracing.operation_log import Call, ModuleCall, OperationLog, U
 
 # Python numbers with these values are constants of the graph; others are inputs where operators compute with them.
 _SPECIAL = (0, 1)
+# Of single precision.
+_LARGEST = 3.4e38
 _ARITHMETIC = frozenset(
     ("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv")
 )
 # Where operators take a tensor in place of a number.
 _TAKES_TENSORS = _ARITHMETIC | {"pow", "rpow", "ipow", "getitem", "where", "lerp", "fill", "clamp", "remainder"}
 _TAKES_TENSORS |= {"eq", "ne", "lt", "le", "gt", "ge"}
+# "indexing" is how `getitem` is shown.
+_MAY_BE_INPUTS = _TAKES_TENSORS - {"getitem"}
 _TENSOR_REMEDY = (
     "make it a tensor in the step (torch.tensor(value, device=x.device)): its value is then an input of the graph"
 )
@@ -29,6 +34,10 @@ _KEPT_REMEDY = (
 )
 REMEDY_OF_MODES = (
     "call model.train() before the training steps and model.eval() before the others, each in its own step"
+)
+_PATH_REMEDY = (
+    "a branch of Python that depends on the step makes a graph for each path: compute both and choose with torch.where, "
+    "move it behind the step, or accept one compile for each"
 )
 _FORM_REMEDY = "give it the same form in each step, or expect one compile for each"
 
@@ -70,7 +79,8 @@ def explain_difference(before: OperationLog, now: OperationLog) -> Difference | 
     if isinstance(mine, Update) and isinstance(theirs, Update):
         return _of_update(theirs, mine)
     if isinstance(mine, Call) and isinstance(theirs, Call) and _same_place(theirs, mine):
-        return _of_call(theirs, mine)
+        other_calls = _of_other_calls(before, now, mine) if theirs.numbers == mine.numbers else None
+        return other_calls or _of_call(theirs, mine)
     return _of_path(theirs, mine)
 
 
@@ -87,7 +97,7 @@ def _may_be_equal(theirs: Any, mine: Any) -> bool:
     if isinstance(theirs, Call) and isinstance(mine, Call):
         return _same_place(theirs, mine) and theirs.form == mine.form and _kinds(theirs.numbers) == _kinds(mine.numbers)
     # A missing state is made before the step computes, and learning rates are inputs.
-    return isinstance(theirs, Update) and isinstance(mine, Update) and theirs[:2] == mine[:2]
+    return isinstance(theirs, Update) and isinstance(mine, Update) and not _have_other_constants(theirs, mine)
 
 
 def _kinds(numbers: Any) -> Any:
@@ -103,6 +113,24 @@ def _at(log: OperationLog, index: int) -> Call | ModuleCall | Update | None:
 
 def _same_place(theirs: Call, mine: Call) -> bool:
     return theirs[:3] == mine[:3]
+
+
+def _of_other_calls(before: OperationLog, now: OperationLog, there: Call) -> Difference | None:
+    """If a line, say that of a library's update of averaged weights, calls other functions than before."""
+    old, new = _functions_at(there, before), _functions_at(there, now)
+    changes = [
+        f"{' and '.join(sorted(names))} {when}" for names, when in ((new - old, "now"), (old - new, "before")) if names
+    ]
+    if not changes:
+        return None
+    cause = f"the step takes another path: the line calls {', and '.join(changes)}"
+    return Difference(cause=cause, where=_line(there), remedy=_PATH_REMEDY)
+
+
+def _functions_at(there: Call, log: OperationLog) -> set[str]:
+    place = there.file, there.line
+    calls = [entry for entry in log.entries if isinstance(entry, Call) and entry.form is not None]
+    return {_name(call) for call in calls if (call.file, call.line) == place}
 
 
 def _of_call(theirs: Call, mine: Call) -> Difference:
@@ -229,8 +257,7 @@ def _of_path(theirs: Call | ModuleCall | Update | None, mine: Call | ModuleCall 
     return Difference(
         cause=f"the step takes another path: it comes to {now}, where it came to {was}",
         where=_line(there),
-        remedy="a branch of Python that depends on the step makes a graph for each path: compute both and choose with "
-        "torch.where, or accept one compile for each",
+        remedy=_PATH_REMEDY,
     )
 
 
@@ -243,30 +270,48 @@ def _of_numbers(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
         if isinstance(mine, Call) and theirs.numbers != mine.numbers
     ]
     special = [item for item in changed if (item[1] in _SPECIAL) != (item[2] in _SPECIAL)]
-    shared = _newly_equal(before, now)
-    if shared is not None and not special:
+    special += [item for item in changed if _name(item[0]) not in _MAY_BE_INPUTS]
+    updates = [(theirs, mine) for theirs, mine in pairs if isinstance(mine, Update)]
+    shared = _newly_equal(pairs) if not special else None
+    if shared is not None:
         return shared
     for mine, old, new in special or [item for item in changed if _name(item[0]) not in _ARITHMETIC]:
         return _of_constant("a Python number", mine, old, new)
-    updates = [(theirs, mine) for theirs, mine in pairs if isinstance(mine, Update)]
     found = (_of_update(theirs, mine) for theirs, mine in updates)
     return next((difference for difference in found if difference is not None), None)
 
 
-def _newly_equal(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
-    """Two numbers that are equal in one of the calls only: equal numbers share one input of the graph."""
-    theirs, mine = _numbers_of(before), _numbers_of(now)
+def _have_other_constants(theirs: Update, mine: Update) -> bool:
+    """Whether more than numbers that may be inputs of the graph changed: the optimizer, a switch, a decay that is 0."""
+    if theirs.kind is not mine.kind:
+        return True
+    values = [tuple(tuple(value for _, value in group) for group in update.options) for update in (theirs, mine)]
+    return bool(_constants(values[0]) != _constants(values[1]))
+
+
+def _constants(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_constants, value))
+    return "number" if type(value) is float and value not in _SPECIAL else value
+
+
+def _newly_equal(pairs: Sequence[tuple[Any, Any]]) -> Difference | None:
+    """Two numbers that are equal in one of the calls only: equal numbers share one input of the graph.
+
+    They are compared as the device has them. 1 - n is compared, too: operators compute it of a momentum or a decay.
+    """
+    numbers = [pair for theirs, mine in pairs for pair in _numbers_of(theirs, mine)]
     first_old: dict[float, int] = {}
     first_new: dict[float, int] = {}
-    for index, ((old, _), (new, entry)) in enumerate(zip(theirs, mine, strict=False)):
+    for index, (old, new, shown, entry) in enumerate(numbers):
         was, equal = first_old.setdefault(old, index), first_new.setdefault(new, index)
-        if was == equal:
+        if was == equal or (old in _SPECIAL) or (new in _SPECIAL):
             continue
-        other, there = mine[equal if equal < index else was]
-        text = f"{new!r} in {_name(entry)} and {other!r} in {_name(there)} ({_line(there)})"
+        _, _, other, there = numbers[equal if equal < index else was]
+        text = f"{shown} in {_name(entry)} and {other} in {_name(there)} ({_line(there)})"
         return Difference(
-            cause=f"{text} are {'equal now' if equal < index else f'not equal any more (both were {old!r})'}: equal "
-            "Python numbers share one input of the graph",
+            cause=f"{text} are {'equal now' if equal < index else 'not equal any more'}: equal Python numbers share one "
+            "input of the graph",
             where=_line(entry),
             remedy="nothing, if it happens once; numbers that often meet can be kept apart by making one of "
             "them a tensor (torch.tensor(value, device=x.device))",
@@ -275,13 +320,27 @@ def _newly_equal(before: Sequence[Any], now: Sequence[Any]) -> Difference | None
     return None
 
 
-def _numbers_of(entries: Sequence[Any]) -> list[tuple[float, Call | Update]]:
-    """The numbers of the calls that may be inputs of the graph."""
-    found: list[tuple[float, Call | Update]] = []
-    for entry in entries:
-        if isinstance(entry, (Call, Update)):
-            found += [(number, entry) for number in entry.numbers if type(number) is float and number not in _SPECIAL]
-    return found
+def _numbers_of(theirs: Any, mine: Any) -> Iterator[tuple[float, float, str, Call | Update]]:
+    """The numbers of an entry that may be inputs of the graph: the old one and the new one in single precision."""
+    if not isinstance(mine, (Call, Update)):
+        return
+    for old, new in zip(_floats(theirs.numbers), _floats(mine.numbers), strict=False):
+        yield _single(old), _single(new), f"{new!r}", mine
+        if old == new or isinstance(mine, Update):
+            yield _single(1 - old), _single(1 - new), f"1 - {new!r}", mine
+
+
+def _floats(value: Any) -> Iterator[float]:
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _floats(item)
+    elif type(value) is float:
+        yield value
+
+
+def _single(number: float) -> float:
+    single: float = struct.unpack("f", struct.pack("f", number))[0] if abs(number) < _LARGEST else number
+    return single
 
 
 def _is_slice(numbers: Any) -> bool:

@@ -62,3 +62,14 @@ class SharedBuffers(Protocol):
         Returns:
             The tensors that were given new buffers.
         """
+
+    def free_for_results(self, values: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """Lets the pending graph write results where these values lie, though each of them had shared its buffer.
+
+        Call it after `give_own_buffers`: no other tensor may have the buffer any more. Without it the results get new
+        buffers this time, which makes it another executable than that of later calls. Does nothing under SPMD.
+
+        Args:
+            values: as `LazyTensors.inner`; those that are pending are left alone.
+            results: the pending tensors, one for each value.
+        """

@@ -179,8 +179,11 @@ class XLASharedBuffers:
         shared = [tensor for tensor, handle in zip(tensors, handles, strict=True) if len(owners[handle]) > 1]
         # Who has the label keeps the buffer. Aliases have one storage: the first one's copy is seen through all.
         first: dict[int, torch.Tensor] = {}
-        for tensor in shared:
-            value = self._values.snapshot(tensor)
+        values = [self._values.snapshot(tensor) for tensor in shared]
+        for value in values:
+            # Being asked can change it, the first time.
+            self._label(value)
+        for tensor, value in zip(shared, values, strict=True):
             if self._label(value) != self._lazy.tensor_number(value):
                 (storage,), _ = self._lazy.storage_marks([tensor])
                 first.setdefault(storage, tensor)
@@ -210,6 +213,19 @@ class XLASharedBuffers:
         if sharing:
             self._values.write(sharing, self._values.copies(sharing))
         return sharing
+
+    def free_for_results(self, values: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """See `SharedBuffers`."""
+        # Sharding is a part of a value: one that is made of another's data has none.
+        if self._device.is_spmd():
+            return
+        for value, result in zip(values, results, strict=True):
+            if self._tracing.is_pending(value) or self._label(value) == self._lazy.tensor_number(value):
+                continue
+            # The graph has the buffer already; a new tensor of it is labelled as it is looked at.
+            _, (again,) = _C._get_tensors_xla_device_data_node([value])
+            self._label(inner := torch._from_functional_tensor(again))
+            torch.ops.aten._propagate_xla_data(inner, self._lazy.inner(result))
 
 
 class _Forget:
