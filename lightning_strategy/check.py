@@ -8,7 +8,7 @@ import lightning as L
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_strategy.strategy import XLAEagerStrategy
-from xla_adapters.insight.check.put_in import Hand
+from xla_adapters.scripts.put_in import Hand
 from xla_adapters.utils.location import line_of_caller
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _DEVICES = {"strategy": "auto", "accelerator": "auto", "devices": "auto", "num_n
 
 
 def checked(kind: type, hand: Hand) -> type:
-    """The class that is instantiated in place of a Trainer's class; see `xla_adapters.insight.check.put_in`."""
+    """The class that is instantiated in place of a Trainer's class; see `xla_adapters.scripts.put_in`."""
     return _derived(_CheckedTrainer, kind, hand)
 
 

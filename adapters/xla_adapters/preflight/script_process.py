@@ -1,0 +1,158 @@
+"""The process that traces a script: `python -m xla_adapters.preflight.script_process FOLDER`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from xla_adapters.errors import ConfigError
+from xla_adapters.preflight.step_capture import EVALUATION, TRAINING, StepCapture, Taken
+from xla_adapters.preflight.traced_step import TracedStep
+from xla_adapters.runtime import get_runtime, prepare
+from xla_adapters.scripts.put_in import Hand, put_in
+from xla_adapters.scripts.running import run_command
+from xla_adapters.scripts.saving import FilesWritten, skipping_saves
+from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.utils.location import location_of
+
+REQUEST, ANSWER = "request.json", "answer.pickle"
+
+
+@dataclass(kw_only=True)
+class Traced:
+    """What tracing a script gave.
+
+    Attributes:
+        steps: the graphs of its steps, that of the training step first.
+        plan: how its model is sharded; None if it is not.
+        changed, skipped, written: what was put in, not saved, and written all the same, in words.
+        problem: why there is no graph of a training step, or none of an evaluation; empty if there is.
+        invalid: whether the problem is an option that cannot work.
+    """
+
+    steps: list[TracedStep] = field(default_factory=list)
+    plan: ShardingPlan | None = None
+    changed: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+    problem: str = ""
+    invalid: bool = False
+
+
+@dataclass(frozen=True)
+class Loops:
+    """What trainers that are put in do: their loops run until the graphs of their steps are taken.
+
+    Args:
+        capture: takes the graphs.
+    """
+
+    capture: StepCapture
+
+    def train(self, loop: Callable[[], object]) -> None:
+        """Runs a training loop until it has updated once."""
+        with self.capture.taking(TRAINING):
+            loop()
+
+    def evaluate(self, loop: Callable[[], object]) -> None:
+        """Runs an evaluation loop for one step."""
+        with self.capture.taking(EVALUATION):
+            loop()
+
+    @property
+    def is_taking(self) -> bool:
+        """Whether such a loop is running."""
+        return bool(self.capture.phase)
+
+    def end(self) -> None:
+        """Ends the script."""
+        raise Taken
+
+
+def trace_script(folder: Path, command: list[str], sharding: str | None) -> Traced:
+    """Runs a script until it has trained for one update, and writes the graphs to a file.
+
+    Args:
+        folder: for the file, and for temporary files.
+        command: the script and its arguments; or `-m`, a module and its arguments.
+        sharding: given to trainers; None leaves it to the script.
+    """
+    return trace(folder, lambda: run_command(command), sharding)
+
+
+def trace(folder: Path, run: Callable[[], object], sharding: str | None = None) -> Traced:
+    """As `trace_script`, of a function."""
+    traced, capture = Traced(), StepCapture()
+    # As an import of an adapter would, before another library starts the runtime.
+    prepare()
+    if sharding is not None:
+        # Before the script starts the runtime without it, as transformers.TrainingArguments do.
+        get_runtime().device.initialize(spmd=True)
+    hand = Hand(
+        folder=folder,
+        change=_adding_to(traced.changed),
+        skip=_adding_to(traced.skipped),
+        sharding=sharding,
+        loops=Loops(capture),
+    )
+    with ExitStack() as stack:
+        stack.enter_context(capture.capturing())
+        stack.enter_context(skipping_saves(folder, hand.skip))
+        stack.enter_context(put_in(hand))
+        FilesWritten(traced.written.append)
+        try:
+            run()
+        except Taken:
+            pass
+        except SystemExit as error:
+            traced.problem = f"the script ended with the exit status {error.code}" if error.code else ""
+        except BaseException as error:  # noqa: BLE001 (it is reported)
+            traceback.print_exception(error)
+            traced.problem, traced.invalid = _told(error), isinstance(error, ConfigError)
+    traced.steps = sorted(capture.steps, key=lambda step: (step.kind != TRAINING, step.kind == EVALUATION))
+    traced.plan = capture.plan
+    if not traced.problem and not any(step.kind == TRAINING for step in traced.steps):
+        traced.problem = (
+            "the script ended without an update in a step of xla-adapters: a loop of your own marks its steps by `with "
+            "xla_adapters.step():` or a function decorated with xla_adapters.CompiledStep"
+        )
+    (folder / ANSWER).write_bytes(pickle.dumps(traced))
+    return traced
+
+
+def _adding_to(notes: list[str]) -> Callable[[str], None]:
+    def add(note: str) -> None:
+        if note not in notes:
+            notes.append(note)
+
+    return add
+
+
+def _told(error: BaseException) -> str:
+    location = location_of(error.__traceback__)
+    where = location.called_from or location if location is not None else None
+    at = f" ({where.filename}:{where.lineno})" if where is not None else ""
+    return f"{type(error).__name__}: {error}{at}"
+
+
+def _main(folder: Path) -> None:
+    from xla_adapters.preflight import script_process
+
+    request = json.loads((folder / REQUEST).read_text())
+    # Not `__main__`'s own classes: what is pickled must be found by its module's name.
+    script_process.trace_script(folder, request["command"], request["sharding"])
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The script is left in the middle: its worker processes and threads end with this process.
+    os._exit(0)
