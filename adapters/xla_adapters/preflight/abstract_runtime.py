@@ -75,6 +75,15 @@ class _AbstractTransfers(_Delegate):
             return copy
         return self._shardings.make(tensor.shape, tensor.dtype)
 
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Placeholders are zeros there: what reads them knows that values do not matter (buffers sent to a process)."""
+        real = [tensor for tensor in tensors if not self._shardings.knows(tensor)]
+        copies = iter(self._part.to_host(real))
+        return [
+            torch.zeros(tensor.shape, dtype=tensor.dtype) if self._shardings.knows(tensor) else next(copies)
+            for tensor in tensors
+        ]
+
 
 class _AbstractSpmd(_Delegate):
     def shard(self, tensor: torch.Tensor, tiles: TileAssignment) -> None:

@@ -7,8 +7,8 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,8 +19,10 @@ from xla_adapters.runtime import get_runtime, prepare
 from xla_adapters.scripts.put_in import Hand, put_in
 from xla_adapters.scripts.running import run_command
 from xla_adapters.scripts.saving import FilesWritten, skipping_saves
+from xla_adapters.sharding.config import ShardingConfig
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.utils.location import location_of
+from xla_adapters.utils.patching import replaced
 
 REQUEST, ANSWER = "request.json", "answer.pickle"
 
@@ -76,23 +78,22 @@ class Loops:
         raise Taken
 
 
-def trace_script(folder: Path, command: list[str], sharding: str | None) -> Traced:
-    """Runs a script until it has trained for one update, and writes the graphs to a file.
+def trace(
+    folder: Path, run: Callable[[], object], *, generation: str, sharding: str | None = None, spmd: bool = False
+) -> Traced:
+    """Runs a training until it has updated once, and writes the graphs of its steps to a file.
 
     Args:
         folder: for the file, and for temporary files.
-        command: the script and its arguments; or `-m`, a module and its arguments.
-        sharding: given to trainers; None leaves it to the script.
+        run: the training.
+        generation: of the devices that plans are made for.
+        sharding: for trainers that do not shard by themselves; None leaves them as they are.
+        spmd: whether the training is sharded in any case.
     """
-    return trace(folder, lambda: run_command(command), sharding)
-
-
-def trace(folder: Path, run: Callable[[], object], sharding: str | None = None) -> Traced:
-    """As `trace_script`, of a function."""
     traced, capture = Traced(), StepCapture()
     # As an import of an adapter would, before another library starts the runtime.
     prepare()
-    if sharding is not None:
+    if spmd or sharding is not None:
         # Before the script starts the runtime without it, as transformers.TrainingArguments do.
         get_runtime().device.initialize(spmd=True)
     hand = Hand(
@@ -106,6 +107,7 @@ def trace(folder: Path, run: Callable[[], object], sharding: str | None = None) 
         stack.enter_context(capture.capturing())
         stack.enter_context(skipping_saves(folder, hand.skip))
         stack.enter_context(put_in(hand))
+        stack.enter_context(_planning_for(generation))
         FilesWritten(traced.written.append)
         try:
             run()
@@ -125,6 +127,20 @@ def trace(folder: Path, run: Callable[[], object], sharding: str | None = None) 
         )
     (folder / ANSWER).write_bytes(pickle.dumps(traced))
     return traced
+
+
+@contextmanager
+def _planning_for(generation: str) -> Iterator[None]:
+    """A context in which the planner plans for the devices of the pre-flight, unless others are named."""
+    check = ShardingConfig.__post_init__
+
+    def checked(config: ShardingConfig) -> None:
+        if config.scheme == "auto" and config.plan is None and config.topology is None:
+            object.__setattr__(config, "topology", generation)
+        check(config)
+
+    with replaced(ShardingConfig, "__post_init__", checked):
+        yield
 
 
 def _adding_to(notes: list[str]) -> Callable[[str], None]:
@@ -147,7 +163,12 @@ def _main(folder: Path) -> None:
 
     request = json.loads((folder / REQUEST).read_text())
     # Not `__main__`'s own classes: what is pickled must be found by its module's name.
-    script_process.trace_script(folder, request["command"], request["sharding"])
+    script_process.trace(
+        folder,
+        lambda: run_command(request["command"]),
+        generation=request["generation"],
+        sharding=request["sharding"],
+    )
 
 
 if __name__ == "__main__":

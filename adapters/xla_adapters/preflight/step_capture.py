@@ -203,6 +203,9 @@ class StepCapture:
             for name, tensor in (*root.named_buffers(), *root.named_parameters()):
                 if self._runtime.device.owns(tensor):
                     of_parameters[id(tensor)] = names[handle(tensor)] = name
+        for leaf, grad in undo_log.leaves():
+            if grad is not None and self._runtime.device.owns(grad):
+                names[handle(grad)] = f"gradient of {of_parameters.get(id(leaf), 'a parameter')}"
         for optimizer in undo_log.optimizers():
             for parameter, state in optimizer.state.items():
                 for key, value in state.items() if isinstance(state, dict) else ():

@@ -47,7 +47,7 @@ def trace_in_process(job: StepJob, *, timeout: float = 900) -> TracedStep:
         try:
             ended = subprocess.run(
                 [sys.executable, "-m", __name__, name],
-                env=_environment(job.plan.mesh.size),
+                env=environment_for(job.plan.mesh.size),
                 capture_output=True,
                 timeout=timeout,
                 check=False,
@@ -65,7 +65,12 @@ def trace_in_process(job: StepJob, *, timeout: float = 900) -> TracedStep:
     return answer
 
 
-def _environment(devices: int) -> dict[str, str]:
+def environment_for(devices: int) -> dict[str, str]:
+    """The environment of a process that traces for devices that are no CPUs.
+
+    Args:
+        devices: how many it sees.
+    """
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "PT_XLA"))},
         "PJRT_DEVICE": "CPU",
