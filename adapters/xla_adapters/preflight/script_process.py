@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from xla_adapters.errors import ConfigError
 from xla_adapters.preflight.step_capture import EVALUATION, TRAINING, StepCapture, Taken
@@ -20,11 +21,13 @@ from xla_adapters.scripts.put_in import Hand, put_in
 from xla_adapters.scripts.running import run_command
 from xla_adapters.scripts.saving import FilesWritten, skipping_saves
 from xla_adapters.sharding.config import ShardingConfig
+from xla_adapters.sharding.measure.job import unpack
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.utils.location import location_of
 from xla_adapters.utils.patching import replaced
 
-REQUEST, ANSWER = "request.json", "answer.pickle"
+# A script is requested by the first, another training by the second.
+REQUEST, JOB, ANSWER = "request.json", "job.pickle", "answer.pickle"
 
 
 @dataclass(kw_only=True)
@@ -79,16 +82,23 @@ class Loops:
 
 
 def trace(
-    folder: Path, run: Callable[[], object], *, generation: str, sharding: str | None = None, spmd: bool = False
+    folder: Path,
+    run: Callable[[Hand], object],
+    *,
+    generation: str,
+    sharding: str | None = None,
+    spmd: bool = False,
+    puts_in: bool = True,
 ) -> Traced:
     """Runs a training until it has updated once, and writes the graphs of its steps to a file.
 
     Args:
         folder: for the file, and for temporary files.
-        run: the training.
+        run: the training; it is given what changes trainers.
         generation: of the devices that plans are made for.
         sharding: for trainers that do not shard by themselves; None leaves them as they are.
         spmd: whether the training is sharded in any case.
+        puts_in: whether trainers are changed when they are constructed.
     """
     traced, capture = Traced(), StepCapture()
     # As an import of an adapter would, before another library starts the runtime.
@@ -106,11 +116,12 @@ def trace(
     with ExitStack() as stack:
         stack.enter_context(capture.capturing())
         stack.enter_context(skipping_saves(folder, hand.skip))
-        stack.enter_context(put_in(hand))
+        if puts_in:
+            stack.enter_context(put_in(hand))
         stack.enter_context(_planning_for(generation))
         FilesWritten(traced.written.append)
         try:
-            run()
+            run(hand)
         except Taken:
             pass
         except SystemExit as error:
@@ -161,14 +172,29 @@ def _told(error: BaseException) -> str:
 def _main(folder: Path) -> None:
     from xla_adapters.preflight import script_process
 
-    request = json.loads((folder / REQUEST).read_text())
     # Not `__main__`'s own classes: what is pickled must be found by its module's name.
-    script_process.trace(
+    trace = script_process.trace
+    if (folder / JOB).is_file():
+        _trace_job(folder, trace)
+        return
+    request = json.loads((folder / REQUEST).read_text())
+    trace(
         folder,
-        lambda: run_command(request["command"]),
+        lambda hand: run_command(request["command"]),
         generation=request["generation"],
         sharding=request["sharding"],
     )
+
+
+def _trace_job(folder: Path, trace: Callable[..., Traced]) -> None:
+    generation, spmd, data = pickle.loads((folder / JOB).read_bytes())
+
+    def run(hand: Hand) -> None:
+        # Here, where strategies that it holds find a device without memory.
+        job: Any = unpack(data)
+        job.run(job.model, job.batch, hand)
+
+    trace(folder, run, generation=generation, spmd=spmd, puts_in=False)
 
 
 if __name__ == "__main__":
