@@ -12,7 +12,10 @@ _VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)(?:\{[\d,]*\})? @0> \(size=(\d+),o
 _METADATA = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?\bmetadata=\{([^}]*)\}", re.MULTILINE)
 _FIELD = re.compile(r'(\w+)=(?:"([^"]*)"|(\d+))')
 # Frames of these say nothing to the user.
-_MACHINERY = ("/torch/", "/torch_xla/", "/xla_adapters/", "/hf_trainer/", "/lightning_strategy/", "<frozen")
+_MACHINERY = (
+    *("/torch/", "/torch_xla/", "/xla_adapters/", "/hf_trainer/", "/lightning_strategy/", "<frozen"),
+    *("/lightning/pytorch/", "/lightning/fabric/", "/accelerate/", "/transformers/trainer"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

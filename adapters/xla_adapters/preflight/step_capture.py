@@ -20,6 +20,7 @@ from xla_adapters.sharding.placement import Placement
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.tracing.step_scope import StepScope, current_scope
 from xla_adapters.tracing.undo_log import UndoLog
+from xla_adapters.utils.location import line_of_caller
 from xla_adapters.utils.patching import replaced
 
 TRAINING, EVALUATION = "training step", "evaluation step"
@@ -51,7 +52,7 @@ class StepCapture:
         self._graphs: set[str] = set()
         self._calls = 0
         self._began = time.monotonic()
-        # Of the tensors of the present batch: by their ids on the host, and by their handles on the device.
+        # Of the present batch by the ids of its tensors on the host; of all that was copied by handles on the device.
         self._on_host: dict[int, str] = {}
         self._on_device: dict[int, str] = {}
 
@@ -102,8 +103,9 @@ class StepCapture:
                 return to(tensor, *args, **kwargs)
             dtype = next((item for item in (*args, kwargs.get("dtype")) if isinstance(item, torch.dtype)), tensor.dtype)
             placeholder = self._shardings.make(tensor.shape, dtype)
-            if id(tensor) in self._on_host:
-                self._on_device[self._handle(placeholder)] = self._on_host[id(tensor)]
+            if not isinstance(tensor, torch.nn.Parameter):
+                name = self._on_host.get(id(tensor), f"copied at {line_of_caller()}")
+                self._on_device[self._handle(placeholder)] = name
             return placeholder
 
         return moved
@@ -112,7 +114,7 @@ class StepCapture:
         def open_program(program: StepProgram, **options: Any) -> None:
             batch = [(name, tensor) for name, tensor in named_batch(options.get("inputs"), "batch")]
             self._on_host = {id(tensor): name for name, tensor in batch if not self._runtime.device.owns(tensor)}
-            self._on_device = {self._handle(tensor): name for name, tensor in batch if id(tensor) not in self._on_host}
+            self._on_device |= {self._handle(tensor): name for name, tensor in batch if id(tensor) not in self._on_host}
             opened(program, **options)
 
         return open_program
@@ -161,8 +163,10 @@ class StepCapture:
         tiles = {
             number: shardings.of(inputs[handle]) for number, handle in held.items() if shardings.knows(inputs[handle])
         }
+        updated = dict(tiles)
         for leaf, _ in undo_log.leaves():
             if leaf.grad is not None and runtime.tracing.is_pending(leaf.grad):
+                # The compiler cuts a new gradient as its parameter.
                 tiles[runtime.lazy.tensor_number(leaf.grad)] = _tiles_of_leaf(leaf, undo_log, shardings)
         graph = runtime.tracing.graph_hash(list(outputs.values()))
         if graph in self._graphs:
@@ -173,7 +177,7 @@ class StepCapture:
         annotated = annotate(
             module,
             {number: encoded(shardings.of(inputs[h])) for h, number in places.items() if shardings.knows(inputs[h])},
-            {position: encoded(tiles[number]) for position, number in enumerate(outputs) if tiles.get(number)},
+            {position: encoded(tiles[number]) for position, number in enumerate(outputs) if updated.get(number)},
             {places[handle] for handle in held.values() if handle in places},
         )
         names = self._named(undo_log, inputs)
