@@ -147,7 +147,7 @@ class XLATrainerMixin(_Base):
         return self._xla.report.record.report()
 
     def preflight(self, topology: str, *, timeout: float = 900) -> RunPreflight:
-        """Compiles the steps of the training for TPUs that are not there, and says whether they fit, and what bounds them.
+        """Compiles the training's steps for TPUs that are not there: whether they fit, and what bounds them.
 
         The trainer is constructed once more in another process, with the first samples of its datasets and without the
         values of its parameters, and traced there; nothing is run. The report of the next training has the result, too.

@@ -1,5 +1,7 @@
-"""What `xla-adapters check` and `preflight` change in Lightning's Trainer and Fabric: our strategy put in, nothing saved
-or logged. A pre-flight also ends the loops as soon as the graphs of their steps are there.
+"""What `xla-adapters check` and `preflight` change in Lightning's Trainer and Fabric.
+
+Our strategy is put in, and nothing is saved or logged. A pre-flight also ends the loops as soon as the graphs of their
+steps are there.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ class _CheckedTrainer(_TrainerBase):
             )
         elif self._hand.sharding is not None:
             raise ConfigError(
-                f"--sharding {self._hand.sharding}: the Trainer of {line_of_caller()} has a strategy of its own; give it "
-                "sharding= there, or leave out the strategy"
+                f"--sharding {self._hand.sharding}: the Trainer of {line_of_caller()} has a strategy of its own; give "
+                "that one sharding=, or leave it out"
             )
         if options.get("logger") is not False:
             options["logger"] = DummyLogger()

@@ -106,7 +106,7 @@ def _first(loader: Any, count: int) -> _Loader | None:
         return None
     if not isinstance(loader, Iterable) or isinstance(loader, (Mapping, list, tuple)):
         raise UnsupportedOptionError(
-            f"preflight: the loaders are a {type(loader).__name__}; give one loader, or None where the module has its own"
+            f"preflight: the loaders are a {type(loader).__name__}; give one loader, or None where the module has it"
         )
     size = loader.batch_size if isinstance(loader, DataLoader) else None
     with host_random_numbers_kept():

@@ -24,9 +24,7 @@ _COUNTS = {
 _WITHOUT_CHARTS = 'The charts are drawn with pygal, which is not installed: pip install "xla-adapters[report]"'
 
 
-def page(
-    report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], preflight: RunPreflight | None = None
-) -> str:
+def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], preflight: RunPreflight | None = None) -> str:
     """The page.
 
     Args:

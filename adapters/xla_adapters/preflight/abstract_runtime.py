@@ -116,9 +116,7 @@ class _AbstractTracing(_Delegate):
         self._finish_step()
 
 
-def abstract_runtime(
-    runtime: Runtime, *, finish_step: Callable[[], None] | None = None
-) -> tuple[Runtime, Shardings]:
+def abstract_runtime(runtime: Runtime, *, finish_step: Callable[[], None] | None = None) -> tuple[Runtime, Shardings]:
     """The runtime, with copies to the device replaced by placeholders; and how those are cut.
 
     Args:

@@ -60,9 +60,7 @@ def preflight_run(
     """
     target = Target.parse(topology)
     try:
-        data = pickle.dumps(
-            (target.generation, sharded, pack(RunJob(model=model, batch=samples, plans=(), run=run)))
-        )
+        data = pickle.dumps((target.generation, sharded, pack(RunJob(model=model, batch=samples, plans=(), run=run))))
     except MeasuringError as error:
         return RunPreflight(what=what, topology=str(target), problem=str(error))
     return preflight_process(

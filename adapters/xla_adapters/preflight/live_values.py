@@ -94,9 +94,9 @@ def _explained(value: LiveValue, metadata: Mapping[str, str], frames: _Frames) -
     operation = fields.get("op_type", "")
     file, line = fields.get("source_file", ""), fields.get("source_line", "")
     where = frames.of_user(fields.get("stack_frame_id", ""), file, line)
-    if not where and "/torch/autograd/" in file:
+    if "/torch/autograd/" in file:
         operation += " in the backward"
-    elif not where and "/torch/optim/" in file:
+    elif "/torch/optim/" in file:
         operation += " in the optimizer's update"
     name = operation.replace("aten__", "").replace("xla__", "").strip() or value.name
     return LiveValue(name=name, bytes=value.bytes, shape=value.shape, kind=value.kind, line=where)

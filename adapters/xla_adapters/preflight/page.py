@@ -20,10 +20,11 @@ def page(report: RunPreflight) -> str:
     """The report as the text of an HTML file."""
     title = f"Pre-flight: {report.what} on {report.topology}"
     kind = "good" if report.fits else "bad"
+    verdict = f'<p class="verdict {kind}">{escape(report.verdict)}</p>'
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head><body>'
-        f'<h1>{escape(title)}</h1><p class="verdict {kind}">{escape(report.verdict)}</p>{section(report)}</body></html>\n'
+        f"<h1>{escape(title)}</h1>{verdict}{section(report)}</body></html>\n"
     )
 
 

@@ -112,7 +112,7 @@ def report_traced(what: str, target: Target, traced: Traced, *, timeout: float, 
         what=what,
         topology=str(target),
         problem=traced.problem or _unsharded(traced, target),
-        notes=tuple([*traced.changed, *(f"not saved: {text}" for text in traced.skipped)]),
+        notes=(*traced.changed, *(f"not saved: {text}" for text in traced.skipped)),
         hbm_bytes=int(Topology.preset(target.generation).memory_bytes),
         invalid=traced.invalid or bool(_unsharded(traced, target)),
     )

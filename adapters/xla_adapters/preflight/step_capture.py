@@ -1,4 +1,4 @@
-"""`StepCapture`: takes the graphs of a script's own steps in place of executing them, on placeholders without memory."""
+"""`StepCapture`: takes the graphs of a script's steps in place of executing them, on placeholders without memory."""
 
 from __future__ import annotations
 
@@ -252,4 +252,3 @@ def _root_modules() -> list[torch.nn.Module]:
     parts = {id(child) for module in found for child in module._modules.values() if child is not None}
     roots = [module for module in found if id(module) not in parts]
     return sorted(roots, key=lambda module: sum(1 for _ in module.parameters()))
-
