@@ -144,7 +144,7 @@ def test_a_script_that_does_not_fit_is_refused_with_its_lines(
     (found,) = json.loads((tmp_path / "a.json").read_text())["graphs"]
     assert found["out_of_memory"]
     # The hidden layer or its gradient is more than the device has.
-    line = {number: text for number, text in enumerate(TOO_LARGE.splitlines(), 1)}
+    line = dict(enumerate(TOO_LARGE.splitlines(), 1))
     forward = next(number for number, text in line.items() if "hidden = " in text)
     backward = next(number for number, text in line.items() if "backward()" in text)
     too_large = [item for item in found["largest"] if item["bytes"] >= 2 * 2**17 * 2**17]
