@@ -1,4 +1,7 @@
-"""What `xla-adapters check` changes in a trainer: the XLA steps put in, nothing saved, nothing logged to services."""
+"""What `xla-adapters check` and `preflight` change in a trainer: the XLA steps put in, nothing saved or sent.
+
+A pre-flight also ends the loops as soon as the graphs of their steps are there.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import transformers
 from transformers import TrainingArguments
 
 from hf_trainer.mixin import XLATrainerMixin
-from xla_adapters.insight.check.put_in import Hand
+from xla_adapters.scripts.put_in import Hand
 from xla_adapters.utils.location import line_of_caller
 
 if TYPE_CHECKING:
@@ -18,7 +21,7 @@ else:
 
 
 def checked(kind: type, hand: Hand) -> type:
-    """The class that is instantiated in place of a trainer's class; see `xla_adapters.insight.check.put_in`."""
+    """The class that is instantiated in place of a trainer's class; see `xla_adapters.scripts.put_in`."""
     bases = (kind,) if issubclass(kind, XLATrainerMixin) else (XLATrainerMixin, kind)
     if len(bases) == 2:
         hand.change(f"{kind.__module__}.{kind.__qualname__} ({line_of_caller()}): its steps run on hf_trainer's")
@@ -38,13 +41,30 @@ class _Checked(_Base):
             kwargs["args"] = TrainingArguments(output_dir=folder)
         else:
             arguments.output_dir, arguments.report_to, arguments.push_to_hub = folder, [], False
+        if self._hand.sharding is not None:
+            self._hand.change(f"{type(self).__name__} ({line_of_caller()}): sharding={self._hand.sharding!r}")
+            kwargs["sharding"] = self._hand.sharding
         super().__init__(*args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.train`, from the beginning."""
         if resume_from_checkpoint:
             self._hand.change(f"resume_from_checkpoint={resume_from_checkpoint!r}: trains from the beginning")
-        return super().train(*args, **kwargs)
+        loops = self._hand.loops
+        if loops is None:
+            return super().train(*args, **kwargs)
+        loops.train(lambda: super(_Checked, self).train(*args, **kwargs))
+        if self.eval_dataset is not None:
+            loops.evaluate(super().evaluate)
+        return loops.end()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As `Trainer.evaluate`. A pre-flight evaluates after the training, and gives no metrics before."""
+        loops = self._hand.loops
+        if loops is None or loops.is_taking:
+            return super().evaluate(*args, **kwargs)
+        self._hand.change(f"{type(self).__name__}.evaluate ({line_of_caller()}): left out")
+        return {}
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._hand.skip(f"the checkpoint of step {self.state.global_step}")

@@ -1,4 +1,8 @@
-"""What `xla-adapters check` changes in Lightning's Trainer and Fabric: our strategy put in, nothing saved or logged."""
+"""What `xla-adapters check` and `preflight` change in Lightning's Trainer and Fabric.
+
+Our strategy is put in, and nothing is saved or logged. A pre-flight also ends the loops as soon as the graphs of their
+steps are there.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ import lightning as L
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_strategy.strategy import XLAEagerStrategy
-from xla_adapters.insight.check.put_in import Hand
+from xla_adapters.errors import ConfigError
+from xla_adapters.scripts.put_in import Hand
 from xla_adapters.utils.location import line_of_caller
 
 if TYPE_CHECKING:
@@ -22,7 +27,7 @@ _DEVICES = {"strategy": "auto", "accelerator": "auto", "devices": "auto", "num_n
 
 
 def checked(kind: type, hand: Hand) -> type:
-    """The class that is instantiated in place of a Trainer's class; see `xla_adapters.insight.check.put_in`."""
+    """The class that is instantiated in place of a Trainer's class; see `xla_adapters.scripts.put_in`."""
     return _derived(_CheckedTrainer, kind, hand)
 
 
@@ -45,10 +50,16 @@ class _CheckedTrainer(_TrainerBase):
         strategy = options.get("strategy")
         if strategy != XLAEagerStrategy.strategy_name and not isinstance(strategy, XLAEagerStrategy):
             given = [f"{name}={options.pop(name)!r}" for name in _DEVICES if name in options]
-            options["strategy"] = XLAEagerStrategy()
+            sharding = self._hand.sharding
+            options["strategy"] = XLAEagerStrategy(sharding=sharding)
+            put = "XLAEagerStrategy() on one device" if sharding is None else f"XLAEagerStrategy({sharding=})"
             self._hand.change(
-                f"the Trainer of {line_of_caller()}: XLAEagerStrategy() on one device"
-                + (f" instead of {', '.join(given)}" if given else "")
+                f"the Trainer of {line_of_caller()}: {put}" + (f" instead of {', '.join(given)}" if given else "")
+            )
+        elif self._hand.sharding is not None:
+            raise ConfigError(
+                f"--sharding {self._hand.sharding}: the Trainer of {line_of_caller()} has a strategy of its own; give "
+                "that one sharding=, or leave it out"
             )
         if options.get("logger") is not False:
             options["logger"] = DummyLogger()
@@ -60,6 +71,24 @@ class _CheckedTrainer(_TrainerBase):
         if ckpt_path is not None:
             self._hand.change(f"ckpt_path={ckpt_path!r}: trains from the beginning")
         super().fit(*args, **options)
+
+    def _run_stage(self) -> Any:
+        loops = self._hand.loops
+        if loops is None:
+            return super()._run_stage()
+        if self.training:
+            loops.train(self.fit_loop.run)
+            # The sanity check is the validation loop, with all that a validation calls before and after it.
+            self.num_sanity_val_steps = 1
+            loops.evaluate(self._run_sanity_check)
+            return loops.end()
+        self._hand.change(f"trainer.{self.state.fn} ({line_of_caller()}): left out")
+        return []
+
+    def _teardown(self) -> None:
+        # It would bring the weights to the host, and they have no values.
+        if self._hand.loops is None:
+            super()._teardown()
 
     def save_checkpoint(self, filepath: Any, *args: Any, **options: Any) -> None:
         """Saves nothing."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.plugins.io import CheckpointIO
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
@@ -39,6 +39,7 @@ from xla_adapters.config import (
     XLAMode,
 )
 from xla_adapters.insight.run_report import RunReport
+from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding.dtensor import accept_placements
 from xla_adapters.sharding.plan import ShardingPlan
@@ -196,6 +197,24 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     def xla_report(self) -> RunReport:
         """What the last fit did, or what this one has done so far: time, compiles, steps, rates."""
         return self._report.record.report()
+
+    def preflight(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        *,
+        topology: str,
+        timeout: float = 900,
+    ) -> RunPreflight:
+        """Compiles the steps of a fit for TPUs that are not there; see `lightning_strategy.preflight`."""
+        from lightning_strategy.preflight import preflight
+
+        sharded, loaders = self._sharding is not None, (train_dataloaders, val_dataloaders)
+        found = preflight(self, trainer, module, *loaders, topology, sharded=sharded, timeout=timeout)
+        self._report.record.preflight = found
+        return found
 
     def setup_environment(self) -> None:
         """As `Strategy.setup_environment`; begins a run: eager mode and patches, until `teardown`."""

@@ -29,7 +29,7 @@ _NOT_CODE = {"{toctree}", "{eval-rst}"}
 _NOT_RUN = {
     "README.md": 1,
     "docs/guides/check.md": 2,
-    "docs/guides/preflight.md": 1,
+    "docs/guides/preflight.md": 2,
     "docs/install.md": 1,
     "docs/quickstart/lightning.md": 1,
     "docs/reference/cli.md": 2,

@@ -14,7 +14,7 @@ import pytest
 from tests.architecture import ROOT
 from tests.isolation import run_in_child
 from xla_adapters.cli import main
-from xla_adapters.insight.check import child, put_in, runner
+from xla_adapters.insight.check import child, runner
 from xla_adapters.insight.check.facts import (
     Compile,
     DtypeUse,
@@ -29,6 +29,7 @@ from xla_adapters.insight.check.findings import findings
 from xla_adapters.insight.check.page import page
 from xla_adapters.insight.check.remedies import dtype_remedy, read_remedy
 from xla_adapters.insight.check.report import CLEAN, FAILED, FOUND, CheckReport
+from xla_adapters.scripts import put_in
 
 _CLASSES = {
     "transformers.trainer.Trainer": "hf_trainer.check:checked",

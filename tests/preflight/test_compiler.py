@@ -175,7 +175,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "gradient_checkpointing_enable()" in printed
     attempts = printed[printed.index("What was tried instead") :]
     assert attempts.count("  fits") == 1
-    assert main([*arguments, "--batch", "6"]) == 2
+    assert main([*arguments, "--batch", "6", "--sharding", "dp"]) == 2
     assert "does not divide" in capfd.readouterr().err
 
 

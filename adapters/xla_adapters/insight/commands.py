@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from xla_adapters.errors import ConfigError
+from xla_adapters.scripts.running import command_of
 
 
 def add_parsers(commands: Any) -> None:
@@ -53,13 +53,7 @@ def _run_check(options: argparse.Namespace) -> int:
     from xla_adapters.insight.check.page import page
     from xla_adapters.insight.check.runner import check_script
 
-    command = list(options.script)
-    if options.module:
-        command = ["-m", *options.module]
-    elif not command:
-        raise ConfigError("check: give the script to check, or -m and a module")
-    elif not Path(command[0]).is_file():
-        raise ConfigError(f"check: there is no file {command[0]}")
+    command = command_of(options.script, options.module, "check")
     print(f"running the first {options.steps} steps on CPU devices ...", file=sys.stderr)
     report = check_script(
         command,

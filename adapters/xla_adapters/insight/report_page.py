@@ -8,6 +8,8 @@ from importlib import resources
 from typing import Any
 
 from xla_adapters.insight import charts
+from xla_adapters.preflight.page import section as preflight_section
+from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.tracing.graph_analysis import in_bytes
 
 # Rows of a table; of more, the first and a line that says how many are left out.
@@ -22,12 +24,13 @@ _COUNTS = {
 _WITHOUT_CHARTS = 'The charts are drawn with pygal, which is not installed: pip install "xla-adapters[report]"'
 
 
-def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]]) -> str:
+def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], preflight: RunPreflight | None = None) -> str:
     """The page.
 
     Args:
         report: as `RunReport.as_dict`.
         curve: as `RunReport.curve`.
+        preflight: as `RunReport.preflight`.
     """
     sections = [
         _section("What it is", _about(report)),
@@ -41,6 +44,9 @@ def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]]) -> str
     ]
     if report["plan"]:
         sections.append(_section("Sharding plan", f"<pre>{escape(report['plan'])}</pre>"))
+    if preflight is not None:
+        verdict = f"<p><b>{escape(preflight.verdict)}</b></p>"
+        sections.append(_section(f"Pre-flight for {preflight.topology}", verdict + preflight_section(preflight)))
     style = resources.files("xla_adapters.insight").joinpath("report.css").read_text(encoding="utf-8")
     note = "" if charts.can_draw() else f'<p class="note">{escape(_WITHOUT_CHARTS)}</p>'
     title = f"XLA report: {report['about'].get('model', 'a training')}"

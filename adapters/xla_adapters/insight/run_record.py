@@ -13,6 +13,7 @@ from xla_adapters.insight.peak_flops import peak_flops
 from xla_adapters.insight.run_report import RunReport, StepSummary
 from xla_adapters.insight.run_stats import RunStats
 from xla_adapters.insight.step_times import StepTimes
+from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import Metrics, get_runtime
 from xla_adapters.tracing.compile_events import CompileEvent, listening
@@ -39,6 +40,7 @@ class RunRecord:
         events: the compiles of this process during the training.
         checkpoints: those that were saved: step, path and seconds.
         is_running: whether a training is under way.
+        preflight: the pre-flight that was made for it, if there was one.
     """
 
     def __init__(self, stats: RunStats, *, enabled: bool = True) -> None:
@@ -49,6 +51,7 @@ class RunRecord:
         self.events: list[CompileEvent] = []
         self.checkpoints: list[dict[str, Any]] = []
         self.is_running = False
+        self.preflight: RunPreflight | None = None
         self._about: dict[str, Any] = {}
         self._programs: Callable[[], Sequence[StepProgram]] = tuple
         self._training: Callable[[], Sequence[StepProgram]] = tuple
@@ -222,6 +225,7 @@ class RunRecord:
             checkpoints=list(self.checkpoints),
             memory=device.memory_info() if device.started() else {},
             plan=self._plan(),
+            preflight=self.preflight,
         )
 
     def _rates(self, wall: dict[str, float]) -> dict[str, float | None]:

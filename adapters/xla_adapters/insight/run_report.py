@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xla_adapters.insight.report_page import page
+from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.tracing.compile_events import CompileEvent
 from xla_adapters.tracing.graph_analysis import in_bytes
 
@@ -50,6 +51,7 @@ class RunReport:
         checkpoints: step, path and seconds of each save.
         memory: of the device, in bytes, if it tells.
         plan: how the model is sharded, in words; empty if it is not.
+        preflight: the pre-flight that was made for it, if there was one.
     """
 
     about: dict[str, Any]
@@ -64,6 +66,7 @@ class RunReport:
     checkpoints: list[dict[str, Any]]
     memory: dict[str, float]
     plan: str
+    preflight: RunPreflight | None = None
 
     @property
     def wall_seconds(self) -> float:
@@ -74,6 +77,7 @@ class RunReport:
         """All of it but the curve, as JSON has it."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "curve"}
         values["compiles"] = [event.as_dict() for event in self.compiles]
+        values["preflight"] = None if self.preflight is None else self.preflight.as_values()
         values["programs"] = [dataclasses.asdict(program) for program in self.programs]
         return {**values, "wall_seconds": self.wall_seconds}
 
@@ -82,7 +86,7 @@ class RunReport:
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             draft.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(page(self.as_dict(), self.curve), encoding="utf-8")
+            draft.write_text(page(self.as_dict(), self.curve, self.preflight), encoding="utf-8")
             draft.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -110,4 +114,6 @@ class RunReport:
         lines += [f"saved {save['path']} at step {save['step']}: {save['seconds']:.2f} s" for save in self.checkpoints]
         if self.plan:
             lines.append(self.plan)
+        if self.preflight is not None:
+            lines.append(f"pre-flight for {self.preflight.topology}: {self.preflight.verdict}")
         return "\n".join(lines)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 
 from xla_adapters.runtime import Runtime, TileAssignment
-from xla_adapters.runtime.interface import Spmd, Transfers
+from xla_adapters.runtime.interface import Spmd, Tracing, Transfers
 from xla_adapters.runtime.uploads import note_upload
 
 
@@ -27,8 +27,13 @@ class Shardings:
     def make(self, shape: Sequence[int], dtype: torch.dtype, tiles: TileAssignment | None = None) -> torch.Tensor:
         """A new placeholder that is cut so."""
         tensor = self._runtime.abstract.placeholder(shape, dtype)
-        self._made[self._handle(tensor)] = (tensor, tiles)
+        # As it is now: a step gives `tensor` another value.
+        self._made[self._handle(tensor)] = (self._runtime.values.snapshot(tensor), tiles)
         return tensor
+
+    def all(self) -> dict[int, torch.Tensor]:
+        """All placeholders, by the handles of their buffers."""
+        return {handle: tensor for handle, (tensor, _) in self._made.items()}
 
     def cut(self, tensor: torch.Tensor, tiles: TileAssignment) -> bool:
         """Notes how a placeholder is cut; False if it is none."""
@@ -46,6 +51,7 @@ class Shardings:
         return self._made[self._handle(tensor)][1]
 
     def _handle(self, tensor: torch.Tensor) -> int:
+        """0 of a tensor that is still to be computed."""
         if self._runtime.tracing.is_pending(tensor):
             return 0
         return self._runtime.lazy.handles([tensor])[0]
@@ -74,6 +80,15 @@ class _AbstractTransfers(_Delegate):
             note_upload(tensor, made)
         return made
 
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Placeholders are zeros there: what reads them knows that values do not matter (buffers sent to a process)."""
+        real = [tensor for tensor in tensors if not self._shardings.knows(tensor)]
+        copies = iter(self._part.to_host(real))
+        return [
+            torch.zeros(tensor.shape, dtype=tensor.dtype) if self._shardings.knows(tensor) else next(copies)
+            for tensor in tensors
+        ]
+
 
 class _AbstractSpmd(_Delegate):
     def shard(self, tensor: torch.Tensor, tiles: TileAssignment) -> None:
@@ -97,15 +112,32 @@ class _AbstractSpmd(_Delegate):
         return self._shardings.make(tensor.shape, tensor.dtype, tiles)
 
 
-def abstract_runtime(runtime: Runtime) -> tuple[Runtime, Shardings]:
-    """The runtime, with copies to the device replaced by placeholders; and how those are cut."""
+class _AbstractTracing(_Delegate):
+    def __init__(self, part: Any, shardings: Shardings, finish_step: Callable[[], None]) -> None:
+        super().__init__(part, shardings)
+        self._finish_step = finish_step
+
+    def finish_step(self) -> None:
+        self._finish_step()
+
+
+def abstract_runtime(runtime: Runtime, *, finish_step: Callable[[], None] | None = None) -> tuple[Runtime, Shardings]:
+    """The runtime, with copies to the device replaced by placeholders; and how those are cut.
+
+    Args:
+        runtime: the runtime.
+        finish_step: is called in place of executing the graph of a step.
+    """
     shardings = Shardings(runtime)
+    tracing = runtime.tracing
+    if finish_step is not None:
+        tracing = cast(Tracing, _AbstractTracing(tracing, shardings, finish_step))
     changed = Runtime(
         name=runtime.name,
         dynamo_backend=runtime.dynamo_backend,
         device=runtime.device,
         transfers=cast(Transfers, _AbstractTransfers(runtime.transfers, shardings)),
-        tracing=runtime.tracing,
+        tracing=tracing,
         values=runtime.values,
         executables=runtime.executables,
         random=runtime.random,

@@ -12,7 +12,10 @@ _VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)(?:\{[\d,]*\})? @0> \(size=(\d+),o
 _METADATA = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?\bmetadata=\{([^}]*)\}", re.MULTILINE)
 _FIELD = re.compile(r'(\w+)=(?:"([^"]*)"|(\d+))')
 # Frames of these say nothing to the user.
-_MACHINERY = ("/torch/", "/torch_xla/", "/xla_adapters/", "/hf_trainer/", "/lightning_strategy/", "<frozen")
+_MACHINERY = (
+    *("/torch/", "/torch_xla/", "/xla_adapters/", "/hf_trainer/", "/lightning_strategy/", "<frozen"),
+    *("/lightning/pytorch/", "/lightning/fabric/", "/accelerate/", "/transformers/trainer"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +94,9 @@ def _explained(value: LiveValue, metadata: Mapping[str, str], frames: _Frames) -
     operation = fields.get("op_type", "")
     file, line = fields.get("source_file", ""), fields.get("source_line", "")
     where = frames.of_user(fields.get("stack_frame_id", ""), file, line)
-    if not where and "/torch/autograd/" in file:
+    if "/torch/autograd/" in file:
         operation += " in the backward"
-    elif not where and "/torch/optim/" in file:
+    elif "/torch/optim/" in file:
         operation += " in the optimizer's update"
     name = operation.replace("aten__", "").replace("xla__", "").strip() or value.name
     return LiveValue(name=name, bytes=value.bytes, shape=value.shape, kind=value.kind, line=where)

@@ -20,6 +20,7 @@ from xla_adapters.preflight.trace_process import TracingError, trace_in_process
 from xla_adapters.preflight.traced_step import TracedStep
 from xla_adapters.sharding.candidates import collective_seconds
 from xla_adapters.sharding.config import Scheme, ShardingConfig
+from xla_adapters.sharding.mesh import Mesh
 from xla_adapters.sharding.model_loading import Around, checkpoint_activations
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.planner import Topology
@@ -93,15 +94,24 @@ def preflight(
     Raises:
         ConfigError: libtpu is not installed or does not know the slice, or an option cannot work.
     """
+    check_target(target)
+    report = _compiled(load, options, target, timeout)
+    if report.fits or not alternatives or not report.out_of_memory:
+        return report
+    return dataclasses.replace(report, attempts=tuple(_attempts(load, options, target, timeout)))
+
+
+def check_target(target: Target) -> None:
+    """Raises if the installed libtpu does not know a slice.
+
+    Raises:
+        ConfigError: says what libtpu says; or libtpu is not installed.
+    """
     started = check_compiler(target)
     if started.problem:
         raise ConfigError(f"topology {target}: {started.compiler} says: {started.problem}")
     if started.devices != target.devices:
         raise ConfigError(f"topology {target}: {started.compiler} sees {started.devices} devices, not {target.devices}")
-    report = _compiled(load, options, target, timeout)
-    if report.fits or not alternatives or not report.out_of_memory:
-        return report
-    return dataclasses.replace(report, attempts=tuple(_attempts(load, options, target, timeout)))
 
 
 def _attempts(load: Load, options: StepOptions, target: Target, timeout: float) -> Iterator[Attempt]:
@@ -179,6 +189,11 @@ def report_of(step: str, traced: TracedStep, compiled: CompiledModule, plan: Sha
         compiled: what libtpu made of it.
         plan: how it is sharded.
     """
+    return report_on(step, traced, compiled, plan.mesh)
+
+
+def report_on(step: str, traced: TracedStep, compiled: CompiledModule, mesh: Mesh) -> PreflightReport:
+    """As `report_of`, given the mesh."""
     topology = Topology.preset(compiled.target.generation)
     largest = largest_values(compiled.text, compiled.buffers, traced.names) if compiled.text else []
     report = PreflightReport(
@@ -198,8 +213,8 @@ def report_of(step: str, traced: TracedStep, compiled: CompiledModule, plan: Sha
     if compiled.collectives is None:
         return report
     costs = [
-        dataclasses.replace(item, seconds=collective_seconds(item, plan.mesh, topology))
-        for item in compiled.collectives.costs(plan.mesh)
+        dataclasses.replace(item, seconds=collective_seconds(item, mesh, topology))
+        for item in compiled.collectives.costs(mesh)
     ]
     return dataclasses.replace(
         report,

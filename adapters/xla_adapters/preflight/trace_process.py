@@ -68,7 +68,7 @@ def trace_plans_in_process(job: StepJob, *, timeout: float = 900) -> list[Traced
         try:
             ended = subprocess.run(
                 [sys.executable, "-m", __name__, name],
-                env=_environment(job.plan.mesh.size),
+                env=environment_for(job.plan.mesh.size),
                 capture_output=True,
                 timeout=timeout,
                 check=False,
@@ -81,7 +81,12 @@ def trace_plans_in_process(job: StepJob, *, timeout: float = 900) -> list[Traced
         return [pickle.loads(path.read_bytes()) if path.is_file() else problem for path in paths]
 
 
-def _environment(devices: int) -> dict[str, str]:
+def environment_for(devices: int) -> dict[str, str]:
+    """The environment of a process that traces for devices that are no CPUs.
+
+    Args:
+        devices: how many it sees.
+    """
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "PT_XLA"))},
         "PJRT_DEVICE": "CPU",

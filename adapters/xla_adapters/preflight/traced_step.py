@@ -31,11 +31,15 @@ class TracedStep:
         names: what each parameter of the module is, by its number: `"lm_head.weight"`, `"exp_avg of lm_head.weight"`,
             `"batch.input_ids"`. Parameters that are single numbers (the learning rate, ...) have no name.
         seconds: time of tracing and lowering.
+        kind: which step of a training it is, in words.
+        argument_bytes: of parameters, state and batch on one device, without padding; 0 if not counted.
     """
 
     module: bytes
     names: dict[int, str]
     seconds: float
+    kind: str = "training step"
+    argument_bytes: int = 0
 
 
 def trace_step(job: StepJob) -> TracedStep:
@@ -79,7 +83,7 @@ def _traced(
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            outputs = _pending(runtime)
+            outputs = pending_results(runtime)
             module, numbers = runtime.abstract.lower(list(outputs.values()), list(before.values()))
             # An update has the sharding of what it updates, and takes its memory.
             updated = {
@@ -93,9 +97,9 @@ def _traced(
     places = {name: number for name, number in zip(before, numbers, strict=True) if number is not None}
     annotated = annotate(
         module,
-        {number: _encoded(tiles[name]) for name, number in places.items() if name in tiles},
+        {number: encoded(tiles[name]) for name, number in places.items() if name in tiles},
         {
-            position: _encoded(tiles[updated[number]])
+            position: encoded(tiles[updated[number]])
             for position, number in enumerate(outputs)
             if number in updated and updated[number] in tiles
         },
@@ -104,7 +108,7 @@ def _traced(
     return annotated, {number: name for name, number in places.items()}
 
 
-def _pending(runtime: Runtime) -> dict[int, torch.Tensor]:
+def pending_results(runtime: Runtime) -> dict[int, torch.Tensor]:
     """The results of the step by their number, in the order in which a sync takes them."""
     found: dict[int, torch.Tensor] = {}
     for tensor in runtime.tracing.live_tensors():
@@ -124,18 +128,19 @@ def _named(
                 if isinstance(value, torch.Tensor) and owned(value):
                     yield f"{key} of {names[id(parameter)]}", value
     yield from model.named_buffers()
-    yield from _named_batch(batch, "batch")
+    yield from named_batch(batch, "batch")
 
 
-def _named_batch(value: Any, path: str) -> Iterable[tuple[str, torch.Tensor]]:
+def named_batch(value: Any, path: str) -> Iterable[tuple[str, torch.Tensor]]:
+    """The tensors of a batch with their names in it."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _named_batch(item, f"{path}.{key}")
+            yield from named_batch(item, f"{path}.{key}")
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _named_batch(item, f"{path}[{index}]")
+            yield from named_batch(item, f"{path}[{index}]")
 
 
 def _move_attributes(model: torch.nn.Module, shardings: Shardings) -> None:
@@ -146,5 +151,6 @@ def _move_attributes(model: torch.nn.Module, shardings: Shardings) -> None:
                 setattr(module, name, shardings.make(value.shape, value.dtype))
 
 
-def _encoded(tiles: TileAssignment | None) -> bytes:
+def encoded(tiles: TileAssignment | None) -> bytes:
+    """As an OpSharding; empty if the tensor is whole on each device."""
     return b"" if tiles is None else sharding(tiles.counts, tiles.devices)

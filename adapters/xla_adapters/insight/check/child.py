@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 import traceback
 from contextlib import ExitStack
@@ -12,10 +11,11 @@ from pathlib import Path
 from xla_adapters.errors import XLAAdapterError
 from xla_adapters.insight.check.batches import Batches
 from xla_adapters.insight.check.facts import Facts, Place
-from xla_adapters.insight.check.put_in import Hand, put_in
-from xla_adapters.insight.check.saving import FilesWritten, skipping_saves
 from xla_adapters.insight.check.watch import Stop, Watch
 from xla_adapters.runtime import prepare
+from xla_adapters.scripts.put_in import Hand, put_in
+from xla_adapters.scripts.running import run_command
+from xla_adapters.scripts.saving import FilesWritten, skipping_saves
 from xla_adapters.utils.location import location_of
 
 
@@ -41,7 +41,7 @@ def run(path: Path, steps: int, command: list[str]) -> Facts:
         stack.enter_context(put_in(Hand(folder=path.parent, change=watch.change, skip=watch.skip)))
         FilesWritten(facts.written.append)
         try:
-            _run(command)
+            run_command(command)
             facts.state = "ended"
         except Stop:
             facts.state = "stopped"
@@ -56,17 +56,6 @@ def run(path: Path, steps: int, command: list[str]) -> Facts:
             _note_error(facts, error)
     facts.save(path)
     return facts
-
-
-def _run(command: list[str]) -> None:
-    if command[0] == "-m":
-        sys.argv = command[1:]
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        return
-    sys.argv = command
-    # As `python SCRIPT` does; with -m it is the present folder, which is there already.
-    sys.path[0] = str(Path(command[0]).resolve().parent)
-    runpy.run_path(command[0], run_name="__main__")
 
 
 def _note_error(facts: Facts, error: BaseException) -> None:

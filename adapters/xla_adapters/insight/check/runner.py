@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +11,7 @@ from pathlib import Path
 from xla_adapters.insight.check import child
 from xla_adapters.insight.check.facts import Facts
 from xla_adapters.insight.check.report import CheckReport
+from xla_adapters.scripts.running import run_limited
 
 # Where the script runs: nothing of it goes to services that log runs.
 _SETTINGS = "PJRT_DEVICE=CPU WANDB_MODE=disabled TOKENIZERS_PARALLELISM=false TF_CPP_MIN_LOG_LEVEL=2"
@@ -36,25 +34,14 @@ def check_script(
     """
     with tempfile.TemporaryDirectory(prefix="xla-adapters-check-") as folder:
         path, printed = Path(folder, "facts.json"), Path(folder, "output.txt")
-        with printed.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", child.__name__, str(path), str(steps), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=None if shows_output else output,
-                stderr=None if shows_output else subprocess.STDOUT,
-                env=_environment(os.environ, devices),
-                # Its worker processes end with it.
-                start_new_session=True,
-            )
-            try:
-                process.wait(timeout)
-                ended = f"was ended by the signal {-process.returncode}" if process.returncode < 0 else "ended"
-            except subprocess.TimeoutExpired:
-                ended = f"had no more than {timeout:.0f} s"
-            finally:
-                _end(process)
+        ended = run_limited(
+            ["-m", child.__name__, str(path), str(steps), *command],
+            environment=_environment(os.environ, devices),
+            timeout=timeout,
+            output=None if shows_output else printed,
+        )
         facts = Facts.load(path) if path.exists() else Facts(asked=steps)
-        text = printed.read_bytes()[-_KEPT_OUTPUT:].decode(errors="replace")
+        text = "" if shows_output else printed.read_bytes()[-_KEPT_OUTPUT:].decode(errors="replace")
     return CheckReport(command=shlex.join(command), facts=facts, ended=ended, output=text)
 
 
@@ -62,12 +49,3 @@ def _environment(environment: Mapping[str, str], devices: int) -> dict[str, str]
     settings = dict(setting.split("=", 1) for setting in _SETTINGS.split())
     flags = f"{_FLAGS} {environment.get('XLA_FLAGS', '')}".strip()
     return {**environment, **settings, "CPU_NUM_DEVICES": str(devices), "XLA_FLAGS": flags}
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    finally:
-        process.wait()

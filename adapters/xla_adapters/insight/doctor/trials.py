@@ -25,10 +25,10 @@ import torch
 from xla_adapters.checkpoint.store import CheckpointStore
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import TensorReadError
-from xla_adapters.insight.check import put_in
 from xla_adapters.insight.counters import count
 from xla_adapters.replay.compiled_step import CompiledStep
 from xla_adapters.runtime import get_runtime, initialize
+from xla_adapters.scripts import put_in
 from xla_adapters.sharding.distribute import distribute_module
 from xla_adapters.tracing.step import step
 

@@ -16,9 +16,26 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 GROUP = "xla_adapters.check"
+
+
+class Loops(Protocol):
+    """What a pre-flight does with the loops of a trainer."""
+
+    def train(self, loop: Callable[[], object]) -> None:
+        """Runs a training loop until it has updated once."""
+
+    def evaluate(self, loop: Callable[[], object]) -> None:
+        """Runs an evaluation loop for one step."""
+
+    @property
+    def is_taking(self) -> bool:
+        """Whether such a loop is running."""
+
+    def end(self) -> None:
+        """Ends the script."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +46,15 @@ class Hand:
         folder: a temporary folder for what the trainer writes.
         change: notes what was replaced, in words.
         skip: notes what was not saved, in words.
+        sharding: for trainers that do not shard by themselves; None leaves them as they are.
+        loops: what to do instead of training and evaluating; None to do that.
     """
 
     folder: Path
     change: Callable[[str], None]
     skip: Callable[[str], None]
+    sharding: str | None = None
+    loops: Loops | None = None
 
 
 @contextmanager
