@@ -21,7 +21,6 @@ from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.checkpoint.write_failures import naming_failed_writes
 from xla_adapters.insight.run_report import RunReport
 from xla_adapters.insight.run_stats import RunStats
-from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.sharding import ShardingConfig
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.utils.wall_clock import EVALUATION, INPUT, STEP
@@ -145,23 +144,6 @@ class XLATrainerMixin(_Base):
     def xla_report(self) -> RunReport:
         """What the last training did, or what this one has done so far: time, compiles, steps, rates."""
         return self._xla.report.record.report()
-
-    def preflight(self, topology: str, *, timeout: float = 900) -> RunPreflight:
-        """Compiles the training's steps for TPUs that are not there: whether they fit, and what bounds them.
-
-        The trainer is constructed once more in another process, with the first samples of its datasets and without the
-        values of its parameters, and traced there; nothing is run. The report of the next training has the result, too.
-
-        Args:
-            topology: generation, and chips along each dimension, as `"v5e:2x4"`.
-            timeout: seconds for tracing, and for each compile.
-
-        Raises:
-            ConfigError: there is no such slice.
-        """
-        from hf_trainer.preflight import preflight
-
-        return preflight(self, topology, timeout=timeout)
 
     # ---- runs ------------------------------------------------------------------------------------
 

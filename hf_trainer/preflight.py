@@ -68,7 +68,7 @@ class _Again:
 
 
 def preflight(trainer: XLATrainerMixin, topology: str, *, timeout: float) -> RunPreflight:
-    """See `XLATrainerMixin.preflight`."""
+    """See `Trainer.preflight`; for other classes with `XLATrainerMixin`, too."""
     args = trainer.args
     update = args.train_batch_size * args.gradient_accumulation_steps
     samples = {

@@ -9,10 +9,29 @@ import transformers
 
 from hf_trainer import generation
 from hf_trainer.mixin import XLATrainerMixin
+from xla_adapters.preflight.run_preflight import RunPreflight
 
 
 class Trainer(XLATrainerMixin, transformers.Trainer):
     """`transformers.Trainer` on XLA devices: the same arguments, and those of `XLATrainerMixin`."""
+
+    def preflight(self, topology: str, *, timeout: float = 900) -> RunPreflight:
+        """Compiles the training's steps for TPUs that are not there: whether they fit, and what bounds them.
+
+        The trainer is constructed once more in another process, with the first samples of its datasets and without the
+        values of its parameters, and traced there; nothing is run. The report of the next training has the result, too.
+
+        Args:
+            topology: generation, and chips along each dimension, as `"v5e:2x4"`.
+            timeout: seconds for tracing, and for each compile.
+
+        Raises:
+            ConfigError: there is no such slice.
+        """
+        # Late: trainings need none of it.
+        from hf_trainer.preflight import preflight
+
+        return preflight(self, topology, timeout=timeout)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`model.generate` with the model on the device: one compiled graph per token.
@@ -33,6 +52,7 @@ class Seq2SeqTrainer(XLATrainerMixin, transformers.Seq2SeqTrainer):
     """`transformers.Seq2SeqTrainer` on XLA devices; `predict_with_generate` runs one graph per token."""
 
     generate = Trainer.generate
+    preflight = Trainer.preflight
 
     def prediction_step(  # type: ignore[override]
         self,

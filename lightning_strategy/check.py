@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 from lightning.pytorch.loggers.logger import DummyLogger
 
+from lightning_strategy.ending_loops import EndingLoops
 from lightning_strategy.strategy import XLAEagerStrategy
 from xla_adapters.errors import ConfigError
 from xla_adapters.scripts.put_in import Hand
 from xla_adapters.utils.location import line_of_caller
 
 if TYPE_CHECKING:
-    _TrainerBase = L.Trainer
     _FabricBase = L.Fabric
 else:
-    _TrainerBase = _FabricBase = object
+    _FabricBase = object
 
 # Arguments of the Trainer that say which devices it trains on, with the values that leave it open.
 _DEVICES = {"strategy": "auto", "accelerator": "auto", "devices": "auto", "num_nodes": 1, "sync_batchnorm": False}
@@ -41,10 +41,8 @@ def _derived(first: type, kind: type, hand: Hand) -> type:
     return type(kind.__name__, (first, kind), attributes)
 
 
-class _CheckedTrainer(_TrainerBase):
+class _CheckedTrainer(EndingLoops):
     """Before a Trainer's class: our strategy, a temporary folder, no logger, no checkpoint."""
-
-    _hand: Hand
 
     def __init__(self, **options: Any) -> None:
         strategy = options.get("strategy")
@@ -71,24 +69,6 @@ class _CheckedTrainer(_TrainerBase):
         if ckpt_path is not None:
             self._hand.change(f"ckpt_path={ckpt_path!r}: trains from the beginning")
         super().fit(*args, **options)
-
-    def _run_stage(self) -> Any:
-        loops = self._hand.loops
-        if loops is None:
-            return super()._run_stage()
-        if self.training:
-            loops.train(self.fit_loop.run)
-            # The sanity check is the validation loop, with all that a validation calls before and after it.
-            self.num_sanity_val_steps = 1
-            loops.evaluate(self._run_sanity_check)
-            return loops.end()
-        self._hand.change(f"trainer.{self.state.fn} ({line_of_caller()}): left out")
-        return []
-
-    def _teardown(self) -> None:
-        # It would bring the weights to the host, and they have no values.
-        if self._hand.loops is None:
-            super()._teardown()
 
     def save_checkpoint(self, filepath: Any, *args: Any, **options: Any) -> None:
         """Saves nothing."""

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, WeightAveraging
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_strategy.check import checked
+from lightning_strategy.ending_loops import EndingLoops
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.preflight.live_run import preflight_run
 from xla_adapters.preflight.run_preflight import RunPreflight
@@ -50,8 +50,16 @@ class _Again:
 
     def __call__(self, model: torch.nn.Module, loaders: tuple[_Loader | None, _Loader | None], hand: Hand) -> None:
         """Fits, until the graphs are there."""
-        cls: Any = checked(L.Trainer, hand)
-        trainer = cls(strategy=self.strategy, enable_progress_bar=False, enable_model_summary=False, **self.options)
+        cls: Any = type("Trainer", (EndingLoops, L.Trainer), {"_hand": hand})
+        trainer = cls(
+            strategy=self.strategy,
+            default_root_dir=str(hand.folder),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **self.options,
+        )
         train, validation = (None if loader is None else loader.make() for loader in loaders)
         trainer.fit(model, train, validation)
 
