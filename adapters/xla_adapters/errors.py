@@ -153,6 +153,32 @@ class DiscardedTensorError(XLAAdapterError, RuntimeError):
     """
 
 
+class UnseenTensorError(XLAAdapterError, RuntimeError):
+    """A step used a tensor of the device that did not pass through torch's Python functions (with torch_tpu).
+
+    There a step is traced with placeholders, which are put in place of each tensor when a function of torch gets it. A
+    tensor that only C++ code uses (the saved values of a backward whose forward ran before the step, say) has none. The
+    step was discarded.
+
+    What to do: run forward and backward in the same step, and give tensors to functions of torch directly.
+    """
+
+    def __init__(self, form: str) -> None:
+        super().__init__(
+            f"the step reads a tensor of the form {form} that no function of torch was given in it: was it saved for a "
+            "backward before the step? The step was discarded; parameters are as before it"
+        )
+
+
+class SharedMemoryError(XLAAdapterError, RuntimeError):
+    """A step wrote to memory that two tensors see as different shapes, one a view of the other (with torch_tpu).
+
+    The step was discarded.
+
+    What to do: make the view inside the step, or write to a tensor of its own (`clone`).
+    """
+
+
 class ConcurrentStepError(XLAAdapterError, RuntimeError):
     """A step was opened while another thread is inside one, or steps were left in another order than entered.
 

@@ -29,7 +29,8 @@ from xla_adapters.tracing.compile_events import CompileEvent
 from xla_adapters.tracing.graph_history import CallNumber, GraphHistory, StepSignature
 from xla_adapters.tracing.scope_report import ScopeReport
 from xla_adapters.tracing.step_profile import StepProfile
-from xla_adapters.tracing.step_scope import StepScope, in_step
+from xla_adapters.tracing.scopes import make_scope
+from xla_adapters.tracing.step_scope import in_step
 from xla_adapters.utils.stack_room import with_stack_room
 
 
@@ -54,7 +55,7 @@ class StepProgram:
         name: of the step, for messages and dumps.
         config: the options.
         hint: for messages: where in the host framework a value can be read.
-        execution: makes the execution of a call that is not replayed; `StepScope` by default.
+        execution: makes the execution of a call that is not replayed; `make_scope` by default.
 
     Attributes:
         calls: how many calls there were.
@@ -65,7 +66,7 @@ class StepProgram:
     name: str
     config: XLAConfig
     hint: str = ""
-    execution: Callable[..., StepExecution] = StepScope
+    execution: Callable[..., StepExecution] = make_scope
     calls: int = 0
     flops: int = 0
     without_flops: int = 0
@@ -313,6 +314,7 @@ class StepProgram:
 
 def _repeated(batch: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """For each tensor of a batch the position of the first one that is the same device tensor."""
-    number = get_runtime().lazy.tensor_number
+    runtime = get_runtime()
+    number = runtime.lazy.tensor_number if runtime.has_lazy_tensors else id
     first: dict[int, int] = {}
     return tuple(first.setdefault(number(tensor), position) for position, tensor in enumerate(batch))

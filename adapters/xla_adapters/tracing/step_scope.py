@@ -262,9 +262,13 @@ class StepScope:
         self._merge_inner_logs()
         self._stop_tracing()
         try:
-            restore_state(self._runtime, self._undo_log, self._seeds_before)
+            self._restore_state()
         finally:
             self._interrupts.finish()
+
+    def _restore_state(self) -> None:
+        """Restores the state from before the step."""
+        restore_state(self._runtime, self._undo_log, self._seeds_before)
 
     @at_edge
     def __enter__(self) -> StepScope:
