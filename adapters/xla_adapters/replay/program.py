@@ -18,6 +18,8 @@ from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.executable_cache import ExecutableCache
 from xla_adapters.replay.guards.ambient import unknown_mode
 from xla_adapters.replay.multistep.call_group import CallGroup
+from xla_adapters.replay.placeholders.cache import ProgramCache
+from xla_adapters.replay.placeholders.capture import PlaceholderCapture
 from xla_adapters.replay.prepared_call import PreparedCall
 from xla_adapters.replay.replayed_call import ReplayedCall
 from xla_adapters.runtime import get_runtime
@@ -190,13 +192,19 @@ class StepProgram:
 
     def _make_replay(self) -> ExecutableCache:
         if self._replay is None:
-            self._replay = ExecutableCache(
+            kind = ExecutableCache if get_runtime().has_lazy_tensors else ProgramCache
+            self._replay = kind(
                 self.name,
                 self.config.replay_verify_every,
                 calls=lambda: self.calls,
                 on_mismatch=self._on_replay_mismatch,
             )
             if self.config.steps_per_execution > 1:
+                if not get_runtime().has_lazy_tensors:
+                    raise UnsupportedOptionError(
+                        f"steps_per_execution={self.config.steps_per_execution}: with {get_runtime().name} each step is an "
+                        "execution of its own; leave it out"
+                    )
                 if get_runtime().device.is_spmd():
                     raise UnsupportedOptionError(
                         f"steps_per_execution={self.config.steps_per_execution} under SPMD: the executable of several "
@@ -238,7 +246,7 @@ class StepProgram:
 
         Does nothing in calls that cannot be replayed.
         """
-        if isinstance(self._open, SeparatingScope):
+        if isinstance(self._open, (SeparatingScope, PlaceholderCapture)):
             self._open.keep(name, value)
 
     def promise(self, name: str) -> Any:

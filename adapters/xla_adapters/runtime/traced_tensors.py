@@ -32,6 +32,8 @@ class TracedTensors:
         self.add(tensor)
         known = self._made.get(id(tensor))
         if known is None or known() is not tensor:
+            # Another tensor had this address: in the order in which they are made this one comes last.
+            self._made.pop(id(tensor), None)
             self._made[id(tensor)] = weakref.ref(tensor)
 
     def alive(self) -> list[torch.Tensor]:

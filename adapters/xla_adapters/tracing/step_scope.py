@@ -97,7 +97,7 @@ class StepScope:
         self.config = config if config is not None else XLAConfig()
         self._seed = seed
         self._runtime: Runtime = get_runtime()
-        self._breaks = GraphBreaks(BreakPolicy(self.config.on_graph_break, name, hint), self._runtime)
+        self._breaks = GraphBreaks(self._policy(hint), self._runtime)
         self._outer: StepScope | None = None
         self._outer_undo_log: UndoLog | None = None
         self._undo_log = UndoLog(self._runtime)
@@ -107,6 +107,10 @@ class StepScope:
         self._seeds_before: tuple[int, torch.Tensor] | None = None
         self._is_open = False
         self._executed = False
+
+    def _policy(self, hint: str) -> BreakPolicy:
+        splits = self._runtime.has_lazy_tensors
+        return BreakPolicy(self.config.on_graph_break, self.name, hint, splits=splits)
 
     @property
     def executed(self) -> bool:

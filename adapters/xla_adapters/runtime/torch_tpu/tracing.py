@@ -12,6 +12,10 @@ from xla_adapters.runtime.interface import RuntimeEvent
 from xla_adapters.runtime.traced_tensors import TracedTensors
 
 
+# What torch_tpu says when a value is read in a trace.
+_READS = ("during an FX trace", "materialization failed")
+
+
 class TPUTracing:
     """`Tracing` on TorchTPU, where each operation outside of a step is executed at once.
 
@@ -41,7 +45,7 @@ class TPUTracing:
 
     def is_forbidden_execution(self, error: BaseException) -> bool:
         """See `Tracing`."""
-        return isinstance(error, RuntimeError) and "during an FX trace" in str(error)
+        return isinstance(error, RuntimeError) and any(text in str(error) for text in _READS)
 
     def graph_name(self) -> str:
         """See `Tracing`."""

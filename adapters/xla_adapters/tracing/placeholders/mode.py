@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from xla_adapters.errors import UnsupportedOptionError
+from xla_adapters.lowerings.masks import is_write_by_mask, write_by_mask_
 from xla_adapters.runtime.waiting_steps import METADATA
 from xla_adapters.tracing.answers import NO_ANSWER, Answers
 from xla_adapters.tracing.operation_log import OperationLog, next_node
@@ -64,16 +65,18 @@ class PlaceholderMode(StepMode):
         if func is _Tensor.backward:
             self._adopt(args)
             return self._backward(*args, **kwargs)
+        if func is _Tensor.__setitem__ and is_write_by_mask(*args):
+            func, args = write_by_mask_, (args[0], [args[1]], args[2])
         answer = self._check(func, args, kwargs)
         if answer is not NO_ANSWER:
             return answer
+        self._adopt(args)
+        self._adopt(kwargs.values())
         writes = self._writes.get(func)
         if writes is None:
             writes = self._writes[func] = writes_in_place(func)
         if writes or "out" in kwargs or kwargs.get("inplace"):
             self._record_writes(args, kwargs, written_through=False)
-        self._adopt(args)
-        self._adopt(kwargs.values())
         if func is _Tensor.copy_:
             args = self._with_upload(*args, **kwargs)
             kwargs = {}

@@ -140,7 +140,7 @@ class PlaceholderScope(StepScope):
         meter = CompileMeter(self._runtime)
         call = self.signature, self.operations
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            program = trace.program([leaf for leaf, _ in self._undo_log.leaves()])
+            program = trace.program(self._undo_log.leaves())
             if not program.results:
                 self._end_trace()
                 trace.settle(program, [])

@@ -100,6 +100,11 @@ class Trace:
         memory = value.untyped_storage()._cdata
         sharing = self._by_memory.setdefault(memory, [])
         twin = next((found for found in sharing if _lies_as(found.value, value)), None)
+        if twin is not None and twin.tensor is tensor:
+            # A step inside the step has put its former value back.
+            tensor.data = twin.stand_in.clone()
+            self.traced.add(tensor)
+            return
         if twin is not None:
             twin.twins.append(tensor)
             tensor.data = twin.tensor.detach()
@@ -113,11 +118,11 @@ class Trace:
 
     # ---- its end -----------------------------------------------------------------------------------
 
-    def program(self, leaves: Sequence[torch.Tensor]) -> Program:
+    def program(self, leaves: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> Program:
         """What the trace computes.
 
         Args:
-            leaves: whose gradients are results, too.
+            leaves: with their gradients from before the step; new ones are results, too.
 
         Raises:
             UnseenTensorError: it reads a tensor that has no placeholder.
@@ -152,10 +157,11 @@ class Trace:
             draws=draws,
         )
 
-    def _made(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _made(self, leaves: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> list[torch.Tensor]:
         """The tensors without a value that code can use after the step."""
         adopted = {id(tensor) for item in self.adopted for tensor in (item.tensor, *item.twins)}
-        grads = [leaf.grad for leaf in leaves if leaf.grad is not None and self._runtime.device.owns(leaf.grad)]
+        grads = [leaf.grad for leaf, before in leaves if leaf.grad is not None and leaf.grad is not before]
+        grads = [grad for grad in grads if self._runtime.device.owns(grad)]
         found = {id(tensor): tensor for tensor in (*self.traced.alive(), *grads)}
         return [tensor for key, tensor in found.items() if key not in adopted]
 
