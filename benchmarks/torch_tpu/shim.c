@@ -5,10 +5,13 @@
 // - The memory kinds of an executable's outputs, which torch_tpu asks for when it compiles. XLA:CPU does not implement
 //   the question. There is one kind, "device".
 //
+// It counts what passes through, for `stand_in.counts()`.
+//
 // The header may be older than both sides, so nothing here depends on the size that it gives a struct.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,6 +19,19 @@
 #include "pjrt_c_api.h"
 
 static const PJRT_Api* target;
+
+atomic_long shim_compiles, shim_executions, shim_transfers_to_device, shim_transfers_to_host;
+
+#define COUNTED(function, counter)                                \
+  static PJRT_Error* counted_##function(function##_Args* args) { \
+    atomic_fetch_add(&counter, 1);                                \
+    return target->function(args);                                \
+  }
+
+COUNTED(PJRT_Client_Compile, shim_compiles)
+COUNTED(PJRT_LoadedExecutable_Execute, shim_executions)
+COUNTED(PJRT_Client_BufferFromHostBuffer, shim_transfers_to_device)
+COUNTED(PJRT_Buffer_ToHostBuffer, shim_transfers_to_host)
 
 static PJRT_Error* create_client(PJRT_Client_Create_Args* args) {
   const PJRT_NamedValue* callers = args->create_options;
@@ -79,6 +95,10 @@ const PJRT_Api* GetPjrtApi(void) {
   if (!api) abort();
   memcpy(api, target, target->struct_size);
   api->PJRT_Client_Create = create_client;
+  api->PJRT_Client_Compile = counted_PJRT_Client_Compile;
+  api->PJRT_LoadedExecutable_Execute = counted_PJRT_LoadedExecutable_Execute;
+  api->PJRT_Client_BufferFromHostBuffer = counted_PJRT_Client_BufferFromHostBuffer;
+  api->PJRT_Buffer_ToHostBuffer = counted_PJRT_Buffer_ToHostBuffer;
   api->PJRT_Executable_OutputMemoryKinds = output_memory_kinds;
   return api;
 }

@@ -1,23 +1,50 @@
 """Runs torch_tpu on the CPU: its device "tpu" is XLA:CPU, a PJRT plugin for which `shim.c` makes up what TPUs have.
 
-    os.environ.update(stand_in.environment(compiler, folder))
-    stand_in.start()
+A process puts `environment(folder)` into its environment, and calls `start()` before it uses the device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import subprocess
 import warnings
 from collections.abc import Mapping
+from dataclasses import astuple, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 
 _SHIM = Path(__file__).with_name("shim.c")
 # The package that has the plugin, and the one that has the header of PJRT's C API.
 _PLUGIN, _HEADER = "fastatomstruct_xla_cpu", "xla_plugins.xla_cpu_pjrt"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Calls of the PJRT plugin by this process.
+
+    Attributes:
+        compiles: programs compiled.
+        executions: executables launched.
+        transfers_to_device, transfers_to_host: copies of one buffer each.
+    """
+
+    compiles: int
+    executions: int
+    transfers_to_device: int
+    transfers_to_host: int
+
+    def since(self, before: Counts) -> Counts:
+        """The calls after an earlier reading."""
+        return Counts(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+
+def counts() -> Counts:
+    """The calls so far; the device must have been used."""
+    library = ctypes.CDLL(os.environ["TPU_LIBRARY_PATH"])
+    return Counts(*(ctypes.c_long.in_dll(library, f"shim_{field.name}").value for field in fields(Counts)))
 
 
 def obstacle() -> str | None:

@@ -33,8 +33,7 @@ if _OBSTACLE is None:
     stand_in.start()
 
     import lightning.pytorch  # noqa: F401
-    import transformers  # noqa: F401
-    import transformers.models.gpt2.modeling_gpt2
+    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
     # Children neither look through nor copy what the imports made.
     gc.collect()

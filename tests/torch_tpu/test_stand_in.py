@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.torch_tpu import stand_in
 from tests.isolation import isolated
 
 
@@ -39,3 +40,16 @@ def test_torch_tpu_alone_unties_the_weights_of_a_model_that_is_moved() -> None:
     assert model.lm_head.weight is model.transformer.wte.weight
     model.to("tpu")
     assert model.lm_head.weight is not model.transformer.wte.weight
+
+
+@isolated
+def test_what_passes_through_the_plugin_is_counted() -> None:
+    weight = torch.ones(2, 3).to("tpu")
+    (weight + 1).cpu()
+    before = stand_in.counts()
+    assert (weight + 1).cpu().tolist() == [[2.0] * 3] * 2
+    assert stand_in.counts().since(before) == stand_in.Counts(0, 1, 0, 1)
+    (weight * 3 - 1).exp().sum().item()
+    after = stand_in.counts().since(before)
+    assert after.compiles >= 1
+    assert after.executions > 1
