@@ -31,6 +31,7 @@ from hf_trainer.session import Session
 from hf_trainer.stall_watch import StallWatch
 from hf_trainer.step_driver import StepDriver
 from hf_trainer.tokens import InputTokens
+from hf_trainer.torch_tpu import check_device_of_accelerate
 from hf_trainer.training_report import TrainingReport
 from hf_trainer.training_steps import TrainingSteps
 from xla_adapters import get_runtime, initialize
@@ -99,6 +100,7 @@ class Bridge:
             ConfigError, UnsupportedOptionError: the checkpoint options contradict the training arguments.
         """
         trainer, base, options = self._trainer, self._base, self.options
+        check_device_of_accelerate(trainer)
         check_checkpoint_options(
             options.checkpoint,
             safe=options.safe_checkpoints,
@@ -148,6 +150,7 @@ class Bridge:
     def training_loop(self) -> AbstractContextManager[object]:
         """Around the training loop: an error discards the open step, and ends the watch over it."""
         stack = ExitStack()
+        stack.enter_context(self.loss_sum.not_filtered())
         stack.enter_context(Discarding(self.steps))
         stack.push(self.watch.end_loop)
         return stack
