@@ -32,13 +32,9 @@ class TPUTransfers:
         return [self.to_device(torch.tensor(value, dtype=dtype)) for value, dtype in numbers]
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See `Transfers`; the copies of all are begun before the first is waited for."""
-        on_device = sum(self._device.owns(tensor) for tensor in tensors)
-        self._counters.to_host += bool(on_device)
-        copies = [tensor.detach().to("cpu", non_blocking=True) for tensor in tensors]
-        if on_device:
-            self._device.wait()
-        return copies
+        """See `Transfers`."""
+        self._counters.to_host += any(self._device.owns(tensor) for tensor in tensors)
+        return [tensor.detach().to("cpu") for tensor in tensors]
 
     def piggy_back(self, tensors: Sequence[torch.Tensor], receive: Callable[[list[torch.Tensor]], None]) -> None:
         """See `Transfers`; copies at once."""
