@@ -14,8 +14,6 @@ import hf_trainer
 from benchmarks.torch_tpu import stand_in
 from tests.isolation import isolated
 from tests.torch_tpu.models import arguments, gpt2, losses, texts
-from xla_adapters import UnsupportedOptionError
-from xla_adapters.errors import RuntimeOrderError
 
 
 class StepCounts(transformers.TrainerCallback):
