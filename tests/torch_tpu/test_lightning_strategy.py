@@ -83,9 +83,10 @@ def _fit(folder: Path, **options: Any) -> tuple[Net, Losses, pl.Trainer]:
 
 
 @isolated
-def test_it_trains_as_the_cpu_does_in_one_launch_per_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step_replay", ["auto", False])
+def test_it_trains_as_the_cpu_does_in_one_launch_per_step(step_replay: Any, tmp_path: Path) -> None:
     reference, on_cpu, _ = _fit(tmp_path, accelerator="cpu")
-    module, noted, trainer = _fit(tmp_path, strategy=XLAEagerStrategy(step_replay=False))
+    module, noted, trainer = _fit(tmp_path, strategy=XLAEagerStrategy(step_replay=step_replay))
     assert trainer.strategy.root_device == torch.device("tpu:0")
     torch.testing.assert_close(noted.losses, on_cpu.losses, rtol=0, atol=1e-5)
     for mine, other in zip(module.parameters(), reference.parameters(), strict=True):

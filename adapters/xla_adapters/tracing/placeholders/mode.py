@@ -23,10 +23,9 @@ _CALL = Callable[..., Any]
 _TENSOR = vars(torch._C.TensorBase)
 # Calls that need no placeholder. Not `grad`: a gradient from before the step is found with its leaf.
 _WITHOUT_VALUES = METADATA - {_TENSOR["grad"].__get__, _TENSOR["_grad"].__get__}
-# Calls that may copy from the host to the device.
-_UPLOADS: frozenset[_CALL] = frozenset(
-    {*FROM_NUMBERS, _Tensor.to, _Tensor.type, _Tensor.new_tensor, torch.asarray, getattr(_Tensor, "tpu", _Tensor.to)}
-)
+# Calls that may copy a tensor, or other data, from the host to the device.
+_MAY_COPY: frozenset[_CALL] = frozenset({_Tensor.to, _Tensor.type, getattr(_Tensor, "tpu", _Tensor.to)})
+_UPLOADS: frozenset[_CALL] = frozenset({*FROM_NUMBERS, *_MAY_COPY, _Tensor.new_tensor, torch.asarray})
 
 
 class PlaceholderMode(StepMode):
@@ -80,6 +79,8 @@ class PlaceholderMode(StepMode):
         if func is _Tensor.copy_:
             args = self._with_upload(*args, **kwargs)
             kwargs = {}
+        elif func in _MAY_COPY:
+            args, kwargs = _blocking(args, kwargs)
         if self.lifting is not None and self._has_device_tensor((*args, *kwargs.values())):
             result = self.lifting.call(func, args, kwargs)
         else:
@@ -162,3 +163,11 @@ class PlaceholderMode(StepMode):
         elif isinstance(result, (list, tuple)):
             for item in result:
                 self._note(item, is_upload=is_upload)
+
+
+def _blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `to` and the like without `non_blocking`: at such an upload in a trace torch_tpu aborts."""
+    if kwargs.get("non_blocking"):
+        kwargs = {**kwargs, "non_blocking": False}
+    first = next((position for position, value in enumerate(args) if isinstance(value, bool)), None)
+    return (args if first is None else (*args[:first], False, *args[first + 1 :])), kwargs
