@@ -30,8 +30,8 @@ from xla_adapters.runtime.uploads import name_tensors
 from xla_adapters.tracing.compile_events import CompileEvent
 from xla_adapters.tracing.graph_history import CallNumber, GraphHistory, StepSignature
 from xla_adapters.tracing.scope_report import ScopeReport
-from xla_adapters.tracing.step_profile import StepProfile
 from xla_adapters.tracing.scopes import make_scope
+from xla_adapters.tracing.step_profile import StepProfile
 from xla_adapters.tracing.step_scope import in_step
 from xla_adapters.utils.stack_room import with_stack_room
 
@@ -202,8 +202,8 @@ class StepProgram:
             if self.config.steps_per_execution > 1:
                 if not get_runtime().has_lazy_tensors:
                     raise UnsupportedOptionError(
-                        f"steps_per_execution={self.config.steps_per_execution}: with {get_runtime().name} each step is an "
-                        "execution of its own; leave it out"
+                        f"steps_per_execution={self.config.steps_per_execution}: with {get_runtime().name} each step is "
+                        "an execution of its own; leave it out"
                     )
                 if get_runtime().device.is_spmd():
                     raise UnsupportedOptionError(

@@ -113,8 +113,8 @@ def initialize(
 
     Raises:
         RuntimeOrderError: a device was already used without what is asked for, or with another runtime.
-        ConfigError: no runtime is installed, or both are and `runtime` is not given; `fast_compile` or `keep_memory` on a device that is no CPU, another `fast_compile`, or
-            `keep_memory` without glibc.
+        ConfigError: no runtime is installed, or both are and `runtime` is not given; `fast_compile` or `keep_memory`
+            on a device that is no CPU, another `fast_compile`, or `keep_memory` without glibc.
     """
     if runtime is not None:
         _choose(runtime)

@@ -86,6 +86,7 @@ def _renorms(function: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def writes_in_place(function: _CALL) -> bool:
+    """Whether a function of torch writes to one of its arguments."""
     if function in _HIDDEN_WRITES:
         return True
     name = getattr(function, "__name__", "")
@@ -278,6 +279,7 @@ def _is_on_device(value: Any) -> bool:
 
 
 def is_list_of_device_scalars(data: Any) -> bool:
+    """Whether these are tensors of no dimension, some of them on the device."""
     return (
         isinstance(data, (list, tuple))
         and all(isinstance(item, _Tensor) and item.ndim == 0 for item in data)

@@ -108,10 +108,10 @@ class ProgramCache(ExecutableCache):
     def _uncaptured(self, plan: Any, spec: CallSpec, **options: Any) -> PlaceholderScope:
         return PlaceholderScope(**options)
 
-    def _replayed(self, name: str, prepared: Any, *, numbers: Any, **options: Any) -> ReplayedCall:
-        if isinstance(numbers, str):
-            raise CannotReplay(numbers)
-        return ProgramReplay(name, prepared, numbers=numbers, **options)
+    def _replayed(self, name: str, prepared: Any, **options: Any) -> ReplayedCall:
+        if isinstance(options["numbers"], str):
+            raise CannotReplay(options["numbers"])
+        return ProgramReplay(name, prepared, **options)
 
     def _verification(
         self, prepared: Any, spec: CallSpec, numbers: Any, seed: StepSeed | None, runtime: Runtime

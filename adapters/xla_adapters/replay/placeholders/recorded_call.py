@@ -15,6 +15,7 @@ from xla_adapters.replay.slots import CallTensors, Kept, Slot
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.interface.placeholders import Run
 from xla_adapters.tracing.placeholders.numbers import uploaded_numbers
+from xla_adapters.tracing.placeholders.trace import is_plain, plain
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,12 @@ class PreparedProgram:
 
     def __post_init__(self) -> None:
         self._fixed = self.call.fixed()
+        # The others stay as they are: the program writes them, or they were looked at when the call was traced.
+        self._to_check = [
+            index
+            for index, source in enumerate(self.call.sources)
+            if isinstance(source, torch.Tensor) or source.kind != "tensor" or not is_plain(source.owner)
+        ]
         modules = [module for _, module in self.call.snapshot.modules]
         self._parameters = [item for module in modules for item in module._parameters.values() if item is not None]
 
@@ -149,9 +156,7 @@ class PreparedProgram:
         numbers = numbers_of(updates)
         for role, value in self._fixed.items():
             if numbers[role] != value:
-                return (
-                    f"a number of the optimizer that is no input of the program: {value:g} -> {numbers[role]:g}"
-                )
+                return f"a number of the optimizer that is no input of the program: {value:g} -> {numbers[role]:g}"
         return [numbers[role] for role in self.call.roles]
 
     def run(self, tensors: CallTensors, numbers: list[float], runtime: Runtime) -> Sequence[torch.Tensor]:
@@ -159,6 +164,8 @@ class PreparedProgram:
         if numbers != self._numbers:
             self._numbers, self._uploads = numbers, uploaded_numbers(numbers, runtime)
         inputs = [source.get(tensors) if isinstance(source, Slot) else source for source in self.call.sources]
+        for index in self._to_check:
+            inputs[index] = plain(inputs[index])
         inputs += self._uploads
         if self.call.draws:
             inputs.append(runtime.placeholders.random_state())

@@ -11,7 +11,6 @@ import torch
 from xla_adapters.runtime.interface import RuntimeEvent
 from xla_adapters.runtime.traced_tensors import TracedTensors
 
-
 # What torch_tpu says when a value is read in a trace.
 _READS = ("during an FX trace", "materialization failed")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from xla_adapters.runtime.interface import Tracing
+from xla_adapters.runtime.torch_tpu.tracing import TPUTracing
 
 
 class TPUValues:
@@ -19,13 +19,18 @@ class TPUValues:
         tracing: tells which tensors are pending.
     """
 
-    def __init__(self, tracing: Tracing) -> None:
+    def __init__(self, tracing: TPUTracing) -> None:
         self._tracing = tracing
 
     def snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Values`."""
         value = tensor.detach()
-        return value.clone() if self._tracing.is_pending(tensor) else value
+        if not self._tracing.is_pending(tensor):
+            return value
+        value = value.clone()
+        assert self._tracing.traced is not None
+        self._tracing.traced.add(value)
+        return value
 
     def twin(self, snapshot: torch.Tensor) -> torch.Tensor:
         """See `Values`."""

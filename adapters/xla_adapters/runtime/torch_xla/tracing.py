@@ -11,9 +11,9 @@ import torch_xla
 
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.runtime.interface import Device, RuntimeEvent
-from xla_adapters.runtime.traced_tensors import TracedTensors
 from xla_adapters.runtime.torch_xla.interception import intercepted
 from xla_adapters.runtime.torch_xla.live_tensors import live_tensors
+from xla_adapters.runtime.traced_tensors import TracedTensors
 
 _C = torch_xla._XLAC
 

@@ -114,8 +114,8 @@ class PlaceholderMode(StepMode):
         generator = kwargs.get("generator")
         if generator is not None and generator.device.type == self._type:
             raise UnsupportedOptionError(
-                "a torch.Generator of the device is used in a step: a trace with torch_tpu knows the device's own random "
-                "stream only. Draw from that one (leave generator= out), or draw before the step"
+                "a torch.Generator of the device is used in a step: a trace with torch_tpu knows the device's own "
+                "random stream only. Draw from that one (leave generator= out), or draw before the step"
             )
         return NO_ANSWER
 

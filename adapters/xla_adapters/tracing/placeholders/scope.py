@@ -92,13 +92,14 @@ class PlaceholderScope(StepScope):
         for group in optimizer.param_groups:
             if group.get("fused"):
                 raise UnsupportedOptionError(
-                    f"{type(optimizer).__name__}(fused=True): torch_tpu has no such kernel, and the step's program fuses "
-                    "the update anyway; leave it out"
+                    f"{type(optimizer).__name__}(fused=True): torch_tpu has no such kernel, and the step's program "
+                    "fuses the update anyway; leave it out"
                 )
             if "foreach" in group:
                 self._singles.append((group, group["foreach"]))
                 group["foreach"] = False
-        assert self._trace is not None and isinstance(self._mode, PlaceholderMode)
+        assert self._trace is not None
+        assert isinstance(self._mode, PlaceholderMode)
         self._lifting = self._mode.lifting = Lifting(self._trace.numbers, self._roles(optimizer))
 
     def _roles(self, optimizer: Optimizer) -> list[tuple[int, float]] | None:

@@ -109,7 +109,7 @@ class Trace:
             twin.twins.append(tensor)
             tensor.data = twin.tensor.detach()
             return
-        stand_in = self._runtime.placeholders.stand_in(value)
+        stand_in = self._runtime.placeholders.stand_in(torch.empty(value.shape, dtype=value.dtype, device="meta"))
         tensor.data = stand_in.clone()
         self.traced.add(tensor)
         found = Adopted(tensor, value, stand_in, is_upload, [])
@@ -168,12 +168,13 @@ class Trace:
     def _check_memory(self, changed: Sequence[int]) -> None:
         written = {id(self.adopted[index]) for index in changed}
         for sharing in self._by_memory.values():
-            if len(sharing) > 1 and any(id(item) in written for item in sharing):
-                shapes = " and ".join(str(tuple(item.value.shape)) for item in sharing)
-                raise SharedMemoryError(
-                    f"the step writes to memory that tensors of the shapes {shapes} share: one is a view of the "
-                    "other, made before the step"
-                )
+            for item in sharing:
+                is_view = len(sharing) > 1 or item.tensor._base is not None or _is_part(item.value)
+                if is_view and id(item) in written:
+                    raise SharedMemoryError(
+                        f"the step writes to a tensor of the shape {tuple(item.value.shape)}, which is a view of "
+                        "another one, or has one, made before the step: the other would not see it"
+                    )
 
     def settle(self, program: Program, results: Sequence[torch.Tensor]) -> None:
         """Gives all tensors their values; after `end`, with function modes off.
@@ -194,8 +195,22 @@ class Trace:
 
     def values(self, program: Program) -> list[torch.Tensor]:
         """The values of the program's arguments."""
-        values = [item.value for item in self.adopted] + self.numbers.uploads()
+        values = [plain(item.value) for item in self.adopted] + self.numbers.uploads()
         return [*values, self._runtime.placeholders.random_state()] if program.draws else values
+
+
+def _is_part(value: torch.Tensor) -> bool:
+    return value.numel() * value.element_size() != value.untyped_storage().nbytes()
+
+
+def is_plain(value: torch.Tensor) -> bool:
+    """Whether a tensor is all of its memory, in the order of its elements."""
+    return value.is_contiguous() and not _is_part(value)
+
+
+def plain(value: torch.Tensor) -> torch.Tensor:
+    """The value as an argument of a program: of a view a copy."""
+    return value if is_plain(value) else value.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _lies_as(one: torch.Tensor, other: torch.Tensor) -> bool:
