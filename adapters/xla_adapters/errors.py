@@ -153,29 +153,13 @@ class DiscardedTensorError(XLAAdapterError, RuntimeError):
     """
 
 
-class UnseenTensorError(XLAAdapterError, RuntimeError):
-    """A step used a tensor of the device that did not pass through torch's Python functions (with torch_tpu).
+class PlaceholderError(XLAAdapterError, RuntimeError):
+    """A step used a tensor in a way that cannot be traced with placeholders (with torch_tpu); it was discarded.
 
-    There a step is traced with placeholders, which are put in place of each tensor when a function of torch gets it. A
-    tensor that only C++ code uses (the saved values of a backward whose forward ran before the step, say) has none. The
-    step was discarded.
+    There each tensor gets a placeholder when a function of torch is given it. One that only C++ code uses (saved for a
+    backward before the step) has none, and of two that share memory each has its own.
 
-    What to do: run forward and backward in the same step, and give tensors to functions of torch directly.
-    """
-
-    def __init__(self, form: str) -> None:
-        super().__init__(
-            f"the step reads a tensor of the form {form} that no function of torch was given in it: was it saved for a "
-            "backward before the step? The step was discarded; parameters are as before it"
-        )
-
-
-class SharedMemoryError(XLAAdapterError, RuntimeError):
-    """A step wrote to memory that two tensors see as different shapes, one a view of the other (with torch_tpu).
-
-    The step was discarded.
-
-    What to do: make the view inside the step, or write to a tensor of its own (`clone`).
+    What to do: run forward and backward in one step; make views inside the step, or write to a `clone`.
     """
 
 

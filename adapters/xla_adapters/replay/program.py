@@ -192,7 +192,7 @@ class StepProgram:
 
     def _make_replay(self) -> ExecutableCache:
         if self._replay is None:
-            kind = ExecutableCache if get_runtime().has_lazy_tensors else ProgramCache
+            kind = ProgramCache if get_runtime().has_placeholders else ExecutableCache
             self._replay = kind(
                 self.name,
                 self.config.replay_verify_every,
@@ -200,10 +200,10 @@ class StepProgram:
                 on_mismatch=self._on_replay_mismatch,
             )
             if self.config.steps_per_execution > 1:
-                if not get_runtime().has_lazy_tensors:
+                if get_runtime().has_placeholders:
                     raise UnsupportedOptionError(
-                        f"steps_per_execution={self.config.steps_per_execution}: with {get_runtime().name} each step is "
-                        "an execution of its own; leave it out"
+                        f"steps_per_execution={self.config.steps_per_execution}: with {get_runtime().name} each step "
+                        "is an execution of its own; leave it out"
                     )
                 if get_runtime().device.is_spmd():
                     raise UnsupportedOptionError(

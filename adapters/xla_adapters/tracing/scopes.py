@@ -60,6 +60,6 @@ def make_scope(**options: Any) -> StepScope | UntracedScope:
         **options: as for `StepScope`.
     """
     runtime = get_runtime()
-    if runtime.has_lazy_tensors:
-        return StepScope(**options)
-    return PlaceholderScope(**options) if runtime.has_placeholders else UntracedScope()
+    if runtime.has_placeholders:
+        return PlaceholderScope(**options)
+    return StepScope(**options) if runtime.has_executables else UntracedScope()

@@ -17,7 +17,7 @@ from xla_adapters.tracing.activation_checkpointing import checkpointing_on_devic
 def check_lazy_mode() -> None:
     """Raises UnsupportedOptionError on a runtime that has no lazy tensors."""
     runtime = get_runtime()
-    if not runtime.has_lazy_tensors:
+    if not runtime.has_executables:
         raise UnsupportedOptionError(
             f"xla_mode='lazy': {runtime.name} has no lazy tensors; use 'eager+compile' (the default) or 'eager'"
         )
@@ -31,7 +31,7 @@ class _UnguardedScope:
     def __enter__(self) -> Self:
         self._restores.enter_context(eager(self._eagerly))
         self._restores.enter_context(torch.autograd.set_multithreading_enabled(False))
-        if get_runtime().has_lazy_tensors:
+        if get_runtime().has_executables:
             self._restores.enter_context(checkpointing_on_device())
         return self
 

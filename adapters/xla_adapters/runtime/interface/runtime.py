@@ -92,6 +92,11 @@ class Runtime:
         return self._lazy is not None
 
     @property
+    def has_executables(self) -> bool:
+        """Whether `executables` is there."""
+        return self._executables is not None
+
+    @property
     def has_placeholders(self) -> bool:
         """Whether `placeholders` is there."""
         return self._placeholders is not None
@@ -180,7 +185,7 @@ class Runtime:
 
         The first read starts the runtime, and compiles and runs small graphs to find out.
         """
-        why: str | None = f"the runtime {self.name} cannot trace steps, which step replay needs"
+        why: str | None = f"the runtime {self.name} has no lazy tensors, which step replay needs"
         if self.has_lazy_tensors or self.has_placeholders:
             why = self._why_no_replay(self)
         if why is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from xla_adapters.errors import SharedMemoryError, UnseenTensorError
+from xla_adapters.errors import PlaceholderError
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.traced_tensors import TracedTensors
 from xla_adapters.tracing.placeholders.numbers import TraceNumbers
@@ -125,8 +125,7 @@ class Trace:
             leaves: with their gradients from before the step; new ones are results, too.
 
         Raises:
-            UnseenTensorError: it reads a tensor that has no placeholder.
-            SharedMemoryError: it writes to memory that two tensors see differently.
+            PlaceholderError: it reads a tensor that has no placeholder, or writes to memory that two tensors share.
         """
         placeholders = self._runtime.placeholders
         arguments = [item.stand_in for item in self.adopted] + self.numbers.stand_ins
@@ -143,7 +142,11 @@ class Trace:
         except RuntimeError as error:
             if "was not provided" not in str(error):
                 raise
-            raise UnseenTensorError(str(error).rpartition("not provided: ")[2].strip()) from error
+            form = str(error).rpartition("not provided: ")[2].strip()
+            raise PlaceholderError(
+                f"the step reads a tensor of the form {form} that no function of torch was given in it: was it saved "
+                "for a backward before the step? The step was discarded; parameters are as before it"
+            ) from error
         returned = returned_arguments(text)
         changed = [index for index in range(len(self.adopted)) if returned[index] != index]
         self._check_memory(changed)
@@ -171,7 +174,7 @@ class Trace:
             for item in sharing:
                 is_view = len(sharing) > 1 or item.tensor._base is not None or _is_part(item.value)
                 if is_view and id(item) in written:
-                    raise SharedMemoryError(
+                    raise PlaceholderError(
                         f"the step writes to a tensor of the shape {tuple(item.value.shape)}, which is a view of "
                         "another one, or has one, made before the step: the other would not see it"
                     )
