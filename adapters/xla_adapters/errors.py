@@ -154,10 +154,7 @@ class DiscardedTensorError(XLAAdapterError, RuntimeError):
 
 
 class PlaceholderError(XLAAdapterError, RuntimeError):
-    """A step used a tensor in a way that cannot be traced with placeholders (with torch_tpu); it was discarded.
-
-    There each tensor gets a placeholder when a function of torch is given it. One that only C++ code uses (saved for a
-    backward before the step) has none, and of two that share memory each has its own.
+    """A step on TorchTPU used a tensor for which no placeholder could stand (the message says why); it was discarded.
 
     What to do: run forward and backward in one step; make views inside the step, or write to a `clone`.
     """

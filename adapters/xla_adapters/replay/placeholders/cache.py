@@ -106,7 +106,8 @@ class ProgramCache(ExecutableCache):
     """An `ExecutableCache` of programs of placeholders."""
 
     def _uncaptured(self, plan: Any, spec: CallSpec, **options: Any) -> PlaceholderScope:
-        return PlaceholderScope(**options)
+        # Not a plain `PlaceholderScope`: its program would have other arguments for the numbers of updates.
+        return PlaceholderCapture(spec, lambda outcome: None, **options)
 
     def _replayed(self, name: str, prepared: Any, **options: Any) -> ReplayedCall:
         if isinstance(options["numbers"], str):

@@ -81,7 +81,7 @@ class TPUDevice:
 
     def kind(self) -> str:
         """See `Device`."""
-        return str(_backend._get_device_type())
+        return str(torch.tpu.get_device_name(0))  # type: ignore[attr-defined]
 
     def count(self) -> int:
         """See `Device`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class PlaceholderMode(StepMode):
             return func(*args, **kwargs)
         self._operations.first_node = next_node()
         if func is _Tensor.backward:
-            self._adopt(args)
+            self._adopt((*args, *leaves_of(args[0])))
             return self._backward(*args, **kwargs)
         if func is _Tensor.__setitem__ and is_write_by_mask(*args):
             func, args = write_by_mask_, (args[0], [args[1]], args[2])
@@ -163,6 +163,21 @@ class PlaceholderMode(StepMode):
         elif isinstance(result, (list, tuple)):
             for item in result:
                 self._note(item, is_upload=is_upload)
+
+
+def leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The leaves to which a backward of this tensor adds gradients."""
+    waiting = [tensor.grad_fn]
+    seen: set[object] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        waiting.extend(function for function, _ in node.next_functions)
 
 
 def _blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
