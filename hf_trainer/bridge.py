@@ -31,11 +31,11 @@ from hf_trainer.session import Session
 from hf_trainer.stall_watch import StallWatch
 from hf_trainer.step_driver import StepDriver
 from hf_trainer.tokens import InputTokens
-from hf_trainer.torch_tpu import check_device_of_accelerate
 from hf_trainer.training_report import TrainingReport
 from hf_trainer.training_steps import TrainingSteps
 from xla_adapters import get_runtime, initialize
 from xla_adapters.insight.run_stats import RunStats
+from xla_adapters.runtime.modes import check_mode
 from xla_adapters.runtime.random_algorithm import use_random_algorithm
 from xla_adapters.sharding.sharder import Sharder
 from xla_adapters.tracing.discarding import Discarding
@@ -78,6 +78,7 @@ class Bridge:
         # Sharding selects SPMD, which must be done before the runtime starts.
         sharder = None if options.sharding is None else Sharder(options.sharding, options.config)
         get_runtime().device.initialize()
+        check_mode(options.config.xla_mode)
         check_runtime(sharder is not None)
         # Before the device draws a random number.
         self._random_algorithm = use_random_algorithm(options.config)
@@ -100,7 +101,6 @@ class Bridge:
             ConfigError, UnsupportedOptionError: the checkpoint options contradict the training arguments.
         """
         trainer, base, options = self._trainer, self._base, self.options
-        check_device_of_accelerate(trainer)
         check_checkpoint_options(
             options.checkpoint,
             safe=options.safe_checkpoints,

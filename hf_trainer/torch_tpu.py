@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import accelerate.accelerator
-import transformers
+import torch
 from transformers import TrainingArguments
 
 from hf_trainer.loader import DeviceLoader
 from xla_adapters import get_runtime
-from xla_adapters.errors import RuntimeOrderError
 from xla_adapters.utils.patching import replaced
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def is_used() -> bool:
 def give_device_to_accelerate(args: TrainingArguments) -> None:
     """Tells accelerate which device it is. accelerate (1.15) does not know TorchTPU, and takes the CPU.
 
-    Called before the trainer makes its `Accelerator`. The state is that of the process: it is set, and said, once.
+    Called before the trainer makes its `Accelerator`. Said once in a process.
 
     Args:
         args: of the trainer; `args.device` is right, since transformers knows TorchTPU.
@@ -35,22 +35,13 @@ def give_device_to_accelerate(args: TrainingArguments) -> None:
     state = args.distributed_state
     if not is_used() or state is None or state.device == args.device:
         return
-    _log.warning("accelerate took the device %s; for TorchTPU it is %s from now on", state.device, args.device)
+    _say(state.device, args.device)
     state.device = args.device
 
 
-def check_device_of_accelerate(trainer: transformers.Trainer) -> None:
-    """Raises if the trainer's `Accelerator` has another device than its arguments.
-
-    Raises:
-        RuntimeOrderError: another `Accelerator` was made before, whose state all share.
-    """
-    chosen, wanted = trainer.accelerator.device, trainer.args.device
-    if chosen != wanted:
-        raise RuntimeOrderError(
-            f"accelerate computes on {chosen}, and this trainer on {wanted}: an Accelerator was made before the "
-            f"trainer. Make it afterwards, or start the program with ACCELERATE_TORCH_DEVICE={wanted}"
-        )
+@functools.cache
+def _say(chosen: torch.device, device: torch.device) -> None:
+    _log.warning("accelerate took the device %s; a trainer of TorchTPU gives it %s", chosen, device)
 
 
 @contextmanager

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +12,14 @@ import lightning as L
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import children
 from benchmarks.torch_tpu import stand_in
 from lightning_strategy import XLAEagerStrategy
 from tests.isolation import isolated
+from xla_adapters import XLAAdapterError
 
 
 class Net(pl.LightningModule):
@@ -61,10 +67,12 @@ class Losses(pl.Callback):
         self.losses.append(outputs["loss"].item())
 
 
-def _data() -> DataLoader[Any]:
+def _data(*, shuffle: bool = False) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(64, 8, generator=generator)
-    return DataLoader(TensorDataset(inputs, torch.randint(0, 4, (64,), generator=generator)), batch_size=8)
+    return DataLoader(
+        TensorDataset(inputs, torch.randint(0, 4, (64,), generator=generator)), batch_size=8, shuffle=shuffle
+    )
 
 
 def _fit(folder: Path, **options: Any) -> tuple[Net, Losses, pl.Trainer]:
@@ -91,8 +99,9 @@ def test_it_trains_as_the_cpu_does_in_one_launch_per_step(step_replay: Any, tmp_
     torch.testing.assert_close(noted.losses, on_cpu.losses, rtol=0, atol=1e-5)
     for mine, other in zip(module.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine.detach().cpu(), other.detach().cpu(), rtol=0, atol=1e-5)
-    assert {counts.executions for counts in noted.counts[3:]} == {1}
-    assert {counts.compiles for counts in noted.counts[3:]} == {0}
+    assert {counts.executions for counts in noted.counts} == {1}
+    # Another graph for the first step, which finds no gradients, and where Lightning's log takes another path.
+    assert sum(counts.compiles for counts in noted.counts) <= 3
     assert trainer.callback_metrics["val_loss"].item() > 0
 
 
@@ -110,3 +119,51 @@ def test_auto_takes_the_cpu_and_a_warning_says_so(tmp_path: Path) -> None:
 def test_ours_by_name_is_no_choice_of_the_cpu(tmp_path: Path) -> None:
     assert pl.Trainer(strategy="xla_eager", logger=False).strategy.root_device == torch.device("tpu:0")
     pl.Trainer(accelerator="cpu", logger=False)
+
+
+@isolated
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"sharding": "fsdp"}, "torch_tpu"),
+        ({"xla_mode": "lazy"}, "xla_mode='lazy'"),
+        ({"steps_per_execution": 2}, "steps_per_execution=2"),
+    ],
+)
+def test_what_is_not_there_says_so(options: Any, named: str, tmp_path: Path) -> None:
+    with pytest.raises(XLAAdapterError, match=named):
+        _fit(tmp_path, strategy=XLAEagerStrategy(**options))
+
+
+def _run(folder: Path, *, killed_at: int | None = None, resume: bool = False) -> tuple[list[float], Any]:
+    class Killing(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if trainer.global_step == killed_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    saving = ModelCheckpoint(folder / "saved", every_n_train_steps=4, save_top_k=-1)
+    noted, module = Losses(), Net(dropout=0.3)
+    pl.seed_everything(0)
+    trainer = pl.Trainer(
+        max_epochs=2,
+        strategy=XLAEagerStrategy(),
+        callbacks=[saving, noted, Killing()],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    newest = max((folder / "saved").iterdir(), key=lambda path: path.stat().st_mtime) if resume else None
+    trainer.fit(module, _data(shuffle=True), ckpt_path=newest)
+    return noted.losses, {name: value.cpu().numpy() for name, value in module.state_dict().items()}
+
+
+def test_a_fit_that_was_killed_resumes_exactly_under_dropout(tmp_path: Path) -> None:
+    whole = children.run_in_child(functools.partial(_run, tmp_path / "whole"), timeout=120)
+    assert whole.ok, whole.error
+    killed = children.run_in_child(functools.partial(_run, tmp_path / "cut", killed_at=6), timeout=120)
+    assert killed.error == f"the process died with signal {signal.SIGKILL.value}"
+    resumed = children.run_in_child(functools.partial(_run, tmp_path / "cut", resume=True), timeout=120)
+    assert resumed.ok, resumed.error
+    (losses_whole, weights_whole), (losses, weights) = whole.value, resumed.value
+    assert losses == losses_whole[4:]
+    assert {name for name, value in weights.items() if not (value == weights_whole[name]).all()} == set()
