@@ -280,3 +280,46 @@ def test_what_is_not_there_is_refused_by_name() -> None:
 
 def _several() -> XLAConfig:
     return XLAConfig(steps_per_execution=4)
+
+
+@isolated
+def test_a_further_program_can_be_an_error() -> None:
+    xla_adapters.initialize()
+    net = _net("tpu").eval()
+
+    @xla_adapters.step(max_graphs=1)
+    def evaluate(inputs: torch.Tensor) -> torch.Tensor:
+        return net(inputs).detach()
+
+    evaluate(torch.ones(2, 8, device="tpu"))
+    evaluate(torch.zeros(2, 8, device="tpu"))
+    with pytest.raises(xla_adapters.GraphLimitError, match="graph number 2"):
+        evaluate(torch.ones(3, 8, device="tpu"))
+
+
+@isolated
+def test_optimizers_that_read_run_operation_by_operation() -> None:
+    results = []
+    for device in ("cpu", "tpu"):
+        if device == "tpu":
+            xla_adapters.initialize()
+        net = _net(device)
+        optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
+        (batch,) = _batches(device, 1)
+        train = _with_closure(net, optimizer)
+        step = train if device == "cpu" else xla_adapters.step(train)
+        results.append([step(*batch).item() for _ in range(3)])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-4)
+
+
+def _with_closure(net: nn.Module, optimizer: torch.optim.Optimizer) -> Train:
+    def train(inputs: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(net(inputs), classes)
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure).detach()  # type: ignore[arg-type]
+
+    return train

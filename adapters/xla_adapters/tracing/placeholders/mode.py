@@ -83,6 +83,8 @@ class PlaceholderMode(StepMode):
             args, kwargs = _blocking(args, kwargs)
         if self.lifting is not None and self._has_device_tensor((*args, *kwargs.values())):
             result = self.lifting.call(func, args, kwargs)
+            # Its numbers are no part of the program, and never why another one is compiled.
+            args, kwargs = tuple(value for value in args if isinstance(value, _Tensor)), {}
         else:
             result = func(*args, **kwargs)
         self._note(result, is_upload=func in _UPLOADS and self._may_upload(func, args))
