@@ -221,6 +221,48 @@ def test_a_change_of_python_state_is_traced_again() -> None:
 
 
 @isolated
+def test_a_broken_promise_is_found_by_a_verification() -> None:
+    xla_adapters.initialize()
+    hidden = {"scale": 1.0}
+
+    @xla_adapters.replay_safe
+    def scale() -> float:
+        return hidden["scale"]
+
+    @CompiledStep
+    def step(inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.sum() * scale()
+
+    inputs = torch.ones(4, device="tpu")
+    for _ in range(4):
+        assert step(inputs).item() == 4
+    step.verify()
+    assert step(inputs).item() == 4
+    assert (step.replays, step.program.verified) == (2, 1)
+    hidden["scale"] = 2.0
+    step.verify()
+    with pytest.raises(xla_adapters.ReplayMismatchError, match="program"):
+        step(inputs)
+
+
+@isolated
+def test_code_that_may_not_be_left_out_is_traced() -> None:
+    xla_adapters.initialize()
+    printed: list[int] = []
+
+    @CompiledStep
+    def step(inputs: torch.Tensor) -> torch.Tensor:
+        printed.append(len(printed))
+        return inputs.sum()
+
+    for _ in range(4):
+        step(torch.ones(4, device="tpu"))
+    assert step.replays == 0
+    assert len(printed) == 4
+    assert get_runtime().counters.compile_totals()[0] == 1
+
+
+@isolated
 def test_a_step_inside_a_step_can_fail_alone() -> None:
     xla_adapters.initialize()
     net = _net("tpu")

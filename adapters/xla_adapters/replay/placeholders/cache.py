@@ -89,9 +89,9 @@ class ProgramVerification:
         if isinstance(traced, CannotReplay):
             self.found = f"the program ({traced})"
             return
-        mine = self.prepared.call
-        if traced.identity != mine.identity:
-            self.found = "the program, or which tensors it reads and writes,"
+        difference = traced.difference(self.prepared.call)
+        if difference is not None:
+            self.found = f"the program ({difference})"
         elif self.prepared.new_numbers(traced.updates) != self.numbers:
             self.found = "a number of the optimizer"
         self.agrees = self.found is None
