@@ -99,14 +99,14 @@ def main(command: list[str] | None = None) -> int:
     options = parser.parse_args(command)
     if (obstacle := stand_in.obstacle()) is not None:
         parser.error(obstacle)
+    made = report.Report("torch_tpu", settings={"steps": options.steps})
+    measured = made.results["rows"] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(stand_in.environment(Path(folder)))
         stand_in.start()
-        measured = [
-            row for model in options.models.split(",") for row in measure(model, options.steps, options.timeout)
-        ]
-    made = report.Report("torch_tpu", settings={"steps": options.steps})
-    made.results["rows"] = measured
+        for model in options.models.split(","):
+            measured += measure(model, options.steps, options.timeout)
+            made.save(options)
     add_targets(made, measured)
     print(str(__doc__).split("\n\n", 1)[1])
     print(table_of(measured))
