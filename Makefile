@@ -6,7 +6,13 @@ STAMP := $(VENV)/.installed
 # With the frameworks that benchmarks compare with.
 BENCH_STAMP := $(VENV)/.installed-bench
 
-.PHONY: demo demo-digits demo-lightning test test-apart test-rest test-slow test-untuned test-untuned-apart test-untuned-rest lint docs bench dashboard clean
+# TorchTPU needs another torch than torch_xla, so it has an environment of its own.
+TPU_VENV := .venv-torch-tpu
+TPU_BIN := $(TPU_VENV)/bin
+TPU_STAMP := $(TPU_VENV)/.installed
+
+.PHONY: demo demo-digits demo-lightning test test-apart test-rest test-slow test-untuned test-untuned-apart test-untuned-rest \
+	test-torch-tpu bench-torch-tpu lint docs bench dashboard clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.byte_lm
@@ -48,6 +54,13 @@ test-untuned-apart:
 test-untuned-rest:
 	XLA_ADAPTERS_CPU_TUNING=0 $(BIN)/python -m pytest $(UNTUNED)
 
+# On XLA:CPU, which stands in for the TPU; without a C compiler they are skipped.
+test-torch-tpu: $(TPU_STAMP)
+	$(TPU_BIN)/python -m pytest --confcutdir=tests/torch_tpu tests/torch_tpu
+
+bench-torch-tpu: $(TPU_STAMP)
+	$(TPU_BIN)/python -m benchmarks.torch_tpu --check
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -88,5 +101,13 @@ $(BENCH_STAMP): $(STAMP)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt --editable '.[bench]'
 	touch $(BENCH_STAMP)
 
+# uv is told of the folders with wheels that pip knows: one may have a torch without CUDA, which is much smaller.
+$(TPU_STAMP): pyproject.toml constraints-torch-tpu.txt
+	test -x $(TPU_BIN)/python || $(PYTHON) -m venv $(TPU_VENV)
+	$(TPU_BIN)/python -m pip install --quiet --constraint constraints-torch-tpu.txt uv
+	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(TPU_BIN)/uv pip install --quiet --python $(TPU_BIN)/python --constraint constraints-torch-tpu.txt \
+		--build-constraint constraints-torch-tpu.txt --editable '.[torch-tpu-dev]'
+	touch $(TPU_STAMP)
+
 clean:
-	rm -rf $(VENV) runs build
+	rm -rf $(VENV) $(TPU_VENV) runs build

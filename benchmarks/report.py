@@ -21,7 +21,18 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "at most": operator.le,
     "exactly": operator.eq,
 }
-_PACKAGES = ("torch", "torch_xla", "transformers", "accelerate", "lightning", "jax", "torchvision", "xla-adapters")
+_PACKAGES = (
+    "torch",
+    "torch_xla",
+    "torch_tpu",
+    "libtpu",
+    "transformers",
+    "accelerate",
+    "lightning",
+    "jax",
+    "torchvision",
+    "xla-adapters",
+)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from hf_trainer.training_report import TrainingReport
 from hf_trainer.training_steps import TrainingSteps
 from xla_adapters import get_runtime, initialize
 from xla_adapters.insight.run_stats import RunStats
+from xla_adapters.runtime.modes import check_mode
 from xla_adapters.runtime.random_algorithm import use_random_algorithm
 from xla_adapters.sharding.sharder import Sharder
 from xla_adapters.tracing.discarding import Discarding
@@ -77,6 +78,7 @@ class Bridge:
         # Sharding selects SPMD, which must be done before the runtime starts.
         sharder = None if options.sharding is None else Sharder(options.sharding, options.config)
         get_runtime().device.initialize()
+        check_mode(options.config.xla_mode)
         check_runtime(sharder is not None)
         # Before the device draws a random number.
         self._random_algorithm = use_random_algorithm(options.config)
@@ -148,6 +150,7 @@ class Bridge:
     def training_loop(self) -> AbstractContextManager[object]:
         """Around the training loop: an error discards the open step, and ends the watch over it."""
         stack = ExitStack()
+        stack.enter_context(self.loss_sum.not_filtered())
         stack.enter_context(Discarding(self.steps))
         stack.push(self.watch.end_loop)
         return stack

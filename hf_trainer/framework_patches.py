@@ -23,6 +23,7 @@ from transformers import TrainingArguments
 
 from hf_trainer.experts import experts_of_fixed_shape
 from hf_trainer.loader import DeviceLoader, skip_first_batches
+from hf_trainer.torch_tpu import loader_patches
 from xla_adapters import get_runtime
 from xla_adapters.utils import compiling
 from xla_adapters.utils.patching import replaced
@@ -66,6 +67,7 @@ def trainer_patches() -> Iterator[None]:
     """
     with (
         replaced(accelerate.data_loader, "MpDeviceLoaderWrapper", DeviceLoader),
+        loader_patches(),
         replaced(transformers.trainer, "skip_first_batches", skip_first_batches),
         replaced(accelerate.optimizer, "is_lomo_available", functools.cache(accelerate.optimizer.is_lomo_available)),
         replaced(torch.cuda, "is_available", functools.cache(torch.cuda.is_available)),

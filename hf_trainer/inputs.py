@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from hf_trainer.user_code import overridden
+from xla_adapters import get_runtime
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding.sharder import Sharder
 from xla_adapters.utils.nested_values import replaced
@@ -61,7 +62,7 @@ class Inputs:
     def item_count(self, batch_samples: list[Any], device: torch.device) -> Any:
         """As `Trainer._get_num_items_in_batch`, counted where the labels are. The step moves the count later."""
         on_host = batch_samples and not any(
-            isinstance(value, torch.Tensor) and value.device.type == "xla" for value in _values(batch_samples[0])
+            isinstance(value, torch.Tensor) and get_runtime().device.owns(value) for value in _values(batch_samples[0])
         )
         if on_host and self._trainer.args.world_size == 1:
             device = torch.device("cpu")

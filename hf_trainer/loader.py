@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from accelerate import DistributedType, PartialState
 from accelerate import skip_first_batches as skip_by_sampler
 
 from xla_adapters.data.workers import generators_of, renew_workers
@@ -167,6 +168,10 @@ def skip_first_batches(loader: Any, batches: int = 0) -> Any:
     batches, reads = loader.position.go_on(batches, loader.num_workers)
     if reads:
         return DeviceLoader(loader.dataloader, loader.device, position=loader.position, skip=batches)
-    rest = skip_by_sampler(loader, batches)
+    if PartialState().distributed_type == DistributedType.XLA:
+        # It takes the loader apart itself, and makes another one of this class.
+        rest = skip_by_sampler(loader, batches)
+    else:
+        rest = DeviceLoader(skip_by_sampler(loader.dataloader, batches), loader.device)
     rest.position, rest.skipped = loader.position, batches
     return rest

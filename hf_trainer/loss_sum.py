@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
 
+from hf_trainer.torch_tpu import losses_not_filtered
 from xla_adapters import get_runtime
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.utils.wall_clock import STEP, WallClock
@@ -27,6 +30,15 @@ class LossSum:
         self._base = base
         self._clock = clock
         self._has_explained = False
+        self._filters = False
+
+    @contextmanager
+    def not_filtered(self) -> Iterator[None]:
+        """Around the training loop, in which no loss is left out of the sum."""
+        args = self._trainer.args
+        self._filters = args.logging_nan_inf_filter
+        with losses_not_filtered(args):
+            yield
 
     def make_donatable(self) -> None:
         """Replaces the scalar that the loop begins with."""
@@ -45,7 +57,7 @@ class LossSum:
                 tr_loss, grad_norm = get_runtime().transfers.to_host([tr_loss, grad_norm])
             else:
                 (tr_loss,) = get_runtime().transfers.to_host([tr_loss])
-        if trainer.args.logging_nan_inf_filter and not torch.isfinite(tr_loss).all():
+        if self._filters and not torch.isfinite(tr_loss).all():
             self._explain_filter(tr_loss)
         self._base._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
         # The base class sets the loss that it was given to zero, and that was the copy on the host.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
+from hf_trainer import torch_tpu
 from hf_trainer.arguments import XLAArguments
 from hf_trainer.bridge import Bridge
 from hf_trainer.framework_patches import correct_process_index, trainer_patches
@@ -182,6 +183,7 @@ class XLATrainerMixin(_Base):
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         correct_process_index(self.args)
+        torch_tpu.give_device_to_accelerate(self.args)
         # For bf16 accelerate would set XLA_USE_BF16 in the environment: too late to take effect, or for the whole
         # process. `compute_loss_context_manager` does what bf16=True means.
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}

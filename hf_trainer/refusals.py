@@ -18,10 +18,12 @@ def check_arguments(args: TrainingArguments, config: XLAConfig) -> None:
     Raises:
         UnsupportedOptionError: names the option and an alternative.
     """
-    if args.use_cpu or args.device.type != "xla":
+    device_type = get_runtime().device.torch_device().type
+    if args.use_cpu or args.device.type != device_type:
         raise UnsupportedOptionError(
-            f"the training device is {args.device} (use_cpu={args.use_cpu}), and this trainer drives XLA devices: "
-            "leave use_cpu off (PJRT_DEVICE=CPU runs XLA on the CPU), or use transformers.Trainer on the plain CPU"
+            f"the training device is {args.device} (use_cpu={args.use_cpu}), and this trainer drives the device "
+            f"{device_type!r}: leave use_cpu off (with torch_xla PJRT_DEVICE=CPU runs XLA on the CPU), or use "
+            "transformers.Trainer on the plain CPU"
         )
     if args.fp16 or args.fp16_full_eval:
         option = "fp16" if args.fp16 else "fp16_full_eval"

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import lightning_strategy._requirements  # noqa: F401 (raises)
+from lightning_strategy.connector.auto import warn_where_auto_takes_the_cpu
 from lightning_strategy.fabric.strategy import XLAEagerFabricStrategy
 from lightning_strategy.registries import register
 from lightning_strategy.stats import XLAStatsCallback
@@ -13,3 +14,4 @@ __all__ = ["XLAEagerFabricStrategy", "XLAEagerStrategy", "XLAStatsCallback"]
 
 hide_folder(Path(__file__).parent)
 register()
+warn_where_auto_takes_the_cpu()

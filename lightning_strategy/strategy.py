@@ -122,7 +122,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         self._sharding = make_sharding(name, self.xla_config, auto_sharding=auto_sharding, sharding=sharding)
         saves_shards = self._sharding is not None and self._sharding.saves_shards
         check_options(name, self.checkpoint_config, sharded=saves_shards)
-        start_runtime(name, shards=self._sharding is not None, eager=self.xla_config.eager_by_default)
+        start_runtime(name, self.xla_config, shards=self._sharding is not None)
         self._runtime = get_runtime()
         if self.xla_config.may_replay:
             # The self-test compiles. Do it now, and not during a run.

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from tests.architecture import ROOT, modules, tree
 
-LIBRARIES = ("torch_xla", "torch", "transformers", "accelerate", "lightning")
+LIBRARIES = ("torch_xla", "torch_tpu", "torch", "transformers", "accelerate", "lightning")
 TABLE = ROOT / "docs" / "contributing" / "private-apis.md"
 CONTRACTS = ROOT / "tests" / "contract"
+# Those of torch_tpu, which have an environment of their own.
+OF_TORCH_TPU = ROOT / "tests" / "torch_tpu" / "test_private_names.py"
 
 
 def _names(path: Path) -> Iterator[str]:
@@ -68,7 +70,8 @@ def used() -> dict[str, list[str]]:
 def pinned(name: str) -> list[str]:
     """The contract tests that mention the last part of this name."""
     last = name.rpartition(".")[2]
-    return [path.name for path in sorted(CONTRACTS.glob("test_*.py")) if last in _words(path)]
+    files = [OF_TORCH_TPU] if name.startswith("torch_tpu.") else sorted(CONTRACTS.glob("test_*.py"))
+    return [str(path.relative_to(ROOT / "tests")) if path is OF_TORCH_TPU else path.name for path in files if last in _words(path)]
 
 
 def _words(path: Path) -> set[str]:
@@ -88,7 +91,8 @@ def table() -> str:
     lines = [
         "# Private calls",
         "",
-        "Private names of other libraries that are used, and the files in `tests/contract` that test them.",
+        "Private names of other libraries that are used, and the files in `tests/contract` that test them (those of torch_tpu:",
+        "in `tests/torch_tpu`).",
         "Written by `python -m tests.private_apis`.",
         "",
         "| name | used in | pinned by |",

@@ -153,6 +153,13 @@ class DiscardedTensorError(XLAAdapterError, RuntimeError):
     """
 
 
+class PlaceholderError(XLAAdapterError, RuntimeError):
+    """A step on TorchTPU used a tensor for which no placeholder could stand (the message says why); it was discarded.
+
+    What to do: run forward and backward in one step; make views inside the step, or write to a `clone`.
+    """
+
+
 class ConcurrentStepError(XLAAdapterError, RuntimeError):
     """A step was opened while another thread is inside one, or steps were left in another order than entered.
 

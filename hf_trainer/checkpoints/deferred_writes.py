@@ -81,10 +81,11 @@ def deferring(writes: DeferredWrites) -> Iterator[None]:
     """Inside the context, what this thread writes into `writes.folder` by torch.save and safetensors is deferred.
 
     Files without tensors are written at once. A tensor is copied once: by torch_xla when it comes from the device, or
-    here if it is on the host.
+    here.
     """
     thread, save = threading.get_ident(), torch.save
-    xm: Any = vars(transformers.trainer)["xm"]
+    # Only there with torch_xla, which then copies what it saves to the host.
+    xm: Any = vars(transformers.trainer).get("xm")
     # References, so that no new tensor gets the memory of one of these.
     arrived: dict[int, torch.Tensor] = {}
 
@@ -128,7 +129,8 @@ def deferring(writes: DeferredWrites) -> Iterator[None]:
     save_file = safetensors.torch.save_file
     with ExitStack() as stack:
         for owner, name in ((xm, "_maybe_convert_to_cpu"), (saving, "weights_on_host")):
-            stack.enter_context(replaced(owner, name, noting(getattr(owner, name))))
+            if owner is not None:
+                stack.enter_context(replaced(owner, name, noting(getattr(owner, name))))
         stack.enter_context(replaced(torch, "save", save_later))
         for module, name in _SAFETENSORS_USERS.items():
             if module in sys.modules:

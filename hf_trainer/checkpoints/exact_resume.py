@@ -1,4 +1,5 @@
-"""State that transformers does not save: the losses since the last log, and the position in the epoch's data."""
+"""State that transformers does not save: the losses since the last log, the position in the epoch's data, and (of
+TorchTPU, which it does not know) the device's random stream."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 
+from hf_trainer import torch_tpu
 from hf_trainer.loader import DeviceLoader
 from xla_adapters import get_runtime
 from xla_adapters.runtime.transfers import uploading
@@ -23,7 +25,10 @@ def save_rest(trainer: transformers.Trainer, folder: Path) -> None:
         total = loss.item()
     loader = trainer.callback_handler.train_dataloader
     data = loader.position.state() if isinstance(loader, DeviceLoader) else None
-    torch.save({"loss_sum": total, "logged_at_step": logged, "data": data}, folder / EXACT_RESUME)
+    rest = {"loss_sum": total, "logged_at_step": logged, "data": data}
+    if torch_tpu.is_used():
+        rest["device_random"] = get_runtime().random.seed()
+    torch.save(rest, folder / EXACT_RESUME)
 
 
 def restore_rest(trainer: transformers.Trainer, folder: Path) -> None:
@@ -35,6 +40,8 @@ def restore_rest(trainer: transformers.Trainer, folder: Path) -> None:
     loader = trainer.callback_handler.train_dataloader
     if saved["data"] is not None and isinstance(loader, DeviceLoader):
         loader.position.resume(saved["data"])
+    if "device_random" in saved and torch_tpu.is_used():
+        get_runtime().random.set_seed(saved["device_random"])
     if saved["logged_at_step"] == trainer.state.global_step:
         return
     with uploading():

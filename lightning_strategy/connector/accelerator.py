@@ -67,12 +67,14 @@ class XLAEagerAccelerator(Accelerator):
 
 
 class XLAEagerTPUAccelerator(XLAEagerAccelerator, XLAAccelerator):  # type: ignore[misc]
-    """The same where the devices are TPUs: Lightning prints how many it uses."""
+    """The same where the devices are TPUs of torch_xla: Lightning prints how many it uses."""
 
 
 def make_accelerator() -> XLAEagerAccelerator:
-    """The accelerator for the devices of this process."""
-    return XLAEagerTPUAccelerator() if get_runtime().device.hardware() == "TPU" else XLAEagerAccelerator()
+    """The accelerator for the devices of this process. Lightning's own is for TPUs of torch_xla."""
+    runtime = get_runtime()
+    is_known = runtime.name == "torch_xla" and runtime.device.hardware() == "TPU"
+    return XLAEagerTPUAccelerator() if is_known else XLAEagerAccelerator()
 
 
 def _resident_bytes() -> float:

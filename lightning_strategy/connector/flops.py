@@ -31,10 +31,11 @@ def flops_of_devices() -> Iterator[None]:
 
 
 def _available(device: torch.device, dtype: Any) -> int | None:
-    if device.type != "xla":
+    runtime = get_runtime()
+    own = runtime.device
+    if device.type != own.torch_device().type:
         return _STOCK(device, dtype)
-    own = get_runtime().device
-    if own.hardware() != "TPU":
+    if runtime.name != "torch_xla" or own.hardware() != "TPU":
         return None
     flops = _STOCK(device, dtype)
     return flops * own.count() if flops is not None and own.is_spmd() else flops

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_strategy.connector.flags import ConnectorFlags
 from xla_adapters import XLAConfig, get_runtime, initialize
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
+from xla_adapters.runtime.modes import check_mode
 from xla_adapters.sharding.dtensor import accept_placements
 
 _GPU_NAMES = ("gpu", "cuda")
@@ -69,20 +70,21 @@ def check_devices(devices: Any, strategy: str) -> None:
         )
 
 
-def start_runtime(strategy: str, *, shards: bool, eager: bool) -> None:
+def start_runtime(strategy: str, config: XLAConfig, *, shards: bool) -> None:
     """Starts the XLA runtime and makes the process eager; raises where the strategy does not work.
 
     Args:
         strategy: its name, for messages.
+        config: its options; by them operations outside of steps execute at once, from now on.
         shards: whether it shards.
-        eager: whether operations outside of steps execute at once, from now on.
 
     Raises:
         RuntimeOrderError: the process runs under SPMD, and the strategy does not shard.
-        UnsupportedOptionError: the process is one of several.
+        UnsupportedOptionError: the process is one of several, or the runtime lacks the mode.
     """
     runtime = get_runtime()
     runtime.device.initialize()
+    check_mode(config.xla_mode)
     if runtime.device.is_spmd() and not shards:
         raise RuntimeOrderError(
             f"{strategy}() was created in a process that runs the XLA devices under SPMD, and it does not shard: each "
@@ -93,7 +95,7 @@ def start_runtime(strategy: str, *, shards: bool, eager: bool) -> None:
         raise UnsupportedOptionError(
             f"{strategy}: {runtime.device.world_size()} processes were launched, and this version trains in one"
         )
-    initialize(eager=eager)
+    initialize(eager=config.eager_by_default)
 
 
 def check_fabric_config(config: XLAConfig) -> None:

@@ -76,7 +76,7 @@ def _uploading_batches() -> Iterator[None]:
 def _moving(stock: Callable[..., Any], note: Callable[[Any], None]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def move_data_to_device(batch: Any, device: Any) -> Any:
-        if torch.device(device).type != "xla":
+        if torch.device(device).type != get_runtime().device.torch_device().type:
             return stock(batch, device)
         with uploading():
             moved = stock(batch, device)

@@ -110,7 +110,7 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
         name = type(self).__name__
         self._plugins = FabricPlugins(name, precision)
         self._sharding = make_sharding(name, self.xla_config, auto_sharding=auto_sharding, sharding=sharding)
-        start_runtime(name, shards=self._sharding is not None, eager=self.xla_config.eager_by_default)
+        start_runtime(name, self.xla_config, shards=self._sharding is not None)
         self._runtime = get_runtime()
         self._steps = FabricSteps(self.xla_config, self._sharding)
         self._updates = FabricUpdates(self._steps)

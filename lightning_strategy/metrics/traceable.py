@@ -70,7 +70,7 @@ def _validating_shapes(validation: Callable[..., None]) -> Callable[..., None]:
 
 def _stand_in(value: Any) -> Any:
     """For a tensor on the device, zeros of its shape and type on the host: valid as labels and as probabilities."""
-    if isinstance(value, torch.Tensor) and value.device.type == "xla":
+    if isinstance(value, torch.Tensor) and get_runtime().device.owns(value):
         return torch.zeros((), dtype=value.dtype).expand(value.shape)
     return value
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import accelerate.accelerator
 import accelerate.data_loader
 import accelerate.optimizer
 import accelerate.utils.operations
@@ -98,3 +99,15 @@ def test_models_ask_torch_whether_they_are_compiled() -> None:
     finally:
         torch.compiler._is_compiling_flag = False
     assert not transformers.utils.import_utils.is_tracing()
+
+
+def test_an_accelerator_prepares_loaders_by_one_function() -> None:
+    source = inspect.getsource(accelerate.Accelerator.prepare_data_loader)
+    assert "prepared_data_loader = prepare_data_loader(" in source
+    names = list(inspect.signature(accelerate.accelerator.prepare_data_loader).parameters)
+    assert names[:2] == ["dataloader", "device"]
+    assert "put_on_device" in names
+
+
+def test_the_loop_looks_for_nan_only_if_the_arguments_say_so() -> None:
+    assert "self.args.logging_nan_inf_filter\n" in inspect.getsource(Trainer._run_epoch)

@@ -45,6 +45,14 @@ def test_the_connector_asks_a_strategy_for_what_it_brings() -> None:
     assert "if self._strategy_flag._precision_plugin:" in source
 
 
+def test_the_connectors_choose_an_accelerator_by_one_function() -> None:
+    for connector in (_AcceleratorConnector, _Connector):
+        assert parameters(connector._choose_auto_accelerator) == []
+        source = inspect.getsource(connector.__init__)
+        assert "self._accelerator_flag = self._choose_auto_accelerator()" in source
+        assert "self._strategy_flag" in source
+
+
 def test_precision_flags_have_one_name() -> None:
     assert _convert_precision_to_unified_args(32) == "32-true"
     assert _convert_precision_to_unified_args("bf16") == "bf16-mixed"

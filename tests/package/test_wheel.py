@@ -96,7 +96,7 @@ def test_a_fresh_environment_trains(version: str, built: tuple[Path, Path], tmp_
             failed = _run(python, tmp_path, "-c", f"import {package}")
             assert failed.returncode == 1
             assert f"pip install '{extra}'" in failed.stderr.splitlines()[-1]
-        _install(python, f"xla-adapters[hf,lightning] @ {built[0].as_uri()}")
+        _install(python, f"xla-adapters[xla,hf,lightning] @ {built[0].as_uri()}")
         shutil.copy(Path(__file__).with_name("one_step.py"), tmp_path)
         trained = _run(python, tmp_path, tmp_path / "one_step.py", tmp_path / "out")
         assert trained.returncode == 0, trained.stderr

@@ -121,9 +121,9 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def versions(distributions: Iterable[str] = ()) -> dict[str, str]:
-    """The versions of Python, torch, torch_xla, numpy, this package, and `distributions`, as far as installed."""
+    """The versions of Python, torch, its runtime, numpy, this package, and `distributions`, as far as installed."""
     found = {"python": platform.python_version()}
-    for name in ("torch", "torch_xla", "numpy", "xla-adapters", *distributions):
+    for name in ("torch", "torch_xla", "torch_tpu", "numpy", "xla-adapters", *distributions):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -9,8 +9,6 @@ import torch
 
 from xla_adapters.runtime import get_runtime
 
-_PACKAGES = ("xla-adapters", "torch", "torch_xla")
-
 
 def about(model: torch.nn.Module | None, trainer: str) -> dict[str, str]:
     """What a training is, for its report.
@@ -19,7 +17,8 @@ def about(model: torch.nn.Module | None, trainer: str) -> dict[str, str]:
         model: what is trained; None if it does not exist yet.
         trainer: the name of what trains it.
     """
-    device = get_runtime().device
+    runtime = get_runtime()
+    device = runtime.device
     kind = device.kind() or device.hardware()
     parameters = sum(parameter.numel() for parameter in model.parameters()) if model is not None else 0
     return {
@@ -28,5 +27,5 @@ def about(model: torch.nn.Module | None, trainer: str) -> dict[str, str]:
         "trained by": trainer,
         "device": f"{device.count()} x {kind}" + (", SPMD" if device.is_spmd() else ""),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "versions": ", ".join(f"{name} {version(name)}" for name in _PACKAGES),
+        "versions": ", ".join(f"{name} {version(name)}" for name in ("xla-adapters", "torch", runtime.name)),
     }

@@ -71,7 +71,7 @@ class CachedScope(SeparatingScope):
             try:
                 graph = self._pending(self._near())
             except CannotReplay:
-                self._sync()
+                super()._execute()
                 return
             # Tracing has advanced the seed. The next step continues from the seed at the beginning of this one.
             self._runtime.random.set_seed(self._stream)

@@ -21,6 +21,7 @@ from xla_adapters.replay.optimizer_update import Update
 from xla_adapters.replay.safety.allowlist import OPTIMIZERS
 from xla_adapters.replay.slots import Slot
 from xla_adapters.replay.verification import Verification
+from xla_adapters.tracing.step_scope import StepScope
 from xla_adapters.utils.host_random import HostRandom
 
 
@@ -149,7 +150,7 @@ class CaptureScope(CachedScope):
                 graph = self._pending(iter(()))
             except CannotReplay as error:
                 self._verify(error)
-                self._sync()
+                StepScope._execute(self)
                 self._done(error, False)
                 return
             found: CachedCall | CannotReplay
@@ -174,7 +175,7 @@ class CaptureScope(CachedScope):
                     found.flops = self._graph.flops if self._graph is not None else None
                     found.remember_outputs(results)
             else:
-                self._sync()
+                StepScope._execute(self)
         self._done(found, is_cached)
 
     def _unmoved(self) -> dict[int, list[Slot]]:

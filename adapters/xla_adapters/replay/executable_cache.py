@@ -17,7 +17,7 @@ from xla_adapters.replay.capture import CaptureScope
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.guards.ambient import environment
 from xla_adapters.replay.multistep.call_group import CallGroup
-from xla_adapters.replay.number import find_roles
+from xla_adapters.replay.number import Number, find_roles
 from xla_adapters.replay.optimizer_update import Update, numbers_of
 from xla_adapters.replay.prepared_call import PreparedCall
 from xla_adapters.replay.replayed_call import ReplayedCall
@@ -27,6 +27,7 @@ from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.runtime.uploads import upload_of
 from xla_adapters.runtime.waiting_steps import settle
 from xla_adapters.tracing.index_check import Bounds, bounds_of, violated
+from xla_adapters.tracing.step_scope import StepScope
 
 logger = logging.getLogger("xla_adapters")
 
@@ -132,8 +133,7 @@ class ExecutableCache:
         plan = self._plan_of((key, environment()))
         if plan.failures >= _ATTEMPTS:
             # The scope must make the same graph as those before, including which numbers share an input.
-            separating = CachedScope if plan.is_cached else SeparatingScope
-            return separating(spec, seed=seed, **options)
+            return self._uncaptured(plan, spec, seed=seed, **options)
         plan.suspects.clear()
         plan.patience = spec.patience
         if plan.waited > plan.patience:
@@ -173,7 +173,7 @@ class ExecutableCache:
         numbers = prepared.new_numbers(updates)
         if plan.due is None or plan.replayed < plan.due:
             waits = self.group is not None and self.group.accepts(prepared)
-            return ReplayedCall(
+            return self._replayed(
                 self.name,
                 prepared,
                 tensors=spec.tensors,
@@ -184,6 +184,26 @@ class ExecutableCache:
                 done=lambda: self._count(plan),
                 group=self.group if waits else None,
             )
+        return self._verification(prepared, spec, numbers, seed, runtime)
+
+    def _uncaptured(self, plan: _Plan, spec: CallSpec, **options: Any) -> StepScope:
+        """The scope of a call that is traced and not captured."""
+        separating = CachedScope if plan.is_cached else SeparatingScope
+        return separating(spec, **options)
+
+    def _replayed(self, name: str, prepared: PreparedCall, **options: Any) -> ReplayedCall:
+        """The replay of a call."""
+        return ReplayedCall(name, prepared, **options)
+
+    def _verification(
+        self,
+        prepared: PreparedCall,
+        spec: CallSpec,
+        numbers: Sequence[tuple[Number, float]],
+        seed: StepSeed | None,
+        runtime: Runtime,
+    ) -> Verification:
+        """Compares the next call, which is traced, with its replay."""
         settle("a step is traced")
         with torch.no_grad(), torch._C.DisableTorchFunction():
             runtime.random.set_seed(runtime.random.seed() if seed is None else seed.value())
@@ -222,8 +242,18 @@ class ExecutableCache:
                 return
             self._take(plan, outcome, spec)
 
-        scope = CaptureScope(spec, self._executables, take, verification, seed=seed, **options)
+        scope = self._capturing(spec, take, verification, seed=seed, **options)
         return scope
+
+    def _capturing(
+        self,
+        spec: CallSpec,
+        done: Callable[[CachedCall | CannotReplay, bool], None],
+        verification: Verification | None,
+        **options: Any,
+    ) -> CaptureScope:
+        """The scope of a call that is traced and captured."""
+        return CaptureScope(spec, self._executables, done, verification, **options)
 
     def _is_verified(
         self, plan: _Plan, verification: Verification, outcome: CachedCall | CannotReplay, scope: CaptureScope

@@ -60,12 +60,13 @@ class OptimizerHostMath:
 
     Args:
         optimizer: with its state created, and with gradients.
+        single: whether it updates one parameter after the other, whatever its groups' `foreach` says.
 
     Raises:
         CannotReplay: the optimizer cannot be run on stand-ins.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, *, single: bool = False) -> None:
         self.optimizer = optimizer
         self._class_step = type(optimizer).step
         # These store nothing on the host but their groups and state.
@@ -73,10 +74,13 @@ class OptimizerHostMath:
         addition = addition_to_step(optimizer)
         if addition is not None:
             raise CannotReplay(addition)
+        self._single: dict[str, Any] = {"foreach": False} if single and "foreach" in optimizer.defaults else {}
         self._compiling = torch.compiler._is_compiling_flag
         if not all(isinstance(key, torch.Tensor) for key in optimizer.state):
             raise CannotReplay(self._keeps_more("state that is of no parameter"))
         self._kinds: list[_Kind] = []
+        # For each parameter with a gradient its kind, in the order of the groups.
+        self._order: list[_Kind] = []
         self._tensors: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
         found: dict[Any, _Kind] = {}
@@ -134,6 +138,7 @@ class OptimizerHostMath:
                 if isinstance(value, torch.Tensor) and value.device.type != "cpu"
             }
         kind.members.append(state)
+        self._order.append(kind)
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.device.type == "cpu":
                 kind.host.setdefault(name, []).append(value)
@@ -187,26 +192,8 @@ class OptimizerHostMath:
             CannotReplay: the optimizer reads values of tensors, or stores more on the host than its groups and state.
         """
         optimizer = self.optimizer
-        groups = self._groups_without_parameters()
-        state: defaultdict[Any, Any] = defaultdict(dict)
-        for kind in self._kinds:
-            groups[kind.group]["params"].append(kind.stand_in)
-            if kind.members[0]:
-                host = {name: tensors[0].clone() for name, tensors in kind.host.items()}
-                state[kind.stand_in] = {**kind.members[0], **kind.state, **host}
-        stand_in = self._stand_in(groups, state)
-        recorder = OperatorRecorder(self._skipped)
-        try:
-            with as_if_compiling(self._compiling), recorder:
-                step_of(optimizer)(stand_in)
-        except (*MODEL_FAILURES, XLAAdapterError) as error:
-            raise CannotReplay(
-                f"{type(optimizer).__name__} cannot compute its numbers without tensors ({_first_line(error)})"
-            ) from error
-        except BaseException:
-            # Ctrl-C may have interrupted the exit of the mode.
-            leave_function_mode(recorder)
-            raise
+        stand_in, recorder = self._step_on_stand_ins(self._kinds)
+        groups, state = stand_in.param_groups, stand_in.state
         if self._is_torchs:
             # What torch's optimizers do next does not depend on the results of operators.
             self._skipped |= recorder.computing
@@ -215,7 +202,11 @@ class OptimizerHostMath:
         if any(id(key) not in stand_ins for key in state):
             raise CannotReplay(self._keeps_more("state that is of no parameter"))
         changed = [
-            {key: value for key, value in after.items() if key != "params" and value is not before.get(key)}
+            {
+                key: value
+                for key, value in after.items()
+                if key != "params" and key not in self._single and value is not before.get(key)
+            }
             for before, after in zip(optimizer.param_groups, groups, strict=True)
         ]
         for kind in self._kinds:
@@ -235,10 +226,56 @@ class OptimizerHostMath:
             advance=lambda: self._advance(state, changed),
         )
 
+    def _step_on_stand_ins(self, kinds: Sequence[_Kind]) -> tuple[Optimizer, OperatorRecorder]:
+        """Runs the optimizer's own `step` on a stand-in with these kinds of parameters."""
+        optimizer = self.optimizer
+        groups = self._groups_without_parameters()
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        for kind in kinds:
+            groups[kind.group]["params"].append(kind.stand_in)
+            if kind.members[0]:
+                host = {name: tensors[0].clone() for name, tensors in kind.host.items()}
+                state[kind.stand_in] = {**kind.members[0], **kind.state, **host}
+        stand_in = self._stand_in(groups, state)
+        recorder = OperatorRecorder(self._skipped)
+        try:
+            with as_if_compiling(self._compiling), recorder:
+                step_of(optimizer)(stand_in)
+        except (*MODEL_FAILURES, XLAAdapterError) as error:
+            raise CannotReplay(
+                f"{type(optimizer).__name__} cannot compute its numbers without tensors ({_first_line(error)})"
+            ) from error
+        except BaseException:
+            # Ctrl-C may have interrupted the exit of the mode.
+            leave_function_mode(recorder)
+            raise
+        return stand_in, recorder
+
+    def roles(self, update: Update) -> list[tuple[int, float]]:
+        """For each number that the optimizer uses, parameter by parameter: its position in an update, and its value.
+
+        Args:
+            update: of the same state, as `play` returned it.
+
+        Raises:
+            CannotReplay: the numbers of a parameter depend on the others.
+        """
+        positions: dict[int, list[tuple[int, float]]] = {}
+        begin = 0
+        for kind in self._kinds:
+            numbers = self._step_on_stand_ins([kind])[1].numbers
+            if tuple(numbers) != update.numbers[begin : begin + len(numbers)]:
+                raise CannotReplay(f"{type(self.optimizer).__name__} uses numbers that depend on several parameters")
+            positions[id(kind)] = list(enumerate(numbers, begin))
+            begin += len(numbers)
+        if begin != len(update.numbers):
+            raise CannotReplay(f"{type(self.optimizer).__name__} uses numbers that are of no parameter")
+        return [role for kind in self._order for role in positions[id(kind)]]
+
     def _groups_without_parameters(self) -> list[dict[str, Any]]:
         """Copies of the optimizer's groups, without parameters."""
         if self._is_torchs:
-            return [{**group, "params": []} for group in self.optimizer.param_groups]
+            return [{**group, **self._single, "params": []} for group in self.optimizer.param_groups]
         return [
             {name: [] if name == "params" else copied(value) for name, value in group.items()}
             for group in self.optimizer.param_groups

@@ -18,6 +18,8 @@ from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.executable_cache import ExecutableCache
 from xla_adapters.replay.guards.ambient import unknown_mode
 from xla_adapters.replay.multistep.call_group import CallGroup
+from xla_adapters.replay.placeholders.cache import ProgramCache
+from xla_adapters.replay.placeholders.capture import PlaceholderCapture
 from xla_adapters.replay.prepared_call import PreparedCall
 from xla_adapters.replay.replayed_call import ReplayedCall
 from xla_adapters.runtime import get_runtime
@@ -28,8 +30,9 @@ from xla_adapters.runtime.uploads import name_tensors
 from xla_adapters.tracing.compile_events import CompileEvent
 from xla_adapters.tracing.graph_history import CallNumber, GraphHistory, StepSignature
 from xla_adapters.tracing.scope_report import ScopeReport
+from xla_adapters.tracing.scopes import make_scope
 from xla_adapters.tracing.step_profile import StepProfile
-from xla_adapters.tracing.step_scope import StepScope, in_step
+from xla_adapters.tracing.step_scope import in_step
 from xla_adapters.utils.stack_room import with_stack_room
 
 
@@ -54,7 +57,7 @@ class StepProgram:
         name: of the step, for messages and dumps.
         config: the options.
         hint: for messages: where in the host framework a value can be read.
-        execution: makes the execution of a call that is not replayed; `StepScope` by default.
+        execution: makes the execution of a call that is not replayed; `make_scope` by default.
 
     Attributes:
         calls: how many calls there were.
@@ -65,7 +68,7 @@ class StepProgram:
     name: str
     config: XLAConfig
     hint: str = ""
-    execution: Callable[..., StepExecution] = StepScope
+    execution: Callable[..., StepExecution] = make_scope
     calls: int = 0
     flops: int = 0
     without_flops: int = 0
@@ -189,13 +192,19 @@ class StepProgram:
 
     def _make_replay(self) -> ExecutableCache:
         if self._replay is None:
-            self._replay = ExecutableCache(
+            kind = ProgramCache if get_runtime().has_placeholders else ExecutableCache
+            self._replay = kind(
                 self.name,
                 self.config.replay_verify_every,
                 calls=lambda: self.calls,
                 on_mismatch=self._on_replay_mismatch,
             )
             if self.config.steps_per_execution > 1:
+                if get_runtime().has_placeholders:
+                    raise UnsupportedOptionError(
+                        f"steps_per_execution={self.config.steps_per_execution}: with {get_runtime().name} each step "
+                        "is an execution of its own; leave it out"
+                    )
                 if get_runtime().device.is_spmd():
                     raise UnsupportedOptionError(
                         f"steps_per_execution={self.config.steps_per_execution} under SPMD: the executable of several "
@@ -237,7 +246,7 @@ class StepProgram:
 
         Does nothing in calls that cannot be replayed.
         """
-        if isinstance(self._open, SeparatingScope):
+        if isinstance(self._open, (SeparatingScope, PlaceholderCapture)):
             self._open.keep(name, value)
 
     def promise(self, name: str) -> Any:
@@ -313,6 +322,7 @@ class StepProgram:
 
 def _repeated(batch: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """For each tensor of a batch the position of the first one that is the same device tensor."""
-    number = get_runtime().lazy.tensor_number
+    runtime = get_runtime()
+    number = runtime.lazy.tensor_number if runtime.has_lazy_tensors else id
     first: dict[int, int] = {}
     return tuple(first.setdefault(number(tensor), position) for position, tensor in enumerate(batch))

@@ -6,6 +6,8 @@ import copyreg
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from xla_adapters.errors import RuntimeOrderError
+from xla_adapters.runtime.choice import RuntimeName, installed_runtime, make_runtime
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.interface import Device, Metrics, Runtime, RuntimeEvent
 from xla_adapters.runtime.parts import Part
@@ -31,13 +33,28 @@ _runtime: Runtime | None = None
 
 
 def get_runtime() -> Runtime:
-    """The runtime in use: torch_xla, imported at the first call."""
+    """The runtime in use: torch_xla or torch_tpu, whichever is installed, imported at the first call.
+
+    Raises:
+        ConfigError: none or both are installed, and `initialize(runtime=...)` has not chosen one.
+    """
     global _runtime
     if _runtime is None:
-        from xla_adapters.runtime.torch_xla.runtime import make_runtime
-
-        _runtime = make_runtime()
+        _runtime = make_runtime(installed_runtime())
     return _runtime
+
+
+def _choose(name: str) -> None:
+    """Puts the runtime of this name in use."""
+    global _runtime
+    if _runtime is None:
+        _runtime = make_runtime(name)
+    elif _runtime.name != name:
+        raise RuntimeOrderError(
+            f"initialize(runtime={name!r}): {_runtime.name} is in use already. Call "
+            f"xla_adapters.initialize(runtime={name!r}) before anything else of this package, its trainers and "
+            "strategies too"
+        )
 
 
 def _copied(runtime: Runtime) -> tuple[Callable[[], Runtime], tuple[()]]:
@@ -60,6 +77,7 @@ def prepare() -> None:
 
 def initialize(
     *,
+    runtime: RuntimeName | None = None,
     spmd: bool = False,
     eager: bool = True,
     fast_compile: FastCompile = False,
@@ -72,6 +90,7 @@ def initialize(
     outside of steps. From then on safetensors, and so `save_pretrained`, can save a model that is on the device.
 
     Args:
+        runtime: the library that drives the device, `"torch_xla"` or `"torch_tpu"`; only needed if both are installed.
         spmd: drive all devices of the process as one (needed for sharding).
         eager: execute each operation outside of steps at once, as PyTorch does on other devices, for the rest of the
             process. False leaves the mode as it is; torch_xla's own is lazy, in which operations are collected until
@@ -93,15 +112,17 @@ def initialize(
             `get_runtime().counters.compile_cache()` counts hits, misses and failures.
 
     Raises:
-        RuntimeOrderError: a device was already used without what is asked for.
-        ConfigError: `fast_compile` or `keep_memory` on a device that is no CPU, another `fast_compile`, or
-            `keep_memory` without glibc.
+        RuntimeOrderError: a device was already used without what is asked for, or with another runtime.
+        ConfigError: no runtime is installed, or both are and `runtime` is not given; `fast_compile` or `keep_memory`
+            on a device that is no CPU, another `fast_compile`, or `keep_memory` without glibc.
     """
-    runtime = get_runtime()
+    if runtime is not None:
+        _choose(runtime)
+    used = get_runtime()
     if cache_dir is not None:
-        runtime.device.use_compile_cache(cache_dir)
-    runtime.device.initialize(spmd=spmd, tuning=Tuning(fast_compile=fast_compile, keep_memory=keep_memory))
-    save_from_device(runtime)
+        used.device.use_compile_cache(cache_dir)
+    used.device.initialize(spmd=spmd, tuning=Tuning(fast_compile=fast_compile, keep_memory=keep_memory))
+    save_from_device(used)
     if eager:
         switch_eager(True)
 

@@ -5,7 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.runtime import get_runtime, switch_eager
+
+# Modes of torch_xla: its own lazy one, and its dynamo backend.
+_OF_LAZY_TENSORS = ("lazy", "eager+dynamo")
+
+
+def check_mode(xla_mode: str) -> None:
+    """Raises if the runtime does not have a mode.
+
+    Raises:
+        UnsupportedOptionError: with the modes that it has.
+    """
+    runtime = get_runtime()
+    if xla_mode in _OF_LAZY_TENSORS and not runtime.has_lazy_tensors:
+        raise UnsupportedOptionError(
+            f"xla_mode={xla_mode!r}: {runtime.name} has no lazy tensors; use 'eager+compile' (the default) or 'eager'"
+        )
 
 
 @contextmanager

@@ -12,13 +12,16 @@ from torch import nn
 _Place = tuple[dict[str, Any], str]
 
 
-def keep_parameters_when_moved() -> None:
-    """From now on `module.to("xla")` keeps its `Parameter` objects and shared tensors, for the rest of the process.
+def keep_parameters_when_moved(device_type: str) -> None:
+    """From now on `module.to(device)` keeps its `Parameter` objects and shared tensors, for the rest of the process.
 
-    torch moves a module to CUDA within its parameters. To an XLA device it makes new ones: an optimizer that was
+    torch moves a module to CUDA within its parameters. To other devices it makes new ones: an optimizer that was
     created before would update the old ones, and tied weights (`decoder.weight = embedding.weight`) would be two.
     torch's own switch, `torch.__future__.set_swap_module_params_on_conversion`, raises where a parameter cannot be
     kept, e.g. because it has a weak reference. Here its places in the module get the same new parameter then.
+
+    Args:
+        device_type: of the device, as in `torch.device.type`.
     """
     original: Any = nn.Module._apply
     if hasattr(original, "of_xla_adapters"):
@@ -32,7 +35,7 @@ def keep_parameters_when_moved() -> None:
             new = first[0].get(first[1])
             # None: a module's own `_apply` has put something else in its place.
             if new is not None and new is not old:
-                kept = _kept(old, new)
+                kept = _kept(old, new, device_type)
                 for owner, name in (first, *others):
                     owner[name] = kept
         return moved
@@ -59,9 +62,9 @@ def _tensors(entries: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, tensor) for name, tensor in entries.items() if isinstance(tensor, torch.Tensor))
 
 
-def _kept(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def _kept(old: torch.Tensor, new: torch.Tensor, device_type: str) -> torch.Tensor:
     """The old parameter with the new one's value, or the new one, if that is impossible."""
-    if not isinstance(old, nn.Parameter) or old.device.type == "xla" or new.device.type != "xla":
+    if not isinstance(old, nn.Parameter) or old.device.type == device_type or new.device.type != device_type:
         return new
     attributes, hooks = dict(vars(old)), old._backward_hooks
     if hooks:

@@ -40,6 +40,8 @@ METADATA = {
     *(
         _TENSOR[name].__get__
         for name in ("shape", "dtype", "device", "ndim", "layout", "names", "is_meta", "is_sparse")
+        # torch 2.13 has no named tensors.
+        if name in _TENSOR
     ),
     *(_TENSOR[name].__get__ for name in ("requires_grad", "is_leaf", "grad_fn", "grad", "_grad", "_version")),
     *(_TENSOR[name].__get__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks")),

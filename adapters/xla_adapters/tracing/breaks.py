@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from dataclasses import dataclass
+from types import CodeType
 
 from xla_adapters.config import OnGraphBreak
 from xla_adapters.errors import GRAPH_BREAK_ERRORS, BreakKind, GraphBreakError, GraphBreakWarning
@@ -68,13 +69,28 @@ def classify_read() -> BreakKind:
     for frame in stack_frames(sys._getframe(1)):
         code = frame.f_code
         filename = code.co_filename.replace("\\", "/")
-        if any(part in filename for part in _SAVING_FILES) or code.co_name in _SAVING_NAMES:
+        if _is_saving(code):
             return BreakKind.CHECKPOINT_SAVE
         if code.co_name == "__exit__" and filename.endswith(_PROFILER_FILE):
             return BreakKind.PROFILER_SCOPE
         if code.co_name in _COLLECTIVE_NAMES and any(part in filename for part in _COLLECTIVE_FILES):
             return BreakKind.COLLECTIVE_READ
     return BreakKind.TENSOR_READ
+
+
+def kind_of_error(error: BaseException) -> BreakKind:
+    """The kind of an execution that the runtime has refused by an error, found from its traceback."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if _is_saving(traceback.tb_frame.f_code):
+            return BreakKind.CHECKPOINT_SAVE
+        traceback = traceback.tb_next
+    return BreakKind.HIDDEN_EXECUTION
+
+
+def _is_saving(code: CodeType) -> bool:
+    filename = code.co_filename.replace("\\", "/")
+    return any(part in filename for part in _SAVING_FILES) or code.co_name in _SAVING_NAMES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +132,13 @@ class BreakPolicy:
         mode: as in `XLAConfig.on_graph_break`.
         step_name: the step's name, for the message.
         hint: where in the host framework a value can be read, e.g. `" (in on_step_end)"`.
+        splits: whether a step can be executed in several parts, under another `mode`.
     """
 
     mode: OnGraphBreak
     step_name: str
     hint: str = ""
+    splits: bool = True
 
     def meet(self, kind: BreakKind, what: str, runtime: Runtime, *, ready: bool = False) -> None:
         """Raises (mode `"error"`), warns once per line (`"warn"`) or does nothing (`"allow"`) of what happens here.
@@ -189,6 +207,14 @@ class BreakPolicy:
             else "set on_graph_break='warn': execute once what is pending, go on, and be told once per line"
         )
         backward = f"\n         in its backward, called from {found.backward}" if found.backward is not None else ""
+        if not self.splits:
+            return (
+                f"{found.kind.value} inside the step {self.step_name!r}: {found.what}\n"
+                f"  where: {found.location if found.location is not None else 'no Python line (inside an operator)'}"
+                f"{backward}\n"
+                f"  cost: nothing of the step is computed before its end\n"
+                f"  way out: {first}"
+            )
         return (
             f"{found.kind.value} inside the step {self.step_name!r}: {found.what}\n"
             f"  where: {found.location if found.location is not None else 'no Python line (inside an operator)'}"

@@ -9,7 +9,7 @@ import torch
 from xla_adapters.errors import BreakKind, GraphBreakError
 from xla_adapters.runtime import Runtime, RuntimeEvent
 from xla_adapters.tracing.answers import Answers
-from xla_adapters.tracing.breaks import Break, BreakPolicy, ProfilerScopes, classify_read
+from xla_adapters.tracing.breaks import Break, BreakPolicy, ProfilerScopes, classify_read, kind_of_error
 from xla_adapters.tracing.forward_lines import failed_call, line_by_name, refused_function
 from xla_adapters.tracing.library_reads import LibraryReads, library_reads
 from xla_adapters.tracing.operation_log import OperationLog
@@ -151,7 +151,7 @@ class GraphBreaks:
             called = getattr(forward.function, "__name__", "")
         return self._policy.error(
             Break(
-                kind=BreakKind.HOST_OPERATOR if names else BreakKind.HIDDEN_EXECUTION,
+                kind=BreakKind.HOST_OPERATOR if names else kind_of_error(error),
                 what=_on_host(names) if names else _hidden(called),
                 location=location,
                 pending=pending,

@@ -41,8 +41,14 @@ def check_pending_graph(
     # A step that computes nothing (a training step that returns None) has no graph.
     if not outputs:
         return
-    graph = runtime.tracing.graph_hash(outputs)
-    if graph in history.hashes:
+    check_graph(name, config, call, history, runtime.tracing.graph_hash(outputs))
+
+
+def check_graph(
+    name: str, config: XLAConfig, call: tuple[StepSignature, OperationLog], history: GraphHistory, graph: str
+) -> None:
+    """As `check_pending_graph`, of a graph whose hash is known."""
+    if not config.limits_graphs or graph in history.hashes:
         return
     number = len(history.hashes) + 1
     limit = ""

@@ -15,9 +15,9 @@ from xla_adapters.runtime.random_algorithm import use_random_algorithm
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.tracing.graph_history import StepSignature
 from xla_adapters.tracing.interrupts import at_edge
+from xla_adapters.tracing.scopes import make_scope
 from xla_adapters.tracing.step_profile import profiled
-from xla_adapters.tracing.step_scope import StepScope
-from xla_adapters.tracing.unguarded_scopes import EagerScope, LazyScope
+from xla_adapters.tracing.unguarded_scopes import EagerScope, LazyScope, check_lazy_mode
 from xla_adapters.utils.location import line_of_caller
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -42,9 +42,10 @@ class Step:
         if self._config.xla_mode == "eager":
             return EagerScope()
         if self._config.xla_mode == "lazy":
+            check_lazy_mode()
             return LazyScope()
         seed = self._seed() if callable(self._seed) else self._seed
-        return StepScope(
+        return make_scope(
             name=self._name or "step",
             config=self._config,
             seed=seed,

@@ -26,7 +26,7 @@ _Tensor = torch.Tensor
 _CALL = Callable[..., Any]
 
 # Calls that need the value of a tensor on the host, whatever their other arguments.
-_READS: dict[_CALL, str] = {
+READS: dict[_CALL, str] = {
     _Tensor.item: ".item()",
     _Tensor.tolist: ".tolist()",
     _Tensor.numpy: ".numpy()",
@@ -49,7 +49,7 @@ _READS: dict[_CALL, str] = {
     torch.is_nonzero: "is_nonzero",
 }
 # Operations whose result has a shape that depends on the values of the tensor.
-_DYNAMIC: dict[_CALL, str] = {
+DYNAMIC: dict[_CALL, str] = {
     function: name
     for name, functions in {
         "nonzero": (_Tensor.nonzero, torch.nonzero, _Tensor.argwhere, torch.argwhere),
@@ -64,9 +64,9 @@ _INDEXING: frozenset[_CALL] = frozenset({_Tensor.__getitem__, _Tensor.__setitem_
 _REPEATS: frozenset[_CALL] = frozenset({_Tensor.repeat_interleave, torch.repeat_interleave})
 _MASKS = (torch.bool, torch.uint8)
 # Calls that read only if they move a tensor from the device to the host.
-_MOVES: frozenset[_CALL] = frozenset({_Tensor.to, _Tensor.copy_, _Tensor.type})
+MOVES: frozenset[_CALL] = frozenset({_Tensor.to, _Tensor.copy_, _Tensor.type})
 # Calls that make a tensor of Python numbers, or of tensors of one element.
-_FROM_NUMBERS: frozenset[_CALL] = frozenset({torch.tensor, torch.as_tensor, torch.scalar_tensor})
+FROM_NUMBERS: frozenset[_CALL] = frozenset({torch.tensor, torch.as_tensor, torch.scalar_tensor})
 # Calls that write some of their arguments in place, and whose name does not end with an underscore.
 _HIDDEN_WRITES: frozenset[_CALL] = frozenset({_Tensor.data.__set__, _Tensor.__setitem__})  # type: ignore[attr-defined]
 # Calls that may change the recorded value itself (see `Values.twin`), as batch norm does.
@@ -85,7 +85,8 @@ def _renorms(function: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return len(args) > 1 and (args[position] if len(args) > position else kwargs.get("max_norm")) is not None
 
 
-def _writes_in_place(function: _CALL) -> bool:
+def writes_in_place(function: _CALL) -> bool:
+    """Whether a function of torch writes to one of its arguments."""
     if function in _HIDDEN_WRITES:
         return True
     name = getattr(function, "__name__", "")
@@ -125,6 +126,7 @@ class StepMode(TorchFunctionMode):
         self._on_dynamic = on_dynamic
         self._writes: dict[_CALL, bool] = {}
         runtime = get_runtime()
+        self._type = runtime.device.torch_device().type
         self._spmd = runtime.device.is_spmd()
         self._lowerings = {**LOWERINGS, **(NORMS | ATTENTION if self._spmd else {})}
         for extension in extensions():
@@ -141,21 +143,21 @@ class StepMode(TorchFunctionMode):
         self._indices.check(func, args, kwargs)
         if func in self._lowerings and args and _is_on_device(args[0]):
             func = self._lowerings[func]
-        if func in _READS:
+        if func in READS:
             if args[0].device.type == "xla":
                 if self._answers is not None:
-                    answer = self._answers.read(func, _READS[func], args, kwargs)
+                    answer = self._answers.read(func, READS[func], args, kwargs)
                     if answer is not NO_ANSWER:
                         return answer
-                self._on_read(_READS[func], args[0])
+                self._on_read(READS[func], args[0])
         elif func is _Tensor.backward:
             return self._backward(*args, **kwargs)
-        elif func in _MOVES:
+        elif func in MOVES:
             self._check_move(func, args, kwargs)
             if func is _Tensor.to:
                 return self._noted(func, args, kwargs, upload_scalar(func, args, kwargs))
-        elif func in _FROM_NUMBERS:
-            if args and _is_list_of_device_scalars(args[0]):
+        elif func in FROM_NUMBERS:
+            if args and is_list_of_device_scalars(args[0]):
                 return _stack(args[0], **kwargs)
             return self._noted(func, args, kwargs, upload_scalar(func, args, kwargs))
         elif func in _NORMS:
@@ -176,7 +178,7 @@ class StepMode(TorchFunctionMode):
                 self._on_dynamic(*dynamic)
             writes = self._writes.get(func)
             if writes is None:
-                writes = self._writes[func] = _writes_in_place(func)
+                writes = self._writes[func] = writes_in_place(func)
             if func in _EMBEDDINGS and _renorms(func, args, kwargs):
                 self.undo_log.record(args[1], written_through=True)
             if writes or kwargs.get("out") is not None or kwargs.get("inplace"):
@@ -208,8 +210,8 @@ class StepMode(TorchFunctionMode):
 
     def _dynamic(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, torch.Tensor] | None:
         """The name of an operation whose result has no fixed shape, with the tensor it depends on; None for others."""
-        if func in _DYNAMIC:
-            name, looked_into = _DYNAMIC[func], args[0]
+        if func in DYNAMIC:
+            name, looked_into = DYNAMIC[func], args[0]
         elif func in _INDEXING:
             name = "a boolean index"
             looked_into = _mask_in(args[1])
@@ -220,7 +222,7 @@ class StepMode(TorchFunctionMode):
             name, looked_into = "torch.where with one argument", args[0]
         else:
             return None
-        if isinstance(looked_into, _Tensor) and looked_into.device.type == "xla":
+        if isinstance(looked_into, _Tensor) and looked_into.device.type == self._type:
             return name, looked_into
         return None
 
@@ -228,11 +230,11 @@ class StepMode(TorchFunctionMode):
         tensor = args[0]
         if func is _Tensor.copy_:
             source = args[1] if len(args) > 1 else kwargs.get("src")
-            if isinstance(source, _Tensor) and source.device.type == "xla" and tensor.device.type != "xla":
+            if isinstance(source, _Tensor) and source.device.type == self._type and tensor.device.type != self._type:
                 self._on_read("copy_ to the host", source)
             self.undo_log.record(tensor, written_through=True)
             return
-        if tensor.device.type != "xla":
+        if tensor.device.type != self._type:
             return
         for target in (*args[1:], *kwargs.values()):
             if isinstance(target, _Tensor):
@@ -240,7 +242,7 @@ class StepMode(TorchFunctionMode):
             elif isinstance(target, torch.device):
                 to_host = target.type == "cpu"
             elif isinstance(target, str):
-                to_host = target.startswith("cpu") or (target.startswith("torch.") and ".xla." not in target)
+                to_host = target.startswith("cpu") or (target.startswith("torch.") and f".{self._type}." not in target)
             else:
                 # Classes such as torch.FloatTensor, which `.type()` takes.
                 to_host = isinstance(target, type) and func is _Tensor.type
@@ -276,7 +278,8 @@ def _is_on_device(value: Any) -> bool:
     return device is not None and device.type == "xla"
 
 
-def _is_list_of_device_scalars(data: Any) -> bool:
+def is_list_of_device_scalars(data: Any) -> bool:
+    """Whether these are tensors of no dimension, some of them on the device."""
     return (
         isinstance(data, (list, tuple))
         and all(isinstance(item, _Tensor) and item.ndim == 0 for item in data)

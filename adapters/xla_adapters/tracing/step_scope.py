@@ -91,13 +91,13 @@ class StepScope:
         self.name = name
         self.history = history_of(name) if history is None else history
         self.signature = StepSignature() if signature is None else signature
-        # What the call has done so far.
         self.operations = OperationLog()
         self._graph: GraphAnalysis | None = None
         self.config = config if config is not None else XLAConfig()
         self._seed = seed
         self._runtime: Runtime = get_runtime()
-        self._breaks = GraphBreaks(BreakPolicy(self.config.on_graph_break, name, hint), self._runtime)
+        policy = BreakPolicy(self.config.on_graph_break, name, hint, splits=not self._runtime.has_placeholders)
+        self._breaks = GraphBreaks(policy, self._runtime)
         self._outer: StepScope | None = None
         self._outer_undo_log: UndoLog | None = None
         self._undo_log = UndoLog(self._runtime)
@@ -105,8 +105,7 @@ class StepScope:
         self._interrupts = InterruptGuard()
         self._restores = ExitStack()
         self._seeds_before: tuple[int, torch.Tensor] | None = None
-        self._is_open = False
-        self._executed = False
+        self._is_open = self._executed = False
 
     @property
     def executed(self) -> bool:
@@ -262,9 +261,13 @@ class StepScope:
         self._merge_inner_logs()
         self._stop_tracing()
         try:
-            restore_state(self._runtime, self._undo_log, self._seeds_before)
+            self._restore_state()
         finally:
             self._interrupts.finish()
+
+    def _restore_state(self) -> None:
+        """Restores the state from before the step."""
+        restore_state(self._runtime, self._undo_log, self._seeds_before)
 
     @at_edge
     def __enter__(self) -> StepScope:
@@ -288,9 +291,6 @@ class StepScope:
         return self._breaks.translate(error, self.operations)
 
     def _execute(self) -> None:
-        self._sync()
-
-    def _sync(self) -> None:
         """Executes the graph by a sync of the runtime."""
         self._graph = self.history.analyses.sync(self.signature, self._undo_log, self._runtime)
         self._runtime.tracing.finish_step()

@@ -8,9 +8,19 @@ from typing import Self
 
 import torch
 
+from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.modes import eager
 from xla_adapters.tracing.activation_checkpointing import checkpointing_on_device
+
+
+def check_lazy_mode() -> None:
+    """Raises UnsupportedOptionError on a runtime that has no lazy tensors."""
+    runtime = get_runtime()
+    if not runtime.has_executables:
+        raise UnsupportedOptionError(
+            f"xla_mode='lazy': {runtime.name} has no lazy tensors; use 'eager+compile' (the default) or 'eager'"
+        )
 
 
 class _UnguardedScope:
@@ -21,7 +31,8 @@ class _UnguardedScope:
     def __enter__(self) -> Self:
         self._restores.enter_context(eager(self._eagerly))
         self._restores.enter_context(torch.autograd.set_multithreading_enabled(False))
-        self._restores.enter_context(checkpointing_on_device())
+        if get_runtime().has_executables:
+            self._restores.enter_context(checkpointing_on_device())
         return self
 
     def __exit__(

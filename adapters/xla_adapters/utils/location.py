@@ -16,7 +16,7 @@ _SITE = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 # File names of code that was typed into an interpreter or a notebook.
 _TYPED_IN = ("<stdin>", "<ipython-input-")
 # Packages through which a read passes on its way down; the cause is never there.
-_PLUMBING = ("torch", "torch_xla", "numpy", "_pytest", "pluggy", "accelerate", "safetensors")
+_PLUMBING = ("torch", "torch_xla", "torch_tpu", "numpy", "_pytest", "pluggy", "accelerate", "safetensors")
 _plumbing_prefixes: list[str] = [f"{site}/{package}/" for site in _SITE for package in _PLUMBING]
 _framework_prefixes: list[str] = [_OWN_FOLDER + "/"]
 

@@ -9,6 +9,7 @@ from torch.nn.modules import module as nn_module
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.waiting_steps import function_mode_stack
 
 _GLOBAL_HOOKS = (
@@ -17,17 +18,17 @@ _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks",
     "_global_forward_hooks",
 )
-_DEVICES = ("xla", "cpu", "cuda")
 
 
 def environment() -> tuple[Any, ...]:
     """The present switches. Under other ones the same step may be another graph."""
     attention = torch.backends.cuda
+    devices = (get_runtime().device.torch_device().type, "cpu", "cuda")
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        *map(torch.is_autocast_enabled, _DEVICES),
-        *map(torch.get_autocast_dtype, _DEVICES),
+        *map(torch.is_autocast_enabled, devices),
+        *map(torch.get_autocast_dtype, devices),
         torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(),
         torch.is_anomaly_enabled(),

@@ -1,7 +1,8 @@
 """The runtime interface: what the package asks of a device runtime, one small protocol for each subject.
 
-`Runtime` holds them. A runtime implements `Device`, `Transfers`, `Tracing`, `Values`, `Executables`, `Random` and
-`Counters`; `Spmd`, `LazyTensors`, `SharedBuffers`, `CustomKernels` and `AbstractTensors` are optional.
+`Runtime` holds them. A runtime implements `Device`, `Transfers`, `Tracing`, `Values`, `Random` and `Counters`, and
+either `LazyTensors` and `Executables` or `Placeholders`: how a step becomes one executable. `Spmd`, `SharedBuffers`,
+`CustomKernels` and `AbstractTensors` are optional.
 """
 
 from xla_adapters.runtime.interface.abstract_tensors import AbstractTensors
@@ -10,6 +11,7 @@ from xla_adapters.runtime.interface.custom_kernels import CustomKernels
 from xla_adapters.runtime.interface.device import Device
 from xla_adapters.runtime.interface.executables import Executables
 from xla_adapters.runtime.interface.lazy_tensors import LazyTensors
+from xla_adapters.runtime.interface.placeholders import Placeholders
 from xla_adapters.runtime.interface.random_numbers import Random
 from xla_adapters.runtime.interface.runtime import Runtime
 from xla_adapters.runtime.interface.shared_buffers import SharedBuffers
@@ -26,6 +28,7 @@ __all__ = [
     "Executables",
     "LazyTensors",
     "Metrics",
+    "Placeholders",
     "Random",
     "Runtime",
     "RuntimeEvent",

@@ -14,6 +14,7 @@ from xla_adapters.runtime.interface.custom_kernels import CustomKernels
 from xla_adapters.runtime.interface.device import Device
 from xla_adapters.runtime.interface.executables import Executables
 from xla_adapters.runtime.interface.lazy_tensors import LazyTensors
+from xla_adapters.runtime.interface.placeholders import Placeholders
 from xla_adapters.runtime.interface.random_numbers import Random
 from xla_adapters.runtime.interface.shared_buffers import SharedBuffers
 from xla_adapters.runtime.interface.spmd import Spmd
@@ -28,7 +29,7 @@ class Runtime:
     """A device runtime: the objects that implement each protocol of the runtime interface.
 
     An optional part that a runtime lacks raises `UnsupportedOptionError` when it is used. Code that can do without one
-    asks `has_lazy_tensors`, `has_shared_buffers` or `has_custom_kernels` first.
+    asks `has_lazy_tensors`, `has_placeholders`, `has_shared_buffers` or `has_custom_kernels` first.
 
     Args:
         name: of the library, for messages.
@@ -36,6 +37,8 @@ class Runtime:
         device: see `Device`; the other required parts accordingly.
         why_no_replay: tries out on small graphs whether executables can be run again without tracing. Returns why not,
             as a clause for messages; None if it works. Called at most once.
+        executables: see `Executables`; None if steps are traced with `placeholders`.
+        placeholders: see `Placeholders`; None if steps are traced with lazy tensors, or not at all.
         spmd: see `Spmd`; None if each process drives one device.
         lazy: see `LazyTensors`; None if tensors always have a value outside of a trace.
         shared_buffers: see `SharedBuffers`; None if a copied tensor has a buffer of its own at once.
@@ -53,10 +56,11 @@ class Runtime:
         transfers: Transfers,
         tracing: Tracing,
         values: Values,
-        executables: Executables,
         random: Random,
         counters: Counters,
         why_no_replay: Callable[[Runtime], str | None],
+        executables: Executables | None = None,
+        placeholders: Placeholders | None = None,
         spmd: Spmd | None = None,
         lazy: LazyTensors | None = None,
         shared_buffers: SharedBuffers | None = None,
@@ -70,10 +74,11 @@ class Runtime:
         self.transfers = transfers
         self.tracing = tracing
         self.values = values
-        self.executables = executables
         self.random = random
         self.counters = counters
         self._why_no_replay = why_no_replay
+        self._executables = executables
+        self._placeholders = placeholders
         self._spmd = spmd
         self._lazy = lazy
         self._shared_buffers = shared_buffers
@@ -85,6 +90,16 @@ class Runtime:
     def has_lazy_tensors(self) -> bool:
         """Whether `lazy` is there."""
         return self._lazy is not None
+
+    @property
+    def has_executables(self) -> bool:
+        """Whether `executables` is there."""
+        return self._executables is not None
+
+    @property
+    def has_placeholders(self) -> bool:
+        """Whether `placeholders` is there."""
+        return self._placeholders is not None
 
     @property
     def has_shared_buffers(self) -> bool:
@@ -104,6 +119,24 @@ class Runtime:
             UnsupportedOptionError: the runtime lacks it.
         """
         return self._part(self._spmd, "SPMD (one process that drives several devices), which sharding needs")
+
+    @property
+    def executables(self) -> Executables:
+        """Compiles and runs what is pending.
+
+        Raises:
+            UnsupportedOptionError: the runtime lacks it.
+        """
+        return self._part(self._executables, "executables of lazy tensors")
+
+    @property
+    def placeholders(self) -> Placeholders:
+        """Traces of code that runs with placeholders in place of its tensors.
+
+        Raises:
+            UnsupportedOptionError: the runtime lacks it.
+        """
+        return self._part(self._placeholders, "placeholders, with which steps are traced")
 
     @property
     def lazy(self) -> LazyTensors:
@@ -152,9 +185,8 @@ class Runtime:
 
         The first read starts the runtime, and compiles and runs small graphs to find out.
         """
-        if self._lazy is None:
-            why: str | None = f"the runtime {self.name} has no lazy tensors, which step replay needs"
-        else:
+        why: str | None = f"the runtime {self.name} has no lazy tensors, which step replay needs"
+        if self.has_lazy_tensors or self.has_placeholders:
             why = self._why_no_replay(self)
         if why is not None:
             message = f"{why}: steps are traced again at each call instead of being replayed"

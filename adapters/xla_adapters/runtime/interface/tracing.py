@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from xla_adapters.runtime.traced_tensors import TracedTensors
+
 
 class RuntimeEvent(StrEnum):
     """A call of the runtime's own Python API while a step was being traced."""
@@ -86,6 +88,13 @@ class Tracing(Protocol):
 
     def discard_pending(self) -> None:
         """Forgets the pending graph. Tensors that were pending must not be read afterwards."""
+
+    def begin_trace(self, traced: TracedTensors | None) -> None:
+        """From now on the pending tensors are those of a trace of `Placeholders`; None: there is none any more.
+
+        Raises:
+            UnsupportedOptionError: the runtime has no placeholders.
+        """
 
     def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
         """Records a barrier: all these values are computed before anything that reads one of them.

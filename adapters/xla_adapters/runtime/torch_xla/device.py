@@ -67,7 +67,7 @@ class XLADevice:
         self._device = torch_xla.device()
         complete_autocast()
         register_kernels()
-        keep_parameters_when_moved()
+        keep_parameters_when_moved("xla")
         run_scans_in_eager_mode()
         self._initialized = True
 

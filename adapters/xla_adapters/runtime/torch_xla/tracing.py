@@ -9,9 +9,11 @@ from functools import cached_property
 import torch
 import torch_xla
 
+from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.runtime.interface import Device, RuntimeEvent
 from xla_adapters.runtime.torch_xla.interception import intercepted
 from xla_adapters.runtime.torch_xla.live_tensors import live_tensors
+from xla_adapters.runtime.traced_tensors import TracedTensors
 
 _C = torch_xla._XLAC
 
@@ -118,6 +120,10 @@ class XLATracing:
     def discard_pending(self) -> None:
         """See `Tracing`."""
         _C._clear_pending_irs(self._device_name)
+
+    def begin_trace(self, traced: TracedTensors | None) -> None:
+        """See `Tracing`."""
+        raise UnsupportedOptionError("the runtime torch_xla has no placeholders")
 
     def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
         """See `Tracing`."""

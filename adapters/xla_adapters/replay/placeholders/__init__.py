@@ -1,0 +1,1 @@
+"""Replays of steps that are traced with placeholders."""

@@ -1,0 +1,135 @@
+"""`ProgramCache`: decides for each call of a step whether it is traced with placeholders, or replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_unflatten
+
+from xla_adapters.replay.call_spec import CallSpec
+from xla_adapters.replay.errors import CannotReplay
+from xla_adapters.replay.executable_cache import ExecutableCache
+from xla_adapters.replay.pending_output import PendingOutput
+from xla_adapters.replay.placeholders.capture import Outcome, PlaceholderCapture
+from xla_adapters.replay.placeholders.recorded_call import PreparedProgram
+from xla_adapters.replay.replayed_call import ReplayedCall
+from xla_adapters.replay.slots import Slot
+from xla_adapters.replay.verification import next_due
+from xla_adapters.runtime import Runtime
+from xla_adapters.runtime.rng import StepSeed
+from xla_adapters.tracing.placeholders.scope import PlaceholderScope
+from xla_adapters.tracing.scope_report import NOTHING_COMPILED, ScopeReport
+
+
+class ProgramReplay(ReplayedCall):
+    """A `ReplayedCall` that runs a program of placeholders."""
+
+    def promise(self, name: str) -> Any:
+        """See `ReplayedCall`."""
+        call: Any = self._prepared.call
+        kept = call.kept[name]
+        leaves: list[Any] = []
+        for leaf in kept.leaves:
+            if isinstance(leaf, Slot):
+                leaves.append(leaf.get(self._tensors))
+            elif isinstance(leaf, tuple):
+                leaves.append(leaf[0])
+            else:
+                shape, dtype = call.forms[leaf]
+                tensor = self._runtime.placeholders.stand_in(torch.empty(shape, dtype=dtype, device="meta"))
+                tensor.__class__ = PendingOutput
+                self._pending.append((tensor, leaf))
+                leaves.append(tensor)
+        return tree_unflatten(leaves, kept.spec)
+
+    def _execute(self) -> ScopeReport:
+        prepared: Any = self._prepared
+        runtime, tensors = self._runtime, self._tensors
+        self._restores.close()
+        self._restore_groups()
+        if self._seed is not None:
+            runtime.random.set_seed(self._seed.value())
+        prepared.call.updates = list(self._updates)
+        results = prepared.run(tensors, self._numbers, runtime)
+        self._executed = True
+        self._done()
+        prepared.write_back(results, tensors, runtime)
+        for tensor, index in self._pending:
+            tensor.__class__ = torch.Tensor
+            tensor.data = results[index]
+        for update in self._updates:
+            update.advance()
+        self._is_open = False
+        return NOTHING_COMPILED
+
+
+@dataclass
+class ProgramVerification:
+    """Verifies a call that is traced, although it could be replayed: its program and its inputs must be the same.
+
+    Then the results are the same to the last bit, and need not be compared.
+
+    Attributes:
+        prepared: what replays call.
+        numbers: that a replay would give the program.
+        agrees: whether the traced call is the same; set by `compare`.
+        found: how it differs, in words.
+    """
+
+    prepared: PreparedProgram
+    numbers: list[float]
+    agrees: bool = False
+    found: str | None = None
+
+    def compare(self, traced: Outcome) -> None:
+        """To be called when the call was traced."""
+        if isinstance(traced, CannotReplay):
+            self.found = f"the program ({traced})"
+            return
+        difference = traced.difference(self.prepared.call)
+        if difference is not None:
+            self.found = f"the program ({difference})"
+        elif self.prepared.new_numbers(traced.updates) != self.numbers:
+            self.found = "a number of the optimizer"
+        self.agrees = self.found is None
+
+    def difference(self, kept: dict[str, list[object]], runtime: Runtime) -> str | None:
+        """How the traced call differs from its replay, in words; None if it does not."""
+        return self.found
+
+
+@dataclass
+class ProgramCache(ExecutableCache):
+    """An `ExecutableCache` of programs of placeholders."""
+
+    def _uncaptured(self, plan: Any, spec: CallSpec, **options: Any) -> PlaceholderScope:
+        # Not a plain `PlaceholderScope`: its program would have other arguments for the numbers of updates.
+        return PlaceholderCapture(spec, lambda outcome: None, **options)
+
+    def _replayed(self, name: str, prepared: Any, **options: Any) -> ReplayedCall:
+        if isinstance(options["numbers"], str):
+            raise CannotReplay(options["numbers"])
+        return ProgramReplay(name, prepared, **options)
+
+    def _verification(
+        self, prepared: Any, spec: CallSpec, numbers: Any, seed: StepSeed | None, runtime: Runtime
+    ) -> Any:
+        if isinstance(numbers, str):
+            raise CannotReplay(numbers)
+        return ProgramVerification(prepared, numbers)
+
+    def _capturing(self, spec: CallSpec, done: Callable[..., None], verification: Any, **options: Any) -> Any:
+        def take(outcome: Outcome) -> None:
+            if verification is not None:
+                verification.compare(outcome)
+            done(outcome, True)
+
+        return PlaceholderCapture(spec, take, **options)
+
+    def _prepare(self, plan: Any, call: Any, before: Any, spec: CallSpec) -> None:
+        plan.prepared = PreparedProgram(call)
+        plan.failures = plan.replayed = plan.waited = 0
+        plan.due, plan.trusted = next_due(0, self.verify_every), self.calls()

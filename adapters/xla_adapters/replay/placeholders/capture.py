@@ -1,0 +1,241 @@
+"""`PlaceholderCapture`: a call that is traced with placeholders, and recorded, so that later calls can be replays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
+
+from xla_adapters.replay.call_spec import CallSpec
+from xla_adapters.replay.errors import CannotReplay
+from xla_adapters.replay.guards.snapshot import ModuleSnapshot
+from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
+from xla_adapters.replay.optimizer_update import Update
+from xla_adapters.replay.placeholders.recorded_call import HostOptimizers, RecordedCall
+from xla_adapters.replay.safety.allowlist import OPTIMIZERS
+from xla_adapters.replay.slots import Kept, Slot
+from xla_adapters.tracing.placeholders.program import Program
+from xla_adapters.tracing.placeholders.scope import PlaceholderScope
+from xla_adapters.tracing.placeholders.trace import Trace
+from xla_adapters.utils.host_random import HostRandom
+from xla_adapters.utils.plain_values import is_simple
+
+Outcome = RecordedCall | CannotReplay
+
+
+class PlaceholderCapture(PlaceholderScope):
+    """A `PlaceholderScope` that describes its call as a `RecordedCall`.
+
+    Args:
+        spec: describes the call.
+        done: called with the recorded call, or why there is none, once the call was executed.
+        **options: as for `StepScope`.
+    """
+
+    def __init__(self, spec: CallSpec, done: Callable[[Outcome], None], **options: Any) -> None:
+        super().__init__(**options)
+        self._spec = spec
+        self._done = done
+        self._kept: dict[str, Any] = {}
+        self._called: dict[int, torch.nn.Module] = {id(module): module for module in spec.modules}
+        self._optimizers: list[OptimizerHostMath] = []
+        self._updates: list[Update] = []
+        self._roles_of: list[int] = []
+        self._obstacle: CannotReplay | None = None
+        self._outcome: Outcome = CannotReplay("the step computes nothing")
+
+    def keep(self, name: str, value: Any) -> None:
+        """Notes a value that the step returns, under a name."""
+        self._kept[name] = value
+
+    def returned(self) -> dict[str, list[object]]:
+        """The leaves of the values that the step returns, by name."""
+        return {name: tree_flatten(value)[0] for name, value in self._kept.items()}
+
+    def _start_tracing(self) -> None:
+        self._watched = dict(self._spec.watched())
+        self._bound = [(owner, owner.attributes()) for owner in self._spec.bound()]
+        self._restores.callback(register_module_forward_pre_hook(self._note_module).remove)
+        self._host_random = HostRandom.now()
+        super()._start_tracing()
+
+    def _note_module(self, module: torch.nn.Module, args: Any) -> None:
+        if self.is_current:
+            self._called.setdefault(id(module), module)
+
+    # ---- updates -------------------------------------------------------------------------------
+
+    def _roles(self, optimizer: Optimizer) -> list[tuple[int, float]] | None:
+        random = HostRandom.now()
+        begin = sum(len(update.numbers) for update in self._updates)
+        try:
+            if any(math.optimizer is optimizer for math in self._optimizers):
+                raise CannotReplay(f"{type(optimizer).__name__} steps twice in one step")
+            if self._spec.strict and type(optimizer) not in OPTIMIZERS:
+                raise CannotReplay(f"{type(optimizer).__name__} is none of the optimizers whose updates are known")
+            math = OptimizerHostMath(optimizer, single=True)
+            update = math.play()
+            roles = math.roles(update)
+            math.find_idle_groups()
+            if not random.equals(HostRandom.now()):
+                raise CannotReplay(f"{type(optimizer).__name__} draws random numbers on the host")
+        except CannotReplay as error:
+            self._obstacle = error
+            random.restore()
+            return None
+        self._optimizers.append(math)
+        self._updates.append(update)
+        return [(begin + role, value) for role, value in roles]
+
+    def update_ended(self, optimizer: Optimizer) -> None:
+        """Notes which numbers became arguments of the program."""
+        lifting = self._lifting
+        if lifting is not None and self._obstacle is None:
+            lifting.finish()
+            if lifting.obstacle is not None:
+                self._obstacle = CannotReplay(f"{type(optimizer).__name__}: {lifting.obstacle}")
+            self._roles_of += sorted(lifting.arguments, key=lifting.arguments.__getitem__)
+        super().update_ended(optimizer)
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def _before_run(self, trace: Trace, program: Program) -> None:
+        try:
+            self._check(trace)
+            self._outcome = self._recorded(trace, program)
+        except CannotReplay as error:
+            self._outcome = error
+
+    def _ran(self, trace: Trace, program: Program) -> None:
+        if isinstance(self._outcome, RecordedCall):
+            self._outcome.run = program.compiled(self.name)
+        self._done(self._outcome)
+
+    def flush(self) -> None:
+        """See `PlaceholderScope`."""
+        self._obstacle = CannotReplay("a part of the step is executed operation by operation")
+        super().flush()
+
+    def _check(self, trace: Trace) -> None:
+        if self._obstacle is not None:
+            raise self._obstacle
+        if self._breaks.found:
+            raise CannotReplay("a value was read in the step")
+        if not self._host_random.equals(HostRandom.now()):
+            raise CannotReplay("the step draws random numbers on the host")
+        for name, value in self._spec.watched().items():
+            if value != self._watched.get(name):
+                raise CannotReplay(f"the step changes {name}: {self._watched.get(name)} -> {value}")
+        for owner, before in self._bound:
+            now = owner.attributes()
+            if now.keys() != before.keys() or any(
+                now[name] is not value and not (is_simple(value) and value == now[name])
+                for name, value in before.items()
+            ):
+                raise CannotReplay(f"the step sets attributes of {type(owner.object).__name__}")
+        if any(item.twins for item in trace.adopted):
+            raise CannotReplay("two tensors of the step share their memory")
+
+    def _recorded(self, trace: Trace, program: Program) -> RecordedCall:
+        log = self._undo_log
+        rebound = log.rebound_buffers()
+        snapshot = ModuleSnapshot(
+            self._called.values(),
+            rebound={(id(module), name) for module, name, _ in rebound},
+            exempt=self._spec.exempt,
+            strict=self._spec.strict,
+        )
+        for tensor in self._loose(snapshot):
+            snapshot.add(tensor)
+        if snapshot.obstacle is not None:
+            raise CannotReplay(snapshot.obstacle)
+        slots = self._slots(snapshot)
+        slots |= {id(before): Slot("buffer", module, name) for module, name, before in rebound if before is not None}
+        sources: list[Slot | torch.Tensor] = []
+        for item in trace.adopted:
+            slot = slots.get(id(item.tensor))
+            if slot is None and not item.is_upload:
+                raise CannotReplay("the step uses a tensor that is in no module, optimizer or batch")
+            sources.append(item.value if slot is None else slot)
+        targets = [[self._target(sources[index])] for index in program.changed]
+        targets += [list(self._places(tensor)) for tensor in program.made]
+        for module, name, _ in rebound:
+            made = module._buffers.get(name)
+            index = next((at for at, tensor in enumerate(program.made) if tensor is made), None)
+            if index is None:
+                raise CannotReplay(f"the buffer {name} of {type(module).__name__} becomes a tensor of the host's")
+            targets[len(program.changed) + index].append(Slot("buffer", module, name))
+        kept = {name: self._leaves(value, slots, program) for name, value in self._kept.items()}
+        returned = {leaf for value in kept.values() for leaf in value.leaves if isinstance(leaf, int)}
+        for index in range(len(program.changed), len(targets)):
+            if not targets[index] and index not in returned:
+                raise CannotReplay("a tensor that the step makes is kept somewhere that is not known")
+        leaves = log.leaves()
+        return RecordedCall(
+            program=program.key,
+            sources=sources,
+            targets=targets,
+            kept=kept,
+            roles=self._roles_of,
+            draws=program.draws,
+            before=[(leaf, grad is not None) for leaf, grad in leaves],
+            dropped=[leaf for leaf, grad in leaves if grad is not None and leaf.grad is None],
+            host=HostOptimizers(self._optimizers),
+            updates=self._updates,
+            snapshot=snapshot,
+            forms={index: (program.results[index].shape, program.results[index].dtype) for index in returned},
+        )
+
+    def _slots(self, snapshot: ModuleSnapshot) -> dict[int, Slot]:
+        """The slots of all tensors that the step may read, by `id`."""
+        spec = self._spec
+        states = (tensor for math in self._optimizers for tensor in math.state_tensors())
+        slots = {id(tensor): Slot("tensor", tensor) for tensor in (*snapshot.tensors, *states, *spec.constants)}
+        for leaf, grad in self._undo_log.leaves():
+            slots.setdefault(id(leaf), Slot("tensor", leaf))
+            if grad is not None:
+                slots[id(grad)] = Slot("grad", leaf)
+        for kind, tensors in (("extra", spec.tensors.extras), ("batch", spec.tensors.batch)):
+            slots |= {id(tensor): Slot(kind, name=index) for index, tensor in enumerate(tensors)}
+        return slots
+
+    def _target(self, source: Slot | torch.Tensor) -> Slot:
+        if not isinstance(source, Slot) or source.kind == "batch":
+            raise CannotReplay("the step writes to its batch, or to what it copied to the device")
+        return source
+
+    def _places(self, tensor: torch.Tensor) -> Iterator[Slot]:
+        """Where a replay stores a tensor that the step makes."""
+        for leaf, _ in self._undo_log.leaves():
+            if leaf.grad is tensor:
+                yield Slot("created", leaf)
+
+    def _leaves(self, value: Any, slots: dict[int, Slot], program: Program) -> Kept:
+        found: list[int | Slot | tuple[Any]] = []
+        leaves, tree = tree_flatten(value)
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                if not is_simple(leaf):
+                    raise CannotReplay(f"the step returns a {type(leaf).__name__}")
+                found.append((leaf,))
+                continue
+            index = next((at for at, made in enumerate(program.made) if made is leaf), None)
+            if index is not None:
+                found.append(len(program.changed) + index)
+            elif id(leaf) in slots:
+                found.append(slots[id(leaf)])
+            else:
+                raise CannotReplay("the step returns a tensor of the host")
+        return Kept(tree, tuple(found))
+
+    def _loose(self, snapshot: ModuleSnapshot) -> list[torch.Tensor]:
+        """Tensors that the step uses and that are in no module."""
+        seen = set(map(id, (*snapshot.tensors, *self._spec.tensors.batch)))
+        groups = [group["params"] for math in self._optimizers for group in math.optimizer.param_groups]
+        leaves = (leaf for leaf, _ in self._undo_log.leaves())
+        found = (*leaves, *(item for group in groups for item in group), *self._spec.constants)
+        return list({id(tensor): tensor for tensor in found if id(tensor) not in seen}.values())

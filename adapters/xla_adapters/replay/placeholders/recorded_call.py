@@ -1,0 +1,192 @@
+"""`RecordedCall`: a traced call of a step, described as a call of its program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from xla_adapters.replay.guards.snapshot import ModuleSnapshot
+from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
+from xla_adapters.replay.optimizer_update import Update, numbers_of
+from xla_adapters.replay.slots import CallTensors, Kept, Slot
+from xla_adapters.runtime import Runtime
+from xla_adapters.runtime.interface.placeholders import Run
+from xla_adapters.tracing.placeholders.numbers import uploaded_numbers
+from xla_adapters.tracing.placeholders.trace import is_plain, plain
+
+
+@dataclass(frozen=True)
+class HostOptimizers:
+    """Attributes:
+    optimizers: the host math of those that step, in the order of their updates.
+    """
+
+    optimizers: list[OptimizerHostMath]
+
+
+@dataclass(eq=False, kw_only=True)
+class RecordedCall:
+    """One traced call: everything that a replay of it does. Two calls that agree can be replayed.
+
+    Attributes:
+        program: names the program.
+        sources: for each tensor that the program reads a slot, or the value of what the step itself copies to the
+            device: known to be the same each time, because the step's code may be left out.
+        targets: for each result the slots that get it.
+        kept: the values that the step returns, by name.
+        roles: for each number that the program reads its position among those of the updates.
+        draws: whether it moves the random stream.
+        before: the leaves, and whether they have a gradient before the step.
+        dropped: leaves that have no gradient after the step.
+        host: the optimizers.
+        updates: their host math in this call, or in its last replay.
+        snapshot: the modules that the program depends on.
+        forms: shape and dtype of those results that the step returns.
+        unrepeatable: what this call did that a replay cannot do; empty if nothing.
+        run: the executable; set when the call was executed.
+        flops: of the program; not known.
+    """
+
+    program: str
+    sources: list[Slot | torch.Tensor]
+    targets: list[list[Slot]]
+    kept: dict[str, Kept]
+    roles: list[int]
+    draws: bool
+    before: list[tuple[torch.Tensor, bool]]
+    dropped: list[torch.Tensor]
+    host: HostOptimizers
+    updates: list[Update]
+    snapshot: ModuleSnapshot
+    forms: dict[int, tuple[torch.Size, torch.dtype]]
+    unrepeatable: str = ""
+    run: Run | None = None
+    flops: int | None = None
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for two calls of one program with the same inputs and outputs."""
+        sources = tuple(source.key if isinstance(source, Slot) else "constant" for source in self.sources)
+        before = tuple((id(leaf), was_there) for leaf, was_there in self.before)
+        dropped = tuple(map(id, self.dropped))
+        return self.program, sources, self._target_keys(), repr(self._kept_keys()), tuple(self.roles), before, dropped
+
+    def _target_keys(self) -> str:
+        return repr([[slot.key for slot in slots] for slots in self.targets])
+
+    def _kept_keys(self) -> dict[str, Any]:
+        return {
+            name: (kept.spec, [leaf.key if isinstance(leaf, Slot) else leaf for leaf in kept.leaves])
+            for name, kept in self.kept.items()
+        }
+
+    def difference(self, other: RecordedCall) -> str | None:
+        """How this call differs from an earlier one, in words; None if a replay of one is a replay of the other."""
+        if self.program != other.program:
+            return "the program is another one than in the call before"
+        if self.identity != other.identity:
+            return "the program reads, writes or returns other tensors than in the call before"
+        if any(now.takes_another_course(before) for now, before in zip(self.updates, other.updates, strict=True)):
+            return "the optimizer took another course than in the call before"
+        if any(
+            isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor) and not torch.equal(mine, theirs)
+            for mine, theirs in zip(self.sources, other.sources, strict=True)
+        ):
+            return "the step copies other values to the device than in the call before"
+        if self.fixed() != other.fixed():
+            return "a number of the optimizer that is no input of the program changed"
+        if len(self.snapshot.modules) != len(other.snapshot.modules):
+            return "other modules were called than in the call before"
+        return other.snapshot.changed()
+
+    def fixed(self) -> dict[int, float]:
+        """The numbers of the updates that are constants of the program, by position."""
+        variable = set(self.roles)
+        return {role: value for role, value in enumerate(numbers_of(self.updates)) if role not in variable}
+
+
+@dataclass(eq=False)
+class PreparedProgram:
+    """A recorded call that can be replayed: checks that it still applies, runs it, stores its results.
+
+    Attributes:
+        call: two traced calls agreed on it.
+        compiled: not used; for the interface of `PreparedCall`.
+    """
+
+    call: RecordedCall
+    compiled: int = 0
+    _numbers: list[float] = field(default_factory=list)
+    _uploads: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._fixed = self.call.fixed()
+        # The others stay as they are: the program writes them, or they were looked at when the call was traced.
+        self._to_check = [
+            index
+            for index, source in enumerate(self.call.sources)
+            if isinstance(source, torch.Tensor) or source.kind != "tensor" or not is_plain(source.owner)
+        ]
+        modules = [module for _, module in self.call.snapshot.modules]
+        self._parameters = [item for module in modules for item in module._parameters.values() if item is not None]
+
+    def obstacle(self, tensors: CallTensors, runtime: Runtime, set_modes: Callable[[], object] | None) -> str | None:
+        """Why the next call of the step is not this one, in words; None if it is. See `PreparedCall.obstacle`."""
+        call = self.call
+        change = call.snapshot.changed()
+        if change is not None and set_modes is not None:
+            set_modes()
+            change = call.snapshot.changed()
+        if change is not None:
+            return change
+        for optimizer in call.host.optimizers:
+            change = optimizer.obstacle()
+            if change is not None:
+                return change
+        for leaf, was_there in call.before:
+            if (leaf.grad is not None) is not was_there:
+                return f"a gradient is {'absent' if was_there else 'there'}, other than when the step was traced"
+        return None
+
+    def new_numbers(self, updates: Sequence[Update]) -> list[float] | str:
+        """The numbers that the program reads in the next call; or which constant of it changed, in words."""
+        numbers = numbers_of(updates)
+        for role, value in self._fixed.items():
+            if numbers[role] != value:
+                return f"a number of the optimizer that is no input of the program: {value:g} -> {numbers[role]:g}"
+        return [numbers[role] for role in self.call.roles]
+
+    def run(self, tensors: CallTensors, numbers: list[float], runtime: Runtime) -> Sequence[torch.Tensor]:
+        """Runs the program; returns its results."""
+        if numbers != self._numbers:
+            self._numbers, self._uploads = numbers, uploaded_numbers(numbers, runtime)
+        inputs = [source.get(tensors) if isinstance(source, Slot) else source for source in self.call.sources]
+        for index in self._to_check:
+            inputs[index] = plain(inputs[index])
+        inputs += self._uploads
+        if self.call.draws:
+            inputs.append(runtime.placeholders.random_state())
+        assert self.call.run is not None
+        return self.call.run(inputs)
+
+    def write_back(self, results: Sequence[torch.Tensor], tensors: CallTensors, runtime: Runtime) -> None:
+        """Stores the results where the step stores them."""
+        for slots, result in zip(self.call.targets, results, strict=False):
+            for slot in slots:
+                if slot.kind == "created":
+                    slot.owner.grad = result
+                elif slot.kind == "buffer":
+                    slot.owner._buffers[slot.name] = result
+                else:
+                    slot.get(tensors).data = result
+        for leaf in self.call.dropped:
+            leaf.grad = None
+        if self.call.draws:
+            runtime.placeholders.set_random_state(results[-1])
+
+    def without_gradients(self) -> bool:
+        """Whether no parameter of the modules has a gradient."""
+        return all(parameter.grad is None for parameter in self._parameters)

@@ -1,0 +1,100 @@
+"""`TPUPlaceholders`: traces and executables by the parts of TorchTPU that its `torch.compile` is made of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch_tpu._internal.compile import tpu_torch_compile as _compiler
+from torch_tpu._internal.execution_mode import execution_mode_impl as _modes
+
+from xla_adapters.runtime.interface import Device
+from xla_adapters.runtime.interface.placeholders import Run
+from xla_adapters.runtime.torch_tpu.counters import TPUCounters
+
+_RECORD = _modes._EagerMode.INTERNAL_COMPILE_FX_GRAPH
+
+
+class TPUPlaceholders:
+    """`Placeholders` on TorchTPU.
+
+    Args:
+        device: of the tensors.
+        counters: count the compiles and runs.
+    """
+
+    def __init__(self, device: Device, counters: TPUCounters) -> None:
+        self._device = device
+        self._counters = counters
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """See `Placeholders`."""
+        _modes._push_eager_mode(_RECORD)
+        try:
+            yield
+        finally:
+            _modes._pop_eager_mode()
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Placeholders`."""
+        placeholder: torch.Tensor = _compiler.placeholder_like(tensor)
+        return placeholder
+
+    def _generator(self) -> torch.Generator:
+        self._device.initialize()
+        generator: torch.Generator = torch.tpu.default_generators[0]  # type: ignore[attr-defined]
+        return generator
+
+    def random_state(self) -> torch.Tensor:
+        """See `Placeholders`."""
+        state: torch.Tensor = _compiler.get_device_state_tensor(self._generator())
+        return state
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """See `Placeholders`."""
+        _compiler.set_device_state_tensor(self._generator(), state)
+
+    @contextmanager
+    def tracing_random(self) -> Iterator[Callable[[], torch.Tensor]]:
+        """See `Placeholders`."""
+        stand_in = _compiler.make_export_mode_device_generator(self._generator())
+        _compiler.set_export_mode_default_device_generator(stand_in)
+        try:
+            yield lambda: _compiler.get_device_state_tensor(stand_in)
+        finally:
+            _compiler.clear_export_mode_default_device_generators()
+
+    def same_value(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """See `Placeholders`."""
+        return one.data_ptr() == other.data_ptr()
+
+    def text(self, results: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> str:
+        """See `Placeholders`; without the name of the module, which has a line of the caller's code in it."""
+        with self.recording():
+            text: str = _compiler.serialize_mlir_text(_compiler.build_mlir(list(results), list(arguments)))
+        return text.partition("\n")[2]
+
+    def compile(
+        self, results: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor], donated: Sequence[int], name: str
+    ) -> Run:
+        """See `Placeholders`."""
+        began = time.perf_counter()
+        with self.recording():
+            compiled = _compiler.traverse_and_compile(
+                result_tensors=list(results),
+                argument_tensors=list(arguments),
+                donated_inputs=list(donated),
+                module_name=name,
+            )
+        self._counters.compiled(time.perf_counter() - began)
+        run, counters = _compiler.make_compiled_runner(compiled.executable), self._counters
+
+        def execute(values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            counters.executions += 1
+            found: Sequence[torch.Tensor] = run(values)
+            return found
+
+        return execute

@@ -1,0 +1,190 @@
+"""`PlaceholderMode`: the function mode that gives each tensor which a step uses a placeholder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from xla_adapters.errors import UnsupportedOptionError
+from xla_adapters.lowerings.masks import is_write_by_mask, write_by_mask_
+from xla_adapters.runtime.waiting_steps import METADATA
+from xla_adapters.tracing.answers import NO_ANSWER, Answers
+from xla_adapters.tracing.operation_log import OperationLog, next_node
+from xla_adapters.tracing.placeholders.lifting import Lifting
+from xla_adapters.tracing.placeholders.trace import Trace
+from xla_adapters.tracing.step_mode import FROM_NUMBERS, MOVES, READS, StepMode, writes_in_place
+from xla_adapters.tracing.undo_log import UndoLog
+from xla_adapters.utils.fake_tensors import is_fake
+
+_Tensor = torch.Tensor
+_CALL = Callable[..., Any]
+_TENSOR = vars(torch._C.TensorBase)
+# Calls that need no placeholder. Not `grad`: a gradient from before the step is found with its leaf.
+_WITHOUT_VALUES = METADATA - {_TENSOR["grad"].__get__, _TENSOR["_grad"].__get__}
+# Calls that may copy a tensor, or other data, from the host to the device.
+_MAY_COPY: frozenset[_CALL] = frozenset({_Tensor.to, _Tensor.type, getattr(_Tensor, "tpu", _Tensor.to)})
+_UPLOADS: frozenset[_CALL] = frozenset({*FROM_NUMBERS, *_MAY_COPY, _Tensor.new_tensor, torch.asarray})
+
+
+class PlaceholderMode(StepMode):
+    """Intercepts the torch calls of a step that is traced with placeholders: gives these to tensors, and reports reads.
+
+    Args:
+        trace: gets the tensors.
+        undo_log: gets the tensors that are about to be written.
+        on_read, on_dynamic, operations, answers: as for `StepMode`.
+
+    Attributes:
+        lifting: of the update that is under way, if one is.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        undo_log: UndoLog,
+        on_read: Callable[[str, torch.Tensor], None],
+        on_dynamic: Callable[[str, torch.Tensor], None],
+        operations: OperationLog,
+        answers: Answers | None = None,
+    ) -> None:
+        super().__init__(undo_log, on_read, on_dynamic, operations, answers)
+        self._trace = trace
+        self._is_inner = len(undo_log.chain()) > 1
+        self.lifting: Lifting | None = None
+
+    def __torch_function__(
+        self, func: _CALL, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _WITHOUT_VALUES or (args and is_fake(args[0])):
+            return func(*args, **kwargs)
+        self._operations.first_node = next_node()
+        if func is _Tensor.backward:
+            self._adopt((*args, *leaves_of(args[0])))
+            return self._backward(*args, **kwargs)
+        if func is _Tensor.__setitem__ and is_write_by_mask(*args):
+            func, args = write_by_mask_, (args[0], [args[1]], args[2])
+        answer = self._check(func, args, kwargs)
+        if answer is not NO_ANSWER:
+            return answer
+        self._adopt(args)
+        self._adopt(kwargs.values())
+        writes = self._writes.get(func)
+        if writes is None:
+            writes = self._writes[func] = writes_in_place(func)
+        if writes or "out" in kwargs or kwargs.get("inplace"):
+            self._record_writes(args, kwargs, written_through=False)
+        if func is _Tensor.copy_:
+            args = self._with_upload(*args, **kwargs)
+            kwargs = {}
+        elif func in _MAY_COPY:
+            args, kwargs = _blocking(args, kwargs)
+        if self.lifting is not None and self._has_device_tensor((*args, *kwargs.values())):
+            result = self.lifting.call(func, args, kwargs)
+            # Its numbers are no part of the program, and never why another one is compiled.
+            args, kwargs = tuple(value for value in args if isinstance(value, _Tensor)), {}
+        else:
+            result = func(*args, **kwargs)
+        self._note(result, is_upload=func in _UPLOADS and self._may_upload(func, args))
+        self._operations.call(func, args, kwargs, result)
+        if self._answers is not None:
+            self._answers.note(func, args, kwargs, result)
+        return result
+
+    def _check(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Reports what would need a value; returns the answer to a read of a known library."""
+        dynamic = None
+        if func in READS:
+            if args[0].device.type == self._type:
+                if self._answers is not None:
+                    answer = self._answers.read(func, READS[func], args, kwargs)
+                    if answer is not NO_ANSWER:
+                        return answer
+                self._on_read(READS[func], args[0])
+        elif func in MOVES:
+            self._check_move(func, args, kwargs)
+        else:
+            dynamic = self._dynamic(func, args, kwargs)
+        if dynamic is not None:
+            if self._answers is not None:
+                answer = self._answers.dynamic(func, args, kwargs, *dynamic)
+                if answer is not NO_ANSWER:
+                    return answer
+            self._on_dynamic(*dynamic)
+        generator = kwargs.get("generator")
+        if generator is not None and generator.device.type == self._type:
+            raise UnsupportedOptionError(
+                "a torch.Generator of the device is used in a step: a trace with torch_tpu knows the device's own "
+                "random stream only. Draw from that one (leave generator= out), or draw before the step"
+            )
+        return NO_ANSWER
+
+    def _with_upload(self, target: torch.Tensor, source: torch.Tensor, *rest: Any, **options: Any) -> tuple[Any, ...]:
+        """The arguments of `copy_`, with a source on the host copied to the device first."""
+        if target.device.type == self._type and source.device.type == "cpu":
+            source = source.to(target.device)
+            self._trace.adopt(source, is_upload=True)
+        return (target, source, *rest, *options.values())
+
+    def _may_upload(self, func: _CALL, args: tuple[Any, ...]) -> bool:
+        return func is _Tensor.new_tensor or not self._has_device_tensor(args[:1])
+
+    def _has_device_tensor(self, values: Iterable[Any]) -> bool:
+        return any(
+            value.device.type == self._type
+            if isinstance(value, _Tensor)
+            else isinstance(value, (list, tuple)) and self._has_device_tensor(value)
+            for value in values
+        )
+
+    def _adopt(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, _Tensor):
+                if value.device.type == self._type and not is_fake(value):
+                    self._trace.adopt(value)
+                    if self._is_inner:
+                        self._record_in_inner(value)
+            elif isinstance(value, (list, tuple)):
+                self._adopt(value)
+            elif isinstance(value, dict):
+                self._adopt(value.values())
+
+    def _record_in_inner(self, tensor: torch.Tensor) -> None:
+        if tensor.requires_grad and tensor.is_leaf:
+            self.undo_log.record_leaf(tensor)
+
+    def _note(self, result: Any, *, is_upload: bool) -> None:
+        if isinstance(result, _Tensor):
+            if result.device.type == self._type and not is_fake(result):
+                if is_upload:
+                    self._trace.adopt(result, is_upload=True)
+                else:
+                    self._trace.traced.note(result)
+        elif isinstance(result, (list, tuple)):
+            for item in result:
+                self._note(item, is_upload=is_upload)
+
+
+def leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The leaves to which a backward of this tensor adds gradients."""
+    waiting = [tensor.grad_fn]
+    seen: set[object] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        waiting.extend(function for function, _ in node.next_functions)
+
+
+def _blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `to` and the like without `non_blocking`: at such an upload in a trace torch_tpu aborts."""
+    if kwargs.get("non_blocking"):
+        kwargs = {**kwargs, "non_blocking": False}
+    first = next((position for position, value in enumerate(args) if isinstance(value, bool)), None)
+    return (args if first is None else (*args[:first], False, *args[first + 1 :])), kwargs

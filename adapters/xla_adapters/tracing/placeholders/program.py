@@ -1,0 +1,76 @@
+"""`Program`: what a trace computes; compiled unless the same one is known."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+
+from xla_adapters.runtime import Runtime
+from xla_adapters.runtime.interface.placeholders import Run
+
+# Executables kept; the one that was not used for longest is dropped.
+_KEPT = 256
+_RETURN = re.compile(r"^ {4}return (.*) : ", re.MULTILINE)
+_ARGUMENT = re.compile(r"%arg(\d+)$")
+
+
+@dataclass(eq=False)
+class Program:
+    """What a trace computes.
+
+    Attributes:
+        runtime: the runtime.
+        text: StableHLO.
+        arguments: placeholders.
+        results: of the trace: for each changed tensor, for each new one, and the state of the random stream.
+        changed: the positions of those adopted tensors that get another value. Their arguments are donated.
+        made: the tensors that get a value.
+        draws: whether the state of the random stream is the last argument and the last result.
+    """
+
+    runtime: Runtime
+    text: str
+    arguments: list[torch.Tensor]
+    results: list[torch.Tensor]
+    changed: list[int]
+    made: list[torch.Tensor]
+    draws: bool
+
+    @cached_property
+    def key(self) -> str:
+        """Equal for equal programs."""
+        return hashlib.sha256(f"{self.changed} {self.text}".encode()).hexdigest()
+
+    def compiled(self, name: str) -> Run:
+        """The executable.
+
+        Args:
+            name: for profiles.
+        """
+        known = _executables_of(self.runtime)
+        if self.key not in known:
+            known[self.key] = self.runtime.placeholders.compile(self.results, self.arguments, self.changed, name)
+            if len(known) > _KEPT:
+                known.popitem(last=False)
+        known.move_to_end(self.key)
+        return known[self.key]
+
+
+@cache
+def _executables_of(runtime: Runtime) -> OrderedDict[str, Run]:
+    return OrderedDict()
+
+
+def returned_arguments(text: str) -> Sequence[int | None]:
+    """For each result of a program the position of the argument that it returns unchanged; None if it computes it."""
+    main = text[text.index("func.func @main") if "func.func @main" in text else 0 :]
+    found = _RETURN.search(main)
+    assert found is not None, text
+    names = (_ARGUMENT.match(name) for name in found[1].split(", "))
+    return [None if name is None else int(name[1]) for name in names]

@@ -1,0 +1,193 @@
+"""`PlaceholderScope`: a step that is traced with placeholders, and executed once at its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from xla_adapters.errors import UnsupportedOptionError
+from xla_adapters.tracing.compile_progress import compile_progress
+from xla_adapters.tracing.discarded import DiscardedTensor
+from xla_adapters.tracing.graph_limit import check_graph
+from xla_adapters.tracing.interrupts import at_edge
+from xla_adapters.tracing.modules import ModuleGuard
+from xla_adapters.tracing.placeholders.lifting import Lifting
+from xla_adapters.tracing.placeholders.mode import PlaceholderMode
+from xla_adapters.tracing.placeholders.program import Program
+from xla_adapters.tracing.placeholders.trace import Trace
+from xla_adapters.tracing.scope_report import NOTHING_COMPILED, CompileMeter, ScopeReport
+from xla_adapters.tracing.step_scope import StepScope
+from xla_adapters.tracing.undo_log import UndoLog
+from xla_adapters.tracing.updates import UpdateGuard
+from xla_adapters.utils.compiling import as_in_one_graph
+from xla_adapters.utils.inference import inference_mode_as_no_grad
+
+
+class PlaceholderScope(StepScope):
+    """One traced call of a step on a runtime without lazy tensors; as `StepScope` otherwise.
+
+    Args:
+        **options: as for `StepScope`.
+
+    Raises:
+        UnsupportedOptionError: `on_graph_break` is not `"error"`: what a step reads has no value before its end.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if self.config.on_graph_break != "error":
+            raise UnsupportedOptionError(
+                f"on_graph_break={self.config.on_graph_break!r}: with {self._runtime.name} nothing of a step can be "
+                "executed before its end; leave it out, and read after the step"
+            )
+        self._trace: Trace | None = None
+        self._unmade: list[torch.Tensor] = []
+        self._lifting: Lifting | None = None
+        self._singles: list[tuple[dict[str, Any], Any]] = []
+        self._stream_before: torch.Tensor | None = None
+        self._host_before: torch.Tensor | None = None
+
+    # ---- tracing -------------------------------------------------------------------------------
+
+    def _start_tracing(self) -> None:
+        runtime, restores = self._runtime, self._restores
+        restores.callback(runtime.tracing.set_graph_name, runtime.tracing.graph_name())
+        runtime.tracing.set_graph_name(self.name)
+        # Backward runs in this thread, where the mode sees it.
+        restores.enter_context(torch.autograd.set_multithreading_enabled(False))
+        ModuleGuard(self).install(restores)
+        UpdateGuard(self, runtime).install(restores)
+        for context in (inference_mode_as_no_grad(), as_in_one_graph()):
+            restores.enter_context(context)
+        restores.enter_context(runtime.tracing.intercept(self._on_runtime_event))
+        self._breaks.begin(self.undo_logs)
+        self._stream_before, self._host_before = runtime.placeholders.random_state(), torch.get_rng_state()
+        if self._seed is not None:
+            runtime.random.set_seed(self._seed.value())
+        # Cached casts of weights have no placeholders.
+        torch.clear_autocast_cache()
+        self.start_recording(self._undo_log)
+
+    def start_recording(self, undo_log: UndoLog) -> None:
+        """See `StepScope`."""
+        if self._trace is None:
+            self._trace = Trace(self._runtime, self.undo_logs)
+            self._trace.begin()
+        breaks = self._breaks
+        self._mode = PlaceholderMode(
+            self._trace, undo_log, breaks.on_read, breaks.on_dynamic, self.operations, breaks.answers
+        )
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def pause_recording(self) -> None:
+        """Goes on recording: each tensor needs its placeholder, those of an optimizer, too."""
+
+    def resume_recording(self) -> None:
+        """See `pause_recording`."""
+
+    def update_begins(self, optimizer: Optimizer) -> None:
+        """Makes the numbers of the update arguments of the program; it runs parameter by parameter."""
+        for group in optimizer.param_groups:
+            if group.get("fused"):
+                raise UnsupportedOptionError(
+                    f"{type(optimizer).__name__}(fused=True): torch_tpu has no such kernel, and the step's program "
+                    "fuses the update anyway; leave it out"
+                )
+            if "foreach" in group:
+                self._singles.append((group, group["foreach"]))
+                group["foreach"] = False
+        assert self._trace is not None
+        assert isinstance(self._mode, PlaceholderMode)
+        self._lifting = self._mode.lifting = Lifting(self._trace.numbers, self._roles(optimizer))
+
+    def _roles(self, optimizer: Optimizer) -> list[tuple[int, float]] | None:
+        """For each number of the update what it is and its value; None if that is not known."""
+        return None
+
+    def update_ended(self, optimizer: Optimizer) -> None:
+        """The optimizer has computed its update."""
+        self._restore_groups()
+        if isinstance(self._mode, PlaceholderMode):
+            self._mode.lifting = None
+
+    def _restore_groups(self) -> None:
+        for group, foreach in self._singles:
+            group["foreach"] = foreach
+        self._singles.clear()
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    @at_edge
+    def _finish_graph(self) -> ScopeReport:
+        self._breaks.check_end(self.operations)
+        if self.config.free_grads is True:
+            self._undo_log.free_grads()
+        self.stop_recording()
+        return self._run_trace()
+
+    def flush(self) -> None:
+        """Executes what was traced so far; only an optimizer that runs operation by operation needs that."""
+        self._run_trace()
+        for log in self.undo_logs():
+            log.clear()
+
+    def _run_trace(self) -> ScopeReport:
+        """Compiles the trace, unless its program is known, and runs it."""
+        trace = self._trace
+        if trace is None:
+            return NOTHING_COMPILED
+        meter = CompileMeter(self._runtime)
+        call = self.signature, self.operations
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            program = trace.program(self._undo_log.leaves())
+            if not program.results:
+                self._end_trace()
+                trace.settle(program, [])
+                self._ran(trace, program)
+                return NOTHING_COMPILED
+            check_graph(self.name, self.config, call, self.history, program.key)
+            self._before_run(trace, program)
+            with compile_progress(self.name, self.history, call):
+                run = program.compiled(self.name)
+            self._end_trace()
+            values = trace.values(program)
+            self._breaks.executing = True
+            trace.settle(program, run(values))
+            self._ran(trace, program)
+        return meter.report(self.operations)
+
+    def _before_run(self, trace: Trace, program: Program) -> None:
+        """Called when the call is traced and not executed yet."""
+
+    def _ran(self, trace: Trace, program: Program) -> None:
+        """Called when the call was executed."""
+
+    def _end_trace(self) -> None:
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            trace.end()
+
+    def _stop_tracing(self) -> None:
+        self._restore_groups()
+        made = [] if self._trace is None else self._trace.traced.alive()
+        adopted = () if self._trace is None else self._trace.adopted
+        kept = {id(tensor) for item in adopted for tensor in (item.tensor, *item.twins)}
+        self._unmade = [tensor for tensor in made if id(tensor) not in kept]
+        try:
+            super()._stop_tracing()
+        finally:
+            self._end_trace()
+
+    def _restore_state(self) -> None:
+        with torch._C.DisableTorchFunction():
+            self._undo_log.undo(discard=False)
+            for tensor in self._unmade:
+                if type(tensor) is torch.Tensor:
+                    tensor.__class__ = DiscardedTensor
+            self._unmade = []
+            if self._stream_before is not None and self._host_before is not None:
+                self._runtime.placeholders.set_random_state(self._stream_before)
+                torch.set_rng_state(self._host_before)
+        torch.clear_autocast_cache()

@@ -1,0 +1,225 @@
+"""`Trace`: puts placeholders in place of the tensors that a step uses, and makes a program of what it records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from xla_adapters.errors import PlaceholderError
+from xla_adapters.runtime import Runtime
+from xla_adapters.runtime.traced_tensors import TracedTensors
+from xla_adapters.tracing.placeholders.numbers import TraceNumbers
+from xla_adapters.tracing.placeholders.program import Program, returned_arguments
+from xla_adapters.tracing.undo_log import UndoLog
+
+
+@dataclass
+class Adopted:
+    """A tensor that has a placeholder in its place.
+
+    Attributes:
+        tensor: that the step uses.
+        value: what it held before.
+        stand_in: the argument of the program.
+        is_upload: whether the step itself copied it from the host.
+        twins: other tensors with the same memory, shape and strides.
+    """
+
+    tensor: torch.Tensor
+    value: torch.Tensor
+    stand_in: torch.Tensor
+    is_upload: bool
+    twins: list[torch.Tensor]
+
+
+class Trace:
+    """Records what a step does as a program.
+
+    A tensor gets its placeholder when the step first uses it. In-place operations then change the tensor as on any
+    device, but no buffer: at the end the tensor gets what the program computed, or its former value back.
+
+    Args:
+        runtime: the runtime.
+        undo_logs: returns the undo logs of the open steps, the innermost first.
+
+    Attributes:
+        adopted: the tensors with placeholders, in the order of the program's arguments.
+        numbers: further arguments.
+        traced: the tensors of the trace.
+    """
+
+    def __init__(self, runtime: Runtime, undo_logs: Callable[[], Sequence[UndoLog]]) -> None:
+        self._runtime = runtime
+        self._undo_logs = undo_logs
+        self._contexts = ExitStack()
+        self.adopted: list[Adopted] = []
+        self._by_memory: dict[int, list[Adopted]] = {}
+        self.numbers = TraceNumbers(runtime)
+        self.traced = TracedTensors()
+
+    def begin(self) -> None:
+        """Starts recording."""
+        placeholders = self._runtime.placeholders
+        self._random = self._contexts.enter_context(placeholders.tracing_random())
+        self._random_before = self._random()
+        self._contexts.enter_context(placeholders.recording())
+        self._runtime.tracing.begin_trace(self.traced)
+
+    def end(self) -> None:
+        """Stops recording."""
+        self._runtime.tracing.begin_trace(None)
+        self._contexts.close()
+
+    # ---- while the step runs -----------------------------------------------------------------------
+
+    def adopt(self, tensor: torch.Tensor, *, is_upload: bool = False) -> None:
+        """Puts a placeholder in place of a tensor of the device, unless it is part of the trace already.
+
+        To be called with torch's function modes off.
+        """
+        if self.traced.has(tensor):
+            return
+        grad = tensor.grad if tensor.is_leaf else None
+        with torch.no_grad():
+            outermost, *inner = list(self._undo_logs())[::-1]
+            if tensor.is_leaf and tensor.requires_grad:
+                outermost.record_leaf(tensor)
+            else:
+                outermost.record(tensor)
+            self._swap(tensor, is_upload)
+            for log in inner:
+                log.record(tensor)
+        if grad is not None and self._runtime.device.owns(grad):
+            self.adopt(grad)
+
+    def _swap(self, tensor: torch.Tensor, is_upload: bool) -> None:
+        value = tensor.detach()
+        memory = value.untyped_storage()._cdata
+        sharing = self._by_memory.setdefault(memory, [])
+        twin = next((found for found in sharing if _lies_as(found.value, value)), None)
+        if twin is not None and twin.tensor is tensor:
+            # A step inside the step has put its former value back.
+            tensor.data = twin.stand_in.clone()
+            self.traced.add(tensor)
+            return
+        if twin is not None:
+            twin.twins.append(tensor)
+            tensor.data = twin.tensor.detach()
+            return
+        stand_in = self._runtime.placeholders.stand_in(torch.empty(value.shape, dtype=value.dtype, device="meta"))
+        tensor.data = stand_in.clone()
+        self.traced.add(tensor)
+        found = Adopted(tensor, value, stand_in, is_upload, [])
+        self.adopted.append(found)
+        sharing.append(found)
+
+    # ---- its end -----------------------------------------------------------------------------------
+
+    def program(self, leaves: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> Program:
+        """What the trace computes.
+
+        Args:
+            leaves: with their gradients from before the step; new ones are results, too.
+
+        Raises:
+            PlaceholderError: it reads a tensor that has no placeholder, or writes to memory that two tensors share.
+        """
+        placeholders = self._runtime.placeholders
+        arguments = [item.stand_in for item in self.adopted] + self.numbers.stand_ins
+        made = self._made(leaves)
+        draws = not placeholders.same_value(self._random_before, self._random())
+        results = [item.tensor.detach() for item in self.adopted] + [tensor.detach() for tensor in made]
+        if draws:
+            arguments.append(self._random_before)
+            results.append(self._random())
+        if not results:
+            return Program(self._runtime, text="", arguments=[], results=[], changed=[], made=[], draws=False)
+        try:
+            text = placeholders.text(results, arguments)
+        except RuntimeError as error:
+            if "was not provided" not in str(error):
+                raise
+            form = str(error).rpartition("not provided: ")[2].strip()
+            raise PlaceholderError(
+                f"the step reads a tensor of the form {form} that no function of torch was given in it: was it saved "
+                "for a backward before the step? The step was discarded; parameters are as before it"
+            ) from error
+        returned = returned_arguments(text)
+        changed = [index for index in range(len(self.adopted)) if returned[index] != index]
+        self._check_memory(changed)
+        return Program(
+            self._runtime,
+            text=text,
+            arguments=arguments,
+            results=[results[index] for index in changed] + results[len(self.adopted) :],
+            changed=changed,
+            made=made,
+            draws=draws,
+        )
+
+    def _made(self, leaves: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> list[torch.Tensor]:
+        """The tensors without a value that code can use after the step."""
+        adopted = {id(tensor) for item in self.adopted for tensor in (item.tensor, *item.twins)}
+        grads = [leaf.grad for leaf, before in leaves if leaf.grad is not None and leaf.grad is not before]
+        grads = [grad for grad in grads if self._runtime.device.owns(grad)]
+        found = {id(tensor): tensor for tensor in (*self.traced.alive(), *grads)}
+        return [tensor for key, tensor in found.items() if key not in adopted]
+
+    def _check_memory(self, changed: Sequence[int]) -> None:
+        written = {id(self.adopted[index]) for index in changed}
+        for sharing in self._by_memory.values():
+            for item in sharing:
+                is_view = len(sharing) > 1 or item.tensor._base is not None or _is_part(item.value)
+                if is_view and id(item) in written:
+                    raise PlaceholderError(
+                        f"the step writes to a tensor of the shape {tuple(item.value.shape)}, which is a view of "
+                        "another one, or has one, made before the step: the other would not see it"
+                    )
+
+    def settle(self, program: Program, results: Sequence[torch.Tensor]) -> None:
+        """Gives all tensors their values; after `end`, with function modes off.
+
+        Args:
+            program: of the trace.
+            results: what it has computed.
+        """
+        found = dict(zip(program.changed, results, strict=False))
+        for index, item in enumerate(self.adopted):
+            value = found.get(index, item.value)
+            for tensor in (item.tensor, *item.twins):
+                tensor.data = value.detach()
+        for tensor, value in zip(program.made, results[len(program.changed) :], strict=False):
+            tensor.data = value
+        if program.draws:
+            self._runtime.placeholders.set_random_state(results[-1])
+
+    def values(self, program: Program) -> list[torch.Tensor]:
+        """The values of the program's arguments."""
+        values = [plain(item.value) for item in self.adopted] + self.numbers.uploads()
+        return [*values, self._runtime.placeholders.random_state()] if program.draws else values
+
+
+def _is_part(value: torch.Tensor) -> bool:
+    return value.numel() * value.element_size() != value.untyped_storage().nbytes()
+
+
+def is_plain(value: torch.Tensor) -> bool:
+    """Whether a tensor is all of its memory, in the order of its elements."""
+    return value.is_contiguous() and not _is_part(value)
+
+
+def plain(value: torch.Tensor) -> torch.Tensor:
+    """The value as an argument of a program: of a view a copy."""
+    return value if is_plain(value) else value.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _lies_as(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and one.stride() == other.stride()
+        and one.storage_offset() == other.storage_offset()
+    )

@@ -1,0 +1,1 @@
+"""What TorchTPU launches per training step; `python -m benchmarks.torch_tpu`."""

@@ -1,0 +1,104 @@
+// A PJRT plugin for torch_tpu on a machine without TPU: passes each call on to the CPU plugin in the library TARGET (a
+// macro, the path as a string), and makes up for what a CPU plugin does not have:
+//
+// - Client options. torch_tpu sends those of a TPU; a CPU plugin refuses a client with an option it does not know.
+// - The memory kinds of an executable's outputs, which torch_tpu asks for when it compiles. XLA:CPU does not implement
+//   the question. There is one kind, "device".
+//
+// It counts what passes through, for `stand_in.counts()`.
+//
+// The header may be older than both sides, so nothing here depends on the size that it gives a struct.
+
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "pjrt_c_api.h"
+
+static const PJRT_Api* target;
+
+atomic_long shim_compiles, shim_executions, shim_transfers_to_device, shim_transfers_to_host;
+
+#define COUNTED(function, counter)                                \
+  static PJRT_Error* counted_##function(function##_Args* args) { \
+    atomic_fetch_add(&counter, 1);                                \
+    return target->function(args);                                \
+  }
+
+COUNTED(PJRT_Client_Compile, shim_compiles)
+COUNTED(PJRT_LoadedExecutable_Execute, shim_executions)
+COUNTED(PJRT_Client_BufferFromHostBuffer, shim_transfers_to_device)
+COUNTED(PJRT_Buffer_ToHostBuffer, shim_transfers_to_host)
+
+static PJRT_Error* create_client(PJRT_Client_Create_Args* args) {
+  const PJRT_NamedValue* callers = args->create_options;
+  size_t count = args->num_options;
+  args->create_options = NULL;
+  args->num_options = 0;
+  PJRT_Error* error = target->PJRT_Client_Create(args);
+  args->create_options = callers;
+  args->num_options = count;
+  return error;
+}
+
+static void destroy(PJRT_Error* error) {
+  PJRT_Error_Destroy_Args args = {.struct_size = PJRT_Error_Destroy_Args_STRUCT_SIZE, .error = error};
+  target->PJRT_Error_Destroy(&args);
+}
+
+// The arrays of an answer belong to the plugin and stay valid; they are made for the largest executable so far.
+static PJRT_Error* output_memory_kinds(PJRT_Executable_OutputMemoryKinds_Args* args) {
+  static const char* const kind = "device";
+  static const char** kinds;
+  static size_t* sizes;
+  static size_t room;
+  PJRT_Error* error = target->PJRT_Executable_OutputMemoryKinds(args);
+  if (!error) return NULL;
+  destroy(error);
+  PJRT_Executable_NumOutputs_Args outputs = {
+      .struct_size = PJRT_Executable_NumOutputs_Args_STRUCT_SIZE,
+      .executable = args->executable,
+  };
+  error = target->PJRT_Executable_NumOutputs(&outputs);
+  if (error) return error;
+  if (outputs.num_outputs > room) {
+    // The old arrays are left: another thread may still read them.
+    room = outputs.num_outputs;
+    kinds = malloc(room * sizeof *kinds);
+    sizes = malloc(room * sizeof *sizes);
+    if (!kinds || !sizes) abort();
+    for (size_t i = 0; i < room; i++) {
+      kinds[i] = kind;
+      sizes[i] = strlen(kind);
+    }
+  }
+  args->num_outputs = outputs.num_outputs;
+  args->memory_kinds = kinds;
+  args->memory_kind_sizes = sizes;
+  return NULL;
+}
+
+const PJRT_Api* GetPjrtApi(void) {
+  static PJRT_Api* api;
+  if (api) return api;
+  void* library = dlopen(TARGET, RTLD_NOW | RTLD_LOCAL);
+  const PJRT_Api* (*get)(void) = library ? (const PJRT_Api* (*)(void))dlsym(library, "GetPjrtApi") : NULL;
+  if (!get) {
+    fprintf(stderr, "%s\n", dlerror());
+    return NULL;
+  }
+  target = get();
+  api = malloc(target->struct_size);
+  if (!api) abort();
+  memcpy(api, target, target->struct_size);
+  api->PJRT_Client_Create = create_client;
+  api->PJRT_Client_Compile = counted_PJRT_Client_Compile;
+  api->PJRT_LoadedExecutable_Execute = counted_PJRT_LoadedExecutable_Execute;
+  api->PJRT_Client_BufferFromHostBuffer = counted_PJRT_Client_BufferFromHostBuffer;
+  api->PJRT_Buffer_ToHostBuffer = counted_PJRT_Buffer_ToHostBuffer;
+  api->PJRT_Executable_OutputMemoryKinds = output_memory_kinds;
+  return api;
+}
