@@ -71,7 +71,11 @@ def pinned(name: str) -> list[str]:
     """The contract tests that mention the last part of this name."""
     last = name.rpartition(".")[2]
     files = [OF_TORCH_TPU] if name.startswith("torch_tpu.") else sorted(CONTRACTS.glob("test_*.py"))
-    return [str(path.relative_to(ROOT / "tests")) if path is OF_TORCH_TPU else path.name for path in files if last in _words(path)]
+    return [
+        str(path.relative_to(ROOT / "tests")) if path is OF_TORCH_TPU else path.name
+        for path in files
+        if last in _words(path)
+    ]
 
 
 def _words(path: Path) -> set[str]:
@@ -91,8 +95,8 @@ def table() -> str:
     lines = [
         "# Private calls",
         "",
-        "Private names of other libraries that are used, and the files in `tests/contract` that test them (those of torch_tpu:",
-        "in `tests/torch_tpu`).",
+        "Private names of other libraries that are used, and the files in `tests/contract` that test them; those of",
+        "torch_tpu are tested in `tests/torch_tpu`.",
         "Written by `python -m tests.private_apis`.",
         "",
         "| name | used in | pinned by |",
