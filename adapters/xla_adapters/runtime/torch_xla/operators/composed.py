@@ -62,12 +62,12 @@ def _cumulative_minimum(self: torch.Tensor, dim: int) -> tuple[torch.Tensor, tor
 
 def _clamp(stock: Callable[..., torch.Tensor], self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """torch_xla's own makes a bound of what is no number."""
-    result = stock(self, *args, **kwargs)
+    result: torch.Tensor = stock(self, *args, **kwargs)
     return torch.where(self.isnan(), self, result) if self.is_floating_point() else result
 
 
 def _add_products(
-    self: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+    self: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
     """`addbmm`."""
     products = torch.bmm(batch1, batch2).sum(0) * alpha
