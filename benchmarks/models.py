@@ -74,7 +74,18 @@ def table_of(found: dict[Model, Found], shape: Shape) -> str:
         )
         lines += [f"  {model.name} {name}: {why}" for name, why in one.failed.items()]
     headers = ["model", "ours rows/s", "lazy", "openxla", "CPU", "inductor"]
-    headers += ["to lazy", "to openxla", "to CPU", "to inductor", "best openxla", "runs", "+dynamo", "openxla", "loss", "loss CPU"]
+    headers += [
+        "to lazy",
+        "to openxla",
+        "to CPU",
+        "to inductor",
+        "best openxla",
+        "runs",
+        "+dynamo",
+        "openxla",
+        "loss",
+        "loss CPU",
+    ]
     return "\n".join([report.table(headers, rows), *lines])
 
 

@@ -22,7 +22,7 @@ _USERS_LINE = 5
 class FabricUpdates:
     """Runs `optimizer.step()` and gradient clipping: a part of the step, or a graph of their own.
 
-    Under dynamo a loop without steps has three graphs: the model's forward and backward are dynamo's, the update is ours.
+    Under dynamo a loop without steps has three graphs: the model's forward and backward are dynamo's.
 
     Args:
         steps: of the strategy.

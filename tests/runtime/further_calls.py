@@ -127,7 +127,9 @@ FURTHER: dict[str, tuple[tuple[int, ...], dict[str, _Call]]] = {
             "lower triangle": lambda x: x[tuple(torch.tril_indices(6, 8, device=x.device))],
             "repeated": lambda x: x.repeat_interleave(_there(x, 1, 2, 0, 1, 3, 1), 0, output_size=8),
             "normal likelihood": lambda x: functional.gaussian_nll_loss(x, x.detach() * 2, x.abs()),
-            "normal likelihood, shared": lambda x: functional.gaussian_nll_loss(x, x.flip(0), x[:, :1].exp(), full=True),
+            "normal likelihood, shared": lambda x: functional.gaussian_nll_loss(
+                x, x.flip(0), x[:, :1].exp(), full=True
+            ),
             "margins of several labels": lambda x: functional.multilabel_margin_loss(
                 x, _there(x, 1, 2, -1, 0, 0, 0, 3, 3).expand(6, 8)
             ),

@@ -69,6 +69,8 @@ def test_special_values() -> None:
         lambda x, y: torch.hypot(x, y),
         lambda x, y: torch.signbit(x) * 1.0,
         lambda x, y: torch.special.log_ndtr(-x.clamp(max=1e3)),
+        lambda x, y: x.clamp(-1, 2),
+        lambda x, y: torch.clamp_max(x, 2),
         lambda x, y: x.cummin(0)[0],
         lambda x, y: x.cummax(0)[1] * 1.0,
         lambda x, y: x.median(0)[0] + x.nanmedian(0)[1],

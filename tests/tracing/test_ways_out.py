@@ -51,11 +51,6 @@ def _square_of_root(x: Tensor) -> Tensor:
     return root @ root.mT
 
 
-def _sinc(x: Tensor) -> Tensor:
-    y = math.pi * torch.where(x == 0, 1e-8, x)
-    return y.sin() / y
-
-
 def _index(x: Tensor) -> Tensor:
     return torch.arange(x.shape[1], device=x.device).remainder(3).expand_as(x)
 
@@ -91,18 +86,6 @@ PAIRS: dict[str, list[tuple[_Function, _Function]]] = {
     ],
     "_linalg_det": [
         (lambda x: torch.linalg.det(_positive(x) / 8), lambda x: torch.linalg.svdvals(_positive(x) / 8).prod(dim=-1))
-    ],
-    "median": [
-        (lambda x: x.median(), lambda x: x.flatten().kthvalue((x.numel() + 1) // 2).values),
-        (lambda x: x.median(1).values, lambda x: x.kthvalue((x.shape[1] + 1) // 2, 1).values),
-    ],
-    "sinc": [(torch.sinc, _sinc)],
-    "hypot": [(lambda x: torch.hypot(x, x + 1), lambda x: (x.square() + (x + 1).square()).sqrt())],
-    "renorm": [
-        (
-            lambda x: torch.renorm(x, 2, 0, 1.5),
-            lambda x: x * (1.5 / torch.linalg.vector_norm(x, dim=1, keepdim=True)).clamp_max(1),
-        )
     ],
     "masked_select": [
         (lambda x: x.masked_select(x > 0).mean(), lambda x: torch.where(x > 0, x, 0).sum() / (x > 0).sum())

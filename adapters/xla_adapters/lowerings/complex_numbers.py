@@ -13,7 +13,8 @@ def _abs(input: _Tensor) -> _Tensor:
     if not input.is_complex():
         return torch.abs(input)
     # Its gradient at 0 is 0, as torch's.
-    return torch.linalg.vector_norm(torch.view_as_real(input), dim=-1)
+    size: _Tensor = torch.linalg.vector_norm(torch.view_as_real(input), dim=-1)
+    return size
 
 
 def _angle(input: _Tensor) -> _Tensor:

@@ -19,7 +19,7 @@ def is_write_by_mask(tensor: Any, index: Any, value: Any) -> bool:
     found = _mask_and_dims(tensor, index)
     if found is None:
         return False
-    mask, _, behind = found
+    behind = found[2]
     return isinstance(value, (bool, int, float)) or (
         isinstance(value, _Tensor)
         and (value.ndim <= behind or value.shape[-behind - 1] == 1)

@@ -45,7 +45,7 @@ def _gaussian_nll_loss(
         elif input.shape[:-1] != var.shape[:-1] or var.shape[-1] != 1:
             raise ValueError("var is of incorrect size")
     bounded = var + (var.clamp(min=eps) - var).detach()
-    losses = 0.5 * (bounded.log() + (input - target) ** 2 / bounded)
+    losses: _Tensor = 0.5 * (bounded.log() + (input - target) ** 2 / bounded)
     if full:
         losses = losses + 0.5 * math.log(2 * math.pi)
     return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()

@@ -19,7 +19,6 @@ _EIGH = (
     "logarithm of its determinant"
 )
 _PINV = "use torch.linalg.pinv, which the device has: torch.linalg.pinv(a) @ b"
-_MEDIAN = "use kthvalue, which is the same: x.flatten().kthvalue((x.numel() + 1) // 2).values, or along a dimension"
 _MASK = (
     "keep the shape: torch.where(mask, x, 0).sum() / mask.sum() in place of x[mask].mean(), "
     "F.cross_entropy(..., ignore_index=-100) in place of a choice of rows"
@@ -51,10 +50,6 @@ _WAYS_OUT: dict[str, str] = {
     "inverse": _PINV,
     "linalg_lstsq": _PINV,
     "_linalg_det": "use torch.linalg.svdvals(a).prod(dim=-1), which is the determinant without its sign",
-    "median": _MEDIAN,
-    "sinc": "write it out: y = math.pi * torch.where(x == 0, 1e-8, x); y.sin() / y",
-    "hypot": "write it out: (x.square() + y.square()).sqrt()",
-    "renorm": "write it out: x * (limit / torch.linalg.vector_norm(x, dim=1, keepdim=True)).clamp_max(1)",
     "multinomial": (
         "draw without replacement by the largest of perturbed logarithms: (probabilities.log() - "
         "torch.rand_like(probabilities).log().neg().log()).topk(k, -1).indices"

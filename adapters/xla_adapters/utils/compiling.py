@@ -63,7 +63,7 @@ def modules_compiled(modules: Iterable[torch.nn.Module], backend: str) -> Iterat
     try:
         for module in compiled:
             call = torch.compile(_in_a_frame(module._call_impl), backend=backend)
-            module._compiled_call_impl = call  # type: ignore[assignment]
+            module._compiled_call_impl = call
         yield
     finally:
         for module in compiled:

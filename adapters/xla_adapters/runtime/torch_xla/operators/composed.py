@@ -60,8 +60,14 @@ def _cumulative_minimum(self: torch.Tensor, dim: int) -> tuple[torch.Tensor, tor
     return ~values, places
 
 
+def _clamp(stock: Callable[..., torch.Tensor], self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch_xla's own makes a bound of what is no number."""
+    result: torch.Tensor = stock(self, *args, **kwargs)
+    return torch.where(self.isnan(), self, result) if self.is_floating_point() else result
+
+
 def _add_products(
-    self: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+    self: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
     """`addbmm`."""
     products = torch.bmm(batch1, batch2).sum(0) * alpha
@@ -78,7 +84,8 @@ def _log_normal_cdf(self: torch.Tensor) -> torch.Tensor:
     inverse = low.square().reciprocal()
     series = -inverse * (1 - inverse * (3 - inverse * (15 - inverse * 105)))
     far = -0.5 * low.square() - (-low).log() - 0.5 * math.log(2 * math.pi) + torch.log1p(series)
-    return torch.where(wide < -8, far, torch.where(wide < 0, probability.log(), above)).to(values.dtype)
+    result = torch.where(wide < -8, far, torch.where(wide < 0, probability.log(), above))
+    return torch.where(wide.isnan(), wide, result).to(values.dtype)
 
 
 def _hypotenuse(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -87,6 +94,7 @@ def _hypotenuse(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     # Without squares that overflow.
     ratio = shorter / torch.where(longer == 0, torch.ones_like(longer), longer)
     result = longer * (1 + ratio * ratio).sqrt()
+    result = torch.where(one.isnan() | two.isnan(), torch.full_like(result, torch.nan), result)
     return torch.where(one.isinf() | two.isinf(), torch.full_like(result, torch.inf), result)
 
 
@@ -104,17 +112,13 @@ def _repeated_places(repeats: torch.Tensor, *, output_size: int | None = None) -
     return torch.searchsorted(ends, torch.arange(output_size, device=repeats.device), right=True).to(repeats.dtype)
 
 
-def _convolution_over_time(
-    self: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, pad: int = 0
-) -> torch.Tensor:
+def _convolution_over_time(self: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, pad: int = 0) -> torch.Tensor:
     """`conv_tbc`: of (time, batch, channels), with weights of (time, in, out)."""
     channels_first = torch.conv1d(self.permute(1, 2, 0), weight.permute(2, 1, 0), bias, padding=pad)
     return channels_first.permute(2, 0, 1)
 
 
-def _multilabel_margin(
-    self: torch.Tensor, target: torch.Tensor, reduction: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _multilabel_margin(self: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The targets of a row end at the first -1. torch's decomposition compares with those behind it, too."""
     rows, targets = torch.atleast_2d(self), torch.atleast_2d(target)
     classes = rows.shape[1]
@@ -150,4 +154,8 @@ DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
     "multilabel_margin_loss_forward": _multilabel_margin,
 }
 # Their first argument is torch_xla's kernel.
-AROUND_STOCK: Mapping[str, Callable[..., Any]] = {"cummax": _cumulative_maximum}
+AROUND_STOCK: Mapping[str, Callable[..., Any]] = {
+    "cummax": _cumulative_maximum,
+    "clamp": _clamp,
+    "clamp_max": _clamp,
+}
