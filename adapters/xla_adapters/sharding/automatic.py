@@ -149,10 +149,12 @@ class _Search:
         if not tried and problem is not None:
             raise problem
         found = self._compiled(tried, kept, compiler)
-        if budget is None and plans and cheapest(found, None).plan.name != plans[0].name:
+        # For other devices than CPUs their compiler says what fits, too.
+        free = budget is None or (self._topology.name != "cpu" and any(item.fits for item in found))
+        if free and plans and cheapest(found, None).plan.name != plans[0].name:
             # GSPMD did not follow the plan, so try plans whose layouts it propagates by itself.
             seen = len(tried)
-            tried = distinct([*tried, *sorted(self._followed(), key=by_time)[:top]])
+            tried = distinct([*tried, *sorted(self._followed(budget), key=by_time)[:top]])
             found += self._compiled(tried[seen:], kept, compiler)
         latest: list[Candidate] = []
         for _ in range(_CORRECTIONS if budget is not None else 0):
@@ -205,9 +207,9 @@ class _Search:
                     break
         return new
 
-    def _followed(self) -> list[ShardingPlan]:
+    def _followed(self, budget: int | None) -> list[ShardingPlan]:
         meshes = meshes_of(self._mesh, self._devices)
-        return [plan for mesh in meshes for plan in self._planner.usable(mesh, None, follow=True)]
+        return [plan for mesh in meshes for plan in self._planner.usable(mesh, budget, follow=True)]
 
     def _planned(self, budget: int | None) -> list[ShardingPlan]:
         return self._planner.best(meshes_of(self._mesh, self._devices), budget, given=self._mesh is not None)
