@@ -72,7 +72,7 @@ def test_errors_in_the_backward_discard_the_step(micro_batches: int) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_mock_in_place_of_torch_save_saves_nothing(asynchronous: bool, tmp_path: Path) -> None:
     strategy = XLAEagerStrategy(checkpoint=CheckpointConfig(asynchronous=asynchronous))
-    callbacks = [ModelCheckpoint(tmp_path, save_top_k=2, monitor="loss", save_last=True)]
+    callbacks = [ModelCheckpoint(tmp_path, save_top_k=-1, save_last=True)]
     run = trainer(strategy, max_epochs=3, callbacks=callbacks)
     with mock.patch("torch.save") as save, warnings_as_list() as found:
         run.fit(Classifier(), loader())
