@@ -79,8 +79,8 @@ class XLAConfig:
             variable `XLA_RNG_BIT_GENERATOR` has priority.
         profile_steps: the first and the last call of the training step (from 1, each micro batch of an accumulation is
             one) of which a profile is recorded; `None` for no profile. An error, or the end of the run, ends it early.
-        profile_signal: the name of a signal, `"SIGUSR1"` or `"SIGUSR2"`: when the process gets it, a profile of the next
-            three calls is recorded. Its handler, which calls the former one, stays for the rest of the process.
+        profile_signal: the name of a signal, `"SIGUSR1"` or `"SIGUSR2"`: when the process gets it, a profile of the
+            next three calls is recorded. Its handler, which calls the former one, stays for the rest of the process.
         profile_slow_steps: whether a profile of the next three calls is recorded when a call took three times the
             median of those before it, at most three times in a run. Calls that compile do not count.
         profile_folder: where profiles are written; `None` for `xla-profile` in the run's folder (HF's `output_dir`,

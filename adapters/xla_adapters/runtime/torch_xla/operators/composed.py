@@ -104,17 +104,13 @@ def _repeated_places(repeats: torch.Tensor, *, output_size: int | None = None) -
     return torch.searchsorted(ends, torch.arange(output_size, device=repeats.device), right=True).to(repeats.dtype)
 
 
-def _convolution_over_time(
-    self: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, pad: int = 0
-) -> torch.Tensor:
+def _convolution_over_time(self: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, pad: int = 0) -> torch.Tensor:
     """`conv_tbc`: of (time, batch, channels), with weights of (time, in, out)."""
     channels_first = torch.conv1d(self.permute(1, 2, 0), weight.permute(2, 1, 0), bias, padding=pad)
     return channels_first.permute(2, 0, 1)
 
 
-def _multilabel_margin(
-    self: torch.Tensor, target: torch.Tensor, reduction: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _multilabel_margin(self: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The targets of a row end at the first -1. torch's decomposition compares with those behind it, too."""
     rows, targets = torch.atleast_2d(self), torch.atleast_2d(target)
     classes = rows.shape[1]
