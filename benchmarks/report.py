@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import operator
 import os
@@ -13,8 +14,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, TypeVar
 
+_Chosen = TypeVar("_Chosen")
 Comparison = Literal["at least", "at most", "exactly"]
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "at least": operator.ge,
@@ -177,3 +179,42 @@ def parser(description: str) -> argparse.ArgumentParser:
     made.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
     made.add_argument("--check", action="store_true", help="print every target; exit with 1 if one is missed")
     return made
+
+
+def of_table(
+    module: str,
+    command: list[str] | None,
+    named: Callable[[str], list[_Chosen]],
+    *,
+    only: str,
+    timeout: float,
+    per: str = "run",
+) -> tuple[argparse.Namespace, list[_Chosen]]:
+    """The command line of a benchmark whose table has a row for each thing that it runs in a child.
+
+    Args:
+        module: its docstring.
+        command: the arguments; None for those of the process.
+        named: returns what is chosen by name; raises `ValueError` for a name that there is not.
+        only: what the names are of.
+        timeout: the default, in seconds.
+        per: what the timeout is of.
+
+    Returns:
+        The options, and what was chosen.
+    """
+    made = parser(module.splitlines()[0])
+    made.add_argument("--only", default="", metavar="NAMES", help=f"comma-separated {only}")
+    made.add_argument("--timeout", type=float, default=timeout, help=f"seconds per {per}")
+    made.add_argument("--markdown", action="store_true", help="print the table as the documents have it")
+    options = made.parse_args(command)
+    try:
+        return options, named(options.only)
+    except ValueError as error:
+        made.error(str(error))
+
+
+def freeze_imports() -> None:
+    """Children neither look through nor copy what the imports made."""
+    gc.collect()
+    gc.freeze()

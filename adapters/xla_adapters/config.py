@@ -18,6 +18,7 @@ OnRecompile = Literal["warn", "error", "ignore"]
 OnReplayMismatch = Literal["error", "retrace"]
 StepsForm = Literal["loop", "unrolled"]
 RngAlgorithm = Literal["auto", "default", "philox", "three_fry"]
+ProfileSignal = Literal["SIGUSR1", "SIGUSR2"]
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -78,7 +79,11 @@ class XLAConfig:
             variable `XLA_RNG_BIT_GENERATOR` has priority.
         profile_steps: the first and the last call of the training step (from 1, each micro batch of an accumulation is
             one) of which a profile is recorded; `None` for no profile. An error, or the end of the run, ends it early.
-        profile_folder: where it is written; `None` for `xla-profile` in the folder of the run (HF's `output_dir`,
+        profile_signal: the name of a signal, `"SIGUSR1"` or `"SIGUSR2"`: when the process gets it, a profile of the
+            next three calls is recorded. Its handler, which calls the former one, stays for the rest of the process.
+        profile_slow_steps: whether a profile of the next three calls is recorded when a call took three times the
+            median of those before it, at most three times in a run. Calls that compile do not count.
+        profile_folder: where profiles are written; `None` for `xla-profile` in the run's folder (HF's `output_dir`,
             Lightning's `default_root_dir`), else in the working directory.
 
     Raises:
@@ -99,6 +104,8 @@ class XLAConfig:
     steps_form: StepsForm = "loop"
     rng_algorithm: RngAlgorithm = "auto"
     profile_steps: tuple[int, int] | None = None
+    profile_signal: ProfileSignal | None = None
+    profile_slow_steps: bool = False
     profile_folder: str | None = None
 
     def __post_init__(self) -> None:
@@ -149,24 +156,36 @@ class XLAConfig:
             )
 
     def _check_profile(self) -> None:
+        check_choice("profile_slow_steps", self.profile_slow_steps, (True, False))
         steps = self.profile_steps
-        if steps is None:
+        if not self.has_profiles:
             if self.profile_folder is not None:
-                raise ConfigError(f"profile_folder={self.profile_folder!r} without profile_steps: nothing is recorded")
+                raise ConfigError(
+                    f"profile_folder={self.profile_folder!r} without profile_steps, profile_signal or "
+                    "profile_slow_steps: nothing is recorded"
+                )
             return
-        is_pair = isinstance(steps, (tuple, list)) and len(steps) == 2 and all(type(step) is int for step in steps)
-        if not is_pair or not 1 <= steps[0] <= steps[1]:
-            raise ConfigError(
-                f"profile_steps={steps!r} is not a valid value; valid values: None, or two integers, the first step "
-                "and the last, counted from 1"
-            )
-        # JSON and YAML have lists only.
-        object.__setattr__(self, "profile_steps", tuple(steps))
+        if steps is not None:
+            is_pair = isinstance(steps, (tuple, list)) and len(steps) == 2 and all(type(step) is int for step in steps)
+            if not is_pair or not 1 <= steps[0] <= steps[1]:
+                raise ConfigError(
+                    f"profile_steps={steps!r} is not a valid value; valid values: None, or two integers, the first "
+                    "step and the last, counted from 1"
+                )
+            # JSON and YAML have lists only.
+            object.__setattr__(self, "profile_steps", tuple(steps))
+        if self.profile_signal is not None:
+            check_choice("profile_signal", self.profile_signal, get_args(ProfileSignal))
         if not self.compiles_step:
             raise ConfigError(
-                f"profile_steps needs xla_mode='eager+compile' (it is {self.xla_mode!r}): the other modes have no step "
+                f"a profile needs xla_mode='eager+compile' (it is {self.xla_mode!r}): the other modes have no step "
                 "at whose edges a profile could begin and end; use torch_xla.debug.profiler itself"
             )
+
+    @property
+    def has_profiles(self) -> bool:
+        """Whether profiles may be recorded."""
+        return self.profile_steps is not None or self.profile_signal is not None or self.profile_slow_steps
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> XLAConfig:
@@ -217,11 +236,11 @@ class XLAConfig:
 
     def unprofiled(self) -> XLAConfig:
         """The same options without a profile, for steps that are no training steps."""
-        return replace(self, profile_steps=None, profile_folder=None)
+        return replace(self, profile_steps=None, profile_signal=None, profile_slow_steps=False, profile_folder=None)
 
     def of_run(self, folder: str | None) -> XLAConfig:
         """The same options for a run that writes into this folder."""
-        if folder is None or self.profile_steps is None or self.profile_folder is not None:
+        if folder is None or not self.has_profiles or self.profile_folder is not None:
             return self
         return replace(self, profile_folder=os.path.join(folder, "xla-profile"))
 

@@ -12,7 +12,6 @@ What is not one execution per step under "error" is listed with the error that w
 
 from __future__ import annotations
 
-import gc
 import sys
 from dataclasses import asdict
 
@@ -54,20 +53,10 @@ def add_targets(made: report.Report, rows: list[Row]) -> None:
 
 def main(command: list[str] | None = None) -> int:
     """The program."""
-    parser = report.parser(str(__doc__).splitlines()[0])
-    parser.add_argument("--only", default="", metavar="NAMES", help="comma-separated parts of `trainer x model`")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds per run")
-    parser.add_argument("--markdown", action="store_true", help="print the table as the documents have it")
-    options = parser.parse_args(command)
-    try:
-        chosen = named(options.only)
-    except ValueError as error:
-        parser.error(str(error))
+    options, chosen = report.of_table(str(__doc__), command, named, only="parts of `trainer x model`", timeout=300)
     for cell in chosen:
         cell.prepare()
-    # Children neither look through nor copy what the imports made.
-    gc.collect()
-    gc.freeze()
+    report.freeze_imports()
     made = report.Report("ecosystem", settings={"steps": STEPS, "learning_rate": LEARNING_RATE})
     rows: list[Row] = []
     for number, cell in enumerate(chosen, start=1):

@@ -12,7 +12,6 @@ Programs without a fault are run for 100 steps each: whatever is reported of the
 
 from __future__ import annotations
 
-import gc
 import sys
 from dataclasses import asdict
 
@@ -68,18 +67,8 @@ def add_targets(made: report.Report, rows: list[Row], alarms: dict[str, list[str
 
 def main(command: list[str] | None = None) -> int:
     """The program."""
-    parser = report.parser(str(__doc__).splitlines()[0])
-    parser.add_argument("--only", default="", metavar="NAMES", help="comma-separated parts of names of faults")
-    parser.add_argument("--timeout", type=float, default=180, help="seconds per run")
-    parser.add_argument("--markdown", action="store_true", help="print the table as the documents have it")
-    options = parser.parse_args(command)
-    try:
-        chosen = named(options.only)
-    except ValueError as error:
-        parser.error(str(error))
-    # Children neither look through nor copy what the imports made.
-    gc.collect()
-    gc.freeze()
+    options, chosen = report.of_table(str(__doc__), command, named, only="parts of names of faults", timeout=180)
+    report.freeze_imports()
     made = report.Report("explain", settings={"steps without a fault": STEPS})
     rows: list[Row] = []
     for number, program in enumerate(chosen, start=1):

@@ -15,7 +15,6 @@ The worst sample of an operator decides. Of a backward operator only `backward` 
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 from dataclasses import asdict
 
@@ -65,19 +64,11 @@ def _chosen(operators: list[str], timeout: float) -> dict[str, list[Case]]:
 
 def main(command: list[str] | None = None) -> int:
     """The program."""
-    parser = report.parser(str(__doc__).splitlines()[0])
-    parser.add_argument("--only", default="", metavar="NAMES", help="comma-separated names of operators")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds per process, of which there is a handful")
-    parser.add_argument("--markdown", action="store_true", help="print the table as the documents have it")
-    options = parser.parse_args(command)
-    try:
-        operators = named(options.only)
-    except ValueError as error:
-        parser.error(str(error))
+    options, operators = report.of_table(
+        str(__doc__), command, named, only="names of operators", timeout=120, per="process, of which there is a handful"
+    )
     sources()
-    # Children neither look through nor copy what the imports made.
-    gc.collect()
-    gc.freeze()
+    report.freeze_imports()
     made = report.Report("operators", settings={"samples": MOST_CASES, "limit": LIMIT})
     found: list[Row] = []
     for row in rows(_chosen(operators, options.timeout), options.timeout):

@@ -28,13 +28,19 @@ def _system(
 
 @pytest.mark.parametrize("name", trials.TRIALS)
 def test_each_feature_works_here(name: str) -> None:
-    outcome = trials.run(name)
+    (outcome,) = trials.run([name])
     assert outcome["state"] == "ok", outcome
     assert outcome["seconds"] < 60
     if name == "devices":
         assert json.loads(outcome["text"]) == {"hardware": "CPU", "devices": 1}
     elif name == "several devices":
         assert outcome["text"].startswith("2 devices")
+
+
+def test_features_that_share_a_process() -> None:
+    outcomes = list(trials.run(list(trials.TOGETHER)))
+    assert [outcome["name"] for outcome in outcomes] == list(trials.TOGETHER)
+    assert {outcome["state"] for outcome in outcomes} == {"ok"}, outcomes
 
 
 def _skipped() -> str:
@@ -61,8 +67,10 @@ def _fails() -> str:
 )
 def test_what_does_not_work_is_told(trial: object, state: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trials.TRIALS, "made up", trial)  # type: ignore[arg-type]
-    outcome = trials.run("made up")
+    monkeypatch.setitem(trials.TRIALS, "afterwards", lambda: "goes on")
+    outcome, other = trials.run(["made up", "afterwards"])
     assert (outcome["state"], outcome["text"]) == (state, text)
+    assert (other["name"], other["state"], other["text"]) == ("afterwards", "ok", "goes on")
     assert ("before" in outcome["output"]) == (trial is _fails)
 
 
@@ -131,8 +139,9 @@ def test_faults_come_first() -> None:
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json", str(tmp_path / "doctor.json")]) == 0
+    assert main(["doctor", "--full", "--json", str(tmp_path / "doctor.json")]) == 0
     assert "1 compile, 1 execution per step" in capsys.readouterr().out
     values = json.loads((tmp_path / "doctor.json").read_text())
     assert (values["status"], values["system"]["hardware"]) == (0, "CPU")
     assert {test["state"] for test in values["tests"]} == {"ok"}
+    assert {test["name"] for test in values["tests"]} == trials.TRIALS.keys()

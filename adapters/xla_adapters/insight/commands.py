@@ -35,10 +35,11 @@ def add_parsers(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="versions, devices, known traps, and a short test of each feature",
-        description="Prints versions, devices, what is known to go wrong with just these, and tests each feature for "
-        "a second in a process of its own. Exit status: 1 if a test failed.",
+        description="Prints versions, devices, what is known to go wrong with just these, and tests each feature in "
+        "a process beside this one. Exit status: 1 if a test failed.",
     )
     doctor.set_defaults(run=_run_doctor)
+    doctor.add_argument("--full", action="store_true", help="test several devices and the adapters, too")
     doctor.add_argument("--json", type=Path, metavar="FILE", help="write the report for other programs into this file")
 
 
@@ -73,7 +74,7 @@ def _run_check(options: argparse.Namespace) -> int:
 def _run_doctor(options: argparse.Namespace) -> int:
     from xla_adapters.insight.doctor.report import examine
 
-    found = examine()
+    found = examine(is_full=options.full)
     print(found.text())
     if options.json is not None:
         options.json.write_text(found.json(), encoding="utf-8")

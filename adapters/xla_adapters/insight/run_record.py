@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xla_adapters.insight.event_file import EventFile
 from xla_adapters.insight.peak_flops import peak_flops
@@ -22,6 +22,17 @@ from xla_adapters.utils.wall_clock import COMPILE, INPUT, KINDS, OTHER, SAVE, ST
 PAGE = "xla-report.html"
 # Not in the time that steps compute in.
 _NOT_STEPPING = {name for name in KINDS if name in ("setup", "compile", "evaluation", "saves")}
+
+
+class _SoFar(NamedTuple):
+    """What there was of a training when its loggers were told of it."""
+
+    seconds: list[float]
+    steps: int
+    samples: int
+    tokens: int
+    compiles: int
+    flops: float
 
 
 class RunRecord:
@@ -61,7 +72,7 @@ class RunRecord:
         self._cpu = self._flops_before = 0.0
         self._file = EventFile(None)
         self._final: RunReport | None = None
-        self._logged: tuple[list[float], int, int, int, int, float] | None = None
+        self._logged: _SoFar | None = None
 
     # ---- a training ----------------------------------------------------------------------------
 
@@ -174,20 +185,20 @@ class RunRecord:
         """
         if not self.clock.is_running:
             return {}
-        stats, events = self.stats, self.events
-        now = (self.clock.update()[:], stats.steps, stats.samples, stats.tokens, len(events), self._flops())
-        last = self._logged or ([0.0] * len(KINDS), 0, 0, 0, 0, self._flops_before)
+        stats = self.stats
+        now = _SoFar(self.clock.update()[:], stats.steps, stats.samples, stats.tokens, len(self.events), self._flops())
+        last = self._logged or _SoFar([0.0] * len(KINDS), 0, 0, 0, 0, self._flops_before)
         self._logged = now
-        seconds = [after - before for after, before in zip(now[0], last[0], strict=True)]
+        seconds = [after - before for after, before in zip(now.seconds, last.seconds, strict=True)]
         wall = sum(seconds)
         stepping = wall - sum(part for part, name in zip(seconds, KINDS, strict=True) if name in _NOT_STEPPING)
-        steps, samples, tokens, compiles = (now[place] - last[place] for place in (1, 2, 3, 4))  # type: ignore[operator]
+        steps, samples, tokens = now.steps - last.steps, now.samples - last.samples, now.tokens - last.tokens
         if wall <= 0 or stepping <= 0 or not steps:
             return {}
         found = {
             "goodput": seconds[STEP] / wall,
             "input_wait": seconds[INPUT] / wall,
-            "compiles": float(compiles),
+            "compiles": float(now.compiles - last.compiles),
             "compile_seconds": seconds[COMPILE],
             "seconds_per_step": stepping / steps,
         }
@@ -197,7 +208,7 @@ class RunRecord:
             found["samples_per_second"] = samples / stepping
         peak = peak_flops()
         if peak is not None:
-            found["mfu"] = (now[5] - last[5]) / stepping / peak
+            found["mfu"] = (now.flops - last.flops) / stepping / peak
         return found
 
     def report(self) -> RunReport:

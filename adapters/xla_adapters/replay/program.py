@@ -88,7 +88,7 @@ class StepProgram:
 
     @cached_property
     def _profile(self) -> StepProfile | None:
-        return None if self.config.profile_steps is None else StepProfile(self.name, self.config)
+        return StepProfile(self.name, self.config) if self.config.has_profiles else None
 
     @property
     def graphs(self) -> int:

@@ -36,8 +36,8 @@ REMEDY_OF_MODES = (
     "call model.train() before the training steps and model.eval() before the others, each in its own step"
 )
 _PATH_REMEDY = (
-    "a branch of Python that depends on the step makes a graph for each path: compute both and choose with torch.where, "
-    "move it behind the step, or accept one compile for each"
+    "a branch of Python that depends on the step makes a graph for each path: compute both and choose with "
+    "torch.where, move it behind the step, or accept one compile for each"
 )
 _FORM_REMEDY = "give it the same form in each step, or expect one compile for each"
 
@@ -309,9 +309,9 @@ def _newly_equal(pairs: Sequence[tuple[Any, Any]]) -> Difference | None:
             continue
         _, _, other, there = numbers[equal if equal < index else was]
         text = f"{shown} in {_name(entry)} and {other} in {_name(there)} ({_line(there)})"
+        now = "equal now" if equal < index else "not equal any more"
         return Difference(
-            cause=f"{text} are {'equal now' if equal < index else 'not equal any more'}: equal Python numbers share one "
-            "input of the graph",
+            cause=f"{text} are {now}: equal Python numbers share one input of the graph",
             where=_line(entry),
             remedy="nothing, if it happens once; numbers that often meet can be kept apart by making one of "
             "them a tensor (torch.tensor(value, device=x.device))",

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xla_adapters.insight.doctor import trials
 from xla_adapters.insight.doctor.system import System, this_system
 from xla_adapters.insight.doctor.traps import traps_of
 
 _MARKS = {"ok": "ok", "failed": "FAILED", "skipped": "skipped"}
+# A module that only its process imports: that takes seconds.
+_TRIALS = "xla_adapters.insight.doctor.trials"
 # The test whose result is what the devices are.
 _DEVICES = "devices"
 
@@ -88,9 +89,13 @@ class Examination:
         return json.dumps(values, indent=1)
 
 
-def examine() -> Examination:
-    """Runs all tests, in processes of their own, and looks up the traps."""
-    outcomes = list(_outcomes())
+def examine(*, is_full: bool = False) -> Examination:
+    """Runs the tests, in processes of their own, and looks up the traps.
+
+    Args:
+        is_full: whether those of several devices and of the adapters are run, too; they take longer.
+    """
+    outcomes = list(_outcomes(is_full))
     system = this_system()
     found = next((outcome for outcome in outcomes if outcome.name == _DEVICES and outcome.state == "ok"), None)
     if found is not None:
@@ -100,8 +105,8 @@ def examine() -> Examination:
     return Examination(system=system, outcomes=outcomes)
 
 
-def _outcomes() -> Iterator[Outcome]:
-    command = [sys.executable, "-m", trials.__name__]
+def _outcomes(is_full: bool) -> Iterator[Outcome]:
+    command = [sys.executable, "-m", _TRIALS, *(["--full"] if is_full else [])]
     ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     lines = ran.stdout.splitlines()
     for line in lines:

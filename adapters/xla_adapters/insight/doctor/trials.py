@@ -1,6 +1,7 @@
 """The short tests of `doctor`. `python -m xla_adapters.insight.doctor.trials` runs them and prints a line of JSON each.
 
-The process imports everything once, and forks for each test before the runtime has started: its state is per process.
+The process imports everything once, and forks before the runtime has started: its state is per process. Tests that need
+no state of their own share one forked process, and what it has compiled.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -177,65 +178,85 @@ class Skipped(Exception):
     """The feature cannot be tried here; the message says why."""
 
 
-TRIALS: dict[str, Callable[[], str]] = {
+# One after the other in one process.
+TOGETHER: dict[str, Callable[[], str]] = {
     "devices": devices,
     "eager operation": eager_operation,
     "compiled step": compiled_step,
-    "replay": replay,
     "read inside a step": read_in_a_step,
+    "replay": replay,
     "checkpoint": checkpoints,
-    "several devices": several_devices,
-    "adapters": adapters,
 }
+# Each in a process of its own; they take longer.
+APART: dict[str, Callable[[], str]] = {"several devices": several_devices, "adapters": adapters}
+TRIALS = TOGETHER | APART
 
 
-def run(name: str) -> dict[str, Any]:
-    """Runs one test in a process forked from this one, which must not have started the runtime.
+def run(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Runs tests in a process forked from this one, which must not have started the runtime.
+
+    Where one ends the process, the others are run in a further one.
 
     Args:
-        name: of the test.
+        names: of the tests.
 
-    Returns:
-        `state` ("ok", "failed" or "skipped"), `text`, `seconds`, and `output`, the end of what a failed one printed.
+    Yields:
+        Of each test `name`, `state` ("ok", "failed" or "skipped"), `text`, `seconds`, and `output`, the end of what was
+        printed until a failed one ended.
     """
-    began = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as result, tempfile.TemporaryFile("w+") as output:
-        process = os.fork()
-        if process == 0:
-            _be_child(TRIALS[name], result.fileno(), output.fileno())
-        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        result.seek(0)
-        output.seek(0)
-        written, printed = result.read(), output.read()
-    values: dict[str, Any] = {"state": "failed", "text": f"its process ended with status {status}"}
-    if written:
-        values = json.loads(written)
-    kept = printed[-_KEPT_OUTPUT:] if values["state"] == "failed" else ""
-    return {"name": name, "seconds": time.perf_counter() - began, "output": kept, **values}
+    while names:
+        began = time.perf_counter()
+        with tempfile.TemporaryFile("w+") as results, tempfile.TemporaryFile("w+") as output:
+            process = os.fork()
+            if process == 0:
+                _be_child(names, results.fileno(), output.fileno())
+            status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+            results.seek(0)
+            output.seek(0)
+            found, printed = [json.loads(line) for line in results], output.read()
+        if len(found) < len(names):
+            text = f"its process ended with status {status}"
+            seconds = time.perf_counter() - began - sum(values["seconds"] for values in found)
+            found.append({"name": names[len(found)], "state": "failed", "text": text, "seconds": seconds})
+        for values in found:
+            yield {"output": printed[-_KEPT_OUTPUT:] if values["state"] == "failed" else "", **values}
+        names = names[len(found) :]
 
 
-def _be_child(trial: Callable[[], str], result: int, output: int) -> None:
+def _be_child(names: Sequence[str], results: int, output: int) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     # The parent's need not write to these.
     sys.stdout = sys.stderr = open(output, "w", closefd=False)  # noqa: SIM115 (until the end of the process)
-    signal.alarm(_SECONDS)
-    try:
-        values = {"state": "ok", "text": trial()}
-    except Skipped as why:
-        values = {"state": "skipped", "text": str(why)}
-    except BaseException as error:  # noqa: BLE001 (it is reported)
-        traceback.print_exc()
-        values = {"state": "failed", "text": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.write(result, json.dumps(values).encode())
+    for name in names:
+        began = time.perf_counter()
+        signal.alarm(_SECONDS)
+        try:
+            values = {"state": "ok", "text": TRIALS[name]()}
+        except Skipped as why:
+            values = {"state": "skipped", "text": str(why)}
+        except BaseException as error:  # noqa: BLE001 (it is reported)
+            traceback.print_exc()
+            values = {"state": "failed", "text": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+        sys.stdout.flush()
+        line = json.dumps({"name": name, "seconds": time.perf_counter() - began, **values})
+        os.write(results, f"{line}\n".encode())
     # Not the exit handlers of the parent.
     os._exit(0)
 
 
-if __name__ == "__main__":
+def main(is_full: bool) -> None:
+    """Runs the tests, and prints a line of JSON for each.
+
+    Args:
+        is_full: whether those that take longer are run, too.
+    """
     # Imports its library, which starts nothing.
     get_runtime()
-    for trial in sys.argv[1:] or TRIALS:
-        print(json.dumps(run(trial)), flush=True)
+    for names in (list(TOGETHER), *([name] for name in APART if is_full)):
+        for values in run(names):
+            print(json.dumps(values), flush=True)
+
+
+if __name__ == "__main__":
+    main("--full" in sys.argv[1:])
