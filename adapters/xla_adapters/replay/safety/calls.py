@@ -231,6 +231,7 @@ class Calls(Lookups):
             value = vars(module)[name]
             if name == "_compiled_call_impl" and is_own_call_compiled(module, value):
                 # In a step it runs as if it were not compiled.
+                self.guards.entry(vars(module), name, f"{cls.__qualname__}.{name}")
                 continue
             if callable(value):
                 raise At(ast.Pass(), empty_frame("the step")).unsafe(f"a {cls.__qualname__} has a {name} of its own")

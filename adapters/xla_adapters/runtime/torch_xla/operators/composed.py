@@ -37,7 +37,8 @@ def _cumulative_maximum(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cummax`. torch_xla's own places are of another dtype than they say, and cannot be converted."""
     if not self.ndim:
-        return self.clone(), torch.zeros_like(self, dtype=torch.int64)
+        value, place = _cumulative_maximum(stock, self.reshape(1), 0)
+        return value.reshape(()), place.reshape(())
     values = stock(self, dim)[0]
     shape = [1] * self.ndim
     shape[dim] = -1
