@@ -181,8 +181,9 @@ class XLASharedBuffers:
         first: dict[int, torch.Tensor] = {}
         values = [self._values.snapshot(tensor) for tensor in shared]
         for value in values:
-            # Being asked can change it, the first time.
-            self._label(value)
+            # Being asked can change it, the first time. Equal single numbers share their upload, which is no copy.
+            if value.ndim:
+                self._label(value)
         for tensor, value in zip(shared, values, strict=True):
             if self._label(value) != self._lazy.tensor_number(value):
                 (storage,), _ = self._lazy.storage_marks([tensor])
