@@ -108,7 +108,8 @@ def _sign_bit(input: torch.Tensor) -> torch.Tensor:
 def _repeated_places(repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
     """`repeat_interleave.Tensor`: for each position of the result the place that it repeats."""
     if output_size is None:
-        raise NotImplementedError("repeat_interleave with counts on the device needs output_size")
+        # How long the result is depends on values, so that it is computed on the host, as by torch_xla.
+        return torch.repeat_interleave(repeats.cpu()).to(repeats.device)
     ends = repeats.cumsum(0)
     return torch.searchsorted(ends, torch.arange(output_size, device=repeats.device), right=True).to(repeats.dtype)
 
