@@ -154,7 +154,7 @@ class DiscardedTensorError(XLAAdapterError, RuntimeError):
 
 
 class PlaceholderError(XLAAdapterError, RuntimeError):
-    """A step on TorchTPU used a tensor for which no placeholder could stand (the message says why); it was discarded.
+    """A step on TorchTPU used a tensor that cannot be traced (the message says why); the step was discarded.
 
     What to do: run forward and backward in one step; make views inside the step, or write to a `clone`.
     """

@@ -1,10 +1,10 @@
 """Compiles one HLO module with libtpu for a TPU that is not there. Run as a program: `python libtpu_process.py FOLDER`.
 
-It is a process of its own, because libtpu ends the process that it does not like, and must not meet torch_xla. It
+It is a process of its own, because libtpu ends its process on some errors, and must not be loaded beside torch_xla. It
 imports the standard library and pypjrt (PJRT's C API through ctypes) only, so that it starts in 0.2 s.
 
-FOLDER has `request.json` and `module.pb` (an HloModuleProto); `answer.json` is written there. XLA's dump
-(`XLA_FLAGS=--xla_dump_to`) is the parent's business.
+FOLDER has `request.json` and `module.pb` (an HloModuleProto); `answer.json` is written there. The
+process that starts this one sets `XLA_FLAGS=--xla_dump_to`, and reads XLA's dump.
 """
 
 from __future__ import annotations

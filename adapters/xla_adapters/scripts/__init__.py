@@ -1,1 +1,1 @@
-"""Runs a user's script in a process of its own, with trainers changed and nothing saved: `check` and `preflight`."""
+"""For `check` and `preflight`: runs a script in a process of its own, with changed trainers; nothing is saved."""

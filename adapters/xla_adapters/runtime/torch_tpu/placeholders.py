@@ -1,4 +1,4 @@
-"""`TPUPlaceholders`: traces and executables by the parts of TorchTPU that its `torch.compile` is made of."""
+"""`TPUPlaceholders`: traces and compiles with the internal functions of TorchTPU's `torch.compile` backend."""
 
 from __future__ import annotations
 

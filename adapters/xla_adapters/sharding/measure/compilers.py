@@ -1,4 +1,4 @@
-"""`compiler_for`: what compiles training steps under plans, to compare the plans by what the compiler made of them."""
+"""`compiler_for`: finds what compiles training steps for given devices, to compare plans by the compiled steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PlanCompiler:
     """A compiler and what it compiles for.
 
     Attributes:
-        name: of both; measurements are stored under it.
+        name: of the compiler and its target; measurements are stored under it.
         measure: compiles the steps.
     """
 

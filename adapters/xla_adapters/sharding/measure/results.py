@@ -10,7 +10,7 @@ from xla_adapters.sharding.plan_data import CollectiveCost, Measurement
 
 
 class MeasuringError(Exception):
-    """Plans could not be compiled to be measured; predictions decide."""
+    """Plans could not be compiled to be measured; they are compared by their predictions."""
 
 
 @dataclass(frozen=True, kw_only=True)

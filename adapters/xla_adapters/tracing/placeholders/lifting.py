@@ -1,8 +1,8 @@
 """`Lifting`: an optimizer's Python numbers become arguments of the program.
 
-Otherwise a learning rate would be a constant of the program: each value another compile, and a replay would lose its
-schedule. Of the operators of an update those are covered that `OperatorRecorder` knows as well: sums, products,
-quotients, and their combinations. A number that does something else (an exponent, a clamp) stays a constant.
+Otherwise a learning rate would be a constant of the program: each value would cost a compile, and a replay would not
+follow the schedule. This covers the operators that `OperatorRecorder` knows: sums, products, quotients, and their
+combinations. A number with another use (an exponent, a clamp) stays a constant.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ _CHUNK = 64
 
 
 class TraceNumbers:
-    """Numbers that may be others in the next call, packed into few arguments.
+    """Numbers that may differ in the next call, packed into few arguments.
 
     Args:
         runtime: the runtime.

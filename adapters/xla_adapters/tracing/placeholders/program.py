@@ -1,4 +1,4 @@
-"""`Program`: what a trace computes; compiled unless the same one is known."""
+"""`Program`: what a trace computes. Equal programs are compiled once in a process."""
 
 from __future__ import annotations
 
