@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 
 from hf_trainer.loader import DeviceLoader
 from xla_adapters import get_runtime
+from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.utils.patching import replaced
 
 _log = logging.getLogger(__name__)
@@ -31,9 +32,19 @@ def give_device_to_accelerate(args: TrainingArguments) -> None:
 
     Args:
         args: of the trainer; `args.device` is right, since transformers knows TorchTPU.
+
+    Raises:
+        UnsupportedOptionError: several processes were launched.
     """
+    if not is_used():
+        return
+    if args.world_size > 1:
+        raise UnsupportedOptionError(
+            f"{args.world_size} processes were launched: with TorchTPU xla-adapters trains in one; start the script "
+            "without torchrun or accelerate launch"
+        )
     state = args.distributed_state
-    if not is_used() or state is None or state.device == args.device:
+    if state is None or state.device == args.device:
         return
     _say(state.device, args.device)
     state.device = args.device

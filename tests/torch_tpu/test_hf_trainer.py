@@ -21,7 +21,8 @@ from benchmarks.torch_tpu import stand_in
 from tests.isolation import isolated
 from tests.torch_tpu.models import arguments, gpt2, losses, texts
 from xla_adapters import TensorReadError, get_runtime
-from xla_adapters.errors import XLAAdapterError
+from xla_adapters.errors import UnsupportedOptionError, XLAAdapterError
+from xla_adapters.utils.patching import replaced
 
 
 class StepCounts(transformers.TrainerCallback):
@@ -191,3 +192,10 @@ def test_a_run_that_was_killed_resumes_exactly_under_dropout(tmp_path: Path) -> 
     assert losses_resumed == losses_whole
     assert {name for name, value in weights.items() if not (value == weights_whole[name]).all()} == set()
     assert seed == seed_whole
+
+
+@isolated
+def test_several_processes_are_refused(tmp_path: Path) -> None:
+    with replaced(transformers.TrainingArguments, "world_size", property(lambda _: 2)):
+        with pytest.raises(UnsupportedOptionError, match="2 processes were launched"):
+            hf_trainer.Trainer(gpt2(), arguments(tmp_path), train_dataset=texts(4))
