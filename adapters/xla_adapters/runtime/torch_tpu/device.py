@@ -58,7 +58,8 @@ class TPUDevice:
                 stacklevel=2,
             )
         keep_parameters_when_moved(TYPE)
-        mend_operators()
+        if other is None:
+            mend_operators()
         self._device = torch.device(TYPE, 0)
 
     def use_compile_cache(self, folder: str) -> None:

@@ -10,7 +10,8 @@ Batch norm leaves the running statistics as they are.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,19 @@ from torch_tpu._internal.execution_mode import execution_mode_impl as _modes
 
 _TYPE, _KEY = "tpu", "PrivateUse1"
 _RECORD = _modes._EagerMode.INTERNAL_COMPILE_FX_GRAPH
+
+_sharing = False
+
+
+@contextmanager
+def sharing_copies() -> Iterator[None]:
+    """Copies share their buffer meanwhile, which costs no launch: for what no step changes."""
+    global _sharing
+    before, _sharing = _sharing, True
+    try:
+        yield
+    finally:
+        _sharing = before
 
 
 @cache
@@ -32,10 +46,15 @@ def mend_operators() -> Library:
         return former["clone"].call_boxed(keys, _apart(source), **options)
 
     def _to_copy(keys: Any, source: torch.Tensor, **options: Any) -> Any:
-        return former["_to_copy"].call_boxed(keys, _apart(source), **options)
+        device = options.get("device")
+        if device is None or device.type == _TYPE:
+            source = _apart(source)
+        return former["_to_copy"].call_boxed(keys, source, **options)
 
     def copy_(keys: Any, target: torch.Tensor, source: torch.Tensor, *options: Any) -> Any:
-        return former["copy_"].call_boxed(keys, target, _apart(source), *options)
+        if target.device.type == _TYPE:
+            source = _apart(source)
+        return former["copy_"].call_boxed(keys, target, source, *options)
 
     def _foreach_copy_(
         keys: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *options: Any
@@ -59,7 +78,7 @@ def mend_operators() -> Library:
 
 def _apart(source: torch.Tensor) -> torch.Tensor:
     """The value in another buffer; in a trace, where nothing is executed, the tensor itself."""
-    if source.device.type != _TYPE or not source.is_contiguous() or _modes._get_eager_mode() == _RECORD:
+    if _sharing or source.device.type != _TYPE or not source.is_contiguous() or _modes._get_eager_mode() == _RECORD:
         return source
     return torch.cat([source.unsqueeze(0)]).squeeze(0)
 
