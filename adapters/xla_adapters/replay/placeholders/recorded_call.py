@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,12 +125,20 @@ class PreparedProgram:
 
     def __post_init__(self) -> None:
         self._fixed = self.call.fixed()
-        # The others stay as they are: the program writes them, or they were looked at when the call was traced.
+        # `obstacle` looks at the others.
         self._to_check = [
             index
             for index, source in enumerate(self.call.sources)
             if isinstance(source, torch.Tensor) or source.kind != "tensor" or not is_plain(source.owner)
         ]
+        taken = {slot.key for slots in self.call.targets for slot in slots if slot.kind in ("tensor", "grad", "extra")}
+        slots = [source for source in self.call.sources if isinstance(source, Slot)]
+        self._written = [slot for slot in slots if slot.key in taken]
+        self._read = [
+            slot for slot in slots if slot.kind == "tensor" and slot.key not in taken and is_plain(slot.owner)
+        ]
+        # The address of each of these, and whether it is contiguous, when they were looked at last.
+        self._keep_places([])
         modules = [module for _, module in self.call.snapshot.modules]
         self._parameters = [item for module in modules for item in module._parameters.values() if item is not None]
 
@@ -149,7 +158,32 @@ class PreparedProgram:
         for leaf, was_there in call.before:
             if (leaf.grad is not None) is not was_there:
                 return f"a gradient is {'absent' if was_there else 'there'}, other than when the step was traced"
+        return self._replaced_data(tensors)
+
+    def _places_now(self, tensors: CallTensors) -> list[tuple[int, bool]]:
+        found = (slot.get(tensors) for slots in (self._written, self._read) for slot in slots)
+        return [(tensor.data_ptr(), tensor.is_contiguous()) for tensor in found]
+
+    def _replaced_data(self, tensors: CallTensors) -> str | None:
+        """Which tensor got data since the last call that the program cannot use, in words; None if none."""
+        if any(tensor.untyped_storage().data_ptr() in self._taken for tensor in tensors.batch):
+            return "the batch has the memory of a tensor that the step writes"
+        places = self._places_now(tensors)
+        if places == self._places:
+            return None
+        for slot in (*self._written, *self._read):
+            if not is_plain(slot.get(tensors)):
+                return _said(slot.get(tensors), "that is a view of other data, or lies otherwise")
+        memory = Counter(_memory(slot.get(tensors)) for slot in self.call.sources if isinstance(slot, Slot))
+        for slot in self._written:
+            if memory[_memory(slot.get(tensors))] > 1:
+                return _said(slot.get(tensors), "that another one has, too")
+        self._keep_places(places)
         return None
+
+    def _keep_places(self, places: list[tuple[int, bool]]) -> None:
+        self._places = places
+        self._taken = {address for address, _ in places[: len(self._written)]}
 
     def new_numbers(self, updates: Sequence[Update]) -> list[float] | str:
         """The numbers that the program reads in the next call; or which constant of it changed, in words."""
@@ -182,6 +216,7 @@ class PreparedProgram:
                     slot.owner._buffers[slot.name] = result
                 else:
                     slot.get(tensors).data = result
+        self._keep_places(self._places_now(tensors))
         for leaf in self.call.dropped:
             leaf.grad = None
         if self.call.draws:
@@ -190,3 +225,12 @@ class PreparedProgram:
     def without_gradients(self) -> bool:
         """Whether no parameter of the modules has a gradient."""
         return all(parameter.grad is None for parameter in self._parameters)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _said(tensor: torch.Tensor, what: str) -> str:
+    return f"a tensor of the shape {tuple(tensor.shape)} got data {what}"

@@ -12,6 +12,7 @@ from torch_tpu._internal.device import _device_ops_backend as _backend
 
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.runtime.module_moves import keep_parameters_when_moved
+from xla_adapters.runtime.torch_tpu.operators import mend_operators
 from xla_adapters.runtime.tuning import DEFAULT_TUNING, Tuning
 
 TYPE = "tpu"
@@ -57,6 +58,8 @@ class TPUDevice:
                 stacklevel=2,
             )
         keep_parameters_when_moved(TYPE)
+        if other is None:
+            mend_operators()
         self._device = torch.device(TYPE, 0)
 
     def use_compile_cache(self, folder: str) -> None:

@@ -13,6 +13,7 @@ from torch_tpu._internal.execution_mode import execution_mode_impl as _modes
 from xla_adapters.runtime.interface import Device
 from xla_adapters.runtime.interface.placeholders import Run
 from xla_adapters.runtime.torch_tpu.counters import TPUCounters
+from xla_adapters.runtime.torch_tpu.operators import sharing_copies
 
 _RECORD = _modes._EagerMode.INTERNAL_COMPILE_FX_GRAPH
 
@@ -60,7 +61,8 @@ class TPUPlaceholders:
     @contextmanager
     def tracing_random(self) -> Iterator[Callable[[], torch.Tensor]]:
         """See `Placeholders`."""
-        stand_in = _compiler.make_export_mode_device_generator(self._generator())
+        with sharing_copies():
+            stand_in = _compiler.make_export_mode_device_generator(self._generator())
         _compiler.set_export_mode_default_device_generator(stand_in)
         try:
             yield lambda: _compiler.get_device_state_tensor(stand_in)

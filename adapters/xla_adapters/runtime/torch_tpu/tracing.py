@@ -12,7 +12,7 @@ from xla_adapters.runtime.interface import RuntimeEvent
 from xla_adapters.runtime.traced_tensors import TracedTensors
 
 # What torch_tpu says when a value is read in a trace.
-_READS = ("during an FX trace", "materialization failed")
+_READS = ("during an FX trace", "materialization failed", "cannot Materialize() a placeholder")
 
 
 class TPUTracing:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.tracing.compile_progress import compile_progress
@@ -58,6 +59,7 @@ class PlaceholderScope(StepScope):
         # Backward runs in this thread, where the mode sees it.
         restores.enter_context(torch.autograd.set_multithreading_enabled(False))
         ModuleGuard(self).install(restores)
+        restores.callback(register_optimizer_step_pre_hook(_refuse_fused).remove)
         UpdateGuard(self, runtime).install(restores)
         for context in (inference_mode_as_no_grad(), as_in_one_graph()):
             restores.enter_context(context)
@@ -90,11 +92,6 @@ class PlaceholderScope(StepScope):
     def update_begins(self, optimizer: Optimizer) -> None:
         """Makes the numbers of the update arguments of the program; it runs parameter by parameter."""
         for group in optimizer.param_groups:
-            if group.get("fused"):
-                raise UnsupportedOptionError(
-                    f"{type(optimizer).__name__}(fused=True): torch_tpu has no such kernel, and the step's program "
-                    "fuses the update anyway; leave it out"
-                )
             if "foreach" in group:
                 self._singles.append((group, group["foreach"]))
                 group["foreach"] = False
@@ -191,3 +188,11 @@ class PlaceholderScope(StepScope):
                 self._runtime.placeholders.set_random_state(self._stream_before)
                 torch.set_rng_state(self._host_before)
         torch.clear_autocast_cache()
+
+
+def _refuse_fused(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise UnsupportedOptionError(
+            f"{type(optimizer).__name__}(fused=True): torch_tpu has no such kernel, and the step's program fuses the "
+            "update anyway; leave it out"
+        )

@@ -1,0 +1,92 @@
+"""Operators of torch_tpu 0.2 that do something else than steps, or torch, rely on.
+
+Copies: a `clone()`, and the target of a `copy_` or a `copy.deepcopy`, has the buffer of its source, as no eager
+operation writes into a buffer. The executable of a step does: it is given the buffers of what it changes. With a shared
+one that is an error, or the other tensor loses its value.
+
+Batch norm leaves the running statistics as they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch.library import Library, get_kernel
+from torch_tpu._internal.execution_mode import execution_mode_impl as _modes
+
+_TYPE, _KEY = "tpu", "PrivateUse1"
+_RECORD = _modes._EagerMode.INTERNAL_COMPILE_FX_GRAPH
+
+_sharing = False
+
+
+@contextmanager
+def sharing_copies() -> Iterator[None]:
+    """Copies share their buffer meanwhile, which costs no launch: for what no step changes."""
+    global _sharing
+    before, _sharing = _sharing, True
+    try:
+        yield
+    finally:
+        _sharing = before
+
+
+@cache
+def mend_operators() -> Library:
+    """Puts the operators right, in steps and out of them. Once in a process."""
+    library = Library("aten", "IMPL")
+    former = {name: get_kernel(f"aten::{name}", _KEY) for name in ("clone", "_to_copy", "copy_", "native_batch_norm")}
+
+    def clone(keys: Any, source: torch.Tensor, **options: Any) -> Any:
+        return former["clone"].call_boxed(keys, _apart(source), **options)
+
+    def _to_copy(keys: Any, source: torch.Tensor, **options: Any) -> Any:
+        device = options.get("device")
+        if device is None or device.type == _TYPE:
+            source = _apart(source)
+        return former["_to_copy"].call_boxed(keys, source, **options)
+
+    def copy_(keys: Any, target: torch.Tensor, source: torch.Tensor, *options: Any) -> Any:
+        if target.device.type == _TYPE:
+            source = _apart(source)
+        return former["copy_"].call_boxed(keys, target, source, *options)
+
+    def _foreach_copy_(
+        keys: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *options: Any
+    ) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, *options)
+
+    def native_batch_norm(keys: Any, batch: torch.Tensor, *options: Any) -> Any:
+        _, _, mean, variance, training, momentum, _ = options
+        if training and mean is not None and variance is not None:
+            _update_statistics(batch, mean, variance, momentum)
+        return former["native_batch_norm"].call_boxed(keys, batch, *options)
+
+    with warnings.catch_warnings():
+        # That there are others already.
+        warnings.simplefilter("ignore")
+        for function in (clone, _to_copy, copy_, _foreach_copy_, native_batch_norm):
+            library.impl(function.__name__, function, _KEY, with_keyset=True, allow_override=True)
+    return library
+
+
+def _apart(source: torch.Tensor) -> torch.Tensor:
+    """The value in another buffer; in a trace, where nothing is executed, the tensor itself."""
+    if _sharing or source.device.type != _TYPE or not source.is_contiguous() or _modes._get_eager_mode() == _RECORD:
+        return source
+    return torch.cat([source.unsqueeze(0)]).squeeze(0)
+
+
+def _update_statistics(batch: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, momentum: float) -> None:
+    dims = [dim for dim in range(batch.ndim) if dim != 1]
+    found = torch.var_mean(batch.to(mean.dtype), dims, correction=1)
+    # As the operators of other devices: backward, which saves them, does not read them.
+    with torch.autograd._unsafe_preserve_version_counter((mean, variance)):  # type: ignore[attr-defined]
+        for running, value in zip((variance, mean), found, strict=True):
+            running.copy_(running * (1 - momentum) + value * momentum)
