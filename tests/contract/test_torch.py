@@ -213,3 +213,15 @@ def test_the_node_that_failed_is_found_by_calling_nodes_again() -> None:
     assert torch.equal(product.grad_fn(torch.ones(3))[0], torch.full((3,), 2.0))
     assert x.grad is None
     assert x.expand(3).grad_fn.next_functions[0][0].name() == "torch::autograd::AccumulateGrad"
+
+
+@isolated
+def test_a_write_that_a_backward_does_not_see() -> None:
+    """`torch.autograd._unsafe_preserve_version_counter`."""
+    weight, factor = torch.ones(2, requires_grad=True), torch.ones(2)
+    product = weight * factor
+    with torch.autograd._unsafe_preserve_version_counter((factor,)):  # type: ignore[attr-defined]
+        factor.mul_(2)
+    product.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0, 2.0]

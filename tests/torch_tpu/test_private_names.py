@@ -104,14 +104,3 @@ def test_the_present_mode_is_known() -> None:
         assert execution_mode_impl._get_eager_mode() == _RECORD
     finally:
         execution_mode_impl._pop_eager_mode()
-
-
-def test_a_write_that_a_backward_does_not_see() -> None:
-    """`torch.autograd._unsafe_preserve_version_counter`."""
-    weight, factor = torch.ones(2, requires_grad=True), torch.ones(2)
-    product = weight * factor
-    with torch.autograd._unsafe_preserve_version_counter((factor,)):  # type: ignore[attr-defined]
-        factor.mul_(2)
-    product.sum().backward()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [2.0, 2.0]
