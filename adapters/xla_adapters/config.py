@@ -136,7 +136,7 @@ class XLAConfig:
         if self.accumulation == "unrolled" and self.xla_mode != "eager+compile":
             raise ConfigError(
                 f"accumulation='unrolled' needs xla_mode='eager+compile' (it is {self.xla_mode!r}): "
-                "the other modes have no step graph to unroll micro batches into"
+                "it is the only mode that unrolls micro batches into the graph of the step"
             )
         if self.step_replay is True and self.accumulation == "unrolled":
             raise ConfigError(
@@ -146,13 +146,13 @@ class XLAConfig:
         if self.step_replay is True and self.xla_mode != "eager+compile":
             raise ConfigError(
                 f"step_replay=True needs xla_mode='eager+compile' (it is {self.xla_mode!r}): "
-                "the other modes have no step graph to replay"
+                "'eager+dynamo' replays by 'auto' only, and the other modes have no step graph to replay"
             )
         limit = "on_recompile='error'" if self.on_recompile == "error" else f"max_graphs={self.max_graphs}"
         if self.limits_graphs and self.xla_mode != "eager+compile":
             raise ConfigError(
                 f"{limit} needs xla_mode='eager+compile' (it is {self.xla_mode!r}): "
-                "only there does the step own its graphs and can count them"
+                "in the others the graphs of a step are not all its own, and are not counted"
             )
 
     def _check_profile(self) -> None:
@@ -178,8 +178,8 @@ class XLAConfig:
             check_choice("profile_signal", self.profile_signal, get_args(ProfileSignal))
         if not self.compiles_step:
             raise ConfigError(
-                f"a profile needs xla_mode='eager+compile' (it is {self.xla_mode!r}): the other modes have no step "
-                "at whose edges a profile could begin and end; use torch_xla.debug.profiler itself"
+                f"a profile needs xla_mode='eager+compile' or 'eager+dynamo' (it is {self.xla_mode!r}): the other "
+                "modes have no step at whose edges a profile could begin and end; use torch_xla.debug.profiler itself"
             )
 
     @property

@@ -94,6 +94,11 @@ class CachedCall:
     flops: int | None = None
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def kept(self) -> dict[str, Kept]:
+        """The values that the step returns, by name."""
+        return self.values.kept
+
     @cached_property
     def identity(self) -> Hashable:
         """Equal for two calls of the same graph with the same inputs and outputs."""

@@ -16,6 +16,7 @@ from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.graph_slots import GraphSlots
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
+from xla_adapters.replay.loose_tensors import loose_tensors
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
 from xla_adapters.replay.optimizer_update import Update
 from xla_adapters.replay.safety.allowlist import OPTIMIZERS
@@ -220,7 +221,7 @@ class CaptureScope(CachedScope):
         for math in self._optimizers:
             slots.rebound_state(math)
             slots.note(Slot("tensor", owner=tensor) for tensor in math.state_tensors())
-        for tensor in self._loose(snapshot):
+        for tensor in loose_tensors(snapshot, self._spec, self._optimizers, self._undo_log):
             snapshot.add(tensor)
         if snapshot.obstacle is not None:
             raise CannotReplay(snapshot.obstacle)
@@ -241,11 +242,3 @@ class CaptureScope(CachedScope):
             unrepeatable=slots.unrepeatable,
             graph=slots.graph.name,
         )
-
-    def _loose(self, snapshot: ModuleSnapshot) -> list[torch.Tensor]:
-        """Tensors that the step uses and that are in no module."""
-        seen = set(map(id, (*snapshot.tensors, *self._spec.tensors.batch)))
-        groups = [group["params"] for math in self._optimizers for group in math.optimizer.param_groups]
-        leaves = (leaf for leaf, _ in self._undo_log.leaves())
-        found = (*leaves, *(item for group in groups for item in group), *self._spec.constants)
-        return list({id(tensor): tensor for tensor in found if id(tensor) not in seen}.values())

@@ -78,10 +78,7 @@ class PreparedCall:
             set_modes: puts the modules into train or eval mode, as the step itself does first.
         """
         call = self.call
-        change = call.snapshot.changed()
-        if change is not None and set_modes is not None:
-            set_modes()
-            change = call.snapshot.changed()
+        change = call.snapshot.changed_in_modes(set_modes)
         if change is not None:
             return change
         for optimizer in call.host.optimizers:

@@ -122,8 +122,7 @@ class ReplayedCall:
 
     def promise(self, name: str) -> Any:
         """The value that the step returns under a name. Its tensors are `PendingOutput` until `close`."""
-        call = self._prepared.call
-        kept = call.values.kept[name]
+        kept = self._prepared.call.kept[name]
         leaves: list[Any] = []
         for leaf in kept.leaves:
             if isinstance(leaf, Slot):
@@ -131,11 +130,15 @@ class ReplayedCall:
             elif isinstance(leaf, tuple):
                 leaves.append(leaf[0])
             else:
-                tensor = torch._to_functional_tensor(self._runtime.lazy.inner(call.outputs[leaf]))
+                tensor = self._like_output(leaf)
                 tensor.__class__ = PendingOutput
                 self._pending.append((tensor, leaf))
                 leaves.append(tensor)
         return tree_unflatten(leaves, kept.spec)
+
+    def _like_output(self, index: int) -> torch.Tensor:
+        """A new tensor with the shape and dtype of an output. Its values do not matter."""
+        return torch._to_functional_tensor(self._runtime.lazy.inner(self._prepared.call.outputs[index]))
 
     @at_edge
     def close(self) -> ScopeReport:

@@ -169,25 +169,35 @@ class StepMode(TorchFunctionMode):
         else:
             if func is _Tensor.__setitem__ and is_write_by_mask(*args):
                 func = write_where_
-            dynamic = self._dynamic(func, args, kwargs)
-            if dynamic is not None:
-                if self._answers is not None:
-                    answer = self._answers.dynamic(func, args, kwargs, *dynamic)
-                    if answer is not NO_ANSWER:
-                        return answer
-                self._on_dynamic(*dynamic)
-            writes = self._writes.get(func)
-            if writes is None:
-                writes = self._writes[func] = writes_in_place(func)
+            answer = self._check_dynamic(func, args, kwargs)
+            if answer is not NO_ANSWER:
+                return answer
             if func in _EMBEDDINGS and _renorms(func, args, kwargs):
                 self.undo_log.record(args[1], written_through=True)
-            if writes or kwargs.get("out") is not None or kwargs.get("inplace"):
+            if self._is_write(func, kwargs):
                 self._record_writes(args, kwargs, written_through=func in _WRITE_THROUGH)
             else:
                 self._record_leaves(args)
                 if kwargs:
                     self._record_leaves(kwargs.values())
         return self._noted(called, args, kwargs, func(*args, **kwargs))
+
+    def _check_dynamic(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Reports a call whose result has a shape that depends on values; returns the answer that a library gets."""
+        dynamic = self._dynamic(func, args, kwargs)
+        if dynamic is None:
+            return NO_ANSWER
+        answer = NO_ANSWER if self._answers is None else self._answers.dynamic(func, args, kwargs, *dynamic)
+        if answer is NO_ANSWER:
+            self._on_dynamic(*dynamic)
+        return answer
+
+    def _is_write(self, func: _CALL, kwargs: dict[str, Any]) -> bool:
+        """Whether a call writes to one of its arguments."""
+        writes = self._writes.get(func)
+        if writes is None:
+            writes = self._writes[func] = writes_in_place(func)
+        return writes or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
 
     def _noted(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         self._operations.call(func, args, kwargs, result)

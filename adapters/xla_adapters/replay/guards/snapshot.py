@@ -286,6 +286,14 @@ class ModuleSnapshot:
             self._take()
         return change or self.obstacle
 
+    def changed_in_modes(self, set_modes: Callable[[], object] | None) -> str | None:
+        """As `changed`, after `set_modes` where the train or eval mode of modules may be all that differs."""
+        change = self.changed()
+        if change is not None and set_modes is not None:
+            set_modes()
+            change = self.changed()
+        return change
+
     def _is_touched(self) -> bool:
         try:
             return (

@@ -7,16 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_unflatten
 
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.executable_cache import ExecutableCache
-from xla_adapters.replay.pending_output import PendingOutput
 from xla_adapters.replay.placeholders.capture import Outcome, PlaceholderCapture
 from xla_adapters.replay.placeholders.recorded_call import PreparedProgram
 from xla_adapters.replay.replayed_call import ReplayedCall
-from xla_adapters.replay.slots import Slot
 from xla_adapters.replay.verification import next_due
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.rng import StepSeed
@@ -27,23 +24,10 @@ from xla_adapters.tracing.scope_report import NOTHING_COMPILED, ScopeReport
 class ProgramReplay(ReplayedCall):
     """A `ReplayedCall` that runs a program of placeholders."""
 
-    def promise(self, name: str) -> Any:
-        """See `ReplayedCall`."""
+    def _like_output(self, index: int) -> torch.Tensor:
         call: Any = self._prepared.call
-        kept = call.kept[name]
-        leaves: list[Any] = []
-        for leaf in kept.leaves:
-            if isinstance(leaf, Slot):
-                leaves.append(leaf.get(self._tensors))
-            elif isinstance(leaf, tuple):
-                leaves.append(leaf[0])
-            else:
-                shape, dtype = call.forms[leaf]
-                tensor = self._runtime.placeholders.stand_in(torch.empty(shape, dtype=dtype, device="meta"))
-                tensor.__class__ = PendingOutput
-                self._pending.append((tensor, leaf))
-                leaves.append(tensor)
-        return tree_unflatten(leaves, kept.spec)
+        shape, dtype = call.forms[index]
+        return self._runtime.placeholders.stand_in(torch.empty(shape, dtype=dtype, device="meta"))
 
     def _execute(self) -> ScopeReport:
         prepared: Any = self._prepared

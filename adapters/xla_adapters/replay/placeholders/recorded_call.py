@@ -21,8 +21,10 @@ from xla_adapters.tracing.placeholders.trace import is_plain, plain
 
 @dataclass(frozen=True)
 class HostOptimizers:
-    """Attributes:
-    optimizers: the host math of those that step, in the order of their updates.
+    """What a call does on the host, beside its program.
+
+    Attributes:
+        optimizers: the host math of those that step, in the order of their updates.
     """
 
     optimizers: list[OptimizerHostMath]
@@ -145,10 +147,7 @@ class PreparedProgram:
     def obstacle(self, tensors: CallTensors, runtime: Runtime, set_modes: Callable[[], object] | None) -> str | None:
         """Why the next call of the step is not this one, in words; None if it is. See `PreparedCall.obstacle`."""
         call = self.call
-        change = call.snapshot.changed()
-        if change is not None and set_modes is not None:
-            set_modes()
-            change = call.snapshot.changed()
+        change = call.snapshot.changed_in_modes(set_modes)
         if change is not None:
             return change
         for optimizer in call.host.optimizers:

@@ -14,7 +14,7 @@ from xla_adapters.tracing.answers import NO_ANSWER, Answers
 from xla_adapters.tracing.operation_log import OperationLog, next_node
 from xla_adapters.tracing.placeholders.lifting import Lifting
 from xla_adapters.tracing.placeholders.trace import Trace
-from xla_adapters.tracing.step_mode import FROM_NUMBERS, MOVES, READS, StepMode, writes_in_place
+from xla_adapters.tracing.step_mode import FROM_NUMBERS, MOVES, READS, StepMode
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.fake_tensors import is_fake
 
@@ -71,10 +71,7 @@ class PlaceholderMode(StepMode):
             return answer
         self._adopt(args)
         self._adopt(kwargs.values())
-        writes = self._writes.get(func)
-        if writes is None:
-            writes = self._writes[func] = writes_in_place(func)
-        if writes or "out" in kwargs or kwargs.get("inplace"):
+        if self._is_write(func, kwargs):
             self._record_writes(args, kwargs, written_through=False)
         if func is _Tensor.copy_:
             args = self._with_upload(*args, **kwargs)
@@ -95,7 +92,6 @@ class PlaceholderMode(StepMode):
 
     def _check(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Reports what would need a value; returns the answer to a read of a known library."""
-        dynamic = None
         if func in READS:
             if args[0].device.type == self._type:
                 if self._answers is not None:
@@ -106,13 +102,9 @@ class PlaceholderMode(StepMode):
         elif func in MOVES:
             self._check_move(func, args, kwargs)
         else:
-            dynamic = self._dynamic(func, args, kwargs)
-        if dynamic is not None:
-            if self._answers is not None:
-                answer = self._answers.dynamic(func, args, kwargs, *dynamic)
-                if answer is not NO_ANSWER:
-                    return answer
-            self._on_dynamic(*dynamic)
+            answer = self._check_dynamic(func, args, kwargs)
+            if answer is not NO_ANSWER:
+                return answer
         generator = kwargs.get("generator")
         if generator is not None and generator.device.type == self._type:
             raise UnsupportedOptionError(
