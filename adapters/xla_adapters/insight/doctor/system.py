@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 _PACKAGE = "xla-adapters"
 _BESIDE = ("libtpu", "jax", "tensorboard")
+# The extras of the runtimes and of the frameworks, whose packages are reported.
+_EXTRAS = ("xla", "torch-tpu", "hf", "lightning")
 # Prefixes and names of variables that torch_xla, XLA, libtpu, glibc or this package read.
 _VARIABLES = ("XLA_", "PJRT_", "PT_XLA", "TPU_", "CPU_NUM_DEVICES", "LIBTPU", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
 _MORE_VARIABLES = ("OMP_NUM_THREADS", "ACCELERATE_USE_CPU", "TF_CPP_MIN_LOG_LEVEL")
@@ -68,8 +70,8 @@ def _versions() -> dict[str, str]:
 
 
 def _requirements() -> list[str]:
-    """What the package needs, and what its extras for the frameworks do."""
-    wanted = ('extra == "hf"', "extra == 'hf'", 'extra == "lightning"', "extra == 'lightning'")
+    """What the package needs, and what its extras for runtimes and frameworks do."""
+    wanted = [f"extra == {quote}{extra}{quote}" for extra in _EXTRAS for quote in "'\""]
     try:
         stated = requires(_PACKAGE) or []
     except PackageNotFoundError:
