@@ -72,7 +72,7 @@ docs: $(STAMP)
 
 # All of them, even if an earlier one missed a target.
 BENCHMARKS := step_counts "step_counts --lightning" modes architectures "architectures --bf16" ecosystem operators explain sharding checkpoint "crash --peers" \
-	replay_coverage verification host_overhead models memory compile_time
+	replay_coverage verification attribution host_overhead models memory compile_time
 
 bench: $(BENCH_STAMP)
 	@missed=; for benchmark in $(BENCHMARKS); do \
