@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
@@ -100,8 +100,10 @@ class FitReport:
         """The step of a training batch has ended, and so have the callbacks after it."""
         stats = self.record.stats
         stats.count_batch(samples=sample_count(batch), tokens=token_count(batch))
-        if trainer.global_step != self._step:
-            self._step = trainer.global_step
+        # Each time Lightning looks it up through ten properties.
+        step = trainer.global_step
+        if step != self._step:
+            self._step = step
             stats.count_step()
             self.record.step_ended()
 
@@ -133,9 +135,10 @@ class FitReport:
 
     @contextmanager
     def _timed_hooks(self, trainer: Trainer) -> Iterator[None]:
-        """Until the exit, the time of callbacks and of hooks of the module is counted as theirs."""
+        """Until the exit, the time of callbacks and of the user's hooks of the module is counted as theirs."""
         clock = self.clock
         callbacks, hooks = call._call_callback_hooks, call._call_lightning_module_hook
+        own = _own_hooks(trainer.lightning_module)
 
         @functools.wraps(callbacks)
         def call_callbacks(caller: Trainer, hook: str, *args: Any, **kwargs: Any) -> None:
@@ -146,24 +149,41 @@ class FitReport:
             if is_end:
                 # Where a step is no graph, nothing else says that it has ended.
                 clock.end(STEP)
-            with clock.during(CALLBACKS):
+            # Without `during`, whose object and calls cost more than the two switches.
+            before = clock.switch(CALLBACKS)
+            try:
                 callbacks(caller, hook, *args, **kwargs)
+            finally:
+                clock.switch(before)
             if is_end:
                 self._batch_ended(trainer, args[1])
 
         @functools.wraps(hooks)
         def call_hook(caller: Trainer, hook: str, *args: Any, **kwargs: Any) -> Any:
-            # The others are parts of the step: `training_step`, `optimizer_step`, `configure_gradient_clipping`.
-            if caller is not trainer or not hook.startswith("on_"):
+            if hook not in own or caller is not trainer:
                 return hooks(caller, hook, *args, **kwargs)
-            with clock.during(CALLBACKS):
+            before = clock.switch(CALLBACKS)
+            try:
                 return hooks(caller, hook, *args, **kwargs)
+            finally:
+                clock.switch(before)
 
         with (
             replaced(call, "_call_callback_hooks", call_callbacks),
             replaced(call, "_call_lightning_module_hook", call_hook),
         ):
             yield
+
+
+def _own_hooks(module: LightningModule) -> frozenset[str]:
+    """The `on_` hooks that a module or its class defines: Lightning calls the other ones too, several in each step.
+
+    Hooks of other names are parts of the step: `training_step`, `optimizer_step`, `configure_gradient_clipping`.
+    """
+    stock = (name for name in dir(LightningModule) if name.startswith("on_"))
+    return frozenset(
+        name for name in stock if getattr(getattr(module, name), "__func__", None) is not getattr(LightningModule, name)
+    )
 
 
 def _logs_already(trainer: Trainer) -> bool:
