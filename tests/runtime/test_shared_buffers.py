@@ -249,3 +249,41 @@ def test_a_copy_before_the_first_step_costs_no_graph() -> None:
     # The copies of the first one are found when the step begins, those of the others when it ends.
     for classes, make in enumerate(ways, start=2):
         assert _graphs_beside_a_copy(make, classes) == 1
+
+
+def _trained_beside_copies(make: Callable[[nn.Module], Any] | None) -> tuple[Weights, int, list[int]]:
+    """The weights after ten steps, how many graphs the step has, and the compiles of the calls after a copy."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)).to("xla")
+    updates = torch.optim.AdamW(model.parameters(), lr=0.1)
+    history, compiles, kept = GraphHistory(), [], None
+    inputs = torch.randn(4, 8)
+    for number in range(10):
+        before = None
+        if number in (3, 6, 8) and make is not None:
+            before = [weight.cpu() for weight in model.parameters()]
+            kept = make(model)
+        with xla_adapters.count() as counted, StepScope(history=history):
+            model(inputs.to("xla")).square().mean().backward()
+            updates.step()
+            updates.zero_grad()
+        if before is not None:
+            compiles.append(counted.compiles)
+            assert all(torch.equal(copied.cpu(), weight) for copied, weight in zip(kept, before, strict=True))
+    return [weight.cpu() for weight in model.parameters()], history.graphs, compiles
+
+
+@isolated
+def test_a_copy_between_two_steps_costs_no_graph_of_the_step() -> None:
+    xla_adapters.initialize()
+    expected, _, _ = _trained_beside_copies(None)
+    ways: dict[str, Callable[[nn.Module], Any]] = {
+        "gone": lambda model: list(copy.deepcopy(model).cpu().parameters()),
+        "kept": lambda model: list(copy.deepcopy(model).parameters()),
+    }
+    for name, make in ways.items():
+        weights, graphs, compiles = _trained_beside_copies(make)
+        assert all(map(torch.equal, weights, expected))
+        assert graphs <= 1, name
+        # The graph that gives a kept copy buffers of its own is compiled once.
+        assert compiles == [0, 0, 0] if name == "gone" else compiles[1:] == [0, 0], (name, compiles)

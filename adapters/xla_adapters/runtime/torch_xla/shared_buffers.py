@@ -118,7 +118,8 @@ class XLASharedBuffers:
             if not self._tracing.is_pending(tensor):
                 number = self._lazy.tensor_number(tensor)
                 shared |= {h for h in self._lazy.buffers_of([tensor]) if h in numbers and number not in numbers[h]}
-        return [tensor for handle in shared for tensor in owners[handle]]
+        # In the order of the tensors: in another one their copies would be another graph.
+        return [tensor for handle, own in owners.items() if handle in shared for tensor in own]
 
     def is_unknown(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
         """See `SharedBuffers`."""
@@ -152,6 +153,11 @@ class XLASharedBuffers:
             self._separate_all()
         state = [tensor for reference, _ in list(self._own.values()) if (tensor := reference()) is not None]
         self.separate(self.may_share(state))
+        for tensor in state:
+            value = self._values.snapshot(tensor)
+            if not self._tracing.is_pending(value) and self._label(value) != self._lazy.tensor_number(value):
+                # Its copy is gone, and has left its label: the step that writes to it has to free the buffer.
+                del self._own[id(tensor)]
         self.note_separated()
 
     def note_separated(self) -> None:
