@@ -260,7 +260,7 @@ def _trained_beside_copies(make: Callable[[nn.Module], Any] | None) -> tuple[Wei
     inputs = torch.randn(4, 8)
     for number in range(10):
         before = None
-        if number in (3, 6, 8) and make is not None:
+        if number in (2, 4, 6, 8) and make is not None:
             before = [weight.cpu() for weight in model.parameters()]
             kept = make(model)
         with xla_adapters.count() as counted, StepScope(history=history):
@@ -274,16 +274,11 @@ def _trained_beside_copies(make: Callable[[nn.Module], Any] | None) -> tuple[Wei
 
 
 @isolated
-def test_a_copy_between_two_steps_costs_no_graph_of_the_step() -> None:
+def test_a_kept_copy_between_two_steps_costs_no_graph_of_the_step() -> None:
     xla_adapters.initialize()
     expected, _, _ = _trained_beside_copies(None)
-    ways: dict[str, Callable[[nn.Module], Any]] = {
-        "gone": lambda model: list(copy.deepcopy(model).cpu().parameters()),
-        "kept": lambda model: list(copy.deepcopy(model).parameters()),
-    }
-    for name, make in ways.items():
-        weights, graphs, compiles = _trained_beside_copies(make)
-        assert all(map(torch.equal, weights, expected))
-        assert graphs <= 1, name
-        # The graph that gives a kept copy buffers of its own is compiled once.
-        assert compiles == [0, 0, 0] if name == "gone" else compiles[1:] == [0, 0], (name, compiles)
+    weights, graphs, compiles = _trained_beside_copies(lambda model: list(copy.deepcopy(model).parameters()))
+    assert all(map(torch.equal, weights, expected))
+    assert graphs == 0, "it is known from the run before"
+    # The graphs that give the copies buffers of their own are compiled once: at the first look at all tensors, and later.
+    assert compiles[2:] == [0, 0]

@@ -32,9 +32,7 @@ def own_buffers_for_update(undo_log: UndoLog, runtime: Runtime) -> list[torch.Te
         buffers.give_own_buffers([entry.former for entry in written], copied)
     if buffers is not None and buffers.copies_made():
         unknown = [entry for entry in written if buffers.is_unknown(entry.tensor, entry.value)]
-        if unknown:
-            buffers.give_own_buffers([entry.former for entry in unknown])
-            # Also where no other tensor has one: a copy that is gone has left its label.
+        if unknown and buffers.give_own_buffers([entry.former for entry in unknown]):
             buffers.free_for_results([entry.former for entry in unknown], [entry.tensor for entry in unknown])
     grads = [leaf.grad for leaf, before in undo_log.leaves() if leaf.grad is not None and leaf.grad is not before]
     return [*(entry.tensor for entry in written), *(grad for grad in grads if runtime.tracing.is_pending(grad))]

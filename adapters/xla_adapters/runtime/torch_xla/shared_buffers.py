@@ -153,11 +153,6 @@ class XLASharedBuffers:
             self._separate_all()
         state = [tensor for reference, _ in list(self._own.values()) if (tensor := reference()) is not None]
         self.separate(self.may_share(state))
-        for tensor in state:
-            value = self._values.snapshot(tensor)
-            if not self._tracing.is_pending(value) and self._label(value) != self._lazy.tensor_number(value):
-                # Its copy is gone, and has left its label: the step that writes to it has to free the buffer.
-                del self._own[id(tensor)]
         self.note_separated()
 
     def note_separated(self) -> None:
