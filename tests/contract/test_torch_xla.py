@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import inspect
 import re
 from pathlib import Path
@@ -363,8 +364,13 @@ def test_a_profile_is_written_and_a_second_one_is_refused(tmp_path: Path) -> Non
     device.initialize()
     assert device.start_profile(str(tmp_path))
     assert not device.start_profile(str(tmp_path / "other"))
+    assert issubclass(xp.Trace, _C.profiler.TraceMe)
+    end_span = device.mark_profile("a span of ours")
     (torch.ones(3).to(device.torch_device()) + 1).cpu()
+    end_span()
     device.stop_profile()
+    (trace,) = tmp_path.rglob("*.trace.json.gz")
+    assert b'"name":"a span of ours"' in gzip.decompress(trace.read_bytes()).replace(b": ", b":")
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(path.name.partition(".")[2] for path in files) == ["trace.json.gz", "xplane.pb"]
     assert all(path.stat().st_size for path in files)

@@ -31,6 +31,19 @@ def _executions(folder: Path) -> int:
     return sum(event.get("name") == "PjRtComputationClient::ExecuteComputation" for event in events)
 
 
+def _spans(folder: Path) -> list[tuple[str, float, float]]:
+    """The spans that are named in the profile by us, in order: name, begin and end in microseconds."""
+    (path,) = folder.rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = {"forward", "backward", "optimizer", "replay", "data and other code between steps"}
+    found = [
+        (event["name"], event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("name") in names or str(event.get("name")).startswith("train ")
+    ]
+    return sorted(found, key=lambda span: span[1:])
+
+
 def _is_recording(folder: Path) -> bool:
     """Whether the process records a profile; the folder is for one that it tries to record."""
     device = xla_adapters.get_runtime().device
@@ -75,6 +88,39 @@ def test_replayed_steps_are_in_the_profile_and_stay_one_execution(
     told = [record.getMessage() for record in caplog.records if "profile" in record.getMessage()]
     assert len(told) == 1
     assert f"steps 5 to 7 is in {tmp_path / 'xla-profile'}" in told[0]
+
+
+@isolated
+def test_the_profile_names_phases(tmp_path: Path) -> None:
+    xla_adapters.initialize()
+    assert xla_adapters.get_runtime().replay_works
+    model = nn.Linear(4, 2).to("xla")
+    updates = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(batch: torch.Tensor) -> None:
+        model(batch).square().mean().backward()
+        updates.step()
+        updates.zero_grad()
+
+    between = "data and other code between steps"
+    for first, phases in ((2, ["forward", "backward", "optimizer"]), (6, ["replay"])):
+        folder = tmp_path / str(first)
+        step = CompiledStep(train, config=XLAConfig(profile_steps=(first, first + 1), profile_folder=str(folder)))
+        compiles = []
+        for _ in range(8):
+            with xla_adapters.count() as counted:
+                # Of the first call in this process only.
+                step(torch.randn(3, 4).to("xla"))
+            compiles.append(counted.compiles)
+        assert compiles[1:] == [0] * 7, "the profile changes no graph"
+        spans = _spans(folder)
+        steps = [span for span in spans if span[0].startswith("train ")]
+        assert [name for name, *_ in steps] == [f"train {first}", f"train {first + 1}"]
+        inside = [span[0] for span in spans if steps[0][1] <= span[1] and span[2] <= steps[0][2]]
+        assert [name for name in inside if name in phases] == phases
+        assert any(name == between and steps[0][2] <= begin and end <= steps[1][1] for name, begin, end in spans)
+        if phases == ["replay"]:
+            assert {name for name, *_ in spans} == {"replay", between, *(name for name, *_ in steps)}
 
 
 @isolated

@@ -29,6 +29,7 @@ from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.runtime.uploads import name_tensors
 from xla_adapters.tracing.compile_events import CompileEvent
 from xla_adapters.tracing.graph_history import CallNumber, GraphHistory, StepSignature
+from xla_adapters.tracing.profile_spans import FORWARD, REPLAY
 from xla_adapters.tracing.scope_report import ScopeReport
 from xla_adapters.tracing.scopes import make_scope
 from xla_adapters.tracing.step_profile import StepProfile
@@ -170,8 +171,11 @@ class StepProgram:
             )
             key = (phase, replay.key, _repeated(replay.batch))
             self._open = self._replay.choose(key, spec, seed, **options)
-        if not isinstance(self._open, ReplayedCall):
+        is_replay = isinstance(self._open, ReplayedCall)
+        if not is_replay:
             name_tensors(inputs)
+        if self._profile is not None:
+            self._profile.name_span(REPLAY if is_replay else FORWARD)
         self._open.open()
 
     def _may_replay(self, replay: CallSpec) -> bool:

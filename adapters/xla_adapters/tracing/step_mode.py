@@ -18,6 +18,7 @@ from xla_adapters.runtime.transfers import upload_scalar
 from xla_adapters.tracing.answers import NO_ANSWER, Answers
 from xla_adapters.tracing.index_check import IndexCheck
 from xla_adapters.tracing.operation_log import OperationLog, next_node
+from xla_adapters.tracing.profile_spans import BACKWARD, SPANS
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.fake_tensors import is_fake
 from xla_adapters.utils.torch_modes import leave_function_mode
@@ -215,8 +216,11 @@ class StepMode(TorchFunctionMode):
         if "gradient" in kwargs:
             # The method and the function have different names for this argument.
             kwargs["grad_tensors"] = kwargs.pop("gradient")
+        SPANS.begin(BACKWARD)
         with self:
-            return torch.autograd.backward(tensor, *args, **kwargs)
+            result = torch.autograd.backward(tensor, *args, **kwargs)
+        SPANS.end(BACKWARD)
+        return result
 
     def _dynamic(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, torch.Tensor] | None:
         """The name of an operation whose result has no fixed shape, with the tensor it depends on; None for others."""

@@ -17,6 +17,7 @@ from typing import Any
 from xla_adapters.config import XLAConfig
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.waiting_steps import settle
+from xla_adapters.tracing.profile_spans import BETWEEN, FORWARD, SPANS
 from xla_adapters.tracing.step_scope import in_step
 
 logger = logging.getLogger("xla_adapters")
@@ -70,6 +71,9 @@ class StepProfile:
         self._calls += 1
         if not self._is_recording:
             self._start_if_asked()
+        if self._is_recording:
+            SPANS.end(BETWEEN)
+            SPANS.begin(f"{self._name} {self._calls}")
         if self._finds_slow:
             self._compiled = get_runtime().counters.executables_compiled()
             self._began = perf_counter()
@@ -94,10 +98,16 @@ class StepProfile:
         self._from, self._until, self._why = self._calls, until, why
         self._is_recording = runtime.device.start_profile(self._folder)
         if self._is_recording:
+            SPANS.start()
             # A script may end before the last of the calls.
             atexit.register(self.stop)
         else:
             logger.warning("%s: %s has no effect, since a profile is being recorded already", self._name, why)
+
+    def name_span(self, name: str) -> None:
+        """What the call begins with, if it is in the profile: it is traced, or replayed."""
+        if self._is_recording and not in_step():
+            SPANS.begin(name)
 
     def after_call(self) -> None:
         """A call has ended."""
@@ -105,8 +115,11 @@ class StepProfile:
             return
         if self._finds_slow:
             self._note_time(perf_counter() - self._began)
-        if self._is_recording and self._calls >= self._until:
-            self.stop()
+        if self._is_recording:
+            SPANS.end_all()
+            SPANS.begin(BETWEEN)
+            if self._calls >= self._until:
+                self.stop()
 
     def _note_time(self, seconds: float) -> None:
         # A compile has its own explanation, and the recording itself slows calls down.
@@ -125,6 +138,7 @@ class StepProfile:
         if not self._is_recording:
             return
         self._is_recording = False
+        SPANS.stop()
         atexit.unregister(self.stop)
         settle("a profile ends")
         runtime = get_runtime()
@@ -169,6 +183,7 @@ def profiled(scope: AbstractContextManager[Any], name: str, place: str, config: 
         _by_place[key] = StepProfile(name, config)
     profile = _by_place[key]
     profile.before_call()
+    profile.name_span(FORWARD)
     try:
         with scope:
             yield

@@ -23,6 +23,7 @@ from xla_adapters.tracing.optimizers import (
     prepare_for_tracing,
     warn_eager,
 )
+from xla_adapters.tracing.profile_spans import OPTIMIZER, SPANS
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.compiling import as_if_compiling
 from xla_adapters.utils.location import current_location
@@ -92,6 +93,7 @@ class UpdateGuard:
         return evaluated
 
     def _enter(self, optimizer: Optimizer) -> None:
+        SPANS.begin(OPTIMIZER)
         if any(leaf.grad is not None for leaf, _ in self._step.undo_logs()[0].leaves()):
             _warn_if_idle(optimizer)
         # Under `torch.compile` optimizers compute in another order than in eager mode.
@@ -127,6 +129,7 @@ class UpdateGuard:
             return
         self._updating = None
         self._during_update.close()
+        SPANS.end(OPTIMIZER)
         self._step.update_ended(optimizer)
         undo_logs, self._eager_undo_logs = self._eager_undo_logs, []
         if undo_logs:

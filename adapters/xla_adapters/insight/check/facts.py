@@ -69,7 +69,8 @@ class StepFacts:
 
     Attributes:
         calls, updates, replays: how many calls there were, with an optimizer's update, and replayed.
-        may_replay: whether it is a step that can be replayed at all (`with step()` cannot).
+        may_replay: whether it is a step that can be replayed at all (`with step()` cannot, nor can Fabric's).
+        is_managed: whether a trainer, Fabric or a `CompiledStep` opens and closes it.
         reasons: why calls were traced that might have been replayed, with how often.
         executions: graphs executed inside of each call.
         eager_operations: operations executed one by one since the end of the call before, for each call but the first.
@@ -79,6 +80,7 @@ class StepFacts:
     updates: int = 0
     replays: int = 0
     may_replay: bool = False
+    is_managed: bool = False
     reasons: dict[str, int] = field(default_factory=dict)
     executions: list[int] = field(default_factory=list)
     eager_operations: list[int] = field(default_factory=list)

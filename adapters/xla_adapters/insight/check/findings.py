@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from xla_adapters.insight.check.facts import Compile, Facts, Place, Told
+from xla_adapters.insight.check.facts import Compile, Facts, LoaderFacts, Place, Told
 from xla_adapters.insight.check.remedies import dtype_remedy, read_remedy, source_of
 from xla_adapters.insight.check.watch import place_in
+from xla_adapters.tracing.ways_out import way_out
 
 # A smaller share of padding is not worth a change.
 _PADDING = 0.25
@@ -19,6 +20,7 @@ _BREAKS = "GraphBreakWarning"
 _TO_DO = "what to do: "
 # Shapes of the batch, before and now.
 _FORMS = re.compile(r"\) \w+ -> \(")
+_OF_ROWS = re.compile(r".*: \((\d+),([^)]*)\) \w+ -> \((\d+),([^)]*)\) \w+")
 _NUMBER = re.compile(r"-?\d[\d.e+-]*")
 _LOADER = re.compile(r"(?:[\w.]+ = |return )(?:[\w.]+\.)?DataLoader\((?:(?!DataLoader\().)*\)")
 
@@ -117,14 +119,15 @@ def _host_operators(facts: Facts) -> Iterator[Finding]:
             place=item.place,
             details="the device has no kernel for it: the step stops there, copies the inputs to the host and the "
             "result back, in each step",
-            to_do="compute it in the dataset if it needs no weights, or with operators that the device has",
+            to_do=way_out(item.names)
+            or "compute it in the dataset if it needs no weights, or with operators that the device has",
         )
 
 
 def _recompiles(facts: Facts) -> Iterator[Finding]:
     alike: dict[tuple[str, str], list[Compile]] = {}
     for compiled in facts.compiles:
-        if not compiled.is_first:
+        if not compiled.is_first and not any(_is_last_batch(compiled, loader, facts) for loader in facts.loaders):
             cause = _NUMBER.sub("#", compiled.reason.partition("\n")[0])
             alike.setdefault((compiled.step, cause), []).append(compiled)
     for (name, _), compiles in alike.items():
@@ -151,10 +154,24 @@ def _recompiles(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _is_last_batch(compiled: Compile, loader: LoaderFacts, facts: Facts) -> bool:
+    """Whether a compile is that of the smaller batch at the end of an epoch, which is a finding of its own."""
+    if loader.last is None or loader.trains != bool(facts.steps[compiled.step].updates):
+        return False
+    changes = [_OF_ROWS.fullmatch(part) for part in compiled.reason.partition("\n")[0].split("; ")]
+    rows = str(loader.batch), str(loader.last)
+    return all(found and found.group(1, 3) == rows and found[2] == found[4] for found in changes)
+
+
 def _batches(facts: Facts) -> Iterator[Finding]:
+    seen: list[tuple[Place, int, int | None, bool]] = []
     for loader in facts.loaders:
         what = "training" if loader.trains else "other"
-        if loader.last is not None:
+        key = loader.place, loader.batch, loader.last, loader.trains
+        # Trainers make a loader for each evaluation.
+        if loader.last is not None and key not in seen:
+            seen.append(key)
+            compiles = [compiled for compiled in facts.compiles if _is_last_batch(compiled, loader, facts)]
             line = source_of(loader.place)
             patch = ""
             if _LOADER.fullmatch(line):
@@ -165,6 +182,9 @@ def _batches(facts: Facts) -> Iterator[Finding]:
                 f"a graph of its own ({what} batches)",
                 is_problem=loader.trains,
                 place=loader.place,
+                details="\n".join(
+                    f"call {one.call} of {one.step} compiled it, {one.seconds:.1f} s" for one in compiles
+                ),
                 to_do="drop it: drop_last=True in the DataLoader (TrainingArguments: dataloader_drop_last=True); or "
                 "fill it up with samples that the loss ignores",
                 patch=patch,
@@ -216,7 +236,13 @@ def _not_replayed(facts: Facts) -> Iterator[Finding]:
     for name, step in facts.steps.items():
         if not step.updates:
             continue
-        if not step.may_replay:
+        if not step.may_replay and step.is_managed:
+            yield Finding(
+                kind="traced",
+                title=f"{name}: traced at each call, as all steps of Fabric and those under step_replay=False",
+                is_problem=False,
+            )
+        elif not step.may_replay:
             yield Finding(
                 kind="traced",
                 title=f"{name}: traced at each call, as the body of `with step()` must run",

@@ -13,6 +13,11 @@ _READS = re.compile(rf"({_OPERAND})(?:\.detach\(\))?(?:\.cpu\(\))?\.(?:item|toli
 _NUMBERS = re.compile(rf"\b(?:float|int)\(({_OPERAND}(?:\(\))?)\)")
 _TO_HOST = re.compile(rf"({_OPERAND})(?:\.detach\(\))?\.(?:cpu\(\)|to\((?:\"cpu\"|'cpu')\))")
 _SYNCS = re.compile(r"^[\w.]*(?:mark_step|sync|wait_device_ops)\(.*\)$")
+# What is done with a number that a tensor cannot take part in without a read.
+_ON_HOST = re.compile(
+    r"\b(?:round|math\.\w+|range|str|isinstance|format|np\.\w+)\(|\bf[\"']|\.format\(| [<>]=? | [!=]= "
+)
+_INDEX = re.compile(r"\[[^]]*(?:\.item\(\)|\bint\()")
 _WIDE = ((re.compile(r"\.double\(\)"), ".float()"), (re.compile(r"\bfloat64\b"), "float32"))
 _HALF = ((re.compile(r"\.half\(\)"), ".bfloat16()"), (re.compile(r"\bfloat16\b"), "bfloat16"))
 
@@ -43,9 +48,17 @@ def read_remedy(line: str) -> tuple[str, str]:
         )
     if _SYNCS.match(line):
         return "leave it out: the end of the step executes the graph", f"-{line}"
+    if _INDEX.search(line):
+        return "keep the shape: choose with torch.where and a mask, or use a bound that the host knows", ""
+    if smaller := re.search(r"(?<![\w.])(min|max)\(", line):
+        name = f"torch.{smaller[1]}imum"
+        return f"keep both on the device, and choose with {name}(a, b.detach()); read the result behind the step", ""
+    if _ON_HOST.search(line):
+        return "compute it behind the step, where the value may be read", ""
     for pattern in (_READS, _NUMBERS, _TO_HOST):
         changed = pattern.sub(r"\1.detach()", line).replace(".detach().detach()", ".detach()")
         if changed != line:
+            changed = changed.replace(".cpu()", "")
             return "keep it as a tensor on the device, and read it behind the step", f"-{line}\n+{changed}"
     return "", ""
 

@@ -47,7 +47,7 @@ class Watch:
         self.facts = facts
         self._changed = changed
         self._began = time.perf_counter()
-        self._in_program = False
+        self._in_program = self._replay_given = False
         # When the call before ended, by step; eager operations until now are those between two calls.
         self._ended: dict[str, Metrics] = {}
         self._opened: Metrics | None = None
@@ -90,6 +90,7 @@ class Watch:
     def _open(self, opened: Callable[..., None]) -> Callable[..., None]:
         def open_program(program: StepProgram, **options: Any) -> None:
             self._begin(program.name)
+            self._replay_given = options.get("replay") is not None
             opened(program, **options)
 
         return open_program
@@ -104,7 +105,8 @@ class Watch:
             if in_step():
                 return report
             step = self._step(program.name)
-            step.may_replay = True
+            step.is_managed = True
+            step.may_replay |= self._replay_given or bool(program.replay_reasons)
             step.replays += program.replays - replays
             step.reasons.update(program.replay_reasons)
             self._end(program.name, report)

@@ -87,6 +87,16 @@ class Device(Protocol):
             folder: where `stop_profile` will write, in the form that TensorBoard and xprof read.
         """
 
+    def mark_profile(self, name: str) -> Callable[[], None]:
+        """Begins a span of the profile that is being recorded, on this thread.
+
+        Args:
+            name: as the profile shows it.
+
+        Returns:
+            What ends the span.
+        """
+
     def stop_profile(self) -> None:
         """Ends the recording that `start_profile` started, and writes it."""
 

@@ -126,6 +126,10 @@ class TPUDevice:
             "profile_steps: this package records profiles with torch_xla only; use torch.profiler itself"
         )
 
+    def mark_profile(self, name: str) -> Callable[[], None]:
+        """See `Device`; nothing is recorded."""
+        return lambda: None
+
     def stop_profile(self) -> None:
         """See `Device`; there is none to stop."""
 

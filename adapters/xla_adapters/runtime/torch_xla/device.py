@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -150,6 +151,13 @@ class XLADevice:
                 raise
             return False
         return True
+
+    def mark_profile(self, name: str) -> Callable[[], None]:
+        """See `Device`."""
+        # Not `profiler.Trace`, which may not be open at the edge of a step, and names operations of graphs, too.
+        span = _C.profiler.TraceMe(name)
+        span.__enter__()
+        return functools.partial(span.__exit__, None, None, None)
 
     def stop_profile(self) -> None:
         """See `Device`."""
