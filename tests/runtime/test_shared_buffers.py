@@ -280,5 +280,5 @@ def test_a_kept_copy_between_two_steps_costs_no_graph_of_the_step() -> None:
     weights, graphs, compiles = _trained_beside_copies(lambda model: list(copy.deepcopy(model).parameters()))
     assert all(map(torch.equal, weights, expected))
     assert graphs == 0, "it is known from the run before"
-    # The graphs that give the copies buffers of their own are compiled once: at the first look at all tensors, and later.
+    # The graphs that give the copies buffers of their own are compiled once: at the first look, and later.
     assert compiles[2:] == [0, 0]

@@ -218,9 +218,9 @@ class StepMode(TorchFunctionMode):
             kwargs["grad_tensors"] = kwargs.pop("gradient")
         SPANS.begin(BACKWARD)
         with self:
-            result = torch.autograd.backward(tensor, *args, **kwargs)
+            torch.autograd.backward(tensor, *args, **kwargs)
         SPANS.end(BACKWARD)
-        return result
+        return None
 
     def _dynamic(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, torch.Tensor] | None:
         """The name of an operation whose result has no fixed shape, with the tensor it depends on; None for others."""
