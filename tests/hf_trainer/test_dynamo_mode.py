@@ -61,3 +61,21 @@ def test_a_second_graph_is_refused(option: dict[str, Any]) -> None:
     args = arguments(max_steps=-1, num_train_epochs=1)
     with pytest.raises(GraphLimitError, match=next(iter(option))):
         ours(gpt2(), token_samples(10), args=args, xla_mode="eager+dynamo", **option)
+
+
+@isolated
+def test_a_model_that_is_called_outside_of_steps() -> None:
+    # Dynamo keeps fake tensors of the device; the steps behind the first evaluation are recorded and replayed.
+    args: dict[str, Any] = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 1}
+    mode: dict[str, Any] = {"xla_mode": "eager+dynamo", "compile_eval": False}
+    held_out = token_samples(8, seed=1)
+    for _ in range(2):
+        run = ours(gpt2(), token_samples(24), args=arguments(**args), **mode, eval_dataset=held_out)
+        # A number of the step may be one that a graph of dynamo holds, too: then another call is traced.
+        assert steps_of(run.trainer).train.replays >= 2, steps_of(run.trainer).train.replay_reasons
+        assert [step.executions for step in run.steps] == [1] * 6
+        # Operation by operation an evaluation alone takes more.
+        assert run.counts.executions < 100
+        expected = reference(gpt2(), token_samples(24), args=args, eval_dataset=held_out)
+        for name in ("loss", "eval_loss"):
+            assert_close(run.logged(name), expected.logged(name))
