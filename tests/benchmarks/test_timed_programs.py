@@ -211,6 +211,7 @@ def test_a_run_with_dynamo_must_be_the_same_step(losses: list[float], executions
     assert [target.met for target in missed.targets] == [False] * 5
 
 
+@isolated
 def test_without_dropout_nothing_is_dropped() -> None:
     (model,) = model_table.named("bert")
     shape = model_table.Shape(batch=1, length=4)
