@@ -116,7 +116,8 @@ def unused_in_steps(module: torch.nn.Module) -> frozenset[str]:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None or type(module) is not dynamo.OptimizedModule:
         return frozenset()
-    forward, inner = vars(module).get("forward"), module._orig_mod
+    inner: Any = module._orig_mod
+    forward = vars(module).get("forward")
     is_its_own = isinstance(forward, types.FunctionType) and forward.__globals__ is vars(dynamo)
     original = getattr(forward, "_torchdynamo_orig_callable", None) if is_its_own else None
     # A frame around a module of torch's own, or the module's call.
