@@ -69,10 +69,19 @@ class Model:
             return "not measured: torchvision is not installed (pip install 'xla-adapters[bench]')"
         return None
 
-    def build(self, shape: Shape) -> nn.Module:
-        """The model with random weights, the same at each call."""
+    def build(self, shape: Shape, *, dropout: bool = True) -> nn.Module:
+        """The model with random weights, the same at each call.
+
+        Args:
+            shape: of its inputs.
+            dropout: whether it drops anything; without, its losses do not depend on random numbers.
+        """
         torch.manual_seed(0)
-        return self.make(shape)
+        made = self.make(shape)
+        for module in made.modules():
+            if isinstance(module, nn.Dropout) and not dropout:
+                module.p = 0.0
+        return made
 
     def batches(self, number: int, shape: Shape) -> list[Batch]:
         """Random batches, the same at each call; images come from a few, which are repeated."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 import transformers
@@ -15,6 +16,7 @@ from benchmarks.zoo_batches import Batch
 from xla_adapters import CompiledStep, XLAConfig, get_runtime, initialize
 from xla_adapters.replay.prepared_call import PreparedCall
 from xla_adapters.replay.slots import CallTensors, Slot
+from xla_adapters.utils.compiling import modules_compiled
 
 LAZY, COMPILE = "lazy loop", "torch_xla.compile"
 # Forward and backward by dynamo, and the update lazily, in `torch_xla.compile`, or by dynamo too.
@@ -66,8 +68,11 @@ def run(name: str, make: Callable[[], nn.Module], batches: Sequence[Batch], plan
         # Moving to XLA makes two parameters of one that two modules share.
         model.tie_weights()
     clock = Clock(plan, pause, runtime.device.wait)
-    step = _device_step(name, model)
-    timing = clock.timing(_drive(step, "xla", batches, clock))
+    with ExitStack() as compiled:
+        if name == INLINED:
+            compiled.enter_context(modules_compiled([model], runtime.dynamo_backend))
+        step = _device_step(name, model)
+        timing = clock.timing(_drive(step, "xla", batches, clock))
     if isinstance(step, CompiledStep) and step.replays < plan.steps * plan.rounds:
         raise RuntimeError(f"replayed {step.replays} times only: {step.reasons}")
     return timing
@@ -114,8 +119,6 @@ def _device_step(name: str, model: nn.Module) -> Step:
     import torch_xla
 
     loss_of, update = parts(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0))
-    if name == INLINED:
-        model.compile(backend=get_runtime().dynamo_backend)
     if name in (STEP, INLINED):
         # Without verifications; `benchmarks.verification` measures their cost.
         return CompiledStep(joined(loss_of, update), config=XLAConfig(replay_verify_every=None))

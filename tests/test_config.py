@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from xla_adapters import ConfigError, XLAAdapterError, XLAConfig, step
+from xla_adapters import CompiledStep, ConfigError, XLAAdapterError, XLAConfig, step
 
 
 @pytest.mark.parametrize(
@@ -31,11 +31,27 @@ def test_unknown_values_list_the_valid_ones(options: dict[str, Any], listed: lis
         assert text in str(caught.value)
 
 
+_OF_COMPILED_STEPS = (
+    {"accumulation": "unrolled"},
+    {"max_graphs": 3},
+    {"on_recompile": "error"},
+    {"step_replay": True},
+    {"steps_per_execution": 2},
+    {"profile_steps": (1, 2)},
+)
+
+
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
-@pytest.mark.parametrize("option", [{"accumulation": "unrolled"}, {"max_graphs": 3}, {"on_recompile": "error"}])
+@pytest.mark.parametrize("option", _OF_COMPILED_STEPS)
 def test_options_that_could_not_take_effect_are_refused(mode: Any, option: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"eager\+compile"):
+    with pytest.raises(ConfigError, match=r"'eager\+compile' or 'eager\+dynamo'"):
         XLAConfig(xla_mode=mode, **option)
+
+
+@pytest.mark.parametrize("option", _OF_COMPILED_STEPS)
+def test_both_modes_that_compile_steps_have_the_same_options(option: dict[str, Any]) -> None:
+    compiled, dynamo = (XLAConfig(xla_mode=mode, **option) for mode in ("eager+compile", "eager+dynamo"))
+    assert dynamo == dataclasses.replace(compiled, xla_mode="eager+dynamo")
 
 
 def test_config_is_frozen_and_keyword_only() -> None:
@@ -58,6 +74,8 @@ def test_step_refuses_what_it_cannot_do() -> None:
         step(config=XLAConfig(), max_graphs=2)
     with pytest.raises(ConfigError, match="openxla"):
         step(xla_mode="eager+dynamo")
+    with pytest.raises(ConfigError, match="openxla"):
+        CompiledStep(lambda: None, config=XLAConfig(xla_mode="eager+dynamo"))
     with pytest.raises(ConfigError, match="valid options"):
         step(modus="lazy")
 

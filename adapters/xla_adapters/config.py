@@ -127,33 +127,32 @@ class XLAConfig:
             raise ConfigError(
                 f"steps_per_execution={several}: only replayed steps are executed together, and with xla_mode="
                 f"{self.xla_mode!r}, step_replay={self.step_replay!r}, accumulation={self.accumulation!r} none is; it "
-                "needs 'eager+compile', 'auto' or True, and 'per_micro_batch'"
+                "needs 'eager+compile' or 'eager+dynamo', 'auto' or True, and 'per_micro_batch'"
             )
         for name in ("max_graphs", "replay_verify_every"):
             limit = getattr(self, name)
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
                 raise ConfigError(f"{name}={limit!r} is not a valid value; valid values: None or an integer >= 1")
-        if self.accumulation == "unrolled" and self.xla_mode != "eager+compile":
-            raise ConfigError(
-                f"accumulation='unrolled' needs xla_mode='eager+compile' (it is {self.xla_mode!r}): "
-                "it is the only mode that unrolls micro batches into the graph of the step"
-            )
         if self.step_replay is True and self.accumulation == "unrolled":
             raise ConfigError(
                 "step_replay=True with accumulation='unrolled': micro batches of one step are traced together, and "
                 "only whole steps of one micro batch are replayed; use accumulation='per_micro_batch'"
             )
-        if self.step_replay is True and self.xla_mode != "eager+compile":
-            raise ConfigError(
-                f"step_replay=True needs xla_mode='eager+compile' (it is {self.xla_mode!r}): "
-                "'eager+dynamo' replays by 'auto' only, and the other modes have no step graph to replay"
-            )
+        if not self.compiles_step:
+            self._check_without_a_step()
+
+    def _check_without_a_step(self) -> None:
         limit = "on_recompile='error'" if self.on_recompile == "error" else f"max_graphs={self.max_graphs}"
-        if self.limits_graphs and self.xla_mode != "eager+compile":
-            raise ConfigError(
-                f"{limit} needs xla_mode='eager+compile' (it is {self.xla_mode!r}): "
-                "in the others the graphs of a step are not all its own, and are not counted"
-            )
+        for given, option, why in (
+            (self.accumulation == "unrolled", "accumulation='unrolled'", "micro batches are unrolled into its graph"),
+            (self.step_replay is True, "step_replay=True", "what is replayed is its graph"),
+            (self.limits_graphs, limit, "what is counted are its graphs"),
+        ):
+            if given:
+                raise ConfigError(
+                    f"{option} needs xla_mode='eager+compile' or 'eager+dynamo' (it is {self.xla_mode!r}): in the "
+                    f"other modes no step is compiled, and {why}"
+                )
 
     def _check_profile(self) -> None:
         check_choice("profile_slow_steps", self.profile_slow_steps, (True, False))

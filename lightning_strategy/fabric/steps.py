@@ -50,7 +50,7 @@ class FabricSteps:
         self._evaluated = 0
         self._seed: int | None = None
         self._runtime = get_runtime()
-        self._programs: dict[tuple[StepKind, str], StepProgram] = {}
+        self._programs: dict[tuple[str, str], StepProgram] = {}
         self._batch: Any = None
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._metrics: list[weakref.ref[Metric]] = []
@@ -175,18 +175,18 @@ class FabricSteps:
 
     @contextmanager
     def own_graph(self, name: str) -> Iterator[None]:
-        """A graph of its own for clipping or for the update, under dynamo."""
-        program = self._program("train", name)
+        """A graph of its own for clipping or for the update, under dynamo; `max_graphs` is for steps."""
+        program = self._program("update", name)
         with Discarding(program):
             program.open(phase=name, where=f"step {self.count}")
             yield
             program.close()
 
-    def _program(self, kind: StepKind, name: str) -> StepProgram:
+    def _program(self, kind: StepKind | Literal["update"], name: str) -> StepProgram:
         if (kind, name) not in self._programs:
-            config = replace(self.config, xla_mode="eager+compile")
+            config = self.config if kind == "train" else self.config.without_graph_limits()
             if kind == "eval":
-                config = replace(config.without_graph_limits(), free_grads=False)
+                config = replace(config, free_grads=False)
             self._programs[kind, name] = StepProgram(name, config, hint=_HINT)
         return self._programs[kind, name]
 

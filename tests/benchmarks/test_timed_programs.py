@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +30,7 @@ from benchmarks import (
 from benchmarks.clock import Plan, Timing
 from benchmarks.deep_models import FAMILIES, Size, sizes
 from benchmarks.interleaved import run_interleaved
-from benchmarks.timed_loops import CPU, EXECUTABLE, INDUCTOR, LAZY, OPENXLA, STEP
+from benchmarks.timed_loops import CPU, EXECUTABLE, INDUCTOR, INLINED, LAZY, OPENXLA, STEP
 from benchmarks.timed_trainers import HF_REPLAYED, HF_STOCK, HF_TRACED, LIGHTNING_REPLAYED
 from tests.isolation import isolated
 
@@ -178,11 +179,46 @@ def test_models_targets_come_from_the_runs() -> None:
     timings = {STEP: _timing(10.0), LAZY: _timing(20.0), CPU: _timing(5.0), OPENXLA[0]: _timing(9.0)}
     found = timed_runs.Found(timings, {INDUCTOR: "crashed"})
     made = report.Report("models")
-    models.add_targets(made, model, found)
+    models.add_targets(made, model, found, (STEP, LAZY, CPU, OPENXLA[0], INDUCTOR))
     assert [(target.value, target.met) for target in made.targets] == [(2.0, True), (0.9, False)]
     table = models.table_of({model: found}, model_table.Shape(batch=3))
     assert "crashed" in table
     assert table.splitlines()[2].split()[1:10] == ["300", "150", "333.3", "600", "-", "2", "0.9", "0.5", "-"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "executions", "met"),
+    [
+        ([4.0, 2.0, 1.0, 0.5], 1.0, [True] * 5),
+        ([4.0, 2.0, 1.0, 0.6], 1.0, [True, True, False, True, True]),
+        ([4.0, 2.1, 1.0, 0.5], 3.0, [True, False, False, True, False]),
+        ([4.0, 2.0, math.nan, 0.5], 1.0, [True, True, False, True, False]),
+    ],
+)
+def test_a_run_with_dynamo_must_be_the_same_step(losses: list[float], executions: float, met: list[bool]) -> None:
+    (model,) = model_table.named("gpt-2")
+    ours = [4.0, 2.0, 1.0, 0.5]
+    # Rounding has grown in the last step.
+    found = timed_runs.Found({STEP: _timing(1.0, losses=ours), CPU: _timing(1.0, losses=[4.0, 2.0, 1.0, 0.4])})
+    found.timings[INLINED] = _timing(2.0, losses=losses, executions=executions)
+    made = report.Report("models")
+    models.add_targets(made, model, found, (STEP, INLINED, CPU), dropout=False)
+    assert [target.met for target in made.targets] == met
+    table = models.table_with_dynamo({model: found}, model_table.Shape(batch=3))
+    assert table.splitlines()[2].split()[1:5] == ["1", f"{executions:g}", "1,500", "3,000"]
+    missed = report.Report("models")
+    models.add_targets(missed, model, timed_runs.Found({}), (STEP, INLINED, CPU), dropout=False)
+    assert [target.met for target in missed.targets] == [False] * 5
+
+
+@isolated
+def test_without_dropout_nothing_is_dropped() -> None:
+    (model,) = model_table.named("bert")
+    shape = model_table.Shape(batch=1, length=4)
+    (batch,) = model.batches(1, shape)
+    kept, dropped = (model.build(shape, dropout=dropout).train() for dropout in (False, True))
+    assert kept(**batch).loss == kept(**batch).loss
+    assert dropped(**batch).loss != dropped(**batch).loss
 
 
 def test_sizes_say_what_they_do_not_understand() -> None:
@@ -222,7 +258,7 @@ def test_host_overhead_times_every_run(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.slow
 def test_models_times_runs(tmp_path: Path) -> None:
     path = tmp_path / "m.json"
-    runs = [STEP, LAZY, OPENXLA[0], CPU]
+    runs = [STEP, INLINED, LAZY, OPENXLA[0], CPU]
     command = ["--runs", ",".join(runs), "--models", "GPT-2", "--length", "8", "--batch", "1", "--json", str(path)]
     assert models.main([*_SMALL, *command]) == 0
     found = _document(path)["results"]["models"]["GPT-2"]

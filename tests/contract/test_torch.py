@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
 import torch._decomp
 import torch.utils.checkpoint
+from torch import nn
 from torch.library import Library, get_kernel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from tests.isolation import isolated
+from xla_adapters.utils.compiling import _OF_HOOKS, unused_in_steps
 from xla_adapters.utils.patching import replaced
 
 _OPTIMIZERS = [
@@ -225,3 +228,25 @@ def test_a_write_that_a_backward_does_not_see() -> None:
     product.sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [2.0, 2.0]
+
+
+class _Doubled(nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values * 2
+
+
+@isolated
+@pytest.mark.parametrize("module", [_Doubled(), nn.Sequential(_Doubled())], ids=["class", "container"])
+def test_what_torch_compile_makes_of_a_module(module: nn.Module) -> None:
+    made: Any = torch.compile(module, backend="eager")
+    assert made._orig_mod is module
+    unused = unused_in_steps(made)
+    assert unused == {"dynamo_ctx", "get_compiler_config", "_torchdynamo_orig_callable", "forward"}
+    assert unused <= vars(made).keys()
+    assert unused_in_steps(module) == frozenset()
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    with pytest.warns(UserWarning, match=_OF_HOOKS):
+        assert made(torch.ones(2)).tolist() == [2, 2]
+    handle.remove()
+    made.forward = module.forward
+    assert unused_in_steps(made) == unused - {"forward"}

@@ -624,6 +624,18 @@ def test_under_dynamo_a_loop_without_steps_has_three_graphs() -> None:
 
 
 @isolated
+def test_under_dynamo_the_graphs_of_updates_outside_of_steps_are_not_limited() -> None:
+    ours, plain = xla_loop(xla_mode="eager+dynamo", max_graphs=1, on_recompile="error"), Loop()
+    for loop in (ours, plain):
+        kept = []
+        for number, batch in enumerate(loop.fabric.setup_dataloaders(loader(BATCHES))):
+            loop.opt.optimizer.param_groups[0]["weight_decay"] = 0.1 if number % 2 else 0
+            kept.append(loop.update(batch))
+        loop.losses = [float(loss) for loss in kept]
+    assert_close(ours.losses, plain.losses)
+
+
+@isolated
 def test_a_module_made_on_the_device() -> None:
     fabric: Any = Fabric(strategy=XLAEagerFabricStrategy(precision="bf16-true"))
     fabric.launch()

@@ -21,6 +21,7 @@ from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.tracing.compile_events import CompileEvent
 from xla_adapters.tracing.discarding import Discarding
+from xla_adapters.tracing.step import check_no_model_is_compiled
 from xla_adapters.utils.nested_values import as_dicts, replaced, tensors_in
 
 _Result = TypeVar("_Result")
@@ -56,7 +57,7 @@ class CompiledStep(Generic[_Result]):
         modules: models that the function uses without calling them.
 
     Raises:
-        ConfigError: the options ask for a mode that has no step graph.
+        ConfigError: the options ask for a mode that has no step graph, or is one of the trainers.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class CompiledStep(Generic[_Result]):
         modules: Sequence[torch.nn.Module] = (),
     ) -> None:
         config = config if config is not None else XLAConfig()
+        check_no_model_is_compiled(config)
         if not config.compiles_step:
             raise ConfigError(f"a CompiledStep needs xla_mode='eager+compile' (it is {config.xla_mode!r})")
         functools.update_wrapper(self, function)

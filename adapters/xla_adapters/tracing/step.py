@@ -174,11 +174,7 @@ def step(
     if config is not None and options:
         raise ConfigError(f"give either config= or single options, not both (got {', '.join(sorted(options))})")
     config = config if config is not None else XLAConfig.from_dict(options)
-    if config.xla_mode == "eager+dynamo":
-        raise ConfigError(
-            "xla_mode='eager+dynamo' is a mode of the trainers, which compile the model: compile yours with "
-            "torch.compile(model, backend='openxla'), and leave xla_mode out; in a step it is a part of its graph"
-        )
+    check_no_model_is_compiled(config)
     if config.needs_replay is not None:
         raise ConfigError(
             f"{config.needs_replay}: the code inside `with step()` runs at each call and cannot be skipped; make the "
@@ -186,3 +182,16 @@ def step(
         )
     made = Step(name=name, config=config, seed=seed, hint=hint)
     return made if function is None else made(function)
+
+
+def check_no_model_is_compiled(config: XLAConfig) -> None:
+    """Raises on the mode that compiles the model, of which a hand-written step does not know.
+
+    Raises:
+        ConfigError: says how to compile it.
+    """
+    if config.xla_mode == "eager+dynamo":
+        raise ConfigError(
+            "xla_mode='eager+dynamo' is a mode of the trainers, which compile the model: compile yours with "
+            "torch.compile(model, backend='openxla'), and leave xla_mode out; in a step it is a part of its graph"
+        )

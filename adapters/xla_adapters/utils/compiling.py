@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+_OF_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks on modules"
 
 
 @contextmanager
@@ -40,8 +43,18 @@ def compiled_code_inlined() -> Iterator[None]:
         # Nothing is compiled yet, and the import takes seconds.
         yield
         return
+    _ignore_warning_of_hooks()
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def _ignore_warning_of_hooks() -> None:
+    """dynamo warns at each call of `torch.compile(model)` of hooks on all modules, which every step has.
+
+    For good: to leave `warnings.catch_warnings` has all other warnings said again, which would be at each step.
+    """
+    if not any(message is not None and message.pattern == _OF_HOOKS for _, message, *_ in warnings.filters):
+        warnings.filterwarnings("ignore", _OF_HOOKS, UserWarning)
 
 
 @contextmanager
@@ -79,6 +92,7 @@ def _in_a_frame(call: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+_COMPILING = frozenset({"dynamo_ctx", "get_compiler_config", "_torchdynamo_orig_callable"})
 _FRAME = _in_a_frame(print).__code__
 
 
@@ -92,3 +106,21 @@ def is_own_call_compiled(module: torch.nn.Module, call: object) -> bool:
     if isinstance(original, types.FunctionType) and original.__code__ is _FRAME:
         (original,) = (cell.cell_contents for cell in original.__closure__ or ())
     return isinstance(original, types.MethodType) and original == module._call_impl
+
+
+def unused_in_steps(module: torch.nn.Module) -> frozenset[str]:
+    """The attributes of what `torch.compile(model)` returns that do not change what a step computes.
+
+    Its forward is none if it is another than `torch.compile` made.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None or type(module) is not dynamo.OptimizedModule:
+        return frozenset()
+    inner: Any = module._orig_mod
+    forward = vars(module).get("forward")
+    is_its_own = isinstance(forward, types.FunctionType) and forward.__globals__ is vars(dynamo)
+    original = getattr(forward, "_torchdynamo_orig_callable", None) if is_its_own else None
+    # A frame around a module of torch's own, or the module's call.
+    if getattr(original, "__wrapped__", None) is inner or original == inner.__call__:
+        return _COMPILING | {"forward"}
+    return _COMPILING

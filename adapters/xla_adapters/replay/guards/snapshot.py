@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from xla_adapters.replay.guards.part import Part, said
 from xla_adapters.replay.safety.guards import content_of
 from xla_adapters.replay.safety.trusted import is_installed_file, is_trusted, is_users_alone, is_users_file
+from xla_adapters.utils.compiling import unused_in_steps
 from xla_adapters.utils.plain_values import is_constant, is_plain_enum, is_simple, same_bits
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -117,6 +118,7 @@ class ModuleSnapshot:
         own = vars(module)
         self.modules.append((name, module))
         skipped = _IDLE | {key for key in own if (id(module), key) in self._rebound} | set(self._exempt(module))
+        unused = unused_in_steps(module)
         # The analysis of a user's class has already guarded the attributes that its code reads.
         lenient = self._strict and is_users_alone(type(module))
         known = _OF_EVERY_MODULE if lenient else own
@@ -136,7 +138,7 @@ class ModuleSnapshot:
             elif key == "_modules":
                 # `named_modules` visits them.
                 self._parts.append(Part.all_of(own[key], f"{name}._modules"))
-            else:
+            elif key not in unused:
                 self._value(own[key], f"{name}.{key}", lenient)
 
     def _hooks(self, hooks: dict[int, Any], name: str) -> None:

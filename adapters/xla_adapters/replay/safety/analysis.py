@@ -128,6 +128,12 @@ class Analysis(Expressions):
             # A decorator of torch's (`torch.no_grad()`).
             self._decorator(function)
             function = function.__wrapped__
+            # What `torch.compile` was given; in a step it runs as if it were not compiled.
+            if isinstance(function, torch.nn.Module):
+                return self.module(function, arguments, options)
+            if isinstance(function, types.MethodType):
+                function, owner = function.__func__, function.__self__
+                arguments = [Value((owner,)), *arguments]
             if not isinstance(function, types.FunctionType):
                 raise Unsafe(f"{name_of(function)} was compiled by torch.compile, and is not followed")
         key = (function, id(owner), *(value.key() for value in arguments), *((k, v.key()) for k, v in options.items()))

@@ -9,16 +9,23 @@ import torch
 
 
 def live_tensors() -> list[torch.Tensor]:
-    """Every tensor on an XLA device that Python code can reach."""
+    """Every tensor on an XLA device that Python code can reach.
+
+    Not those that wrap others, or have no value at all: dynamo keeps the fake tensors of what it compiled.
+    """
     objects = gc.get_objects()
     # There may be millions: a look at each one's type, and no Python for those that are no tensors.
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor) and not _has_no_value(kind)}
     tensors: list[torch.Tensor] = list(compress(objects, map(kinds.__contains__, map(type, objects))))
     for tensor in tensors:
         # Of a tensor that only C++ holds, this is the object that it will be seen as again: it must be owned.
         tensor._fix_weakref()  # type: ignore[attr-defined]
     with torch._C.DisableTorchFunction():
         return [tensor for tensor in tensors if _is_on_device(tensor)]
+
+
+def _has_no_value(kind: type[torch.Tensor]) -> bool:
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def _is_on_device(tensor: torch.Tensor) -> bool:
