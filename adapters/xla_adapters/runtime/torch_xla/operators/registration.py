@@ -12,11 +12,14 @@ from torch._decomp import decomposition_table
 from torch.library import Library, fallthrough_kernel, get_kernel
 
 from xla_adapters.runtime.torch_xla.operators import (
+    activations,
     comparisons,
     composed,
     dimensions,
+    dtypes,
     elementwise,
     embeddings,
+    extremes,
     few_elements,
     frozen_norms,
     integers,
@@ -24,7 +27,7 @@ from xla_adapters.runtime.torch_xla.operators import (
     medians,
     padding,
     pooling,
-    reductions,
+    remainders,
     resizing,
     sampling,
     scattering,
@@ -46,7 +49,7 @@ _AROUND_DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
     **pooling.AROUND_STOCK,
     **maximum_pooling.AROUND_STOCK,
     **padding.AROUND_STOCK,
-    **reductions.AROUND_STOCK,
+    **extremes.AROUND_DIFFERENTIABLE,
 }
 _ABOVE_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **embeddings.KERNELS,
@@ -56,6 +59,9 @@ _ABOVE_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
 # Integers have no gradients, and torch's own formulas for those of the others call such kernels.
 _BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **integers.KERNELS,
+    **remainders.KERNELS,
+    **extremes.KERNELS,
+    **activations.KERNELS,
     **sequences.KERNELS,
     **scattering.KERNELS,
     **few_elements.KERNELS,
@@ -70,15 +76,17 @@ _AROUND_BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **few_elements.AROUND_STOCK,
     **maximum_pooling.BACKWARD_AROUND_STOCK,
     **scattering.AROUND_STOCK,
-    **composed.AROUND_STOCK,
+    **dtypes.AROUND_STOCK,
+    **extremes.AROUND_STOCK,
+    **activations.AROUND_STOCK,
 }
 # torch's own decompositions, for operators whose backward is in this list as well, or none is needed.
 _TORCHS = (
     *("addmv", "vdot", "glu_backward", "huber_loss", "huber_loss_backward", "im2col", "col2im"),
     *("channel_shuffle", "aminmax", "unfold_backward", "logit_backward", "renorm", "sinc", "special_entr"),
     *("special_xlog1py", "tril_indices", "triu_indices"),
-    # torch_xla 2.9 has it, with other numbers where the input is given and not the result.
-    "elu_backward",
+    # torch_xla 2.9 has these, with other results for infinities.
+    *("log_sigmoid_forward", "log_sigmoid_backward"),
 )
 # torch composes these of operators that have a backward, and so do torch_xla's kernels. Without an entry for autograd
 # torch warns of "silently incorrect behavior" in each backward.
