@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from xla_adapters.lowerings.attention import ATTENTION
+from xla_adapters.lowerings.grouped_products import grouped_products
 from xla_adapters.lowerings.masks import is_write_by_mask, write_where_
 from xla_adapters.lowerings.norms import NORMS
 from xla_adapters.lowerings.operators import LOWERINGS, norm_with_torchs_variance
@@ -128,7 +129,7 @@ class StepMode(TorchFunctionMode):
         runtime = get_runtime()
         self._type = runtime.device.torch_device().type
         self._spmd = runtime.device.is_spmd()
-        self._lowerings = {**LOWERINGS, **(NORMS | ATTENTION if self._spmd else {})}
+        self._lowerings = {**LOWERINGS, **grouped_products(), **(NORMS | ATTENTION if self._spmd else {})}
         for extension in extensions():
             self._lowerings |= extension.lowerings(runtime)
 
