@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from xla_adapters.errors import XLAAdapterError
 from xla_adapters.lowerings.attention import ATTENTION
 from xla_adapters.lowerings.grouped_products import grouped_products
 from xla_adapters.lowerings.masks import is_write_by_mask, write_where_
@@ -17,6 +18,7 @@ from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.transfers import upload_scalar
 from xla_adapters.tracing.answers import NO_ANSWER, Answers
+from xla_adapters.tracing.host_tensors import host_tensor_error
 from xla_adapters.tracing.index_check import IndexCheck
 from xla_adapters.tracing.operation_log import OperationLog, next_node
 from xla_adapters.tracing.undo_log import UndoLog
@@ -139,6 +141,15 @@ class StepMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if args and is_fake(args[0]):
             return func(*args, **kwargs)
+        try:
+            return self._call(func, args, kwargs)
+        except RuntimeError as error:
+            mixed = host_tensor_error(func, args, kwargs, self._type) if _is_about_devices(error) else None
+            if mixed is None:
+                raise
+            raise mixed from error
+
+    def _call(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         called = func
         self._operations.first_node = next_node()
         self._indices.check(func, args, kwargs)
@@ -282,6 +293,11 @@ class StepMode(TorchFunctionMode):
         It is in the stack twice if Ctrl-C came while a backward was leaving it.
         """
         leave_function_mode(self)
+
+
+def _is_about_devices(error: RuntimeError) -> bool:
+    """Whether torch or torch_xla has refused tensors of several devices."""
+    return not isinstance(error, XLAAdapterError) and any(word in str(error) for word in ("XLA tensor", "device"))
 
 
 def _is_on_device(value: Any) -> bool:

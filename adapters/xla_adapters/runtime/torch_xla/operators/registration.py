@@ -15,6 +15,7 @@ from xla_adapters.runtime.torch_xla.operators import (
     activations,
     comparisons,
     composed,
+    determinants,
     dimensions,
     dtypes,
     elementwise,
@@ -22,6 +23,7 @@ from xla_adapters.runtime.torch_xla.operators import (
     extremes,
     few_elements,
     frozen_norms,
+    host_numbers,
     integers,
     maximum_pooling,
     medians,
@@ -34,6 +36,8 @@ from xla_adapters.runtime.torch_xla.operators import (
     sequences,
     slices,
 )
+
+from xla_adapters.runtime.torch_xla.operators.host_numbers import TAKE_HOST_NUMBERS, with_host_numbers
 
 # Written with operators that have a backward; the dispatcher looks there before it records the call for autograd.
 _DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
@@ -56,6 +60,7 @@ _ABOVE_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **frozen_norms.KERNELS,
     **elementwise.AUTOGRAD_KERNELS,
 }
+_AROUND_AUTOGRAD: Mapping[str, Callable[..., Any]] = {**frozen_norms.AROUND_STOCK, **determinants.AROUND_STOCK}
 # Integers have no gradients, and torch's own formulas for those of the others call such kernels.
 _BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **integers.KERNELS,
@@ -76,6 +81,8 @@ _AROUND_BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **few_elements.AROUND_STOCK,
     **maximum_pooling.BACKWARD_AROUND_STOCK,
     **scattering.AROUND_STOCK,
+    **host_numbers.AROUND_STOCK,
+    **determinants.AROUND_STOCK_BELOW_AUTOGRAD,
     **dtypes.AROUND_STOCK,
     **extremes.AROUND_STOCK,
     **activations.AROUND_STOCK,
@@ -112,29 +119,33 @@ def register_kernels() -> None:
         # torch says once in a process that some kernel is being replaced, which is what is asked for.
         warnings.filterwarnings("ignore", "(?s).*verriding a previously registered kernel", UserWarning)
         for name, kernel in (*_DIFFERENTIABLE.items(), *((name, _torchs(name)) for name in _TORCHS_DIFFERENTIABLE)):
-            _library.impl(name, kernel, "AutogradXLA")
+            _register(name, kernel, "AutogradXLA")
             # Where autograd is left out: below another operator, and in inference mode.
-            _library.impl(name, kernel, "XLA", allow_override=True)
+            _register(name, kernel, "XLA", allow_override=True)
         for name, kernel in _ABOVE_AUTOGRAD.items():
-            _library.impl(name, kernel, "AutogradXLA")
+            _register(name, kernel, "AutogradXLA")
         for name in _COMPOSED:
             _library.impl(name, fallthrough_kernel, "AutogradXLA")
         for name in _TORCHS:
-            _library.impl(name, _torchs(name), "XLA")
+            _register(name, _torchs(name), "XLA")
         for name, kernel in _BELOW_AUTOGRAD.items():
-            _library.impl(name, kernel, "XLA")
+            _register(name, kernel, "XLA")
         for name, around in _AROUND_DIFFERENTIABLE.items():
             _put_around(name, around, "AutogradXLA")
             _put_around(name, around, "XLA")
-        for name, around in frozen_norms.AROUND_STOCK.items():
+        for name, around in _AROUND_AUTOGRAD.items():
             _put_around(name, around, "AutogradXLA")
         for name, around in _AROUND_BELOW_AUTOGRAD.items():
             _put_around(name, around, "XLA")
 
 
-def _put_around(name: str, kernel: Callable[..., Any], key: str) -> None:
+def _register(name: str, kernel: Callable[..., Any], key: str, **options: bool) -> None:
     assert _library is not None
-    _library.impl(name, partial(_around, kernel, get_kernel(f"aten::{name}", key)), key, with_keyset=True)
+    _library.impl(name, partial(with_host_numbers, kernel) if name in TAKE_HOST_NUMBERS else kernel, key, **options)
+
+
+def _put_around(name: str, kernel: Callable[..., Any], key: str) -> None:
+    _register(name, partial(_around, kernel, get_kernel(f"aten::{name}", key)), key, with_keyset=True)
 
 
 def _around(kernel: Callable[..., Any], stock: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
