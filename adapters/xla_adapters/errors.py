@@ -338,9 +338,9 @@ class GraphBreakWarning(UserWarning):
 
 
 class EagerOptimizerWarning(UserWarning):
-    """An optimizer that cannot be part of the step's graph runs eagerly, after the step.
+    """An optimizer that cannot be part of the step's graph runs eagerly: each of its operations is an execution.
 
-    Training is correct but slower: each operation of the optimizer is an execution of its own.
+    Training is correct but slower. A closure that is given to it, with forward and backward, runs eagerly as well.
 
     What to do: nothing, or use an optimizer that can be traced, such as `torch.optim.AdamW`.
     """

@@ -1,4 +1,4 @@
-"""Activations and their gradients, where torch_xla 2.9 makes a number of what is none, or the reverse."""
+"""Activations and their gradients, where torch_xla 2.9 errs at the bounds, for infinities and for NaN."""
 
 from __future__ import annotations
 
@@ -39,8 +39,19 @@ def _elu_backward(
 
 
 def _hard_swish_backward(grad_output: torch.Tensor, self: torch.Tensor) -> torch.Tensor:
-    slope = (self / 3 + 0.5).masked_fill(self > 3, 1).masked_fill(self < -3, 0)
+    slope = (self / 3 + 0.5).masked_fill(self >= 3, 1).masked_fill(self <= -3, 0)
     return grad_output * slope
+
+
+def _hard_tanh_backward(
+    grad_output: torch.Tensor, self: torch.Tensor, min_val: float, max_val: float
+) -> torch.Tensor:
+    """Of `relu6`, too: 0 at the bounds, where torch_xla's own is 1."""
+    return grad_output.masked_fill((self <= min_val) | (self >= max_val), 0)
+
+
+def _hard_sigmoid_backward(grad_output: torch.Tensor, self: torch.Tensor) -> torch.Tensor:
+    return torch.where((self > -3) & (self < 3), grad_output / 6, torch.zeros_like(grad_output))
 
 
 def _smooth_l1_backward(
@@ -71,6 +82,8 @@ KERNELS: dict[str, Callable[..., torch.Tensor]] = {
     "threshold_backward": _threshold_backward,
     "elu_backward": _elu_backward,
     "hardswish_backward": _hard_swish_backward,
+    "hardtanh_backward": _hard_tanh_backward,
+    "hardsigmoid_backward": _hard_sigmoid_backward,
     "smooth_l1_loss_backward": _smooth_l1_backward,
     "logsumexp": _log_sum_exp,
 }
