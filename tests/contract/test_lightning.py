@@ -119,7 +119,8 @@ def test_replaced_names_of_the_logger_connector() -> None:
 
 def test_what_is_logged_becomes_a_tensor_in_one_function() -> None:
     """`LightningModule._LightningModule__to_tensor`."""
-    convert: Any = getattr(LightningModule, "_LightningModule__to_tensor")
+    module: Any = LightningModule
+    convert = module._LightningModule__to_tensor
     assert list(inspect.signature(convert).parameters) == ["self", "value", "name"]
     assert "self.__to_tensor, name" in inspect.getsource(LightningModule.log)
 

@@ -245,7 +245,9 @@ def test_what_runs_eagerly_is_said() -> None:
     """A closure with forward and backward, or the update alone."""
     xla_adapters.initialize()
     pair = Pair(EAGER["LBFGS"])
-    with pytest.warns(EagerOptimizerWarning, match="LBFGS runs eagerly.*Its closure is executed operation by operation"):
+    with pytest.warns(
+        EagerOptimizerWarning, match="LBFGS runs eagerly.*Its closure is executed operation by operation"
+    ):
         pair.both()
     other = Pair(EAGER["Adafactor"])
     with pytest.warns(EagerOptimizerWarning, match="Adafactor runs eagerly.*stay one compiled graph"):

@@ -312,7 +312,9 @@ class UndoLog:
         ]
         sharing: list[torch.Tensor] = []
         if discard and runtime.tracing.pending_count():
-            sharing = mark_discarded(runtime, [entry.tensor for entry in self._tensors.values() if runtime.device.owns(entry.tensor)])
+            sharing = mark_discarded(
+                runtime, [entry.tensor for entry in self._tensors.values() if runtime.device.owns(entry.tensor)]
+            )
         if discard:
             runtime.tracing.discard_pending()
         for entry in self._optimizers.values():

@@ -43,11 +43,9 @@ def _hard_swish_backward(grad_output: torch.Tensor, self: torch.Tensor) -> torch
     return grad_output * slope
 
 
-def _hard_tanh_backward(
-    grad_output: torch.Tensor, self: torch.Tensor, min_val: float, max_val: float
-) -> torch.Tensor:
+def _hard_tanh_backward(grad_output: torch.Tensor, self: torch.Tensor, min_val: float, max_val: float) -> torch.Tensor:
     """Of `relu6`, too: 0 at the bounds, where torch_xla's own is 1."""
-    return grad_output.masked_fill((self <= min_val) | (self >= max_val), 0)
+    return torch.where((self > min_val) & (self < max_val), grad_output, torch.zeros_like(grad_output))
 
 
 def _hard_sigmoid_backward(grad_output: torch.Tensor, self: torch.Tensor) -> torch.Tensor:

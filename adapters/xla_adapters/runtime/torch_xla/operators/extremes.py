@@ -107,7 +107,9 @@ def _norm(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`norm`, of which torch_xla's own gives 1 for an infinite order."""
-    result: torch.Tensor = torch.linalg.vector_norm(self, 2 if p is None else p, list(dim) or None, keepdim, dtype=dtype)
+    result: torch.Tensor = torch.linalg.vector_norm(
+        self, 2 if p is None else p, list(dim) or None, keepdim, dtype=dtype
+    )
     return result
 
 

@@ -36,7 +36,6 @@ from xla_adapters.runtime.torch_xla.operators import (
     sequences,
     slices,
 )
-
 from xla_adapters.runtime.torch_xla.operators.host_numbers import TAKE_HOST_NUMBERS, with_host_numbers
 
 # Written with operators that have a backward; the dispatcher looks there before it records the call for autograd.
