@@ -10,14 +10,8 @@ from enum import StrEnum
 
 # What tracing a user's model may raise; each means that the model cannot be traced in this way.
 MODEL_FAILURES = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    AssertionError,
-    ArithmeticError,
-    ImportError,
+    *(RuntimeError, TypeError, ValueError, AttributeError),
+    *(LookupError, AssertionError, ArithmeticError, ImportError),
 )
 
 
@@ -118,6 +112,15 @@ class IndexRangeError(XLAAdapterError, IndexError):
     """
 
 
+class HostTensorError(XLAAdapterError, RuntimeError):
+    """A call inside a step takes a tensor on the host together with tensors on the device.
+
+    What to do: move it (`tensor.to(device)`, `module.to(device)`), or make it there (`torch.zeros(3, device=x.device)`),
+    at the line that the message names. A tensor that belongs to a module is moved with it as a buffer. Only tensors of
+    no dimensions are numbers, which arithmetic takes from the host.
+    """
+
+
 class DeviceOutOfMemoryError(XLAAdapterError, RuntimeError):
     """The device has too little memory for the step; the step was discarded.
 
@@ -129,12 +132,7 @@ class DeviceOutOfMemoryError(XLAAdapterError, RuntimeError):
 
     @classmethod
     def of_step(cls, name: str, hardware: str) -> DeviceOutOfMemoryError:
-        """The error of a step.
-
-        Args:
-            name: of the step.
-            hardware: what ran out of memory.
-        """
+        """The error of a step, and of the hardware that ran out of memory."""
         # accelerate's find_executable_batch_size knows it by " out of memory." in its one argument, Lightning's
         # BatchSizeFinder by "CUDA" and "out of memory".
         return cls(
@@ -340,9 +338,9 @@ class GraphBreakWarning(UserWarning):
 
 
 class EagerOptimizerWarning(UserWarning):
-    """An optimizer that cannot be part of the step's graph runs eagerly, after the step.
+    """An optimizer that cannot be part of the step's graph runs eagerly: each of its operations is an execution.
 
-    Training is correct but slower: each operation of the optimizer is an execution of its own.
+    Training is correct but slower. A closure that is given to it, with forward and backward, runs eagerly as well.
 
     What to do: nothing, or use an optimizer that can be traced, such as `torch.optim.AdamW`.
     """
@@ -351,8 +349,8 @@ class EagerOptimizerWarning(UserWarning):
 class IdleOptimizerWarning(UserWarning):
     """An optimizer updates nothing: none of its parameters has a gradient, but others have.
 
-    Its parameters are probably no longer those of the model. A model that is moved from the device to the host gets new
-    `Parameter` objects, and so does one that is moved to the device before `xla_adapters.initialize()`.
+    Its parameters are probably no longer those of the model. A model that is moved gets new `Parameter` objects before
+    `xla_adapters.initialize()`, and while a loss that was not run backward holds the old ones.
 
     What to do: create the optimizer after the last `model.to(...)`. Nothing, if the parameters get gradients later.
     """

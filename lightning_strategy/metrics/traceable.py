@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator, MaxMetric, MeanMetric, MinMetric, SumMetric
@@ -21,6 +22,8 @@ from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.utils.patching import replaced
 
 _VALIDATION = "_tensor_validation"
+# Of `LightningModule`: makes a tensor of what is logged.
+_TO_TENSOR = "_LightningModule__to_tensor"
 
 
 @contextmanager
@@ -32,6 +35,7 @@ def metrics_without_reads() -> Iterator[None]:
     - a reset between steps gives states buffers of their own, not those of the defaults;
     - in a step, states that are lists are copied without cloning their items (one more at each step);
     - in a step, `self.log(..., reduce_fx=max)` with Python's `max` or `min` does not look which value is larger;
+    - in a step, the error of `self.log` of a tensor with several elements shows its shape, not its values;
     - in a step, `MetricCollection` does not compare states to form groups: XLA computes equal values once.
     """
     with ExitStack() as stack:
@@ -42,8 +46,24 @@ def metrics_without_reads() -> Iterator[None]:
         stack.enter_context(replaced(Metric, "_copy_state_dict", _copying_without_clones()))
         stack.enter_context(replaced(_ResultMetric, "to", _moving_state_only()))
         stack.enter_context(replaced(_ResultMetric, "update", _reducing_without_reads()))
+        stack.enter_context(replaced(LightningModule, _TO_TENSOR, _logging_one_element()))
         stack.enter_context(replaced(MetricCollection, "_equal_metric_states", staticmethod(_never_equal_in_steps())))
         yield
+
+
+def _logging_one_element() -> Callable[..., torch.Tensor]:
+    convert: Callable[..., torch.Tensor] = getattr(LightningModule, _TO_TENSOR)
+
+    @functools.wraps(convert)
+    def checked(self: LightningModule, value: Any, name: str) -> torch.Tensor:
+        if isinstance(value, torch.Tensor) and value.numel() != 1 and in_step():
+            raise ValueError(
+                f"`self.log({name}, ...)` was called with a tensor of the shape {list(value.shape)}, but the tensor "
+                f"must have a single element. You can try doing `self.log({name}, ....mean())`"
+            )
+        return convert(self, value, name)
+
+    return checked
 
 
 def _validations() -> list[tuple[Any, str, Callable[..., None]]]:

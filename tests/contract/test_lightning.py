@@ -11,7 +11,7 @@ from lightning.fabric import fabric, wrappers
 from lightning.fabric.connector import _Connector, _convert_precision_to_unified_args
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.fabric.utilities import apply_func, seed, throughput
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import throughput_monitor
 from lightning.pytorch.loops import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
@@ -115,6 +115,14 @@ def test_replaced_names_of_the_logger_connector() -> None:
     assert parameters(result._ResultMetric.to) == ["self", "args", "kwargs"]
     assert parameters(result._ResultMetric.update) == ["self", "value", "batch_size"]
     assert "self.value = self.meta.reduce_fx(self.value, value)" in inspect.getsource(result._ResultMetric.update)
+
+
+def test_what_is_logged_becomes_a_tensor_in_one_function() -> None:
+    """`LightningModule._LightningModule__to_tensor`."""
+    module: Any = LightningModule
+    convert = module._LightningModule__to_tensor
+    assert list(inspect.signature(convert).parameters) == ["self", "value", "name"]
+    assert "self.__to_tensor, name" in inspect.getsource(LightningModule.log)
 
 
 def test_replaced_names_of_torchmetrics() -> None:

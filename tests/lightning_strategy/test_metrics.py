@@ -146,6 +146,18 @@ def test_value_that_cannot_be_traced_raises_where_the_step_uses_it() -> None:
         fit(UsesUntraceableValue, XLAEagerStrategy())
 
 
+class LogsSeveral(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> STEP_OUTPUT:
+        self.log("scores", self.net(batch[0]).mean(0))
+        return super().training_step(batch, batch_idx)
+
+
+@isolated
+def test_several_elements_are_refused_as_by_lightning() -> None:
+    with pytest.raises(ValueError, match=r"self.log\(scores, .*shape \[\d+\].* single element"):
+        fit(LogsSeveral, XLAEagerStrategy())
+
+
 class Highest(torchmetrics.Metric):
     """A metric whose update reads values on the host."""
 

@@ -15,7 +15,7 @@ from torch import nn
 import xla_adapters
 from tests.isolation import isolated
 from tests.support import differences, state_of
-from xla_adapters.errors import IdleOptimizerWarning
+from xla_adapters.errors import EagerOptimizerWarning, IdleOptimizerWarning
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -238,3 +238,17 @@ def test_a_stale_optimizer_is_told_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train()
+
+
+@isolated
+def test_what_runs_eagerly_is_said() -> None:
+    """A closure with forward and backward, or the update alone."""
+    xla_adapters.initialize()
+    pair = Pair(EAGER["LBFGS"])
+    with pytest.warns(
+        EagerOptimizerWarning, match="LBFGS runs eagerly.*Its closure is executed operation by operation"
+    ):
+        pair.both()
+    other = Pair(EAGER["Adafactor"])
+    with pytest.warns(EagerOptimizerWarning, match="Adafactor runs eagerly.*stay one compiled graph"):
+        other.both()

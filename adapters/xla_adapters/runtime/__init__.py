@@ -71,6 +71,7 @@ def prepare() -> None:
     Importing `hf_trainer` calls it, since `transformers.TrainingArguments` start the runtime.
     """
     device = get_runtime().device
+    device.prepare()
     for extension in extensions():
         extension.prepare(device)
 

@@ -96,14 +96,25 @@ def needs_no_recording(optimizer: Optimizer) -> bool:
     )
 
 
-def warn_eager(optimizer: Optimizer, reason: str) -> None:
-    """Warns that an optimizer runs eagerly, once per class."""
+def warn_eager(optimizer: Optimizer, reason: str, *, with_closure: bool) -> None:
+    """Warns that an optimizer runs eagerly, once per class.
+
+    Args:
+        optimizer: that runs eagerly.
+        reason: why, in words.
+        with_closure: whether it is given a closure, which it calls in its update.
+    """
     if type(optimizer) in _warned:
         return
     _warned.add(type(optimizer))
+    which = (
+        "Its closure is executed operation by operation like the update, with the forward and backward in it; only "
+        "what is computed before is a compiled graph."
+        if with_closure
+        else "Forward and backward stay one compiled graph; the update is executed operation by operation."
+    )
     warnings.warn(
-        f"{type(optimizer).__name__} runs eagerly: {reason}. Forward and backward stay one compiled graph; "
-        "the update is executed operation by operation.",
+        f"{type(optimizer).__name__} runs eagerly: {reason}. {which}",
         EagerOptimizerWarning,
         stacklevel=2,
     )

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from xla_adapters.errors import XLAAdapterError
 from xla_adapters.lowerings.attention import ATTENTION
+from xla_adapters.lowerings.grouped_products import grouped_products
 from xla_adapters.lowerings.masks import is_write_by_mask, write_where_
 from xla_adapters.lowerings.norms import NORMS
 from xla_adapters.lowerings.operators import LOWERINGS, norm_with_torchs_variance
@@ -16,6 +18,7 @@ from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.transfers import upload_scalar
 from xla_adapters.tracing.answers import NO_ANSWER, Answers
+from xla_adapters.tracing.host_tensors import host_tensor_error
 from xla_adapters.tracing.index_check import IndexCheck
 from xla_adapters.tracing.operation_log import OperationLog, next_node
 from xla_adapters.tracing.profile_spans import BACKWARD, SPANS
@@ -129,7 +132,7 @@ class StepMode(TorchFunctionMode):
         runtime = get_runtime()
         self._type = runtime.device.torch_device().type
         self._spmd = runtime.device.is_spmd()
-        self._lowerings = {**LOWERINGS, **(NORMS | ATTENTION if self._spmd else {})}
+        self._lowerings = {**LOWERINGS, **grouped_products(), **(NORMS | ATTENTION if self._spmd else {})}
         for extension in extensions():
             self._lowerings |= extension.lowerings(runtime)
 
@@ -139,6 +142,15 @@ class StepMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if args and is_fake(args[0]):
             return func(*args, **kwargs)
+        try:
+            return self._call(func, args, kwargs)
+        except RuntimeError as error:
+            mixed = host_tensor_error(func, args, kwargs, self._type) if _is_about_devices(error) else None
+            if mixed is None:
+                raise
+            raise mixed from error
+
+    def _call(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         called = func
         self._operations.first_node = next_node()
         self._indices.check(func, args, kwargs)
@@ -285,6 +297,11 @@ class StepMode(TorchFunctionMode):
         It is in the stack twice if Ctrl-C came while a backward was leaving it.
         """
         leave_function_mode(self)
+
+
+def _is_about_devices(error: RuntimeError) -> bool:
+    """Whether torch or torch_xla has refused tensors of several devices."""
+    return not isinstance(error, XLAAdapterError) and any(word in str(error) for word in ("XLA tensor", "device"))
 
 
 def _is_on_device(value: Any) -> bool:

@@ -306,11 +306,15 @@ class UndoLog:
         changed = [
             item
             for item in self._tensors.values()
-            if not (item.on_device and runtime.values.holds(item.tensor, item.value))
+            # What has changed sides holds the value of a parameter from before a module was moved.
+            if item.on_device == runtime.device.owns(item.tensor)
+            and not (item.on_device and runtime.values.holds(item.tensor, item.value))
         ]
         sharing: list[torch.Tensor] = []
         if discard and runtime.tracing.pending_count():
-            sharing = mark_discarded(runtime, [entry.tensor for entry in self._tensors.values() if entry.on_device])
+            sharing = mark_discarded(
+                runtime, [entry.tensor for entry in self._tensors.values() if runtime.device.owns(entry.tensor)]
+            )
         if discard:
             runtime.tracing.discard_pending()
         for entry in self._optimizers.values():

@@ -68,10 +68,10 @@ class UpdateGuard:
         with torch._C.DisableTorchFunction():
             # In the innermost log only: for an outer step this is not the state at its beginning.
             self._step.undo_logs()[0].record_optimizer(optimizer)
-        if reason is not None:
-            self._run_eagerly(optimizer, reason)
-            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if reason is not None:
+            self._run_eagerly(optimizer, reason, with_closure=closure is not None)
+            return None
         if closure is None:
             self._enter(optimizer)
             return None
@@ -110,8 +110,8 @@ class UpdateGuard:
             self._step.pause_recording()
             self._during_update.callback(self._step.resume_recording)
 
-    def _run_eagerly(self, optimizer: Optimizer, reason: str) -> None:
-        warn_eager(optimizer, reason)
+    def _run_eagerly(self, optimizer: Optimizer, reason: str, *, with_closure: bool) -> None:
+        warn_eager(optimizer, reason, with_closure=with_closure)
         self._during_update.enter_context(as_if_compiling(False))
         self._eager_undo_logs = self._step.undo_logs()
         self._step.stop_recording()

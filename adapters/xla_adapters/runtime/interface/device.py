@@ -13,8 +13,11 @@ from xla_adapters.runtime.tuning import DEFAULT_TUNING, Tuning
 class Device(Protocol):
     """The device that this process computes on: starts the runtime, and answers questions about devices and processes.
 
-    Methods start the runtime if they need it; `started`, `hardware` and `owns` never do.
+    Methods start the runtime if they need it; `prepare`, `started`, `hardware` and `owns` never do.
     """
+
+    def prepare(self) -> None:
+        """Sets what the runtime reads as it starts (`XLA_FLAGS`). `initialize` calls it."""
 
     def initialize(self, *, spmd: bool = False, tuning: Tuning = DEFAULT_TUNING) -> None:
         """Starts the runtime. A further call changes nothing but what `tuning` asks for.

@@ -32,6 +32,9 @@ class TPUDevice:
     def __init__(self) -> None:
         self._device: torch.device | None = None
 
+    def prepare(self) -> None:
+        """See `Device`; there is nothing to set."""
+
     def initialize(self, *, spmd: bool = False, tuning: Tuning = DEFAULT_TUNING) -> None:
         """See `Device`."""
         if spmd:

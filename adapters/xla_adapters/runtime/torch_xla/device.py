@@ -17,6 +17,7 @@ from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptio
 from xla_adapters.runtime.extensions import initialize_extensions
 from xla_adapters.runtime.module_moves import keep_parameters_when_moved
 from xla_adapters.runtime.torch_xla.compile_cache import CompileCache
+from xla_adapters.runtime.torch_xla.compiler_flags import keep_nan
 from xla_adapters.runtime.torch_xla.operators import complete_autocast, register_kernels
 from xla_adapters.runtime.torch_xla.scans import run_scans_in_eager_mode
 from xla_adapters.runtime.tuning import DEFAULT_TUNING, Tuning
@@ -40,8 +41,15 @@ class XLADevice:
         self._cache = CompileCache()
         self._device: torch.device | None = None
 
+    def prepare(self) -> None:
+        """See `Device`; sets `XLA_FLAGS`, which is logged."""
+        if self.hardware() == "CPU":
+            keep_nan(started=self.started())
+
     def initialize(self, *, spmd: bool = False, tuning: Tuning = DEFAULT_TUNING) -> None:
         """See `Device`; switches SPMD on first if asked for."""
+        if not self._initialized:
+            self.prepare()
         if tuning.asks_for_something or not self._initialized:
             initialize_extensions(self, spmd=spmd, tuning=tuning)
         if self._initialized and (not spmd or xr.is_spmd()):

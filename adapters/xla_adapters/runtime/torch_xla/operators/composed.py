@@ -32,41 +32,6 @@ def _index_reduce(
     return torch.scatter_reduce(self, dim, places, source, reduce, include_self=include_self)
 
 
-def _cumulative_maximum(
-    stock: Callable[..., tuple[torch.Tensor, torch.Tensor]], self: torch.Tensor, dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cummax`. torch_xla's own places are of another dtype than they say, and cannot be converted."""
-    if not self.ndim:
-        value, place = _cumulative_maximum(stock, self.reshape(1), 0)
-        return value.reshape(()), place.reshape(())
-    values = stock(self, dim)[0]
-    shape = [1] * self.ndim
-    shape[dim] = -1
-    places = torch.arange(self.shape[dim], device=self.device, dtype=torch.int32).reshape(shape)
-    # The last place that has the largest value so far, or none.
-    has_it = (self == values) | (self != self)
-    last = stock(torch.where(has_it, places, torch.zeros_like(places)), dim)[0]
-    return values, last.to(torch.int64)
-
-
-def _cumulative_minimum(self: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of what is ordered the other way round, the maximum."""
-    if self.dtype is torch.bool:
-        values, places = _cumulative_minimum(self.to(torch.int32), dim)
-        return values != 0, places
-    if self.is_floating_point():
-        values, places = torch.cummax(-self, dim)
-        return -values, places
-    values, places = torch.cummax(~self, dim)
-    return ~values, places
-
-
-def _clamp(stock: Callable[..., torch.Tensor], self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch_xla's own makes a bound of what is no number."""
-    result: torch.Tensor = stock(self, *args, **kwargs)
-    return torch.where(self.isnan(), self, result) if self.is_floating_point() else result
-
-
 def _add_products(
     self: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
@@ -143,7 +108,6 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
     "complex": _complex,
     "polar": _polar,
     "index_reduce": _index_reduce,
-    "cummin": _cumulative_minimum,
     "addbmm": _add_products,
     "hypot": _hypotenuse,
     "signbit": _sign_bit,
@@ -154,10 +118,4 @@ DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
     "special_log_ndtr": _log_normal_cdf,
     "conv_tbc": _convolution_over_time,
     "multilabel_margin_loss_forward": _multilabel_margin,
-}
-# Their first argument is torch_xla's kernel.
-AROUND_STOCK: Mapping[str, Callable[..., Any]] = {
-    "cummax": _cumulative_maximum,
-    "clamp": _clamp,
-    "clamp_max": _clamp,
 }

@@ -15,8 +15,8 @@ from torch._decomp import decomposition_table
 _Stock = Callable[..., Any]
 # `mean` and `sum`, which are called more often, are lowered in steps; see `xla_adapters.lowerings`.
 _ALONG_A_DIMENSION = (
-    *("argmax", "argmin", "max.dim", "min.dim", "prod.dim_int", "topk", "kthvalue", "sort", "sort.stable"),
-    *("any.dim", "any.dims", "all.dim", "all.dims", "logsumexp", "std.correction", "var.correction"),
+    *("prod.dim_int", "topk", "kthvalue", "sort", "sort.stable"),
+    *("any.dim", "any.dims", "all.dim", "all.dims", "std.correction", "var.correction"),
     *("var_mean.correction", "flip", "roll"),
 )
 
@@ -32,12 +32,14 @@ def _with_a_dimension(stock: _Stock, self: torch.Tensor, *args: Any, **kwargs: A
 
 
 def _cumulative(stock: _Stock, self: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`cumsum` and `cumprod`."""
+    """`cumsum` and `cumprod`, in a dtype that holds the sums: torch_xla's own adds up in that of the input."""
+    whole = not (self.is_floating_point() or self.is_complex())
+    dtype = dtype or (torch.int64 if whole else self.dtype)
     if self.numel() == 0:
-        whole = not (self.is_floating_point() or self.is_complex())
-        return torch.zeros_like(self, dtype=dtype or (torch.int64 if whole else self.dtype))
-    result: torch.Tensor = _with_a_dimension(stock, self, dim, dtype=dtype)
-    return result
+        return torch.zeros_like(self, dtype=dtype)
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    result: torch.Tensor = _with_a_dimension(stock, self.to(wide), dim, dtype=wide)
+    return result.to(dtype)
 
 
 def _gather(

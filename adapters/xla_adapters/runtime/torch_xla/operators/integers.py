@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from xla_adapters.runtime.torch_xla.operators.remainders import as_tensors, rounded_down
+
 _Stock = Callable[..., torch.Tensor]
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # Each division in float32 finds 24 bits more of the 63.
@@ -42,31 +44,26 @@ def _quotient(dividend: torch.Tensor | int, divisor: torch.Tensor | int, *, floo
     return quotient.to(dtype)
 
 
-def _as_tensors(*values: Any) -> list[torch.Tensor]:
-    """torch gives Python numbers to kernels in Python as they are, where those in C++ get tensors."""
-    like = next(value for value in values if isinstance(value, torch.Tensor))
-    return [
-        value
-        if isinstance(value, torch.Tensor)
-        else torch.full((), value, dtype=torch.result_type(like, value), device=like.device)
-        for value in values
-    ]
-
-
 def _floor_divide(stock: _Stock, dividend: Any, divisor: Any) -> torch.Tensor:
     if _are_whole(dividend, divisor):
         return _quotient(dividend, divisor, floors=True)
-    return stock(*_as_tensors(dividend, divisor))
+    dividend, divisor = as_tensors(dividend, divisor)
+    if torch.result_type(dividend, divisor).is_floating_point:
+        return rounded_down(dividend, divisor)
+    return stock(dividend, divisor)
 
 
 def _divide(stock: _Stock, dividend: Any, divisor: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
     if rounding_mode is not None and _are_whole(dividend, divisor):
         return _quotient(dividend, divisor, floors=rounding_mode == "floor")
-    return stock(*_as_tensors(dividend, divisor), rounding_mode=rounding_mode)
+    dividend, divisor = as_tensors(dividend, divisor)
+    if rounding_mode == "floor" and torch.result_type(dividend, divisor).is_floating_point:
+        return rounded_down(dividend, divisor)
+    return stock(dividend, divisor, rounding_mode=rounding_mode)
 
 
 def _shifted_right(value: torch.Tensor, places: Any) -> torch.Tensor:
-    return torch.bitwise_right_shift(value, places)
+    return torch.bitwise_right_shift(value, places).to(torch.result_type(value, places))
 
 
 def _shifted_right_in_place(value: torch.Tensor, places: Any) -> torch.Tensor:

@@ -12,25 +12,31 @@ from torch._decomp import decomposition_table
 from torch.library import Library, fallthrough_kernel, get_kernel
 
 from xla_adapters.runtime.torch_xla.operators import (
+    activations,
     comparisons,
     composed,
+    determinants,
     dimensions,
+    dtypes,
     elementwise,
     embeddings,
+    extremes,
     few_elements,
     frozen_norms,
+    host_numbers,
     integers,
     maximum_pooling,
     medians,
     padding,
     pooling,
-    reductions,
+    remainders,
     resizing,
     sampling,
     scattering,
     sequences,
     slices,
 )
+from xla_adapters.runtime.torch_xla.operators.host_numbers import TAKE_HOST_NUMBERS, with_host_numbers
 
 # Written with operators that have a backward; the dispatcher looks there before it records the call for autograd.
 _DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
@@ -46,16 +52,20 @@ _AROUND_DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
     **pooling.AROUND_STOCK,
     **maximum_pooling.AROUND_STOCK,
     **padding.AROUND_STOCK,
-    **reductions.AROUND_STOCK,
+    **extremes.AROUND_DIFFERENTIABLE,
 }
 _ABOVE_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **embeddings.KERNELS,
     **frozen_norms.KERNELS,
     **elementwise.AUTOGRAD_KERNELS,
 }
+_AROUND_AUTOGRAD: Mapping[str, Callable[..., Any]] = {**frozen_norms.AROUND_STOCK, **determinants.AROUND_STOCK}
 # Integers have no gradients, and torch's own formulas for those of the others call such kernels.
 _BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **integers.KERNELS,
+    **remainders.KERNELS,
+    **extremes.KERNELS,
+    **activations.KERNELS,
     **sequences.KERNELS,
     **scattering.KERNELS,
     **few_elements.KERNELS,
@@ -70,15 +80,19 @@ _AROUND_BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **few_elements.AROUND_STOCK,
     **maximum_pooling.BACKWARD_AROUND_STOCK,
     **scattering.AROUND_STOCK,
-    **composed.AROUND_STOCK,
+    **host_numbers.AROUND_STOCK,
+    **determinants.AROUND_STOCK_BELOW_AUTOGRAD,
+    **dtypes.AROUND_STOCK,
+    **extremes.AROUND_STOCK,
+    **activations.AROUND_STOCK,
 }
 # torch's own decompositions, for operators whose backward is in this list as well, or none is needed.
 _TORCHS = (
     *("addmv", "vdot", "glu_backward", "huber_loss", "huber_loss_backward", "im2col", "col2im"),
     *("channel_shuffle", "aminmax", "unfold_backward", "logit_backward", "renorm", "sinc", "special_entr"),
     *("special_xlog1py", "tril_indices", "triu_indices"),
-    # torch_xla 2.9 has it, with other numbers where the input is given and not the result.
-    "elu_backward",
+    # torch_xla 2.9 has these, with other results for infinities.
+    *("log_sigmoid_forward", "log_sigmoid_backward"),
 )
 # torch composes these of operators that have a backward, and so do torch_xla's kernels. Without an entry for autograd
 # torch warns of "silently incorrect behavior" in each backward.
@@ -104,29 +118,33 @@ def register_kernels() -> None:
         # torch says once in a process that some kernel is being replaced, which is what is asked for.
         warnings.filterwarnings("ignore", "(?s).*verriding a previously registered kernel", UserWarning)
         for name, kernel in (*_DIFFERENTIABLE.items(), *((name, _torchs(name)) for name in _TORCHS_DIFFERENTIABLE)):
-            _library.impl(name, kernel, "AutogradXLA")
+            _register(name, kernel, "AutogradXLA")
             # Where autograd is left out: below another operator, and in inference mode.
-            _library.impl(name, kernel, "XLA", allow_override=True)
+            _register(name, kernel, "XLA", allow_override=True)
         for name, kernel in _ABOVE_AUTOGRAD.items():
-            _library.impl(name, kernel, "AutogradXLA")
+            _register(name, kernel, "AutogradXLA")
         for name in _COMPOSED:
             _library.impl(name, fallthrough_kernel, "AutogradXLA")
         for name in _TORCHS:
-            _library.impl(name, _torchs(name), "XLA")
+            _register(name, _torchs(name), "XLA")
         for name, kernel in _BELOW_AUTOGRAD.items():
-            _library.impl(name, kernel, "XLA")
+            _register(name, kernel, "XLA")
         for name, around in _AROUND_DIFFERENTIABLE.items():
             _put_around(name, around, "AutogradXLA")
             _put_around(name, around, "XLA")
-        for name, around in frozen_norms.AROUND_STOCK.items():
+        for name, around in _AROUND_AUTOGRAD.items():
             _put_around(name, around, "AutogradXLA")
         for name, around in _AROUND_BELOW_AUTOGRAD.items():
             _put_around(name, around, "XLA")
 
 
-def _put_around(name: str, kernel: Callable[..., Any], key: str) -> None:
+def _register(name: str, kernel: Callable[..., Any], key: str, **options: bool) -> None:
     assert _library is not None
-    _library.impl(name, partial(_around, kernel, get_kernel(f"aten::{name}", key)), key, with_keyset=True)
+    _library.impl(name, partial(with_host_numbers, kernel) if name in TAKE_HOST_NUMBERS else kernel, key, **options)
+
+
+def _put_around(name: str, kernel: Callable[..., Any], key: str) -> None:
+    _register(name, partial(_around, kernel, get_kernel(f"aten::{name}", key)), key, with_keyset=True)
 
 
 def _around(kernel: Callable[..., Any], stock: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,89 @@
+"""Activations and their gradients, where torch_xla 2.9 errs at the bounds, for infinities and for NaN."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+
+def _threshold(self: torch.Tensor, threshold: float, value: float) -> torch.Tensor:
+    return self.masked_fill(self <= threshold, value)
+
+
+def _threshold_backward(grad_output: torch.Tensor, self: torch.Tensor, threshold: float) -> torch.Tensor:
+    """The gradient of `relu` and `threshold`: passed on for NaN."""
+    return grad_output.masked_fill(self <= threshold, 0)
+
+
+def _soft_shrink(stock: Callable[..., torch.Tensor], self: torch.Tensor, lambd: float = 0.5) -> torch.Tensor:
+    return torch.where(self.isnan(), self, stock(self, lambd))
+
+
+def _elu_backward(
+    grad_output: torch.Tensor,
+    alpha: float,
+    scale: float,
+    input_scale: float,
+    is_result: bool,
+    self_or_result: torch.Tensor,
+) -> torch.Tensor:
+    """torch_xla's own is also wrong for numbers where the input is given and not the result."""
+    negative = input_scale * alpha * scale
+    if is_result:
+        slope = input_scale * (self_or_result + alpha * scale)
+    else:
+        slope = negative * torch.exp((self_or_result * input_scale).clamp(max=0))
+    return grad_output * torch.where(self_or_result > 0, torch.full_like(slope, scale), slope)
+
+
+def _hard_swish_backward(grad_output: torch.Tensor, self: torch.Tensor) -> torch.Tensor:
+    slope = (self / 3 + 0.5).masked_fill(self >= 3, 1).masked_fill(self <= -3, 0)
+    return grad_output * slope
+
+
+def _hard_tanh_backward(grad_output: torch.Tensor, self: torch.Tensor, min_val: float, max_val: float) -> torch.Tensor:
+    """Of `relu6`, too: 0 at the bounds, where torch_xla's own is 1."""
+    return torch.where((self > min_val) & (self < max_val), grad_output, torch.zeros_like(grad_output))
+
+
+def _hard_sigmoid_backward(grad_output: torch.Tensor, self: torch.Tensor) -> torch.Tensor:
+    return torch.where((self > -3) & (self < 3), grad_output / 6, torch.zeros_like(grad_output))
+
+
+def _smooth_l1_backward(
+    grad_output: torch.Tensor, self: torch.Tensor, target: torch.Tensor, reduction: int, beta: float
+) -> torch.Tensor:
+    difference = self - target
+    slope = difference / beta if beta else torch.zeros_like(difference)
+    slope = slope.masked_fill(difference <= -beta, -1).masked_fill(difference >= beta, 1)
+    return grad_output * (slope / slope.numel() if reduction == 1 else slope)
+
+
+def _log_sum_exp(self: torch.Tensor, dim: list[int], keepdim: bool = False) -> torch.Tensor:
+    """`logsumexp`, also of infinities."""
+    if not self.ndim:
+        return self.to(torch.get_default_dtype()) if not self.is_floating_point() else self.clone()
+    values = self if self.is_floating_point() else self.to(torch.get_default_dtype())
+    dims = list(dim) or list(range(self.ndim))
+    if any(self.shape[one] == 0 for one in dims):
+        return values.exp().sum(dims, keepdim).log()
+    largest = values.amax(dims, keepdim=True)
+    largest = largest.masked_fill(largest.abs() == math.inf, 0)
+    total = (values - largest).exp().sum(dims, keepdim).log()
+    return total + (largest if keepdim else largest.reshape(total.shape))
+
+
+KERNELS: dict[str, Callable[..., torch.Tensor]] = {
+    "threshold": _threshold,
+    "threshold_backward": _threshold_backward,
+    "elu_backward": _elu_backward,
+    "hardswish_backward": _hard_swish_backward,
+    "hardtanh_backward": _hard_tanh_backward,
+    "hardsigmoid_backward": _hard_sigmoid_backward,
+    "smooth_l1_loss_backward": _smooth_l1_backward,
+    "logsumexp": _log_sum_exp,
+}
+# Their first argument is torch_xla's kernel.
+AROUND_STOCK: dict[str, Callable[..., torch.Tensor]] = {"softshrink": _soft_shrink}

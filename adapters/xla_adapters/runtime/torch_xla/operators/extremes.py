@@ -1,0 +1,130 @@
+"""Extremes, where torch_xla 2.9 takes all dimensions for none, or loses what is not a number.
+
+torch's extreme of values with NaN is NaN, and stands where the first NaN does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_Found = tuple[torch.Tensor, torch.Tensor]
+
+
+def _extreme(
+    stock: Callable[..., torch.Tensor], input: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False
+) -> torch.Tensor:
+    """`amax` and `amin`."""
+    if input.ndim == 0:
+        return stock(input.reshape(1), [0], False)
+    return stock(input, list(dim) or list(range(input.ndim)), keepdim)
+
+
+def _place(
+    stock: Callable[..., torch.Tensor], self: torch.Tensor, dim: int | None = None, keepdim: bool = False
+) -> torch.Tensor:
+    """`argmax` and `argmin`."""
+    if not self.ndim:
+        return torch.zeros((), dtype=torch.int64, device=self.device)
+    place = stock(self, dim, keepdim)
+    if not self.is_floating_point():
+        return place
+    nans = self.isnan()
+    found = nans.any() if dim is None else nans.any(dim, keepdim)
+    return torch.where(found, torch.argmax(nans.to(torch.int32), dim, keepdim), place)
+
+
+def _extreme_along(stock: Callable[..., _Found], self: torch.Tensor, dim: int, keepdim: bool = False) -> _Found:
+    """`max.dim` and `min.dim`."""
+    if not self.ndim:
+        return self.clone(), torch.zeros((), dtype=torch.int64, device=self.device)
+    values, places = stock(self, dim, keepdim)
+    if not self.is_floating_point():
+        return values, places
+    nans = self.isnan()
+    found = nans.any(dim, keepdim)
+    places = torch.where(found, torch.argmax(nans.to(torch.int32), dim, keepdim), places)
+    return values.masked_fill(found, torch.nan), places
+
+
+def _cumulative_maximum(stock: Callable[..., _Found], self: torch.Tensor, dim: int) -> _Found:
+    """`cummax`. torch_xla's own places are of another dtype than they say, and cannot be converted."""
+    if not self.ndim:
+        value, place = _cumulative_maximum(stock, self.reshape(1), 0)
+        return value.reshape(()), place.reshape(())
+    values = stock(self, dim)[0]
+    if self.is_floating_point():
+        values = values.masked_fill(stock(self.isnan().to(torch.int32), dim)[0] > 0, torch.nan)
+    shape = [1] * self.ndim
+    shape[dim] = -1
+    places = torch.arange(self.shape[dim], device=self.device, dtype=torch.int32).reshape(shape)
+    # The last place that has the largest value so far, or none.
+    has_it = (self == values) | (self != self)
+    last = stock(torch.where(has_it, places, torch.zeros_like(places)), dim)[0]
+    return values, last.to(torch.int64)
+
+
+def _cumulative_minimum(self: torch.Tensor, dim: int) -> _Found:
+    """Of what is ordered the other way round, the maximum."""
+    if self.dtype is torch.bool:
+        values, places = _cumulative_minimum(self.to(torch.int32), dim)
+        return values != 0, places
+    if self.is_floating_point():
+        values, places = torch.cummax(-self, dim)
+        return -values, places
+    values, places = torch.cummax(~self, dim)
+    return ~values, places
+
+
+def _clamp(
+    stock: Callable[..., torch.Tensor], self: torch.Tensor, min: float | None = None, max: float | None = None
+) -> torch.Tensor:
+    """torch_xla's own makes a bound of NaN, and the largest number of infinity."""
+    if not self.is_floating_point():
+        return stock(self, min, max)
+    if any(bound is not None and bound != bound for bound in (min, max)):
+        return torch.full_like(self, torch.nan)
+    result = self if min is None else self.masked_fill(self < min, min)
+    return result if max is None else result.masked_fill(result > max, max)
+
+
+def _clamp_from_above(stock: Callable[..., torch.Tensor], self: torch.Tensor, max: float) -> torch.Tensor:
+    return _clamp(lambda self, min, max: stock(self, max), self, None, max)
+
+
+def _clamp_from_below(stock: Callable[..., torch.Tensor], self: torch.Tensor, min: float) -> torch.Tensor:
+    return _clamp(lambda self, min, max: stock(self, min), self, min)
+
+
+def _norm(
+    self: torch.Tensor,
+    p: float | None = None,
+    dim: Sequence[int] = (),
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`norm`, of which torch_xla's own gives 1 for an infinite order."""
+    result: torch.Tensor = torch.linalg.vector_norm(
+        self, 2 if p is None else p, list(dim) or None, keepdim, dtype=dtype
+    )
+    return result
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "cummin": _cumulative_minimum,
+    **dict.fromkeys(("norm.Scalar", "norm.ScalarOpt_dim"), _norm),
+}
+# Kernels whose first argument is torch_xla's own.
+AROUND_STOCK: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("argmax", "argmin"), _place),
+    **dict.fromkeys(("max.dim", "min.dim"), _extreme_along),
+    "cummax": _cumulative_maximum,
+    "clamp": _clamp,
+    "clamp_max": _clamp_from_above,
+    "clamp_min": _clamp_from_below,
+}
+# The same, with operators that have a backward.
+AROUND_DIFFERENTIABLE: dict[str, Callable[..., Any]] = {"amax": _extreme, "amin": _extreme}
