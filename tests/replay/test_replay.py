@@ -263,7 +263,7 @@ def test_what_keeps_steps_from_being_replayed_later_costs_no_compile(obstacle: s
         optimizer.zero_grad()
         return loss.detach()
 
-    for call in range(4):
+    for _ in range(4):
         step(torch.randn(5, 4))
     with xla_adapters.count() as counted:
         batches = [torch.randn(5, 4).to("xla") for _ in range(12)]
