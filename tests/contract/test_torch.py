@@ -267,3 +267,28 @@ def test_grouped_products() -> None:
     """`torch._grouped_mm`, and the operator of transformers that stands for it."""
     assert "offs" in str(torch.ops.aten._grouped_mm.default._schema)
     assert callable(torch._grouped_mm)
+
+
+def test_each_seed_is_passed_on_to_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.random, "_seed_custom_device", seeds.append)
+    torch.manual_seed(3)
+    torch.random.manual_seed(-3)
+    assert seeds == [3, -3]
+    torch.seed()
+    assert seeds[2] == torch.initial_seed()
+
+
+def test_distributions_ask_whether_all_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(torch, "_is_all_true", lambda valid: asked.append(bool(valid.all())) or True)
+    torch.distributions.Normal(torch.zeros(2), -torch.ones(2)).log_prob(torch.zeros(2))
+    assert asked == [True, False, True]
+
+
+def test_an_encoder_asks_whether_a_mask_is_left_aligned() -> None:
+    padded = torch.zeros(2, 3, dtype=torch.bool)
+    padded[1, 0] = True
+    assert not torch._nested_tensor_from_mask_left_aligned(torch.ones(2, 3, 4), padded.logical_not())
+    source = inspect.getsource(torch.nn.TransformerEncoder.forward)
+    assert "not torch._nested_tensor_from_mask_left_aligned(" in source

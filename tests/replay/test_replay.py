@@ -245,3 +245,34 @@ def test_a_tensor_that_has_moved_is_not_looked_for_at_its_old_address() -> None:
     assert runtime.lazy.handles([total]) != [before]
     assert [slot.kind for slots in scope._unmoved().values() for slot in slots] == ["batch"]
     scope.abort()
+
+
+@isolated
+@pytest.mark.parametrize("obstacle", ["code that changes in each step", "a hook"])
+def test_what_keeps_steps_from_being_replayed_later_costs_no_compile(obstacle: str) -> None:
+    xla_adapters.initialize()
+    model = nn.Linear(4, 3).to("xla")
+    optimizer = torch.optim.AdamW(model.parameters())
+    settings = {"temperature": 4.0}
+
+    @xla_adapters.CompiledStep
+    def step(inputs: torch.Tensor) -> torch.Tensor:
+        loss = (model(inputs) / settings["temperature"]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    for _ in range(4):
+        step(torch.randn(5, 4))
+    with xla_adapters.count() as counted:
+        batches = [torch.randn(5, 4).to("xla") for _ in range(12)]
+        before = counted.compiles
+        for call, batch in enumerate(batches):
+            if obstacle == "a hook" and call == 0:
+                model.register_forward_hook(lambda module, args, result: None)
+            elif obstacle != "a hook":
+                settings["temperature"] = 3.0 - call / 8
+            step(batch)
+        assert counted.compiles == before
+    assert any(("in a row" if obstacle != "a hook" else "hook") in reason for reason in step.reasons)

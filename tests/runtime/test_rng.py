@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import random
@@ -145,3 +146,95 @@ def test_streams_are_read_as_they_were_saved_before() -> None:
     now = HostRandom.now()
     saved = {**now.to_save(), "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest)}
     assert HostRandom.of_saved(saved).equals(now)
+
+
+def _drawn(seed: int | None) -> list[float]:
+    """What a process draws on the device, by itself and in a step."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    xla_adapters.initialize()
+    outside = torch.rand(3, device="xla").tolist()
+    with xla_adapters.step():
+        inside = torch.nn.functional.dropout(torch.ones(16, device="xla"))
+    return [*outside, *inside.tolist()]
+
+
+def test_torchs_seed_before_the_runtime_starts_is_the_devices() -> None:
+    first, second, unseeded = (run_in_child(functools.partial(_drawn, seed)) for seed in (1, 2, None))
+    assert first == run_in_child(functools.partial(_drawn, 1))
+    assert first[:3] != second[:3]
+    assert first[3:] != second[3:]
+    assert unseeded[:3] not in (first[:3], second[:3])
+
+
+@isolated
+@pytest.mark.parametrize("seed", [3, -3, 2**64 - 1])
+def test_torchs_seed_is_the_devices(seed: int) -> None:
+    def both() -> list[list[float]]:
+        torch.manual_seed(seed)
+        outside = torch.rand(3, device="xla").tolist()
+        with xla_adapters.step():
+            inside = torch.nn.functional.dropout(torch.ones(16, device="xla"))
+        return [outside, inside.tolist(), torch.rand(3).tolist()]
+
+    xla_adapters.initialize()
+    first = both()
+    with xla_adapters.count() as counted:
+        assert both() == first
+    assert counted.compiles == 0
+    torch.manual_seed(seed)
+    assert torch.rand(3, device="xla").tolist() == first[0]
+    torch.manual_seed(4)
+    assert torch.rand(3, device="xla").tolist() != first[0]
+    torch.seed()
+    assert torch.rand(3, device="xla").tolist() != first[0]
+
+
+@isolated
+def test_torchs_seed_in_a_step() -> None:
+    xla_adapters.initialize()
+    for _ in range(2):
+        with xla_adapters.step():
+            torch.manual_seed(7)
+            first = torch.rand(3, device="xla")
+            torch.manual_seed(7)
+            second = torch.rand(3, device="xla")
+        assert first.tolist() == second.tolist()
+
+
+def _seeded(worker: int) -> None:
+    torch.manual_seed(worker)
+
+
+@isolated
+def test_torchs_seed_in_a_forked_worker() -> None:
+    xla_adapters.initialize()
+    torch.manual_seed(1)
+    loader = torch.utils.data.DataLoader(
+        list(range(4)), batch_size=2, num_workers=1, worker_init_fn=_seeded, multiprocessing_context="fork"
+    )
+    before = xla_adapters.get_runtime().random.seed()
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+    assert xla_adapters.get_runtime().random.seed() == before
+
+
+@isolated
+def test_steps_that_wait_are_executed_before_the_device_is_seeded() -> None:
+    xla_adapters.initialize()
+    weight = torch.nn.Parameter(torch.ones(8, device="xla"))
+
+    def draw(inputs: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(inputs * weight).detach()
+
+    drawn = []
+    for together in (1, 4):
+        step = xla_adapters.CompiledStep(draw, config=xla_adapters.XLAConfig(steps_per_execution=together))
+        torch.manual_seed(1)
+        masks = []
+        for call in range(12):
+            masks.append(step(torch.ones(8)))
+            if call == 6:
+                torch.manual_seed(2)
+        assert step.replays > 8
+        drawn.append([mask.tolist() for mask in masks])
+    assert drawn[0] == drawn[1]

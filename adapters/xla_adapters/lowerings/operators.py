@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from xla_adapters.lowerings.checks import CHECKS
 from xla_adapters.lowerings.complex_numbers import COMPLEX
 from xla_adapters.lowerings.masks import write_by_mask, write_by_mask_
 from xla_adapters.lowerings.norms import batch_norm_statistics
@@ -108,7 +109,7 @@ def _mean(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.mean(input, *args, **kwargs)
 
 
-LOWERINGS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
+LOWERINGS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.norm: _norm,
     torch.Tensor.norm: _norm,
     torch.norm_except_dim: _norm_except_dim,
@@ -128,6 +129,7 @@ LOWERINGS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
     torch.Tensor.histc: _histc,
     **STATISTICS,
     **COMPLEX,
+    **CHECKS,
 }
 
 _ARGUMENTS: dict[Callable[..., Any], tuple[str, ...]] = {

@@ -191,6 +191,18 @@ class ExecutableCache:
         separating = CachedScope if plan.is_cached else SeparatingScope
         return separating(spec, **options)
 
+    def refused(self, spec: CallSpec, **options: Any) -> Any:
+        """The scope of a call that may not be replayed; None if any will do.
+
+        An obstacle may come up when the step has run before (a hook, code that changes in each step). Its graph is then
+        known by the name under which replays call it.
+
+        Args:
+            spec: describes the call.
+            **options: as for `StepScope`.
+        """
+        return CachedScope(spec, **options) if self._executables else None
+
     def _replayed(self, name: str, prepared: PreparedCall, **options: Any) -> ReplayedCall:
         """The replay of a call."""
         return ReplayedCall(name, prepared, **options)

@@ -160,17 +160,15 @@ class StepProgram:
         self._signature = StepSignature.of(phase, inputs, facts or {})
         options = {"name": self.name, "config": self.config, "hint": self.hint}
         options |= {"history": self._history, "signature": self._signature}
-        if replay is None or not self._may_replay(replay):
+        if replay is None or self.config.step_replay is False or in_step():
             self._open = self.execution(seed=seed, **options)
         else:
-            assert self._replay is not None
             spec = dataclasses.replace(
                 replay,
                 several=self.config.steps_per_execution > 1,
                 strict=self.config.step_replay != True,  # noqa: E712 (it may be "auto")
             )
-            key = (phase, replay.key, _repeated(replay.batch))
-            self._open = self._replay.choose(key, spec, seed, **options)
+            self._open = self._replayable(phase, spec, seed, options)
         is_replay = isinstance(self._open, ReplayedCall)
         if not is_replay:
             name_tensors(inputs)
@@ -178,17 +176,20 @@ class StepProgram:
             self._profile.name_span(REPLAY if is_replay else FORWARD)
         self._open.open()
 
-    def _may_replay(self, replay: CallSpec) -> bool:
-        if self.config.step_replay is False or in_step():
-            return False
-        if replay.change is not None:
-            self._make_replay().note(replay.change)
-        obstacle = replay.obstacle or unknown_mode()
+    def _replayable(self, phase: str, spec: CallSpec, seed: StepSeed | None, options: dict[str, Any]) -> StepExecution:
+        """The execution of a call that is replayed if nothing is in the way."""
+        cache = self._make_replay()
+        if spec.change is not None:
+            cache.note(spec.change)
+        obstacle = spec.obstacle or unknown_mode()
         if obstacle is not None and self.config.step_replay == "auto":
-            self.refuse_replay(obstacle)
-            return False
-        self._make_replay()
-        return get_runtime().replay_works
+            cache.refuse(obstacle)
+            scope = cache.refused(spec, seed=seed, **options)
+            return scope if scope is not None else self.execution(seed=seed, **options)
+        if not get_runtime().replay_works:
+            return self.execution(seed=seed, **options)
+        choice: StepExecution = cache.choose((phase, spec.key, _repeated(spec.batch)), spec, seed, **options)
+        return choice
 
     def refuse_replay(self, reason: str) -> None:
         """Notes why the next call is traced without an attempt to replay it later."""

@@ -93,6 +93,10 @@ class ProgramCache(ExecutableCache):
         # Not a plain `PlaceholderScope`: its program would have other arguments for the numbers of updates.
         return PlaceholderCapture(spec, lambda outcome: None, **options)
 
+    def refused(self, spec: CallSpec, **options: Any) -> Any:
+        """As of the other cache: its calls, too, have other arguments than a plain scope's."""
+        return self._uncaptured(None, spec, **options) if self._plans else None
+
     def _replayed(self, name: str, prepared: Any, **options: Any) -> ReplayedCall:
         if isinstance(options["numbers"], str):
             raise CannotReplay(options["numbers"])

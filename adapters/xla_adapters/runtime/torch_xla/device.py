@@ -19,6 +19,7 @@ from xla_adapters.runtime.module_moves import keep_parameters_when_moved
 from xla_adapters.runtime.torch_xla.compile_cache import CompileCache
 from xla_adapters.runtime.torch_xla.compiler_flags import keep_nan
 from xla_adapters.runtime.torch_xla.operators import complete_autocast, register_kernels
+from xla_adapters.runtime.torch_xla.random_numbers import seed_with_torch
 from xla_adapters.runtime.torch_xla.scans import run_scans_in_eager_mode
 from xla_adapters.runtime.tuning import DEFAULT_TUNING, Tuning
 
@@ -71,6 +72,7 @@ class XLADevice:
                 )
             xr.use_spmd()
         _print_no_refusals()
+        had_started = self.started()
         # Under SPMD the device alone does not start the runtime; counting devices does.
         xr.global_runtime_device_count()
         self._device = torch_xla.device()
@@ -78,6 +80,7 @@ class XLADevice:
         register_kernels()
         keep_parameters_when_moved("xla")
         run_scans_in_eager_mode()
+        seed_with_torch(had_started=had_started)
         self._initialized = True
 
     def use_compile_cache(self, folder: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import cached_property
+from functools import cached_property, wraps
 
 import torch
 import torch_xla
@@ -11,11 +11,37 @@ import torch_xla.core.xla_model as xm
 
 from xla_adapters.errors import ConfigError
 from xla_adapters.runtime.interface import Device, Tracing
+from xla_adapters.runtime.waiting_steps import settle
 
 _C = torch_xla._XLAC
 # Constants of their rounds (Salmon et al.: Parallel Random Numbers: As Easy as 1, 2, 3, 2011); a lowered operation
 # of the device's own algorithm has neither.
 _ALGORITHMS = {"philox": "constant(2654435769)", "three_fry": "constant(466688986)"}
+
+
+_BITS = (1 << 63) - 1
+
+
+def seed_with_torch(*, had_started: bool) -> None:
+    """From now on `torch.manual_seed` and `torch.seed` seed the device's stream, as they seed those of other devices.
+
+    Args:
+        had_started: whether the runtime had started before. If not, the seed that torch has already been given counts.
+    """
+    stock = torch.random._seed_custom_device
+    process = os.getpid()
+
+    @wraps(stock)
+    def seed_custom_device(seed: int) -> None:
+        stock(seed)
+        # A worker of a data loader may be a fork of this process, in which the runtime cannot be used.
+        if os.getpid() == process:
+            settle("random numbers are seeded")
+            xm.set_rng_state(seed & _BITS)
+
+    torch.random._seed_custom_device = seed_custom_device
+    if not had_started and torch.initial_seed() != torch.Generator().initial_seed():
+        xm.set_rng_state(torch.initial_seed() & _BITS)
 
 
 class XLARandom:
