@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -250,15 +251,23 @@ class Planner:
         follow = MODEL not in axes
         filters: list[problem.Filter] = [propagated_only] if follow else []
         filters += forced(plan, self.captured.graph, self.captured.folded, self.captured.capture.skeleton, rules)
-        program = self._formulate(plan.mesh, filters, follow=follow)
-        values = program.program.solve(None)
-        return result.cost_of(program.program, values or (), self._constant(plan.mesh), frees=self.topology.recomputes)
+        # A plan whose layouts are not all reached by propagation is taken without its constraints.
+        for kept in (filters, filters[: int(follow)]):
+            program = self._formulate(plan.mesh, kept, follow=follow)
+            values = program.program.solve(None)
+            if values is not None:
+                break
+        assert values is not None
+        return result.cost_of(
+            program.program, values, self._constant(plan.mesh, plan.batch), self._solution(plan.mesh, program, values).peak()
+        )
 
     def _fabric(self, mesh: Mesh) -> Fabric:
         return Fabric(mesh=mesh, topology=self.topology)
 
-    def _constant(self, mesh: Mesh) -> dict[str, float]:
-        return {"batch": self.batch_bytes / self._fabric(mesh).data}
+    def _constant(self, mesh: Mesh, batch: Sequence[str] = ()) -> dict[str, float]:
+        parts = math.prod(mesh.axis_size(axis) for axis in batch or (DATA,) if axis in mesh.axis_names)
+        return {"batch": self.batch_bytes / parts}
 
     def _available(self, mesh: Mesh, budget: int | None) -> float | None:
         """Bytes that are left for the program's choices; never 0, since the program divides by it."""
@@ -277,9 +286,9 @@ class Planner:
             follow=follow,
         )
 
-    def _plan(self, mesh: Mesh, program: problem.Problem, values: Sequence[float]) -> ShardingPlan:
+    def _solution(self, mesh: Mesh, program: problem.Problem, values: Sequence[float]) -> result.Solution:
         assert self.captured is not None
-        solution = result.Solution(
+        return result.Solution(
             graph=self.captured.graph,
             folded=self.captured.folded,
             skeleton=self.captured.capture.skeleton,
@@ -287,11 +296,15 @@ class Planner:
             problem=program,
             values=values,
         )
+
+    def _plan(self, mesh: Mesh, program: problem.Problem, values: Sequence[float]) -> ShardingPlan:
+        assert self.captured is not None
+        solution = self._solution(mesh, program, values)
         notes = self.notes
         if self.captured.graph.unknown:
             listed = ", ".join(sorted(self.captured.graph.unknown))
             notes = (*notes, f"no strategy is known for {listed}: what they take and give is whole on the model axis")
-        specs, used = solution.specs(), solution.used()
+        specs, used, batch = solution.specs(), solution.used(), solution.batch()
         return ShardingPlan(
             name="planner",
             mesh=mesh,
@@ -299,9 +312,9 @@ class Planner:
                 entry.planned(specs[self.classes[entry.name]], used.get(self.classes[entry.name]))
                 for entry in self.entries
             ),
-            batch=solution.batch(),
+            batch=batch,
             activations=solution.activations(),
-            predicted=result.cost_of(program.program, values, self._constant(mesh), frees=self.topology.recomputes),
+            predicted=result.cost_of(program.program, values, self._constant(mesh, batch), solution.peak()),
             notes=notes,
         )
 
@@ -327,7 +340,7 @@ class Planner:
                 for entry in self.entries
             ),
             batch=tuple(axis for axis in ((DATA, MODEL) if spread else (DATA,)) if axis in mesh.axis_names),
-            predicted=result.cost_of(program.program, values, self._constant(mesh), frees=self.topology.recomputes),
+            predicted=result.cost_of(program.program, values, self._constant(mesh)),
             notes=self.notes,
         )
 

@@ -40,11 +40,15 @@ class Problem:
         program: the program.
         strategies: for each class of operators, its strategies with their columns.
         stores: for each class of parameters, its specs with their columns.
+        parameters: by name of a class, the class with its uses.
+        copies: by column, the class of operators of whose output it keeps a copy in another layout, and how many.
     """
 
     program: Program = field(default_factory=Program)
     strategies: dict[int, list[tuple[Strategy, int]]] = field(default_factory=dict)
     stores: dict[str, list[tuple[Spec, int]]] = field(default_factory=dict)
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    copies: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +135,7 @@ class _Formulation:
                 lookups=lookups.get(name, ()),
                 products=name in uses and name not in others,
             )
+            self.problem.parameters[name] = found
             self._store(found)
         times: dict[int, int] = {}
         for operator in self.graph.operators:
@@ -335,21 +340,24 @@ class _Formulation:
         flows = [flow for flow, _, _ in members]
         forward = max(changes, key=lambda item: _seconds(item.forward))
         kept = forward.kept / times if members[0][1].consumer in self.folded.recomputed else forward.kept
-        self._charge(flows, forward.forward, kept, times)
+        copied = self._charge(flows, forward.forward, kept, times)
+        if copied is not None and kept:
+            self.problem.copies[copied] = (self.folded.operators.of(source.index), times)
         if any(change.sums for change in changes) and not self.rules.fabric.topology.merges_sums:
             for flow, change in zip(flows, changes, strict=True):
                 self._charge([flow], change.backward, 0.0, times)
         else:
             self._charge(flows, max((item.backward for item in changes), key=_seconds), 0.0, times)
 
-    def _charge(self, flows: Sequence[int], charges: tuple[Charge, ...], kept: float, times: int) -> None:
-        """Adds collectives that run once if any of these flows is used."""
+    def _charge(self, flows: Sequence[int], charges: tuple[Charge, ...], kept: float, times: int) -> int | None:
+        """Adds collectives that run once if any of these flows is used; their column, if there are any."""
         if not charges:
-            return
+            return None
         program = self.problem.program
         column = program.column(charges=charges, memory={"activations": kept}, times=times)
         for flow in flows:
             program.row({column: 1.0, flow: -1.0}, 0.0, float("inf"))
+        return column
 
     def _may_cut(self, consumer: int, strategy: Strategy) -> bool:
         """Whether a split parameter makes GSPMD split the other operands of an operator."""

@@ -50,6 +50,13 @@ def gathered_size(parameter: Parameter, fabric: Fabric) -> float:
     return parameter.size / (2 if halved else 1)
 
 
+def loops(parameter: Parameter, spec: Spec, fabric: Fabric) -> bool:
+    """Whether the gradient is scattered by a loop of collective-permutes, as a product over all devices is."""
+    products = parameter.trainable and parameter.uses > len(parameter.lookups)
+    whole = fabric.topology.rounds_products and fabric.data == fabric.mesh.size > 1
+    return products and whole and split_dim(spec, DATA) is not None
+
+
 def gathering(parameter: Parameter, spec: Spec, fabric: Fabric) -> tuple[int, ...]:
     """How often a parameter that is stored so may be gathered over the data axis in a step; (0,) if it is not split."""
     if split_dim(spec, DATA) is None:
