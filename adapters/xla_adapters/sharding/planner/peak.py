@@ -163,14 +163,15 @@ class PeakModel:
         return _Live(activations=activations, gradients=gradients, gathered=gathered)
 
     def _operands(self, operator: Operator, strategy: Strategy) -> float:
-        """What a product's backward has in bfloat16: gradients of output and inputs, and inputs computed again."""
+        """What a product's backward makes: gradients of its inputs and of what follows, and inputs computed again."""
         size = 0.0
         if self._looped(operator) or operator.index not in self._before_loss:
             size += self._rounded(operator) * self._size(operator, strategy.output)
         for operand, want in zip(operator.operands, strategy.wants, strict=True):
             if operand.source is not None:
-                local = self._rounded(operand) * self._size(operand, want.state)
-                size += local * (2 if operand.source in self._derived else 1)
+                # Input and gradient in bfloat16, or the gradient alone.
+                derived = operand.source in self._derived
+                size += (2 * self._rounded(operand) if derived else 1.0) * self._size(operand, want.state)
         return size
 
     def _looped(self, operator: Operator) -> bool:
@@ -212,7 +213,8 @@ class PeakModel:
                 share = 1.0 if operator.index in self._derived else 1.0 + self._rounded(operator)
             elif operator.index in self._derived:
                 share = 0.0
-            size = share * self._size_of_output(operator) + self.copies.get(operator.index, 0.0)
+            size = share * self._size_of_output(operator)
+            size += self._rounded(operator) * self.copies.get(self.folded.operators.of(operator.index), 0.0)
             if operator.target == _ATTENTION:
                 size += self._scores(operator)
             elif operator.target in _CONVOLUTIONS:
@@ -344,8 +346,13 @@ class PeakModel:
     def _scores(self, operator: Operator) -> float:
         """Bytes of the weights of attention, queries by keys, with padding."""
         query, key = operator.operands[0], operator.operands[1]
-        sizes = (query.shape[-2], key.shape[-2])
-        return self._strategy(operator).keeps * tiled(sizes) / math.prod(sizes)
+        strategy = self._strategy(operator)
+        sizes, parts = (query.shape[-2], key.shape[-2]), 1
+        if query.source is not None and strategy.wants[0].state is None:
+            # If heads do not divide, GSPMD splits a query that is split before over as many devices as do.
+            if self._strategy(self.graph.operators[query.source]).output is not None:
+                parts = math.gcd(query.shape[-3], self.rules.fabric.model)
+        return strategy.keeps * tiled(sizes) / math.prod(sizes) / parts
 
     def _image(self, operator: Operator) -> float:
         """Bytes of an image in bfloat16 as a convolution reads it: few channels are rows, and the batch is padded."""
