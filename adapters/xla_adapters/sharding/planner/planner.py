@@ -28,6 +28,8 @@ from xla_adapters.sharding.planner.strategy_filters import forced, propagated_on
 from xla_adapters.sharding.planner.topology import Topology
 
 Batch = Mapping[str, Any] | Sequence[Any]
+# Rounds of solving with a budget corrected by the peak of the last plan.
+_CORRECTIONS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,19 +229,33 @@ class Planner:
 
     def _solved(self, mesh: Mesh, budget: int | None, *, follow: bool) -> ShardingPlan | None:
         program = self._formulate(mesh, [propagated_only] if follow else [], follow=follow)
-        values = program.program.solve(self._available(mesh, budget))
-        return None if values is None else self._plan(mesh, program, values)
+        if not self.topology.recomputes or budget is None:
+            values = program.program.solve(self._available(mesh, budget))
+            return None if values is None else self._plan(mesh, program, values)
+        # The program adds up what does not live at the same time: its budget is corrected by the peak of earlier plans.
+        limit: float | None = None
+        for _ in range(_CORRECTIONS):
+            values = program.program.solve(limit)
+            if values is None:
+                break
+            plan = self._plan(mesh, program, values)
+            excess = _memory(plan) - budget
+            if excess <= 0:
+                return plan
+            limit = min(limit or math.inf, max(1e-3, program.program.size(values) - excess))
+        plan = self._plan(mesh, program, program.program.smallest())
+        return plan if _memory(plan) <= budget else None
 
     def least_memory(self, mesh: Mesh) -> float:
         """Bytes per device of the plan that needs the least memory."""
-        if self.captured is not None:
-            programs = [self._formulate(mesh, [propagated_only], follow=True), self._formulate(mesh, [], follow=False)]
-        else:
+        if self.captured is None:
             fabric = self._fabric(mesh)
-            programs = [
-                structural.formulate(self.parameters, fabric, rows=self.rows, optimizer_bytes=self.optimizer_bytes)[0]
-            ]
-        return min(item.program.least_memory() for item in programs) + sum(self._constant(mesh).values())
+            program = structural.formulate(
+                self.parameters, fabric, rows=self.rows, optimizer_bytes=self.optimizer_bytes
+            )[0]
+            return program.program.size(program.program.smallest()) + sum(self._constant(mesh).values())
+        programs = [self._formulate(mesh, [propagated_only], follow=True), self._formulate(mesh, [], follow=False)]
+        return min(_memory(self._plan(mesh, item, item.program.smallest())) for item in programs)
 
     def cost(self, plan: ShardingPlan) -> PlanCost:
         """The predicted cost of a step under a plan; its specs must be those of `parameters`."""
@@ -377,6 +393,10 @@ def _parameters(entries: Sequence[inventory.Entry], classes: Mapping[str, str]) 
                 fixed=entry.fixed,
             )
     return found
+
+
+def _memory(plan: ShardingPlan) -> float:
+    return plan.predicted.memory_bytes if plan.predicted is not None else 0.0
 
 
 def _idle(plan: ShardingPlan) -> bool:
