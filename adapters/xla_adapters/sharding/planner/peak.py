@@ -181,10 +181,10 @@ class PeakModel:
 
     def _recomputed_layer(self, operator: Operator) -> Iterator[float]:
         """What the operators before one in its recomputed layer keep while the layer's backward runs."""
+        layers = {layer.name for layer in self.skeleton.layers} & set(operator.modules)
         for other in self.graph.operators[: operator.index + 1]:
-            if other.index in self.folded.recomputed and other.modules[:1] == operator.modules[:1]:
-                if set(other.modules) & set(operator.modules) & {layer.name for layer in self.skeleton.layers}:
-                    yield self._once[other.index]
+            if other.index in self.folded.recomputed and layers & set(other.modules):
+                yield self._once[other.index]
 
     @cached_property
     def _again(self) -> set[int]:
@@ -291,7 +291,7 @@ class PeakModel:
         return size
 
     def _accumulators(self, weight: Weight) -> float:
-        """Bytes of the two values that a loop of collective-permutes adds a gradient up in; they live from the start."""
+        """Bytes of the two values that a loop adds a gradient up in; they live from the start."""
         return 2 * self._shard(weight) if loops(weight.parameter, weight.spec, self.rules.fabric) else 0.0
 
     def _shard(self, weight: Weight) -> float:
@@ -348,10 +348,10 @@ class PeakModel:
         query, key = operator.operands[0], operator.operands[1]
         strategy = self._strategy(operator)
         sizes, parts = (query.shape[-2], key.shape[-2]), 1
-        if query.source is not None and strategy.wants[0].state is None:
+        whole = query.source is not None and strategy.wants[0].state is None
+        if whole and self._strategy(self.graph.operators[query.source or 0]).output is not None:
             # If heads do not divide, GSPMD splits a query that is split before over as many devices as do.
-            if self._strategy(self.graph.operators[query.source]).output is not None:
-                parts = math.gcd(query.shape[-3], self.rules.fabric.model)
+            parts = math.gcd(query.shape[-3], self.rules.fabric.model)
         return strategy.keeps * tiled(sizes) / math.prod(sizes) / parts
 
     def _image(self, operator: Operator) -> float:
@@ -359,7 +359,5 @@ class PeakModel:
         item = operator.operands[0]
         if not item.free or item.batch != 0 or len(item.shape) < 3:
             return 0.0
-        rows = item.shape[0] // self.rules.fabric.data
-        return 2.0 * math.prod(item.shape[2:]) * tiled((min(_up(item.shape[1], 4), 8), rows)) / (
-            2 if item.shape[1] <= 4 else 1
-        )
+        channels, rows = _up(item.shape[1], 4), item.shape[0] // self.rules.fabric.data
+        return 2.0 * math.prod(item.shape[2:]) * channels * _up(rows, _LANES)

@@ -19,6 +19,7 @@ from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.plan_data import PlanCost
 from xla_adapters.sharding.planner import inventory, problem, result, structural
 from xla_adapters.sharding.planner.capture import Capture, CaptureError, batch_size, capture
+from xla_adapters.sharding.planner.comparing import are_same, by_time, is_idle, memory_of
 from xla_adapters.sharding.planner.costs import Fabric
 from xla_adapters.sharding.planner.fold import Folded, fold
 from xla_adapters.sharding.planner.graph import Graph, build
@@ -146,7 +147,7 @@ class Planner:
             if not found:
                 least.append(self.least_memory(mesh))
         # A plan that does not use the model axis wastes devices; it is only returned if the user chose the mesh.
-        plans = [plan for plan in plans if given or not _idle(plan)] or plans
+        plans = [plan for plan in plans if given or not is_idle(plan)] or plans
         if not plans and least:
             raise ConfigError(
                 f"memory_budget={budget} bytes per device is too little: the smallest that any plan for {devices} "
@@ -215,7 +216,7 @@ class Planner:
         found: list[ShardingPlan] = []
         for follows in (True,) if follow or self._fabric(mesh).model == 1 else (True, False):
             plan = self._solved(mesh, budget, follow=follows)
-            if plan is not None and not any(_same(plan, other) for other in found):
+            if plan is not None and not any(are_same(plan, other) for other in found):
                 found.append(plan)
         return found
 
@@ -225,7 +226,7 @@ class Planner:
             self.check(mesh)
         except ConfigError:
             return []
-        return [plan for plan in self.plans(mesh, budget, follow=follow) if not _idle(plan)]
+        return [plan for plan in self.plans(mesh, budget, follow=follow) if not is_idle(plan)]
 
     def _solved(self, mesh: Mesh, budget: int | None, *, follow: bool) -> ShardingPlan | None:
         program = self._formulate(mesh, [propagated_only] if follow else [], follow=follow)
@@ -239,12 +240,12 @@ class Planner:
             if values is None:
                 break
             plan = self._plan(mesh, program, values)
-            excess = _memory(plan) - budget
+            excess = memory_of(plan) - budget
             if excess <= 0:
                 return plan
             limit = min(limit or math.inf, max(1e-3, program.program.size(values) - excess))
         plan = self._plan(mesh, program, program.program.smallest())
-        return plan if _memory(plan) <= budget else None
+        return plan if memory_of(plan) <= budget else None
 
     def least_memory(self, mesh: Mesh) -> float:
         """Bytes per device of the plan that needs the least memory."""
@@ -255,7 +256,7 @@ class Planner:
             )[0]
             return program.program.size(program.program.smallest()) + sum(self._constant(mesh).values())
         programs = [self._formulate(mesh, [propagated_only], follow=True), self._formulate(mesh, [], follow=False)]
-        return min(_memory(self._plan(mesh, item, item.program.smallest())) for item in programs)
+        return min(memory_of(self._plan(mesh, item, item.program.smallest())) for item in programs)
 
     def cost(self, plan: ShardingPlan) -> PlanCost:
         """The predicted cost of a step under a plan; its specs must be those of `parameters`."""
@@ -274,9 +275,8 @@ class Planner:
             if values is not None:
                 break
         assert values is not None
-        return result.cost_of(
-            program.program, values, self._constant(plan.mesh, plan.batch), self._solution(plan.mesh, program, values).peak()
-        )
+        peak = self._solution(plan.mesh, program, values).peak()
+        return result.cost_of(program.program, values, self._constant(plan.mesh, plan.batch), peak)
 
     def _fabric(self, mesh: Mesh) -> Fabric:
         return Fabric(mesh=mesh, topology=self.topology)
@@ -393,24 +393,3 @@ def _parameters(entries: Sequence[inventory.Entry], classes: Mapping[str, str]) 
                 fixed=entry.fixed,
             )
     return found
-
-
-def _memory(plan: ShardingPlan) -> float:
-    return plan.predicted.memory_bytes if plan.predicted is not None else 0.0
-
-
-def _idle(plan: ShardingPlan) -> bool:
-    """Whether the mesh has a model axis over which nothing is split."""
-    specs = [item.spec for item in plan.parameters] + [item.spec for item in plan.activations] + [plan.batch]
-    split = {axis for spec in specs for axis in used_axes(spec)}
-    return plan.mesh.axis_size(MODEL) > 1 and MODEL not in split
-
-
-def _same(one: ShardingPlan, other: ShardingPlan) -> bool:
-    return (one.parameters, one.batch, one.activations) == (other.parameters, other.batch, other.activations)
-
-
-def by_time(plan: ShardingPlan) -> tuple[float, int, tuple[int, ...]]:
-    """A sort key: the predicted time to six digits, then the number of constraints."""
-    seconds = plan.predicted.step_seconds if plan.predicted is not None else 0.0
-    return (float(f"{seconds:.6g}"), len(plan.activations), tuple(-size for size in plan.mesh.shape))

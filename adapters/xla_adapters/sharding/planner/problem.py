@@ -376,7 +376,7 @@ class _Formulation:
 
 
 def _rows(operator: Operator, rank: int) -> int:
-    """Rows of the product of a batch and a weight of this rank; a weight of three dimensions has a matrix per expert."""
+    """Rows of the product of a batch and a weight of this rank; one of three dimensions is a matrix per expert."""
     if operator.target.startswith("conv"):
         return math.prod(operator.shape) // max(1, operator.shape[1])
     return operator.shape[-2] if rank == 3 else math.prod(operator.shape[:-1])

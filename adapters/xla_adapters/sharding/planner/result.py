@@ -99,7 +99,11 @@ class Solution:
         if not self.rules.fabric.topology.recomputes:
             return None
         weights = {
-            name: Weight(parameter=self.problem.parameters[name], spec=spec, kept="gathered" in self.problem.program.memory[column])
+            name: Weight(
+                parameter=self.problem.parameters[name],
+                spec=spec,
+                kept="gathered" in self.problem.program.memory[column],
+            )
             for name, stores in self.problem.stores.items()
             for spec, column in stores
             if self.values[column] > 0.5

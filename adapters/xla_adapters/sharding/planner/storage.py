@@ -10,8 +10,8 @@ from xla_adapters.sharding.planner.costs import GRADIENTS, Charge, Fabric
 
 # Adam's two averages, in the dtype of the parameter.
 ADAM_COPIES = 2
-# libtpu makes a loop if it takes the loop's product for longer than this share of the time that the result is sent. Read
-# from compiled steps: there are loops at a share of 0.47 (v5e, 2,048 tokens of a device) and none at 0.23 (1,024).
+# libtpu makes a loop if its product takes longer than this share of the time that sending its result takes. Read from
+# compiled steps: loops at 0.47 (v5e, 2,048 tokens of a device) and 0.34 (v4), none at 0.23 (v5e, 1,024) and 0.2 (v6e).
 _LOOP_SHARE = 0.3
 
 
