@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.isolation import isolated
+from tests.preflight.nets import needs_libtpu
 from xla_adapters.cli import main
 from xla_adapters.sharding import ShardingPlan
 
@@ -106,6 +107,24 @@ def test_a_factory_and_gradient_checkpointing_of_a_model_without(capsys: pytest.
 def test_bad_input(model: str, more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", model, "--devices", "4", "--batch", "8", *more]) == 2
     assert message in capsys.readouterr().err
+
+
+@needs_libtpu
+@pytest.mark.slow
+@isolated(timeout=900)
+def test_plans_are_compiled_for_tpus_that_are_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path, kept = config_file(tmp_path, num_hidden_layers=2), tmp_path / "plan.json"
+    command = ["plan", "--model", path, "--topology", "v5p:2x2x1", "--batch", "8x64", "--measure", "1"]
+    assert main([*command, "--save", str(kept)]) == 0
+    printed = capfd.readouterr().out
+    assert "Prediction and measurement" in printed
+    plan = ShardingPlan.load(kept)
+    assert plan.measured is not None
+    assert plan.predicted is not None
+    # Parameters, optimizer state and batch are the same; activations are small.
+    assert plan.measured.memory_bytes == pytest.approx(plan.predicted.memory_bytes, rel=0.25)
+    schemes = {item.name for item in plan.alternatives if item.measured is not None}
+    assert {"dp", "fsdp", "tp", "2d"} <= schemes
 
 
 @isolated

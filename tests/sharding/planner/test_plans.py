@@ -409,7 +409,8 @@ def test_the_program_of_70_billion_parameters_is_that_of_three_layers(monkeypatc
         )
         counts[layers] = list(columns)
         assert len(plans[0].parameters) == 3 + 9 * layers
-    assert counts[3] == counts[80]
+    # How often it is solved depends on the memory.
+    assert set(counts[3]) == set(counts[80])
     assert max(counts[80]) < 3000
 
 

@@ -70,18 +70,18 @@ class Fabric:
         """Each device sends all shards but one: b(k-1)/k bytes."""
         return self._ring("all-gather", axis, size, 1, cause)
 
-    def reduce_scatter(self, axis: str, size: float, cause: str, *, product: bool = False) -> tuple[Charge, ...]:
+    def reduce_scatter(self, axis: str, size: float, cause: str, *, loop: bool = False) -> tuple[Charge, ...]:
         """b(k-1)/k bytes; an all-reduce if the compiler emits no reduce-scatter.
 
         Args:
             axis, size, cause: as for the others.
-            product: whether it is the result of a product alone.
+            loop: whether a loop of collective-permutes takes its place.
         """
         if not self.topology.reduce_scatter:
             return self.all_reduce(axis, size, cause)
-        if product and self.topology.rounds_products and self._size(axis) == self.mesh.size:
-            # A loop of collective-permutes, which also sends a device's own shard, and the last one once more.
-            size *= (self.mesh.size + 1) / max(1, self.mesh.size - 1)
+        if loop:
+            # It also sends a device's own shard, and the last one once more.
+            size *= (self._size(axis) + 1) / max(1, self._size(axis) - 1)
         return self._ring("reduce-scatter", axis, size, 1, cause)
 
     def all_to_all(self, axis: str, size: float, cause: str) -> tuple[Charge, ...]:

@@ -22,6 +22,9 @@ from xla_adapters.sharding.planner.views import VIEWS, Dims, Shape, broadcast, b
 # Unary functions whose result is not kept for the backward, or is cheap.
 _KEEPS_NOTHING = frozenset(("add", "sub", "neg", "rsub", "mul", "div", "sum", "mean", "cat", "dropout", "rsqrt", "pow"))
 
+# Unary functions whose gradient needs their input.
+_NEEDS_INPUT = frozenset(("gelu", "silu", "mish", "softplus", "hardswish", "elu", "log_sigmoid", "logsigmoid"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
@@ -92,6 +95,7 @@ class Graph:
     Attributes:
         operators: in execution order.
         kept: by index of an operator, unary functions of its output that the backward needs: (dims, bytes, batch).
+        needed: indices of operators whose output itself, not only a function of it, the backward needs.
         outputs: by module, the value that is its output, if there is exactly one.
         inputs: by module, the value that is its input, if there is exactly one.
         unknown: names of operators without a rule; filled in by the planner.
@@ -99,6 +103,7 @@ class Graph:
 
     operators: list[Operator] = field(default_factory=list)
     kept: dict[int, list[tuple[Dims, float, int | None]]] = field(default_factory=dict)
+    needed: set[int] = field(default_factory=set)
     outputs: dict[str, Operand] = field(default_factory=dict)
     inputs: dict[str, Operand] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
@@ -171,6 +176,8 @@ class _Builder:
         result = self._operand(node, source=seen.source, parameter=seen.parameter, dims=compose(seen.dims, dims))
         if seen.source is not None and target not in VIEWS and target not in _KEEPS_NOTHING:
             self.graph.kept.setdefault(seen.source, []).append((result.dims, result.size, result.batch))
+            if target in _NEEDS_INPUT:
+                self.graph.needed.add(seen.source)
         return result
 
     def _item(self, node: fx.Node, seen: Operand) -> Operand | None:

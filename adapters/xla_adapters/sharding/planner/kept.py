@@ -30,7 +30,7 @@ def kept_shares(graph: Graph, *, recomputes: bool, rounds: bool) -> Mapping[int,
         for operand in operator.operands:
             if operand.source is not None:
                 users.setdefault(operand.source, []).append(operator)
-    again = _recomputed(graph) if recomputes else set[int]()
+    again = recomputed(graph) if recomputes else set[int]()
     found: dict[int, float] = {}
     for operator in graph.operators:
         needed = [user for user in users.get(operator.index, []) if user.target not in _SUMS]
@@ -47,7 +47,7 @@ def kept_shares(graph: Graph, *, recomputes: bool, rounds: bool) -> Mapping[int,
     return found
 
 
-def _recomputed(graph: Graph) -> set[int]:
+def recomputed(graph: Graph) -> set[int]:
     """Element-wise operators, except sums of several values: a residual connection would need all layers before it."""
     roots: dict[int, frozenset[int]] = {}
     found: set[int] = set()

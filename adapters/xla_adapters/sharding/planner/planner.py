@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +19,7 @@ from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.plan_data import PlanCost
 from xla_adapters.sharding.planner import inventory, problem, result, structural
 from xla_adapters.sharding.planner.capture import Capture, CaptureError, batch_size, capture
+from xla_adapters.sharding.planner.comparing import are_same, by_time, is_idle, memory_of
 from xla_adapters.sharding.planner.costs import Fabric
 from xla_adapters.sharding.planner.fold import Folded, fold
 from xla_adapters.sharding.planner.graph import Graph, build
@@ -27,6 +29,8 @@ from xla_adapters.sharding.planner.strategy_filters import forced, propagated_on
 from xla_adapters.sharding.planner.topology import Topology
 
 Batch = Mapping[str, Any] | Sequence[Any]
+# Rounds of solving with a budget corrected by the peak of the last plan.
+_CORRECTIONS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +147,7 @@ class Planner:
             if not found:
                 least.append(self.least_memory(mesh))
         # A plan that does not use the model axis wastes devices; it is only returned if the user chose the mesh.
-        plans = [plan for plan in plans if given or not _idle(plan)] or plans
+        plans = [plan for plan in plans if given or not is_idle(plan)] or plans
         if not plans and least:
             raise ConfigError(
                 f"memory_budget={budget} bytes per device is too little: the smallest that any plan for {devices} "
@@ -212,7 +216,7 @@ class Planner:
         found: list[ShardingPlan] = []
         for follows in (True,) if follow or self._fabric(mesh).model == 1 else (True, False):
             plan = self._solved(mesh, budget, follow=follows)
-            if plan is not None and not any(_same(plan, other) for other in found):
+            if plan is not None and not any(are_same(plan, other) for other in found):
                 found.append(plan)
         return found
 
@@ -222,23 +226,37 @@ class Planner:
             self.check(mesh)
         except ConfigError:
             return []
-        return [plan for plan in self.plans(mesh, budget, follow=follow) if not _idle(plan)]
+        return [plan for plan in self.plans(mesh, budget, follow=follow) if not is_idle(plan)]
 
     def _solved(self, mesh: Mesh, budget: int | None, *, follow: bool) -> ShardingPlan | None:
         program = self._formulate(mesh, [propagated_only] if follow else [], follow=follow)
-        values = program.program.solve(self._available(mesh, budget))
-        return None if values is None else self._plan(mesh, program, values)
+        if not self.topology.recomputes or budget is None:
+            values = program.program.solve(self._available(mesh, budget))
+            return None if values is None else self._plan(mesh, program, values)
+        # The program adds up what does not live at the same time: its budget is corrected by the peak of earlier plans.
+        limit: float | None = None
+        for _ in range(_CORRECTIONS):
+            values = program.program.solve(limit)
+            if values is None:
+                break
+            plan = self._plan(mesh, program, values)
+            excess = memory_of(plan) - budget
+            if excess <= 0:
+                return plan
+            limit = min(limit or math.inf, max(1e-3, program.program.size(values) - excess))
+        plan = self._plan(mesh, program, program.program.smallest())
+        return plan if memory_of(plan) <= budget else None
 
     def least_memory(self, mesh: Mesh) -> float:
         """Bytes per device of the plan that needs the least memory."""
-        if self.captured is not None:
-            programs = [self._formulate(mesh, [propagated_only], follow=True), self._formulate(mesh, [], follow=False)]
-        else:
+        if self.captured is None:
             fabric = self._fabric(mesh)
-            programs = [
-                structural.formulate(self.parameters, fabric, rows=self.rows, optimizer_bytes=self.optimizer_bytes)[0]
-            ]
-        return min(item.program.least_memory() for item in programs) + sum(self._constant(mesh).values())
+            program = structural.formulate(
+                self.parameters, fabric, rows=self.rows, optimizer_bytes=self.optimizer_bytes
+            )[0]
+            return program.program.size(program.program.smallest()) + sum(self._constant(mesh).values())
+        programs = [self._formulate(mesh, [propagated_only], follow=True), self._formulate(mesh, [], follow=False)]
+        return min(memory_of(self._plan(mesh, item, item.program.smallest())) for item in programs)
 
     def cost(self, plan: ShardingPlan) -> PlanCost:
         """The predicted cost of a step under a plan; its specs must be those of `parameters`."""
@@ -250,15 +268,22 @@ class Planner:
         follow = MODEL not in axes
         filters: list[problem.Filter] = [propagated_only] if follow else []
         filters += forced(plan, self.captured.graph, self.captured.folded, self.captured.capture.skeleton, rules)
-        program = self._formulate(plan.mesh, filters, follow=follow)
-        values = program.program.solve(None)
-        return result.cost_of(program.program, values or (), self._constant(plan.mesh), frees=self.topology.recomputes)
+        # A plan whose layouts are not all reached by propagation is taken without its constraints.
+        for kept in (filters, filters[: int(follow)]):
+            program = self._formulate(plan.mesh, kept, follow=follow)
+            values = program.program.solve(None)
+            if values is not None:
+                break
+        assert values is not None
+        peak = self._solution(plan.mesh, program, values).peak()
+        return result.cost_of(program.program, values, self._constant(plan.mesh, plan.batch), peak)
 
     def _fabric(self, mesh: Mesh) -> Fabric:
         return Fabric(mesh=mesh, topology=self.topology)
 
-    def _constant(self, mesh: Mesh) -> dict[str, float]:
-        return {"batch": self.batch_bytes / self._fabric(mesh).data}
+    def _constant(self, mesh: Mesh, batch: Sequence[str] = ()) -> dict[str, float]:
+        parts = math.prod(mesh.axis_size(axis) for axis in batch or (DATA,) if axis in mesh.axis_names)
+        return {"batch": self.batch_bytes / parts}
 
     def _available(self, mesh: Mesh, budget: int | None) -> float | None:
         """Bytes that are left for the program's choices; never 0, since the program divides by it."""
@@ -277,9 +302,9 @@ class Planner:
             follow=follow,
         )
 
-    def _plan(self, mesh: Mesh, program: problem.Problem, values: Sequence[float]) -> ShardingPlan:
+    def _solution(self, mesh: Mesh, program: problem.Problem, values: Sequence[float]) -> result.Solution:
         assert self.captured is not None
-        solution = result.Solution(
+        return result.Solution(
             graph=self.captured.graph,
             folded=self.captured.folded,
             skeleton=self.captured.capture.skeleton,
@@ -287,11 +312,15 @@ class Planner:
             problem=program,
             values=values,
         )
+
+    def _plan(self, mesh: Mesh, program: problem.Problem, values: Sequence[float]) -> ShardingPlan:
+        assert self.captured is not None
+        solution = self._solution(mesh, program, values)
         notes = self.notes
         if self.captured.graph.unknown:
             listed = ", ".join(sorted(self.captured.graph.unknown))
             notes = (*notes, f"no strategy is known for {listed}: what they take and give is whole on the model axis")
-        specs, used = solution.specs(), solution.used()
+        specs, used, batch = solution.specs(), solution.used(), solution.batch()
         return ShardingPlan(
             name="planner",
             mesh=mesh,
@@ -299,9 +328,9 @@ class Planner:
                 entry.planned(specs[self.classes[entry.name]], used.get(self.classes[entry.name]))
                 for entry in self.entries
             ),
-            batch=solution.batch(),
+            batch=batch,
             activations=solution.activations(),
-            predicted=result.cost_of(program.program, values, self._constant(mesh), frees=self.topology.recomputes),
+            predicted=result.cost_of(program.program, values, self._constant(mesh, batch), solution.peak()),
             notes=notes,
         )
 
@@ -327,7 +356,7 @@ class Planner:
                 for entry in self.entries
             ),
             batch=tuple(axis for axis in ((DATA, MODEL) if spread else (DATA,)) if axis in mesh.axis_names),
-            predicted=result.cost_of(program.program, values, self._constant(mesh), frees=self.topology.recomputes),
+            predicted=result.cost_of(program.program, values, self._constant(mesh)),
             notes=self.notes,
         )
 
@@ -364,20 +393,3 @@ def _parameters(entries: Sequence[inventory.Entry], classes: Mapping[str, str]) 
                 fixed=entry.fixed,
             )
     return found
-
-
-def _idle(plan: ShardingPlan) -> bool:
-    """Whether the mesh has a model axis over which nothing is split."""
-    specs = [item.spec for item in plan.parameters] + [item.spec for item in plan.activations] + [plan.batch]
-    split = {axis for spec in specs for axis in used_axes(spec)}
-    return plan.mesh.axis_size(MODEL) > 1 and MODEL not in split
-
-
-def _same(one: ShardingPlan, other: ShardingPlan) -> bool:
-    return (one.parameters, one.batch, one.activations) == (other.parameters, other.batch, other.activations)
-
-
-def by_time(plan: ShardingPlan) -> tuple[float, int, tuple[int, ...]]:
-    """A sort key: the predicted time to six digits, then the number of constraints."""
-    seconds = plan.predicted.step_seconds if plan.predicted is not None else 0.0
-    return (float(f"{seconds:.6g}"), len(plan.activations), tuple(-size for size in plan.mesh.shape))

@@ -9,6 +9,7 @@ section 4.2.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -40,11 +41,16 @@ class Problem:
         program: the program.
         strategies: for each class of operators, its strategies with their columns.
         stores: for each class of parameters, its specs with their columns.
+        parameters: by name of a class, the class with its uses.
+        copies: by column, the class of operators of whose output it keeps a copy in another layout for products, and
+            how many there are of the class.
     """
 
     program: Program = field(default_factory=Program)
     strategies: dict[int, list[tuple[Strategy, int]]] = field(default_factory=dict)
     stores: dict[str, list[tuple[Spec, int]]] = field(default_factory=dict)
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    copies: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +119,7 @@ class _Formulation:
         uses: dict[str, int] = {}
         others: set[str] = set()
         lookups: dict[str, tuple[float, ...]] = {}
+        rows: dict[str, int] = {}
         self._find_batch()
         for operator in self.graph.operators:
             for operand in operator.operands:
@@ -122,6 +129,8 @@ class _Formulation:
                 uses[operand.parameter] = uses.get(operand.parameter, 0) + (operator.index in self.batched)
                 if operator.target not in PRODUCTS or len(operand.shape) < 2:
                     others.add(operand.parameter)
+                elif operator.index in self.batched:
+                    rows[operand.parameter] = max(rows.get(operand.parameter, 0), _rows(operator, len(operand.shape)))
                 if operator.target == "embedding" and operator.index in self.batched:
                     lookups[operand.parameter] = (*lookups.get(operand.parameter, ()), operator.size)
         for name in sorted(self.parameters):
@@ -130,7 +139,9 @@ class _Formulation:
                 uses=uses.get(name, 1),
                 lookups=lookups.get(name, ()),
                 products=name in uses and name not in others,
+                rows=rows.get(name, 0),
             )
+            self.problem.parameters[name] = found
             self._store(found)
         times: dict[int, int] = {}
         for operator in self.graph.operators:
@@ -335,21 +346,25 @@ class _Formulation:
         flows = [flow for flow, _, _ in members]
         forward = max(changes, key=lambda item: _seconds(item.forward))
         kept = forward.kept / times if members[0][1].consumer in self.folded.recomputed else forward.kept
-        self._charge(flows, forward.forward, kept, times)
+        copied = self._charge(flows, forward.forward, kept, times)
+        products = any(self.graph.operators[use.consumer].target in PRODUCTS for _, use, _ in members)
+        if copied is not None and kept and products:
+            self.problem.copies[copied] = (self.folded.operators.of(source.index), times)
         if any(change.sums for change in changes) and not self.rules.fabric.topology.merges_sums:
             for flow, change in zip(flows, changes, strict=True):
                 self._charge([flow], change.backward, 0.0, times)
         else:
             self._charge(flows, max((item.backward for item in changes), key=_seconds), 0.0, times)
 
-    def _charge(self, flows: Sequence[int], charges: tuple[Charge, ...], kept: float, times: int) -> None:
-        """Adds collectives that run once if any of these flows is used."""
+    def _charge(self, flows: Sequence[int], charges: tuple[Charge, ...], kept: float, times: int) -> int | None:
+        """Adds collectives that run once if any of these flows is used; their column, if there are any."""
         if not charges:
-            return
+            return None
         program = self.problem.program
         column = program.column(charges=charges, memory={"activations": kept}, times=times)
         for flow in flows:
             program.row({column: 1.0, flow: -1.0}, 0.0, float("inf"))
+        return column
 
     def _may_cut(self, consumer: int, strategy: Strategy) -> bool:
         """Whether a split parameter makes GSPMD split the other operands of an operator."""
@@ -358,6 +373,13 @@ class _Formulation:
             operand.parameter is not None and want.state is not None
             for operand, want in zip(operands, strategy.wants, strict=True)
         )
+
+
+def _rows(operator: Operator, rank: int) -> int:
+    """Rows of the product of a batch and a weight of this rank; one of three dimensions is a matrix per expert."""
+    if operator.target.startswith("conv"):
+        return math.prod(operator.shape) // max(1, operator.shape[1])
+    return operator.shape[-2] if rank == 3 else math.prod(operator.shape[:-1])
 
 
 def _seconds(charges: tuple[Charge, ...]) -> float:

@@ -11,6 +11,7 @@ from xla_adapters.sharding.planner.costs import total
 from xla_adapters.sharding.planner.fold import Folded
 from xla_adapters.sharding.planner.graph import Graph, Operand
 from xla_adapters.sharding.planner.layers import Skeleton
+from xla_adapters.sharding.planner.peak import PeakModel, Weight
 from xla_adapters.sharding.planner.problem import Problem
 from xla_adapters.sharding.planner.reshard import seen_as
 from xla_adapters.sharding.planner.solve import Program
@@ -18,14 +19,16 @@ from xla_adapters.sharding.planner.strategies import Rules, Strategy
 from xla_adapters.sharding.planner.strategies.base import State
 
 
-def cost_of(program: Program, values: Sequence[float], constant: Mapping[str, float], *, frees: bool) -> PlanCost:
+def cost_of(
+    program: Program, values: Sequence[float], constant: Mapping[str, float], peak: Mapping[str, float] | None = None
+) -> PlanCost:
     """The cost of a solution.
 
     Args:
         program: the program.
         values: of its columns.
         constant: bytes by kind that do not depend on choices.
-        frees: gradients take the place of activations, which are freed while gradients are made.
+        peak: bytes by kind at the peak, in place of the program's sums.
     """
     memory = dict(constant)
     charges = []
@@ -38,8 +41,7 @@ def cost_of(program: Program, values: Sequence[float], constant: Mapping[str, fl
         charges += [(charge, value * count) for charge, count in program.charges[column]]
         for kind, size in program.memory[column].items():
             memory[kind] = memory.get(kind, 0.0) + value * size
-    if frees and "gradients" in memory:
-        memory["gradients"] = max(0.0, memory["gradients"] - memory.get("activations", 0.0))
+    memory.update(peak or {})
     return PlanCost(
         memory={kind: memory[kind] for kind in sorted(memory)}, collectives=total(charges), compute_seconds=compute
     )
@@ -91,6 +93,34 @@ class Solution:
         """The chosen strategy of an operator."""
         columns = self.problem.strategies[self.folded.operators.of(index)]
         return next(strategy for strategy, column in columns if self.values[column] > 0.5)
+
+    def peak(self) -> dict[str, float] | None:
+        """Bytes by kind that live at the peak; None if the compiler keeps everything, so that the sums are right."""
+        if not self.rules.fabric.topology.recomputes:
+            return None
+        weights = {
+            name: Weight(
+                parameter=self.problem.parameters[name],
+                spec=spec,
+                kept="gathered" in self.problem.program.memory[column],
+            )
+            for name, stores in self.problem.stores.items()
+            for spec, column in stores
+            if self.values[column] > 0.5
+        }
+        copies: dict[int, float] = {}
+        for column, (source, times) in self.problem.copies.items():
+            size = self.values[column] * self.problem.program.memory[column]["activations"] / times
+            copies[source] = copies.get(source, 0.0) + size
+        return PeakModel(
+            graph=self.graph,
+            folded=self.folded,
+            skeleton=self.skeleton,
+            rules=self.rules,
+            strategies={index: self.strategy(index) for index in self.problem.strategies},
+            weights=weights,
+            copies=copies,
+        ).memory()
 
     def batch(self) -> tuple[str, ...]:
         """The axes that the batch is split over: those of the outputs of the first operators."""

@@ -73,10 +73,15 @@ class Program:
         """
         return self._milp(np.asarray(self.seconds), budget)
 
-    def least_memory(self) -> float:
-        """The bytes that the smallest solution takes."""
+    def smallest(self) -> tuple[float, ...]:
+        """The values of all columns in the solution that takes the fewest bytes."""
         values = self._milp(np.asarray(self._bytes()), None)
-        return float(np.dot(values, self._bytes())) if values is not None else 0.0
+        assert values is not None  # Without a budget there is a solution.
+        return values
+
+    def size(self, values: Sequence[float]) -> float:
+        """The bytes that a solution takes, all together."""
+        return float(np.dot(values, self._bytes()))
 
     def _bytes(self) -> list[float]:
         return [sum(kinds.values()) for kinds in self.memory]
