@@ -19,6 +19,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.profiler as xp
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.support import Loop, unchanged
 from xla_adapters import (
@@ -61,7 +62,7 @@ READS: dict[str, Action] = {
     "equal": lambda t: torch.equal(t, t),
     "allclose": lambda t: t.allclose(t),
     "pickle": lambda t: len(pickle.dumps(t)) > 0,
-    "all_gather, read": lambda t: xm.all_gather(t).cpu() if t.device.type == "xla" else t,
+    "all_gather, read": lambda t: xm.all_gather(t).cpu() if t.device.type == DEVICE else t,
 }
 # torch itself refuses these on any device but the CPU; inside a step the error says more.
 REFUSED_BY_TORCH: dict[str, Action] = {
@@ -134,7 +135,7 @@ def test_error(actions: dict[str, Action], expected: type[GraphBreakError], read
     wrong = {}
     with xla_adapters.eager():
         loop = Loop()
-        given = torch.tensor([1.0, 2.0, 0.0]).to("xla")
+        given = torch.tensor([1.0, 2.0, 0.0]).to(DEVICE)
         with xla_adapters.step():
             loop.body()
         for name, action in actions.items():
@@ -173,7 +174,7 @@ def test_warn_reads_right_flushes_once_and_says_so_once(actions: dict[str, Actio
     with xla_adapters.eager():
         loop = Loop(torch.optim.SGD)
         given = torch.tensor([1.0, 2.0, 0.0])
-        on_device = given.to("xla")
+        on_device = given.to(DEVICE)
         config = xla_adapters.XLAConfig(on_graph_break="warn")
         for name, action in actions.items():
             results = []
@@ -229,7 +230,7 @@ def test_warn_does_not_compute_the_forward_twice() -> None:
 def test_what_is_no_break() -> None:
     with xla_adapters.eager():
         loop = Loop()
-        on_host, ready = torch.ones(3), torch.ones(3).to("xla")
+        on_host, ready = torch.ones(3), torch.ones(3).to(DEVICE)
         seen: list[Any] = []
         with xla_adapters.count() as counters, xla_adapters.step():
             loss = loop.body()
@@ -240,7 +241,7 @@ def test_what_is_no_break() -> None:
                     loss.dtype,
                     loss.device,
                     copy.deepcopy(loss.detach()),
-                    loss.to("xla"),
+                    loss.to(DEVICE),
                     loss.to(torch.float64),
                 ]
             )

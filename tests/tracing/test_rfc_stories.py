@@ -11,6 +11,7 @@ import torch_xla
 import torch_xla.debug.profiler as xp
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.support import Loop, differences, state_of, unchanged
 from xla_adapters import CheckpointSaveError, DeviceSyncError, ProfilerScopeError, StepCounters, TensorReadError
@@ -154,7 +155,7 @@ def test_leaving_the_loop_early() -> None:
         # Stock marks the end of a step at the top of the next: the last one is left pending.
         assert xla_adapters.get_runtime().tracing.pending_count() > 0
         with xla_adapters.count() as theirs:
-            unrelated = torch.ones(2).to("xla") * 3
+            unrelated = torch.ones(2).to(DEVICE) * 3
             torch_xla.sync()
         assert cost(theirs) == (1, 1)  # the unrelated product and the forgotten step are one new graph
         assert unrelated.tolist() == [3, 3]
