@@ -175,7 +175,8 @@ class PlaceholderCapture(PlaceholderScope):
         for index in range(len(program.changed), len(targets)):
             if not targets[index] and index not in returned:
                 raise CannotReplay("a tensor that the step makes is kept somewhere that is not known")
-        leaves = log.leaves()
+        batch = set(map(id, self._spec.batch))
+        leaves = [(leaf, grad) for leaf, grad in log.leaves() if id(leaf) not in batch]
         return RecordedCall(
             program=program.key,
             sources=sources,
@@ -196,7 +197,13 @@ class PlaceholderCapture(PlaceholderScope):
         spec = self._spec
         states = (tensor for math in self._optimizers for tensor in math.state_tensors())
         slots = {id(tensor): Slot("tensor", tensor) for tensor in (*snapshot.tensors, *states, *spec.constants)}
+        batch = set(map(id, spec.tensors.batch)) - set(map(id, spec.tensors.extras))
+        if not batch.isdisjoint(slots):
+            # The trace does not tell which of the two was read.
+            raise CannotReplay("a tensor of the batch is one of the state")
         for leaf, grad in self._undo_log.leaves():
+            if id(leaf) in batch and leaf.grad is not None:
+                raise CannotReplay("a tensor of its batch gets a gradient in the step")
             slots.setdefault(id(leaf), Slot("tensor", leaf))
             if grad is not None:
                 slots[id(grad)] = Slot("grad", leaf)
@@ -205,8 +212,10 @@ class PlaceholderCapture(PlaceholderScope):
         return slots
 
     def _target(self, source: Slot | torch.Tensor) -> Slot:
-        if not isinstance(source, Slot) or source.kind == "batch":
-            raise CannotReplay("the step writes to its batch, or to what it copied to the device")
+        if not isinstance(source, Slot):
+            raise CannotReplay("the step writes into a tensor that it copied to the device")
+        if source.kind == "batch":
+            raise CannotReplay("the step writes into a tensor of its batch")
         return source
 
     def _places(self, tensor: torch.Tensor) -> Iterator[Slot]:

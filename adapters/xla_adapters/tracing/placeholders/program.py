@@ -17,7 +17,6 @@ from xla_adapters.runtime.interface.placeholders import Run
 # Executables kept; the one that was not used for longest is dropped.
 _KEPT = 256
 _RETURN = re.compile(r"^ {4}return (.*) : ", re.MULTILINE)
-_ARGUMENT = re.compile(r"%arg(\d+)$")
 
 
 @dataclass(eq=False)
@@ -67,10 +66,9 @@ def _executables_of(runtime: Runtime) -> OrderedDict[str, Run]:
     return OrderedDict()
 
 
-def returned_arguments(text: str) -> Sequence[int | None]:
-    """For each result of a program the position of the argument that it returns unchanged; None if it computes it."""
+def returned_values(text: str) -> Sequence[str]:
+    """The name of each result of a program; that of an argument is `%arg` with its position."""
     main = text[text.index("func.func @main") if "func.func @main" in text else 0 :]
     found = _RETURN.search(main)
     assert found is not None, text
-    names = (_ARGUMENT.match(name) for name in found[1].split(", "))
-    return [None if name is None else int(name[1]) for name in names]
+    return found[1].split(", ")
