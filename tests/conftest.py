@@ -18,14 +18,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Compiling is most of what the tests do. The graphs that are traced are the same; XLA emits and optimizes the code of
 # kernels in a shorter way, and expands all scatters. Tests of rounding ask for XLA's defaults.
-_LESS_WORK = "--xla_backend_optimization_level=0"
-_OTHER_EMITTERS = "" if ON_TORCH_TPU else " --xla_cpu_use_fusion_emitters=false"
-os.environ.setdefault("XLA_FLAGS", f"{_LESS_WORK}{_OTHER_EMITTERS}")
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0" + ("" if ON_TORCH_TPU else " --xla_cpu_use_fusion_emitters=false"),
+)
 
 if ON_TORCH_TPU:
     from tests.torch_tpu import session
-
-    session.start()
     from tests.torch_tpu.session import pytest_collection_modifyitems, pytest_terminal_summary  # noqa: F401
 else:
     import datasets  # noqa: F401

@@ -1,4 +1,7 @@
-"""A test run on TorchTPU: its device, and which tests of the other folders run on it, too."""
+"""A test run on TorchTPU: its device, and which tests of the other folders run on it, too.
+
+The import makes the device, and so must come before that of torch.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,11 @@ from benchmarks.torch_tpu import stand_in
 _OBSTACLE = stand_in.obstacle()
 
 
-def start() -> None:
-    """Makes the device; to be called before torch is imported."""
-    if _OBSTACLE is None:
-        folder = tempfile.TemporaryDirectory()
-        atexit.register(folder.cleanup)
-        os.environ.update(stand_in.environment(Path(folder.name)))
-        stand_in.start()
+if _OBSTACLE is None:
+    _folder = tempfile.TemporaryDirectory()
+    atexit.register(_folder.cleanup)
+    os.environ.update(stand_in.environment(Path(_folder.name)))
+    stand_in.start()
 
 
 def is_started() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -14,6 +14,7 @@ import torch
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.interface.placeholders import Run
 
+_ARGUMENT = re.compile(r"%arg(\d+)\b")
 # Executables kept; the one that was not used for longest is dropped.
 _KEPT = 256
 _RETURN = re.compile(r"^ {4}return (.*) : ", re.MULTILINE)
@@ -72,3 +73,12 @@ def returned_values(text: str) -> Sequence[str]:
     found = _RETURN.search(main)
     assert found is not None, text
     return found[1].split(", ")
+
+
+def unused_arguments(text: str) -> set[int]:
+    """The positions of the arguments that a program only returns, if anything."""
+    main = text[text.index("func.func @main") if "func.func @main" in text else 0 :]
+    # Each is named in the list of arguments.
+    counts = Counter(int(number) for number in _ARGUMENT.findall(main[: main.index("\n  }")]))
+    returned = {int(name[4:]) for name in returned_values(text) if name.startswith("%arg")}
+    return {position for position, count in counts.items() if count == 1 + (position in returned)}

@@ -12,11 +12,11 @@ from xla_adapters.errors import PlaceholderError
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.traced_tensors import TracedTensors
 from xla_adapters.tracing.placeholders.numbers import TraceNumbers
-from xla_adapters.tracing.placeholders.program import Program, returned_values
+from xla_adapters.tracing.placeholders.program import Program, returned_values, unused_arguments
 from xla_adapters.tracing.undo_log import UndoLog
 
 
-@dataclass
+@dataclass(eq=False)
 class Adopted:
     """A tensor that has a placeholder in its place.
 
@@ -26,6 +26,7 @@ class Adopted:
         stand_in: the argument of the program.
         is_upload: whether the step itself copied it from the host.
         twins: other tensors with the same memory, shape and strides.
+        is_gradient: whether it is the gradient of a leaf, which the autograd engine may use.
     """
 
     tensor: torch.Tensor
@@ -33,6 +34,7 @@ class Adopted:
     stand_in: torch.Tensor
     is_upload: bool
     twins: list[torch.Tensor]
+    is_gradient: bool = False
 
 
 class Trace:
@@ -93,7 +95,10 @@ class Trace:
             for log in inner:
                 log.record(tensor)
         if grad is not None and self._runtime.device.owns(grad):
+            count = len(self.adopted)
             self.adopt(grad)
+            for item in self.adopted[count:]:
+                item.is_gradient = True
 
     def _swap(self, tensor: torch.Tensor, is_upload: bool) -> None:
         value = tensor.detach()
@@ -138,6 +143,8 @@ class Trace:
         if not results:
             return Program(self._runtime, text="", arguments=[], results=[], changed=[], made=[], draws=False)
         text = self._text(results, arguments)
+        if self._leave_out(unused_arguments(text)):
+            return self.program(leaves)
         returned = returned_values(text)
         changed = [index for index in range(len(self.adopted)) if returned[index] != f"%arg{index}"]
         given = [index for index in range(len(results)) if index in changed or index >= len(self.adopted)]
@@ -156,6 +163,19 @@ class Trace:
             made=made,
             draws=draws,
         )
+
+    def _leave_out(self, unused: set[int]) -> bool:
+        """Whether gradients had placeholders that the step did not use, but dropped: they have none any more.
+
+        Otherwise the first step, which finds none, would be another program.
+        """
+        left = [item for index, item in enumerate(self.adopted) if item.is_gradient and index in unused]
+        for item in left:
+            for tensor in (item.tensor, *item.twins):
+                tensor.data = item.value.detach()
+            self.adopted.remove(item)
+            self._by_memory[item.value.untyped_storage()._cdata].remove(item)
+        return bool(left)
 
     def _text(self, results: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> str:
         try:
