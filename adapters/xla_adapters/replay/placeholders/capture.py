@@ -159,7 +159,9 @@ class PlaceholderCapture(PlaceholderScope):
             slot = slots.get(id(item.tensor))
             if slot is None and not item.is_upload:
                 shape = tuple(item.value.shape)
-                raise CannotReplay(f"the step uses a tensor of the shape {shape} that is in no module, optimizer or batch")
+                raise CannotReplay(
+                    f"the step uses a tensor of the shape {shape} that is in no module, optimizer or batch"
+                )
             sources.append(item.value if slot is None else slot)
         targets = [[self._target(sources[index])] for index in program.changed]
         targets += [list(self._places(tensor)) for tensor in program.made]

@@ -76,9 +76,9 @@ def returned_values(text: str) -> Sequence[str]:
 
 
 def unused_arguments(text: str) -> set[int]:
-    """The positions of the arguments that a program only returns, if anything."""
+    """The positions of the arguments that a program at most returns, in their own place."""
     main = text[text.index("func.func @main") if "func.func @main" in text else 0 :]
     # Each is named in the list of arguments.
     counts = Counter(int(number) for number in _ARGUMENT.findall(main[: main.index("\n  }")]))
-    returned = {int(name[4:]) for name in returned_values(text) if name.startswith("%arg")}
+    returned = {place for place, name in enumerate(returned_values(text)) if name == f"%arg{place}"}
     return {position for position, count in counts.items() if count == 1 + (position in returned)}

@@ -26,7 +26,6 @@ class Adopted:
         stand_in: the argument of the program.
         is_upload: whether the step itself copied it from the host.
         twins: other tensors with the same memory, shape and strides.
-        is_gradient: whether it is the gradient of a leaf, which the autograd engine may use.
     """
 
     tensor: torch.Tensor
@@ -34,7 +33,6 @@ class Adopted:
     stand_in: torch.Tensor
     is_upload: bool
     twins: list[torch.Tensor]
-    is_gradient: bool = False
 
 
 class Trace:
@@ -95,10 +93,7 @@ class Trace:
             for log in inner:
                 log.record(tensor)
         if grad is not None and self._runtime.device.owns(grad):
-            count = len(self.adopted)
             self.adopt(grad)
-            for item in self.adopted[count:]:
-                item.is_gradient = True
 
     def _swap(self, tensor: torch.Tensor, is_upload: bool) -> None:
         value = tensor.detach()
@@ -165,11 +160,11 @@ class Trace:
         )
 
     def _leave_out(self, unused: set[int]) -> bool:
-        """Whether gradients had placeholders that the step did not use, but dropped: they have none any more.
+        """Whether tensors had placeholders whose values the step did not use: they have none any more.
 
-        Otherwise the first step, which finds none, would be another program.
+        Otherwise the first step, which finds no gradients that it drops, would be another program.
         """
-        left = [item for index, item in enumerate(self.adopted) if item.is_gradient and index in unused]
+        left = [item for index, item in enumerate(self.adopted) if index in unused]
         for item in left:
             for tensor in (item.tensor, *item.twins):
                 tensor.data = item.value.detach()
