@@ -10,24 +10,33 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.device import ON_TORCH_TPU
+
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Compiling is most of what the tests do. The graphs that are traced are the same; XLA emits and optimizes the code of
 # kernels in a shorter way, and expands all scatters. Tests of rounding ask for XLA's defaults.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0" + ("" if ON_TORCH_TPU else " --xla_cpu_use_fusion_emitters=false"),
+)
 
-import datasets  # noqa: F401
+if ON_TORCH_TPU:
+    from tests.torch_tpu import session
+    from tests.torch_tpu.session import pytest_collection_modifyitems, pytest_terminal_summary  # noqa: F401
+else:
+    import datasets  # noqa: F401
+    import peft  # noqa: F401
+    import pygal  # noqa: F401
+    import sklearn.datasets  # noqa: F401
+
 import lightning.pytorch  # noqa: F401
-import peft  # noqa: F401
-import pygal  # noqa: F401
 import pytest
-import sklearn.datasets  # noqa: F401
 import torch  # noqa: F401
-import torch_xla
 import torchmetrics  # noqa: F401
-import transformers  # noqa: F401
+import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
 import hf_trainer  # noqa: F401
 import lightning_strategy  # noqa: F401
@@ -49,7 +58,7 @@ def _leaves_nothing_behind() -> Iterator[None]:
     environment, threads = dict(os.environ), set(threading.enumerate())
     yield
     # In both cases children forked from here on would hang, some or all.
-    if torch_xla._XLAC._xla_runtime_is_initialized():
+    if _runtime_is_started():
         pytest.exit("a test touched the XLA runtime outside a child: decorate it with @isolated", returncode=1)
     if pool := _left_running():
         pytest.exit(
@@ -65,6 +74,14 @@ def _leaves_nothing_behind() -> Iterator[None]:
     started = [thread.name for thread in set(threading.enumerate()) - threads if not thread.daemon]
     assert not changed, f"the test changed environment variables: {sorted(changed)}"
     assert not started, f"the test left threads running: {started}"
+
+
+def _runtime_is_started() -> bool:
+    if ON_TORCH_TPU:
+        return session.is_started()
+    import torch_xla
+
+    return bool(torch_xla._XLAC._xla_runtime_is_initialized())
 
 
 def _left_running() -> list[str]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import xla_adapters
+from tests.device import DEVICE
 
 
 class Net(nn.Module):
@@ -42,9 +43,9 @@ class Loop:
 
     def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> None:
         torch.manual_seed(0)
-        self.model = Net().to("xla")
+        self.model = Net().to(DEVICE)
         self.optimizer = optimizer(self.model.parameters(), **{"lr": 0.1, **options})
-        self.batch = torch.randn(6, 4).to("xla")
+        self.batch = torch.randn(6, 4).to(DEVICE)
 
     def forward(self) -> torch.Tensor:
         return self.model(self.batch).square().mean()

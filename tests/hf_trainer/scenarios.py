@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
@@ -20,6 +21,7 @@ import hf_trainer
 import xla_adapters
 from benchmarks.plain_cpu import without_xla
 from hf_trainer.step_driver import StepDriver
+from tests.device import ON_TORCH_TPU
 from tests.support import differences
 from xla_adapters import StepCounters, get_runtime
 from xla_adapters.replay.verification import FIRST
@@ -46,6 +48,8 @@ def gpt2(*, dropout: float = 0.0, layers: int = 1, seed: int = 0, **options: Any
         attn_pdrop=dropout,
         bos_token_id=0,
         eos_token_id=0,
+        # TorchTPU's attention is a kernel for TPUs, which the stand-in for one cannot run.
+        **({"attn_implementation": "eager"} if ON_TORCH_TPU else {}),
         **options,
     )
     return GPT2LMHeadModel(config)
@@ -71,7 +75,9 @@ class Classifier(nn.Module):
 def token_samples(count: int, *, length: int = 8, seed: int = 0) -> list[Sample]:
     """Random token sequences with themselves as labels."""
     tokens = torch.randint(0, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(seed))
-    return [{"input_ids": row, "labels": row.clone()} for row in tokens]
+    # Without a mask transformers computes a sum that the stand-in for a TPU cannot compile.
+    mask = {"attention_mask": torch.ones(length, dtype=torch.long)} if ON_TORCH_TPU else {}
+    return [{"input_ids": row, "labels": row.clone(), **mask} for row in tokens]
 
 
 def vector_samples(count: int, *, seed: int = 0) -> list[Sample]:
@@ -207,6 +213,9 @@ def on_cpu(
         assert trainer.args.device.type == "cpu"
         assert all(parameter.device.type == "cpu" for parameter in model.parameters())
         yield trainer
+        if ON_TORCH_TPU:
+            # So that the next trainer has another device.
+            AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def reference(model: nn.Module, data: Any, *, args: dict[str, Any] | None = None, **options: Any) -> Run:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerC
 import hf_trainer
 import xla_adapters
 from hf_trainer import XLATrainerMixin
+from tests.device import DEVICE
 from tests.hf_trainer.scenarios import (
     Classifier,
     arguments,
@@ -95,10 +96,10 @@ def test_files_of_a_plain_module(tmp_path: Path) -> None:
 def test_overrides_of_a_subclass_are_called_as_on_the_cpu(tmp_path: Path) -> None:
     calls, losses = [], []
     options: dict[str, Any] = {"include_num_input_tokens_seen": "all"}
-    for name in ("cpu", "xla"):
+    for name in ("cpu", DEVICE):
         for steps, resume in ((2, None), (4, True)):
             args = _saving(tmp_path / name, max_steps=steps, **options)
-            if name == "xla":
+            if name == DEVICE:
                 trainer: Any = OverridingOnXLA(Classifier(), arguments(**args), train_dataset=vector_samples(32))
                 trainer.train(resume_from_checkpoint=resume)
             else:
@@ -231,7 +232,7 @@ def test_inference_mode_between_steps() -> None:
     # The model is still on the device, also for code that runs after the training.
     model = ours(Classifier(), vector_samples(8)).trainer.model
     with torch.inference_mode():
-        logits = model(torch.ones(2, 4, device="xla"))["logits"]
+        logits = model(torch.ones(2, 4, device=DEVICE))["logits"]
         assert not torch.is_inference_mode_enabled()
     assert not logits.requires_grad
     torch.testing.assert_close(logits.cpu(), model.cpu()(torch.ones(2, 4))["logits"].detach())

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import SchedulerType
 
 import hf_trainer
+from tests.device import DEVICE
 from tests.hf_trainer.scenarios import (
     Classifier,
     arguments,
@@ -157,7 +158,7 @@ def test_optimizer_of_the_user() -> None:
     data = vector_samples(16)
     cpu_model = Classifier()
     expected = reference(cpu_model, data, optimizers=(_adam_with_groups(cpu_model), None))
-    model = Classifier().to("xla")
+    model = Classifier().to(DEVICE)
     run = ours(model, data, optimizers=(_adam_with_groups(model), None))
     run.assert_one_graph(4)
     assert_close(run.losses, expected.losses)
@@ -172,7 +173,7 @@ def test_scheduler_of_the_user() -> None:
     cpu_model = Classifier()
     optimizer = torch.optim.AdamW(cpu_model.parameters())
     expected = reference(cpu_model, data, optimizers=(optimizer, schedule(optimizer)))
-    model = Classifier().to("xla")
+    model = Classifier().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
     run = ours(model, data, optimizers=(optimizer, schedule(optimizer)))
     run.assert_one_graph(4)

@@ -10,6 +10,7 @@ from transformers import BatchEncoding, DynamicCache, TrainerCallback
 
 import hf_trainer
 import xla_adapters
+from tests.device import DEVICE
 from tests.hf_trainer.scenarios import (
     Classifier,
     arguments,
@@ -80,7 +81,7 @@ def test_gradients_that_appear_behind_a_replayed_step_are_dropped() -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             seen.append((state.global_step, model.transformer.wpe.weight.grad is None))
 
-    model = gpt2().to("xla")
+    model = gpt2().to(DEVICE)
     model.transformer.wpe.weight.requires_grad_(False)
     optimizer = torch.optim.AdamW([item for item in model.parameters() if item.requires_grad], lr=1e-3)
     scheduler = Interferes(optimizer, lambda step: 1.0)

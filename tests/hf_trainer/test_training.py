@@ -9,6 +9,7 @@ import torch
 
 import xla_adapters
 from hf_trainer import Trainer
+from tests.device import DEVICE
 from tests.hf_trainer.scenarios import (
     Classifier,
     arguments,
@@ -42,7 +43,7 @@ def test_operations_execute_at_once_before_and_after_training() -> None:
 
 
 def _executes_at_once() -> bool:
-    tensor = torch.ones(3).to("xla")
+    tensor = torch.ones(3).to(DEVICE)
     with xla_adapters.count() as counters:
         tensor = tensor + 1
     return counters.eager_ops == 1

@@ -28,6 +28,7 @@ from lightning_strategy.checkpoints import io as checkpoint_io
 from lightning_strategy.checkpoints import run_settings
 from lightning_strategy.checkpoints.scheduled import NAME
 from tests.crash.storages import Quick
+from tests.device import DEVICE
 from tests.isolation import isolated, run_in_child
 from tests.lightning_strategy.scenarios import (
     BATCH,
@@ -413,7 +414,7 @@ def test_other_random_numbers_are_shown(tmp_path: Path) -> None:
         return _told_of(tmp_path, lambda: XLAEagerStrategy(rng_algorithm=algorithm))
 
     def after_drawing() -> list[str]:
-        torch.rand(2, device="xla").cpu()
+        torch.rand(2, device=DEVICE).cpu()
         return resumed_by("auto")
 
     assert run_in_child(lambda: resumed_by("philox")) == []

@@ -11,6 +11,7 @@ import torch
 
 import xla_adapters
 from lightning_strategy import XLAEagerStrategy
+from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import Classifier, assert_close, fit, loader
 from tests.lightning_strategy.scenarios import trainer as make_trainer
@@ -79,7 +80,7 @@ def test_options_of_the_strategy() -> None:
 
 @isolated
 def test_sharding_comes_before_anything_on_the_device() -> None:
-    torch.ones(1).to("xla")
+    torch.ones(1).to(DEVICE)
     xla_adapters.initialize()
     for option in ({"auto_sharding": True}, {"sharding": "dp"}):
         with pytest.raises(RuntimeOrderError, match=r"after the XLA runtime had started.*Create this strategy first"):
@@ -191,7 +192,7 @@ def test_manual_optimization_decides_itself_about_steps_and_gradients() -> None:
 @isolated
 def test_accelerator_cpu_is_the_pjrt_device_of_the_process() -> None:
     ours = fit(Classifier, XLAEagerStrategy(), accelerator="cpu", devices=1)
-    assert ours.trainer.strategy.root_device.type == "xla"
+    assert ours.trainer.strategy.root_device.type == DEVICE
     assert (ours.counters.compiles, ours.counters.executions) == (1, 12)
     assert_close(ours.module.losses, fit(Classifier).module.losses)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.device import DEVICE
 from xla_adapters import CompiledStep, XLAConfig
 
 # Makes a step of a model, and what is changed between two of its passes.
@@ -36,7 +37,7 @@ def assert_traced(cases: Iterable[Case]) -> None:
 
 def _run(case: Case, replay: bool | str) -> tuple[list[Any], CompiledStep[Any]]:
     torch.manual_seed(0)
-    function, change = case(nn.Linear(4, 3).to("xla"))
+    function, change = case(nn.Linear(4, 3).to(DEVICE))
     step = CompiledStep(function, config=XLAConfig(step_replay=replay))  # type: ignore[arg-type]
     found = [step(torch.full((2, 4), 1.0 + number)) for number in range(5)]
     change()

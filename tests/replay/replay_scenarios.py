@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.support import differences, state_of
 from xla_adapters import CompiledStep, StepSeed, XLAConfig
 
@@ -142,7 +143,7 @@ class ScenarioTwin:
         self.model = build(scenario.width, scenario.dropout)
         if scenario.precision == "bfloat16":
             self.model = self.model.to(torch.bfloat16)
-        self.model = self.model.to("xla")
+        self.model = self.model.to(DEVICE)
         self.use_optimizer(scenario.optimizer)
         self.clipping = scenario.clipping
         self.passes = 0
@@ -162,7 +163,7 @@ class ScenarioTwin:
         autocast = self.scenario.precision == "autocast"
 
         def body(inputs: torch.Tensor, classes: torch.Tensor, last: bool) -> torch.Tensor:
-            with torch.autocast("xla", dtype=torch.bfloat16) if autocast else nullcontext():
+            with torch.autocast(DEVICE, dtype=torch.bfloat16) if autocast else nullcontext():
                 loss = nn.functional.cross_entropy(self.model(inputs).float(), classes)
             loss.backward()
             if last:

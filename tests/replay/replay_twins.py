@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.support import differences, state_of
 from xla_adapters import CompiledStep, StepSeed, XLAConfig
 
@@ -36,7 +37,7 @@ class Twin:
         torch.manual_seed(0)
         self.model = nn.Sequential(
             nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, CLASSES)
-        ).to("xla")
+        ).to(DEVICE)
         # The tensors of the state begin in buffers of their own.
         self.optimizer = optimizer(self.model.parameters(), **{"lr": 0.05, **options})
         self.passes = 0

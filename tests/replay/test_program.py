@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 from xla_adapters import GraphLimitError, StepProgram, XLAConfig
 
@@ -30,7 +31,7 @@ def test_each_new_graph_is_explained_once() -> None:
     logger.addHandler(records)
     logger.setLevel(logging.INFO)
     program = StepProgram("train", XLAConfig())
-    weight = torch.ones(4).to("xla")
+    weight = torch.ones(4).to(DEVICE)
     with xla_adapters.eager():
         for phase, rows, dtype, fact in (
             ("update", 2, torch.float32, 1),
@@ -42,7 +43,7 @@ def test_each_new_graph_is_explained_once() -> None:
         ):
             batch = {"x": torch.ones(rows, 4, dtype=dtype)}
             program.open(inputs=batch, phase=phase, facts={"frozen": fact})
-            result = (batch["x"].to("xla") * weight).sum()
+            result = (batch["x"].to(DEVICE) * weight).sum()
             result = result.sin() if phase == "accumulate" else result
             program.close()
             assert torch.isfinite(result).item()
@@ -61,7 +62,7 @@ def test_each_new_graph_is_explained_once() -> None:
 @isolated
 def test_a_change_the_batch_does_not_show_is_said_to_be_one() -> None:
     program = StepProgram("train", XLAConfig())
-    weight = torch.ones(4).to("xla")
+    weight = torch.ones(4).to(DEVICE)
     with xla_adapters.eager():
         for power in (2, 3):
             program.open(inputs={"x": weight})
@@ -75,21 +76,21 @@ def test_a_change_the_batch_does_not_show_is_said_to_be_one() -> None:
 @isolated
 def test_max_graphs_refuses_the_next_one_and_undoes_the_step() -> None:
     program = StepProgram("train", XLAConfig(max_graphs=1))
-    weight = torch.ones(4).to("xla")
+    weight = torch.ones(4).to(DEVICE)
     with xla_adapters.eager():
         for _ in range(2):
             program.open()
-            weight.mul_(torch.full((4,), 2.0).to("xla"))
+            weight.mul_(torch.full((4,), 2.0).to(DEVICE))
             program.close()
         with xla_adapters.count() as counters:
             program.open()
-            weight.mul_(torch.full((1,), 2.0).to("xla"))
+            weight.mul_(torch.full((1,), 2.0).to(DEVICE))
             with pytest.raises(GraphLimitError, match="max_graphs=1"):
                 program.close()
         assert counters.compiles == counters.executions == 0
         assert weight.tolist() == [4.0] * 4
         program.open()
-        weight.mul_(torch.full((4,), 2.0).to("xla"))
+        weight.mul_(torch.full((4,), 2.0).to(DEVICE))
         program.close()
         assert weight.tolist() == [8.0] * 4
 
@@ -97,21 +98,21 @@ def test_max_graphs_refuses_the_next_one_and_undoes_the_step() -> None:
 @isolated
 def test_max_graphs_counts_graphs_and_not_passes() -> None:
     with xla_adapters.eager():
-        model = torch.nn.Linear(4, 2).to("xla")
+        model = torch.nn.Linear(4, 2).to(DEVICE)
         optimizer = torch.optim.AdamW(model.parameters())
-        batch = torch.ones(3, 4).to("xla")
+        batch = torch.ones(3, 4).to(DEVICE)
         for _ in range(4):
             with xla_adapters.step(max_graphs=1, name="train"):
                 model(batch).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
         for rows in (3, 4):
-            inputs = torch.ones(rows, 4).to("xla")
+            inputs = torch.ones(rows, 4).to(DEVICE)
             for _ in range(2):
                 with xla_adapters.step(max_graphs=2, name="predict"), torch.no_grad():
                     result = model(inputs)
                 assert result.shape == (rows, 2)
-        wide = torch.ones(5, 4).to("xla")
+        wide = torch.ones(5, 4).to(DEVICE)
         with pytest.raises(GraphLimitError), xla_adapters.step(max_graphs=2, name="predict"), torch.no_grad():
             result = model(wide).sum()
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.device import DEVICE
 from tests.isolation import isolated, run_in_child
 from xla_adapters import CompiledStep, XLAConfig
 
@@ -149,7 +150,7 @@ _TRACED = ("a switch that a module computes",)
 def _losses(replay: bool | str, make: type[_Net], change: Callable[[_Net], object]) -> tuple[list[float], CompiledStep]:
     torch.Tensor.gain = 1.0  # type: ignore[attr-defined]
     torch.manual_seed(0)
-    net = make().to("xla")
+    net = make().to(DEVICE)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
 
     def update(inputs: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
@@ -189,7 +190,7 @@ def _run(replay: bool | str, name: str, *, changed: bool = True) -> tuple[list[f
 
 @isolated
 def test_a_mock_in_place_of_a_function_of_torch_is_called() -> None:
-    inputs, net, seen = torch.ones(2, _WIDTH).to("xla"), _Net().to("xla"), []
+    inputs, net, seen = torch.ones(2, _WIDTH).to(DEVICE), _Net().to(DEVICE), []
 
     def step(inputs: torch.Tensor) -> torch.Tensor:
         loss = torch.sin(net(inputs)).sum()

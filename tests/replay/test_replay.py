@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated, run_in_child
 from tests.replay.replay_twins import Twin, assert_twins
 from xla_adapters import CompiledStep, XLAConfig
@@ -60,7 +61,7 @@ def test_accumulation_is_a_step_of_its_own() -> None:
 
     def train(replay: bool | str) -> tuple[list[torch.Tensor], int]:
         torch.manual_seed(1)
-        model = nn.Linear(4, 2).to("xla")
+        model = nn.Linear(4, 2).to(DEVICE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
         def accumulate(batch: torch.Tensor, last: bool) -> None:
@@ -88,14 +89,14 @@ def test_the_stream_of_the_device_goes_on_as_if_each_pass_was_traced() -> None:
         xla_adapters.initialize()
         runtime = xla_adapters.get_runtime()
         runtime.random.set_seed(5)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2), nn.Dropout(0.5)).to("xla")
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2), nn.Dropout(0.5)).to(DEVICE)
         step = CompiledStep(lambda batch: model(batch).square().mean().detach(), config=XLAConfig(step_replay=replay))
         losses, seeds = [], []
         for number in range(8):
             losses.append(float(step(torch.ones(3, 4))))
             seeds.append(runtime.random.seed())
             if number % 3 == 2:
-                losses.append(float(torch.rand(1, device="xla")))
+                losses.append(float(torch.rand(1, device=DEVICE)))
         return losses, seeds, step.replays
 
     retraced, replayed = train(False), train("auto")
@@ -105,7 +106,7 @@ def test_the_stream_of_the_device_goes_on_as_if_each_pass_was_traced() -> None:
 
 @isolated
 def test_gradients_that_are_not_dropped_are_there() -> None:
-    model = nn.Linear(4, 2).to("xla")
+    model = nn.Linear(4, 2).to(DEVICE)
 
     @CompiledStep
     def step(batch: torch.Tensor) -> torch.Tensor:
@@ -203,7 +204,7 @@ def test_a_torch_xla_that_behaves_otherwise_is_noticed_once() -> None:
 def _weights_after(optimizer: type[torch.optim.Optimizer], replay: bool | str) -> tuple[list[torch.Tensor], int]:
     torch.manual_seed(0)
     layers = [module for _ in range(20) for module in (nn.Linear(8, 8), nn.Tanh())]
-    model = nn.Sequential(*layers, nn.Linear(8, 4)).to("xla")
+    model = nn.Sequential(*layers, nn.Linear(8, 4)).to(DEVICE)
     update = optimizer(model.parameters(), lr=0.01)
 
     def body(inputs: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
@@ -234,7 +235,7 @@ def test_bit_identical_as_users_have_it_compiled(optimizer: type[torch.optim.Opt
 def test_a_tensor_that_has_moved_is_not_looked_for_at_its_old_address() -> None:
     xla_adapters.initialize(spmd=True)
     runtime = xla_adapters.get_runtime()
-    total, batch = torch.zeros(1).to("xla"), torch.ones(8, device="xla")
+    total, batch = torch.zeros(1).to(DEVICE), torch.ones(8, device=DEVICE)
     scope = CaptureScope(
         CallSpec(batch=[batch], extras=[total]), set(), lambda found, is_cached: None, config=XLAConfig()
     )

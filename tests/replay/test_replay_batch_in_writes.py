@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.replay.alike import alike
 from xla_adapters import CompiledStep
@@ -71,7 +72,7 @@ _NOTES = (_itself, _detached, _row, _by_index, _out)
 
 
 def _losses(make: Callable[..., CompiledStep[Any]], model: nn.Module, loss_of: Callable[..., torch.Tensor]) -> Any:
-    model.to("xla")
+    model.to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
 
     def function(batch: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -115,7 +116,7 @@ class _Holder(nn.Module):
     def __init__(self, held: torch.Tensor) -> None:
         super().__init__()
         self.held = held
-        self.register_buffer("mean", torch.zeros(4, 8, device="xla"))
+        self.register_buffer("mean", torch.zeros(4, 8, device=DEVICE))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         self.mean.mul_(0.5).add_(self.held)
@@ -132,8 +133,8 @@ def test_what_user_code_holds_is_no_batch_though_it_was_one(
     """The held tensor stays while the batch changes."""
 
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
-        given = [torch.full((4, 8), 1.0 + number).to("xla") for number in range(3)]
-        mean = torch.zeros(4, 8, device="xla")
+        given = [torch.full((4, 8), 1.0 + number).to(DEVICE) for number in range(3)]
+        mean = torch.zeros(4, 8, device=DEVICE)
         _held["first"] = how(given[0])
         holder = _Holder(how(given[0]))
 
@@ -150,7 +151,7 @@ def test_what_user_code_holds_is_no_batch_though_it_was_one(
 @isolated
 def test_gradients_of_a_batch_are_where_they_belong() -> None:
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
-        model = nn.Linear(8, 1).to("xla")
+        model = nn.Linear(8, 1).to(DEVICE)
 
         def function(batch: torch.Tensor) -> torch.Tensor:
             loss = model(batch).square().mean()
@@ -159,7 +160,7 @@ def test_gradients_of_a_batch_are_where_they_belong() -> None:
 
         step, found = make(function), []
         for _ in range(6):
-            batch = torch.randn(4, 8).to("xla").requires_grad_()
+            batch = torch.randn(4, 8).to(DEVICE).requires_grad_()
             found += [step(batch), batch.grad]
         return found
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.replay.replay_cases import assert_followed
 from xla_adapters import CompiledStep
@@ -68,10 +69,10 @@ def _code_replaced(model: nn.Module) -> Any:
 def _shape_of_a_global_tensor(model: nn.Module) -> Any:
     def change() -> None:
         global _REFERENCE
-        _REFERENCE = torch.zeros(5, device="xla")
+        _REFERENCE = torch.zeros(5, device=DEVICE)
 
     global _REFERENCE
-    _REFERENCE = torch.zeros(3, device="xla")
+    _REFERENCE = torch.zeros(3, device=DEVICE)
     return (lambda inputs: model(inputs).sum().detach() * _REFERENCE.shape[0]), change
 
 
@@ -95,22 +96,22 @@ def _list_with_a_nan(model: nn.Module) -> Any:
 def _parameter_of_a_model_in_a_list(model: nn.Module) -> Any:
     models = [model]
     step = lambda inputs: (inputs @ models[0].weight.T).sum().detach()  # noqa: E731
-    return step, lambda: setattr(model, "weight", nn.Parameter(torch.full((3, 4), 2.0, device="xla")))
+    return step, lambda: setattr(model, "weight", nn.Parameter(torch.full((3, 4), 2.0, device=DEVICE)))
 
 
 def _parameter_of_a_bound_method(model: nn.Module) -> Any:
-    own = _Buffered(None).to("xla")
-    return own.predict, lambda: setattr(own, "weight", nn.Parameter(torch.full((3, 4), 2.0, device="xla")))
+    own = _Buffered(None).to(DEVICE)
+    return own.predict, lambda: setattr(own, "weight", nn.Parameter(torch.full((3, 4), 2.0, device=DEVICE)))
 
 
 def _buffer_that_comes(model: nn.Module) -> Any:
-    own = [_Buffered(None).to("xla")]
+    own = [_Buffered(None).to(DEVICE)]
 
     def step(inputs: torch.Tensor) -> torch.Tensor:
         loss = model(inputs).sum().detach()
         return loss if own[0].value is None else loss * 2
 
-    return step, lambda: setattr(own[0], "value", torch.ones(5, device="xla"))
+    return step, lambda: setattr(own[0], "value", torch.ones(5, device=DEVICE))
 
 
 def _switch(model: nn.Module) -> Any:
@@ -147,10 +148,10 @@ def test_what_changes_is_followed() -> None:
 @isolated
 def test_attributes_that_nobody_reads_may_become_anything() -> None:
     """They count, since a library's code may read them; what cannot be compared is traced."""
-    model: Any = nn.Linear(4, 3).to("xla")
+    model: Any = nn.Linear(4, 3).to(DEVICE)
     model.extra = 1.0
     step = CompiledStep(lambda inputs: model(inputs).sum().detach())
-    for value in (1.0, torch.ones(2, device="xla"), torch.ones((), device="xla"), np.ones(3)):
+    for value in (1.0, torch.ones(2, device=DEVICE), torch.ones((), device=DEVICE), np.ones(3)):
         model.extra = value
         for _ in range(4):
             step(torch.ones(2, 4))
@@ -331,7 +332,7 @@ def test_effects_are_not_left_out() -> None:
 
 @isolated
 def test_an_optimizer_that_counts_how_often_gradients_are_dropped() -> None:
-    model = nn.Linear(4, 3).to("xla")
+    model = nn.Linear(4, 3).to(DEVICE)
     optimizer = _Counting(model.parameters(), lr=0.1)
 
     def step(inputs: torch.Tensor) -> torch.Tensor:
@@ -358,8 +359,8 @@ def test_arguments_that_the_first_call_left_out() -> None:
     compiled = CompiledStep(step)
     compiled(torch.ones(2, 4))
     for _ in range(6):
-        found: dict[str, Any] = {"it": torch.ones(2, device="xla")}
-        compiled(torch.ones(2, 4, device="xla"), found)
+        found: dict[str, Any] = {"it": torch.ones(2, device=DEVICE)}
+        compiled(torch.ones(2, 4, device=DEVICE), found)
         assert "seen" in found
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.device import DEVICE
 from tests.isolation import isolated
 from xla_adapters import CompiledStep, XLAConfig, get_runtime
 from xla_adapters.replay.garbage import without_collecting
@@ -19,7 +20,7 @@ from xla_adapters.replay.garbage import without_collecting
 def test_not_every_replay_searches_for_cycles() -> None:
     """With 300 parameters it makes 1,200 tensors, where Python searches at every 700; half the searches are others'."""
     get_runtime().device.initialize()
-    weights = nn.ParameterList(torch.ones(2) for _ in range(300)).to("xla")
+    weights = nn.ParameterList(torch.ones(2) for _ in range(300)).to(DEVICE)
     optimizer = torch.optim.SGD(weights.parameters(), lr=0.01, momentum=0.9)
 
     @functools.partial(CompiledStep, config=XLAConfig(replay_verify_every=None))
@@ -31,7 +32,7 @@ def test_not_every_replay_searches_for_cycles() -> None:
         optimizer.zero_grad()
         return loss.detach()
 
-    batch = torch.ones(2).to("xla")
+    batch = torch.ones(2).to(DEVICE)
     for _ in range(4):
         step(batch)
     replayed, searches = step.replays, 0

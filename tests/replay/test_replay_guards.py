@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.replay.replay_twins import Twin, assert_twins
 from xla_adapters import (
@@ -62,7 +63,7 @@ def _in_place(twin: Twin) -> None:
 
 
 def _replace_parameter(twin: Twin) -> None:
-    weight = torch.full((8, 4), 0.1).to("xla")
+    weight = torch.full((8, 4), 0.1).to(DEVICE)
     twin.model[0].weight = nn.Parameter(weight)
     twin.optimizer.add_param_group({"params": [twin.model[0].weight]})
 
@@ -81,7 +82,7 @@ def _hook(twin: Twin) -> None:
 
 
 def _set_data(twin: Twin) -> None:
-    twin.model[0].weight.data = torch.full((8, 4), 0.2).to("xla")
+    twin.model[0].weight.data = torch.full((8, 4), 0.2).to(DEVICE)
 
 
 def _swap_data(twin: Twin) -> None:
@@ -193,7 +194,7 @@ def test_another_shape_is_another_call() -> None:
 def test_a_variable_of_the_function() -> None:
     def train(replay: bool | str) -> tuple[torch.Tensor, int]:
         torch.manual_seed(0)
-        model = nn.Linear(4, 2).to("xla")
+        model = nn.Linear(4, 2).to(DEVICE)
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         factor = 1.0
 
@@ -225,7 +226,7 @@ def test_a_module_that_counts_its_calls_is_not_replayed() -> None:
             self.calls += 1
             return super().forward(input)
 
-    model = Counting(4, 2).to("xla")
+    model = Counting(4, 2).to(DEVICE)
 
     @CompiledStep
     def step(batch: torch.Tensor) -> torch.Tensor:
@@ -241,7 +242,7 @@ def test_a_module_that_counts_its_calls_is_not_replayed() -> None:
 @pytest.mark.parametrize("draw", [torch.rand, lambda _: random.random()], ids=["torch", "python"])
 @isolated
 def test_random_numbers_of_the_host_are_not_replayed(draw: Callable[[int], object]) -> None:
-    model = nn.Linear(4, 2).to("xla")
+    model = nn.Linear(4, 2).to(DEVICE)
 
     @CompiledStep
     def step(batch: torch.Tensor) -> torch.Tensor:
@@ -256,7 +257,7 @@ def test_random_numbers_of_the_host_are_not_replayed(draw: Callable[[int], objec
 
 @isolated
 def test_a_number_that_changes_is_not_replayed() -> None:
-    model = nn.Linear(4, 2).to("xla")
+    model = nn.Linear(4, 2).to(DEVICE)
     numbers = iter(range(3, 100))
 
     @CompiledStep
@@ -264,7 +265,7 @@ def test_a_number_that_changes_is_not_replayed() -> None:
         return (model(batch) * float(next(numbers))).sum().detach()
 
     values = [float(step(torch.ones(3, 4))) for _ in range(8)]
-    unit = float(model(torch.ones(3, 4).to("xla")).sum())
+    unit = float(model(torch.ones(3, 4).to(DEVICE)).sum())
     assert values == pytest.approx([unit * number for number in range(3, 11)], rel=1e-5)
     assert step.replays == 0
     assert any("it uses next" in reason for reason in step.reasons), step.reasons
@@ -277,7 +278,7 @@ def test_a_tensor_left_behind_is_not_replayed() -> None:
             self.last = super().forward(input).detach()
             return self.last
 
-    model = Remembering(4, 2).to("xla")
+    model = Remembering(4, 2).to(DEVICE)
 
     @CompiledStep
     def step(batch: torch.Tensor) -> torch.Tensor:
@@ -322,7 +323,7 @@ def test_off_and_on() -> None:
 
 @isolated
 def test_giving_up_costs_no_compile() -> None:
-    model, calls = nn.Linear(4, 2).to("xla"), iter(range(100))
+    model, calls = nn.Linear(4, 2).to(DEVICE), iter(range(100))
 
     @CompiledStep
     def step(inputs: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -356,13 +357,13 @@ def test_a_refusal_in_a_later_pass_costs_no_compile() -> None:
 
 @isolated
 def test_a_batch_that_is_still_being_computed_is_known_again() -> None:
-    model = nn.Linear(1200, 2).to("xla")
+    model = nn.Linear(1200, 2).to(DEVICE)
 
     @CompiledStep
     def step(batch: torch.Tensor) -> torch.Tensor:
         return model(batch).square().mean().detach()
 
-    start = torch.full((1200, 1200), 1e-3).to("xla")
+    start = torch.full((1200, 1200), 1e-3).to(DEVICE)
     for _ in range(6):
         with eager(True):
             batch = start
@@ -378,7 +379,7 @@ def test_a_batch_that_is_still_being_computed_is_known_again() -> None:
 @isolated
 def test_replays_are_verified_by_traces(error: bool) -> None:
     """A hidden switch (in a C extension, say) that no guard can see."""
-    model, hidden, traced = nn.Linear(4, 2).to("xla"), array("d", [1.0]), array("i", [0])
+    model, hidden, traced = nn.Linear(4, 2).to(DEVICE), array("d", [1.0]), array("i", [0])
 
     def scaled() -> float:
         traced[0] += 1
@@ -406,7 +407,7 @@ def test_replays_are_verified_by_traces(error: bool) -> None:
     hidden[0] = 2.0
     step(torch.ones(2, 4))
     step.verify()
-    expected = model(torch.ones(2, 4).to("xla")).square().square().mean().item()
+    expected = model(torch.ones(2, 4).to(DEVICE)).square().square().mean().item()
     if error:
         with pytest.raises(
             ReplayMismatchError, match=r"what the step returns .* Steps 59 to 62 .* no checkpoint"
@@ -425,7 +426,7 @@ def test_replays_are_verified_by_traces(error: bool) -> None:
 
 @isolated
 def test_the_newest_checkpoint_before_a_mismatch_is_named() -> None:
-    model, hidden = nn.Linear(4, 2).to("xla"), array("d", [1.0])
+    model, hidden = nn.Linear(4, 2).to(DEVICE), array("d", [1.0])
 
     @replay_safe
     def scaled(loss: torch.Tensor) -> torch.Tensor:
@@ -454,7 +455,7 @@ def test_the_newest_checkpoint_before_a_mismatch_is_named() -> None:
 @isolated
 def test_equal_numbers_are_no_mismatch() -> None:
     """A trace in which numbers share an input is another graph, and computes the same."""
-    model = nn.Linear(4, 2).to("xla")
+    model = nn.Linear(4, 2).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.25)
 
     def function(inputs: torch.Tensor) -> torch.Tensor:
@@ -528,7 +529,7 @@ class _Loop:
     """Of which a step is one method, and what it multiplies by another, typed in."""
 
     def __init__(self) -> None:
-        self.model = nn.Linear(4, 2).to("xla")
+        self.model = nn.Linear(4, 2).to(DEVICE)
 
     def factor(self) -> float:
         raise NotImplementedError
@@ -559,7 +560,7 @@ def test_a_method_that_was_typed_in() -> None:
 @isolated
 def test_a_helper_that_counts(replay: bool | str, replays: int) -> None:
     """What the step leaves behind and reads again is left out where that was asked for."""
-    model, counted = nn.Linear(4, 2).to("xla"), [0]
+    model, counted = nn.Linear(4, 2).to(DEVICE), [0]
 
     def count() -> None:
         counted[0] += 1

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 
+from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.replay.alike import Body, alike, update_of
 from tests.replay.replay_twins import Twin
@@ -23,7 +24,7 @@ from xla_adapters.tracing.activation_checkpointing import checkpoint
 
 def _trained(optimizer: Callable[[Any], Optimizer], *, passes: int = 8) -> Body:
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
-        model = nn.Linear(4, 3).to("xla")
+        model = nn.Linear(4, 3).to(DEVICE)
         own = optimizer(model.parameters())
         step = make(update_of(model, own))
         losses = [step(torch.full((2, 4), number + 1.0)) for number in range(passes)]
@@ -230,7 +231,7 @@ def _replace_step(optimizer: Any) -> None:
 
 def _changed(change: Callable[[Optimizer], Any], moment: int) -> Body:
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
-        model = nn.Linear(4, 3).to("xla")
+        model = nn.Linear(4, 3).to(DEVICE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step, losses, handle = make(update_of(model, optimizer)), [], None
         for number in range(8):
@@ -259,7 +260,7 @@ def test_hooks_of_optimizers() -> None:
             assert list(step.reasons) == [reason]
 
     def scheduled(make: Callable[..., CompiledStep[Any]]) -> Any:
-        model = nn.Linear(4, 3).to("xla")
+        model = nn.Linear(4, 3).to(DEVICE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = make(update_of(model, optimizer))
         losses = [step(torch.ones(2, 4)) for _ in range(4)]
@@ -300,7 +301,7 @@ def test_verifying_a_correct_step_warns_of_nothing() -> None:
 def test_tensors_written_through_an_alias() -> None:
     def averaged(write: Callable[[torch.Tensor, torch.Tensor], object]) -> Body:
         def body(make: Callable[..., CompiledStep[Any]]) -> Any:
-            model = nn.Linear(4, 3).to("xla")
+            model = nn.Linear(4, 3).to(DEVICE)
             average = copy.deepcopy(model)
             update = update_of(model, torch.optim.AdamW(model.parameters(), lr=0.05))
 
@@ -325,7 +326,7 @@ def test_tensors_written_through_an_alias() -> None:
         assert "through an alias" in str(alike(averaged(write)).reasons)
 
     def of_torch(make: Callable[..., CompiledStep[Any]]) -> Any:
-        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).to("xla")
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).to(DEVICE)
         average = AveragedModel(model)
         update = update_of(model, torch.optim.AdamW(model.parameters(), lr=0.05))
 
@@ -338,7 +339,7 @@ def test_tensors_written_through_an_alias() -> None:
         return [step(torch.randn(2, 4)) for _ in range(6)], model, average.module
 
     def recomputed(make: Callable[..., CompiledStep[Any]]) -> Any:
-        model = nn.Linear(4, 3).to("xla")
+        model = nn.Linear(4, 3).to(DEVICE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def function(inputs: torch.Tensor) -> torch.Tensor:
@@ -358,7 +359,7 @@ def test_tensors_written_through_an_alias() -> None:
 @isolated
 def test_batches_that_are_written_or_part_of_the_state() -> None:
     def filled(make: Callable[..., CompiledStep[Any]]) -> Any:
-        model = nn.Linear(4, 3).to("xla")
+        model = nn.Linear(4, 3).to(DEVICE)
         update = update_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
         def function(inputs: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
@@ -366,7 +367,7 @@ def test_batches_that_are_written_or_part_of_the_state() -> None:
             return update(inputs)
 
         step = make(function)
-        first, second = (torch.zeros(2, device="xla") for _ in range(2))
+        first, second = (torch.zeros(2, device=DEVICE) for _ in range(2))
         for _ in range(4):
             step(torch.ones(2, 4), first)
         first.zero_()
@@ -376,7 +377,7 @@ def test_batches_that_are_written_or_part_of_the_state() -> None:
     assert "the step writes into a tensor of its batch" in alike(filled).reasons
 
     def of_state(make: Callable[..., CompiledStep[Any]]) -> Any:
-        model = nn.Linear(4, 4).to("xla")
+        model = nn.Linear(4, 4).to(DEVICE)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         step = make(update_of(model, optimizer))
         losses = [step(torch.full((4, 4), number + 1.0)) for number in range(4)]
@@ -394,8 +395,8 @@ def test_batches_that_are_written_or_part_of_the_state() -> None:
 @isolated
 def test_parameters_in_no_module() -> None:
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
-        weight = torch.randn(3, 4).to("xla").requires_grad_()
-        bias = torch.zeros(3, device="xla", requires_grad=True)
+        weight = torch.randn(3, 4).to(DEVICE).requires_grad_()
+        bias = torch.zeros(3, device=DEVICE, requires_grad=True)
         optimizer = torch.optim.SGD([weight, bias], lr=0.1)
 
         def function(inputs: torch.Tensor) -> torch.Tensor:

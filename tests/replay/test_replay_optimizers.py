@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.replay.replay_twins import Twin, assert_twins
 from xla_adapters import CompiledStep, XLAConfig
@@ -55,7 +56,7 @@ def test_replayed_bit_for_bit() -> None:
 def test_refused_with_the_reason() -> None:
     def train(name: str, replay: bool | str) -> tuple[list[torch.Tensor], CompiledStep[torch.Tensor]]:
         torch.manual_seed(0)
-        model = nn.Linear(4, 3, bias=False).to("xla")
+        model = nn.Linear(4, 3, bias=False).to(DEVICE)
         optimizer: Any = getattr(torch.optim, name)(model.parameters(), lr=0.1)
 
         def body(batch: torch.Tensor) -> torch.Tensor:
@@ -110,7 +111,7 @@ def test_parts_that_only_some_batches_reach_keep_their_own_step_counts() -> None
 
     def trained(replay: bool | str) -> tuple[list[float], CompiledStep]:
         torch.manual_seed(0)
-        first, second = nn.Linear(4, 4).to("xla"), nn.Linear(4, 4).to("xla")
+        first, second = nn.Linear(4, 4).to(DEVICE), nn.Linear(4, 4).to(DEVICE)
         optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()], lr=0.05)
 
         def update(inputs: torch.Tensor) -> torch.Tensor:

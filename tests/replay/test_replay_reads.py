@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.replay.replay_cases import assert_followed, assert_traced
 from tests.replay.replay_twins import Twin
@@ -213,7 +214,7 @@ class _Counting(nn.Linear):
 def test_what_is_not_followed_is_traced() -> None:
     """The Python of each pass is run: its effects are counted."""
     timer, queue, log = _Timer(), deque([1]), {"count": 0}
-    model, counting = nn.Linear(4, 3).to("xla"), _Counting(4, 3).to("xla")
+    model, counting = nn.Linear(4, 3).to(DEVICE), _Counting(4, 3).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     shadowed = SimpleNamespace(n=0)
@@ -270,7 +271,7 @@ def test_what_is_not_followed_is_traced() -> None:
 
 @isolated
 def test_what_changes_at_each_step_is_said_once() -> None:
-    model, settings = nn.Linear(4, 3).to("xla"), SimpleNamespace(factor=0.0)
+    model, settings = nn.Linear(4, 3).to(DEVICE), SimpleNamespace(factor=0.0)
 
     def function(inputs: torch.Tensor) -> torch.Tensor:
         return model(inputs).sum().detach() * settings.factor
@@ -279,7 +280,7 @@ def test_what_changes_at_each_step_is_said_once() -> None:
     for _ in range(20):
         settings.factor += 1.0
         value = step(torch.ones(2, 4))
-    unit = model(torch.ones(2, 4).to("xla")).sum().item()
+    unit = model(torch.ones(2, 4).to(DEVICE)).sum().item()
     assert value.item() == pytest.approx(20 * unit, rel=1e-5)
     assert step.replays == 0
     assert "before each of 8 steps in a row, settings.factor changed" in step.reasons

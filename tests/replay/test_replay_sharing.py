@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.replay.alike import alike, update_of
 from xla_adapters import CompiledStep
@@ -39,7 +40,7 @@ class _InOrder(nn.Module):
 @isolated
 def test_parts_of_a_module_in_another_order(group: str) -> None:
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
-        model = _InOrder().to("xla")
+        model = _InOrder().to(DEVICE)
         step = make(update_of(model, torch.optim.SGD(model.parameters(), 0.01)))
         losses = []
         for number in range(12):
@@ -70,8 +71,8 @@ def test_a_batch_that_comes_to_be_a_buffer_which_the_step_changes(
     several: int, how: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
-        model = nn.Linear(4, 3).to("xla")
-        model.register_buffer("memory", torch.ones(2, 4, device="xla"))
+        model = nn.Linear(4, 3).to(DEVICE)
+        model.register_buffer("memory", torch.ones(2, 4, device=DEVICE))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
         def function(batch: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -83,7 +84,7 @@ def test_a_batch_that_comes_to_be_a_buffer_which_the_step_changes(
             return loss.detach()
 
         step = make(function)
-        other = how(torch.ones(2, 4, device="xla"))
+        other = how(torch.ones(2, 4, device=DEVICE))
         losses = [step(torch.full((2, 4), number / 12), other * (1 + number)) for number in range(6)]
         losses += [step(torch.full((2, 4), number / 12), how(model.memory)) for number in range(6)]
         return losses, model
@@ -99,10 +100,10 @@ def test_a_batch_that_comes_to_be_a_parameter(how: Callable[[torch.Tensor], torc
     """It is read before and after the update, which an executable that was traced with another batch cannot know."""
 
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
-        model = nn.Linear(4, 2).to("xla")
+        model = nn.Linear(4, 2).to(DEVICE)
         update = update_of(model, torch.optim.AdamW(model.parameters(), 0.1))
         step = make(lambda batch, other: (update(batch), other.sum())[0] + other.mean())
-        losses = [step(torch.full((2, 4), number / 12), how(torch.ones(2, 4, device="xla"))) for number in range(6)]
+        losses = [step(torch.full((2, 4), number / 12), how(torch.ones(2, 4, device=DEVICE))) for number in range(6)]
         losses += [step(torch.full((2, 4), number / 12), how(model.weight)) for number in range(6)]
         return losses, model
 
@@ -112,10 +113,10 @@ def test_a_batch_that_comes_to_be_a_parameter(how: Callable[[torch.Tensor], torc
 @isolated
 def test_copies_in_a_batch_that_the_step_writes() -> None:
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
-        model = nn.Linear(4, 3).to("xla")
+        model = nn.Linear(4, 3).to(DEVICE)
         update = update_of(model, torch.optim.SGD(model.parameters(), 0.1))
         step = make(lambda batch, other: update(batch.mul_(0.5) + other))
-        batches = [torch.full((2, 4), 1.0 + number).to("xla") for number in range(8)]
+        batches = [torch.full((2, 4), 1.0 + number).to(DEVICE) for number in range(8)]
         return [step(batch, batch.clone() if index < 4 else batch) for index, batch in enumerate(batches)], model
 
     assert alike(body).replays == 0

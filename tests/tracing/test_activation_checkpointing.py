@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated, run_in_child
 from xla_adapters import CompiledStep, StepSeed, XLAConfig, get_runtime
 from xla_adapters.sharding.hlo_memory import read_memory_report
@@ -66,8 +67,8 @@ def _gradients(
     xla_adapters.initialize()
     torch.manual_seed(0)
     model = Blocks(3, run, **options)
-    inputs = torch.randn(8, WIDTH).to("xla").requires_grad_(needs_gradient)
-    model.to("xla")
+    inputs = torch.randn(8, WIDTH).to(DEVICE).requires_grad_(needs_gradient)
+    model.to(DEVICE)
     config = XLAConfig(on_graph_break="error")
     with xla_adapters.step(seed=StepSeed(seed=seed, step=0), config=config):
         loss = model(inputs).square().mean()
@@ -121,10 +122,10 @@ def test_the_same_dropout_masks(reentrant: bool, algorithm: str) -> None:
 def test_what_is_drawn_behind_a_recomputation_goes_on(reentrant: bool) -> None:
     def drawn(run: Callable[..., Any]) -> list[torch.Tensor]:
         xla_adapters.initialize()
-        inputs = torch.ones(64, device="xla").requires_grad_()
+        inputs = torch.ones(64, device=DEVICE).requires_grad_()
         with xla_adapters.step(seed=StepSeed(seed=3, step=0)):
             run(lambda value: functional.dropout(value, 0.5).square(), inputs).sum().backward()
-            behind = [torch.rand(4, device="xla") for _ in range(2)]
+            behind = [torch.rand(4, device=DEVICE) for _ in range(2)]
         return [value.cpu() for value in behind]
 
     plain, found = (drawn(run) for run in (lambda function, value: function(value), _run(reentrant)))
@@ -135,7 +136,7 @@ def test_what_is_drawn_behind_a_recomputation_goes_on(reentrant: bool) -> None:
 @isolated
 def test_without_the_random_stream_other_masks_are_drawn() -> None:
     xla_adapters.initialize()
-    inputs = torch.ones(256, device="xla").requires_grad_()
+    inputs = torch.ones(256, device=DEVICE).requires_grad_()
     with xla_adapters.step(seed=StepSeed(seed=3, step=0)):
         result = checkpoint(lambda value: functional.dropout(value, 0.5).square(), inputs, preserve_rng_state=False)
         result.sum().backward()
@@ -149,9 +150,9 @@ def test_autocast_is_that_of_the_forward(reentrant: bool) -> None:
     def gradients(run: Callable[..., Any]) -> torch.Tensor:
         xla_adapters.initialize()
         torch.manual_seed(0)
-        block, inputs = Block().to("xla"), torch.randn(8, WIDTH).to("xla").requires_grad_()
+        block, inputs = Block().to(DEVICE), torch.randn(8, WIDTH).to(DEVICE).requires_grad_()
         with xla_adapters.step():
-            with torch.autocast("xla", dtype=torch.bfloat16):
+            with torch.autocast(DEVICE, dtype=torch.bfloat16):
                 loss = run(block, inputs).float().square().mean()
             loss.backward()
         assert block.wide.weight.grad is not None
@@ -168,7 +169,7 @@ def test_inputs_of_every_kind() -> None:
 
     def gradients(run: Callable[..., Any]) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        values = [torch.randn(4, 4).to("xla").requires_grad_() for _ in range(5)]
+        values = [torch.randn(4, 4).to(DEVICE).requires_grad_() for _ in range(5)]
         one, bound, named, nested, closed = values
 
         def function(
@@ -195,7 +196,7 @@ def test_a_gradient_of_some_outputs_only() -> None:
     xla_adapters.initialize()
 
     def gradient(run: Callable[..., Any]) -> torch.Tensor:
-        value = torch.linspace(0, 1, 8).to("xla").requires_grad_()
+        value = torch.linspace(0, 1, 8).to(DEVICE).requires_grad_()
         with xla_adapters.step():
             used, _, same = run(lambda value: (value.sin().square(), value.exp().square(), value), value)
             (used.sum() + same.detach().sum()).backward()
@@ -211,7 +212,7 @@ def test_backward_twice_and_gradients_of_gradients() -> None:
     xla_adapters.initialize()
 
     def gradients(run: Callable[..., Any]) -> list[torch.Tensor]:
-        value = torch.linspace(0.1, 1, 8).to("xla").requires_grad_()
+        value = torch.linspace(0.1, 1, 8).to(DEVICE).requires_grad_()
         with xla_adapters.step():
             result = run(lambda value: value.sin().pow(3), value).sum()
             result.backward(retain_graph=True)
@@ -241,10 +242,10 @@ def test_one_inside_the_other(reentrant: bool) -> None:
 @isolated
 def test_nothing_is_recomputed_where_no_gradient_is_asked_for() -> None:
     xla_adapters.initialize()
-    block, calls = Block().to("xla"), []
+    block, calls = Block().to(DEVICE), []
     block.register_forward_pre_hook(lambda *args: calls.append(1))
     with xla_adapters.step(), torch.no_grad():
-        result = checkpoint(block, torch.ones(2, WIDTH, device="xla"))
+        result = checkpoint(block, torch.ones(2, WIDTH, device=DEVICE))
     assert not result.requires_grad
     assert len(calls) == 1
     assert result._backward_hooks is None
@@ -263,7 +264,7 @@ def test_outside_of_steps(reentrant: bool, eager: bool) -> None:
 
     def gradient(run: Callable[..., Any]) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        block, inputs = Block(dropout=0.5).to("xla"), torch.randn(8, WIDTH).to("xla").requires_grad_()
+        block, inputs = Block(dropout=0.5).to(DEVICE), torch.randn(8, WIDTH).to(DEVICE).requires_grad_()
         get_runtime().random.set_seed(5)
         run(block, inputs).square().mean().backward()
         return [parameter.grad.cpu() for parameter in block.parameters() if parameter.grad is not None]
@@ -293,7 +294,7 @@ def test_tensors_of_the_host_are_torchs() -> None:
 def test_one_graph_without_reads(reentrant: bool) -> None:
     xla_adapters.initialize()
     torch.manual_seed(0)
-    model = Blocks(2, _run(reentrant), dropout=0.5).to("xla")
+    model = Blocks(2, _run(reentrant), dropout=0.5).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def train(batch: torch.Tensor) -> torch.Tensor:
@@ -304,7 +305,7 @@ def test_one_graph_without_reads(reentrant: bool) -> None:
         return loss.detach()
 
     step = CompiledStep(train, config=XLAConfig(on_graph_break="error"))
-    batches = [torch.randn(4, WIDTH).to("xla") for _ in range(4)]
+    batches = [torch.randn(4, WIDTH).to(DEVICE) for _ in range(4)]
     step(batches[0])
     with xla_adapters.count() as counts:
         for batch in batches[1:]:
@@ -316,7 +317,7 @@ def test_one_graph_without_reads(reentrant: bool) -> None:
 @_VARIANTS
 def test_an_error_inside_leaves_no_hook(reentrant: bool) -> None:
     xla_adapters.initialize()
-    value = torch.ones(4).to("xla").requires_grad_()
+    value = torch.ones(4).to(DEVICE).requires_grad_()
     infer = torch.utils.checkpoint._infer_device_type
 
     def function(inputs: torch.Tensor) -> torch.Tensor:
@@ -339,7 +340,7 @@ def test_an_error_inside_leaves_no_hook(reentrant: bool) -> None:
 @isolated
 def test_options_that_the_reentrant_variant_does_not_have() -> None:
     xla_adapters.initialize()
-    value = torch.ones(2).to("xla").requires_grad_()
+    value = torch.ones(2).to(DEVICE).requires_grad_()
     with pytest.raises(ValueError, match="only with use_reentrant=False"):
         checkpoint(lambda value, other: value, value, use_reentrant=True, other=1)
     with pytest.raises(ValueError, match="only with use_reentrant=False"):
@@ -349,7 +350,7 @@ def test_options_that_the_reentrant_variant_does_not_have() -> None:
 @isolated
 def test_a_recomputation_that_differs_is_reported() -> None:
     xla_adapters.initialize()
-    value, calls = torch.ones(4).to("xla").requires_grad_(), []
+    value, calls = torch.ones(4).to(DEVICE).requires_grad_(), []
 
     def function(inputs: torch.Tensor) -> torch.Tensor:
         calls.append(1)
@@ -364,8 +365,8 @@ def test_a_recomputation_that_differs_is_reported() -> None:
 
 def _train_once(reentrant: bool | None) -> None:
     xla_adapters.initialize()
-    model = Blocks(8, _run(reentrant)).to("xla")
-    inputs = torch.randn(512, WIDTH).to("xla").requires_grad_()
+    model = Blocks(8, _run(reentrant)).to(DEVICE)
+    inputs = torch.randn(512, WIDTH).to(DEVICE).requires_grad_()
     with xla_adapters.step():
         model(inputs).square().mean().backward()
 
@@ -410,8 +411,8 @@ def test_torchs_function_by_any_name(reentrant: bool, mode: str) -> None:
     gradients: dict[str, list[torch.Tensor]] = {}
     for name, run in runs.items():
         torch.manual_seed(0)
-        model = Blocks(3, run).to("xla")
-        inputs = torch.randn(8, WIDTH).to("xla").requires_grad_()
+        model = Blocks(3, run).to(DEVICE)
+        inputs = torch.randn(8, WIDTH).to(DEVICE).requires_grad_()
         with xla_adapters.step(config=XLAConfig(xla_mode=mode)):
             result = _sequentially(model, inputs) if name == "sequential" else model(inputs)
             result.square().mean().backward()
@@ -430,7 +431,7 @@ def test_torchs_function_by_any_name(reentrant: bool, mode: str) -> None:
 def test_a_step_that_checkpoints_is_replayed() -> None:
     xla_adapters.initialize()
     torch.manual_seed(0)
-    model = nn.ModuleList([Block(dropout=0.1), Block()]).to("xla")
+    model = nn.ModuleList([Block(dropout=0.1), Block()]).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     @CompiledStep
@@ -445,6 +446,6 @@ def test_a_step_that_checkpoints_is_replayed() -> None:
         return loss
 
     for _ in range(6):
-        step(torch.ones(8, WIDTH, device="xla"))
+        step(torch.ones(8, WIDTH, device=DEVICE))
     assert step.reasons == {}
     assert step.replays >= 3

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 from xla_adapters import CompiledStep, StepProgram, XLAConfig
 from xla_adapters.tracing.compile_events import CompileEvent, listening
@@ -20,7 +21,7 @@ FLOPS = 2 * ROWS * (WIDTH * HIDDEN * 2 + HIDDEN * CLASSES * 3)
 
 def _training() -> tuple[nn.Module, CompiledStep[torch.Tensor]]:
     xla_adapters.initialize()
-    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES)).to("xla")
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES)).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(rows: torch.Tensor) -> torch.Tensor:
@@ -83,10 +84,10 @@ def test_looking_at_graphs_compiles_and_executes_nothing() -> None:
 @isolated
 def test_a_step_that_is_synced_is_looked_at_too() -> None:
     xla_adapters.initialize()
-    layer = nn.Conv2d(3, 8, 3, stride=2).to("xla")
+    layer = nn.Conv2d(3, 8, 3, stride=2).to(DEVICE)
     program = StepProgram("train", XLAConfig())
     for size in (9, 9, 11):
-        pixels = torch.randn(2, 3, size, size).to("xla")
+        pixels = torch.randn(2, 3, size, size).to(DEVICE)
         program.open(inputs=pixels)
         layer(pixels).square().mean().backward()
         program.close()

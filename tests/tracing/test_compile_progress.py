@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 from xla_adapters.tracing import compile_progress
 from xla_adapters.tracing.graph_history import GraphHistory, StepSignature
@@ -40,8 +41,8 @@ def _drawn(controller: int) -> str:
 
 def _step(width: int) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4), nn.Tanh()) for _ in range(8)))
-    model.to("xla")
-    batch = torch.randn(3, 4).to("xla")
+    model.to(DEVICE)
+    batch = torch.randn(3, 4).to(DEVICE)
     for _ in range(3):
         with xla_adapters.step(name="train"):
             loss = model(batch).square().mean()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 from xla_adapters import CompiledStep, XLAConfig
 
@@ -51,17 +52,17 @@ def test_a_mode_around_a_step_sees_its_operations_and_changes_nothing(optimizer:
     expected = _train("cpu", None, optimizer, _Counting())
     for replay in (False, "auto"):
         mode = _Counting()
-        assert _train("xla", replay, optimizer, mode) == pytest.approx(expected, abs=1e-5)
+        assert _train(DEVICE, replay, optimizer, mode) == pytest.approx(expected, abs=1e-5)
         assert mode.seen > 40
 
 
 @isolated
 def test_a_step_that_fails_under_a_mode_is_undone() -> None:
     xla_adapters.initialize()
-    model = nn.Linear(3, 3).to("xla")
+    model = nn.Linear(3, 3).to(DEVICE)
     before = [parameter.detach().cpu() for parameter in model.parameters()]
     with _Counting(), pytest.raises(ZeroDivisionError), xla_adapters.step():
-        model(torch.ones(2, 3, device="xla")).sum().backward()
+        model(torch.ones(2, 3, device=DEVICE)).sum().backward()
         with torch.no_grad():
             model.weight.mul_(3)
         raise ZeroDivisionError

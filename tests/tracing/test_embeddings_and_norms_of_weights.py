@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 from xla_adapters.errors import DenseGradientWarning, UnsupportedOptionError
 from xla_adapters.replay.compiled_step import CompiledStep
@@ -56,7 +57,7 @@ def _train(kind: str, device: str, steps: int = 6) -> tuple[list[float], nn.Modu
         optimizer.zero_grad()
         return loss.detach()
 
-    step: Any = CompiledStep(train) if device == "xla" else train
+    step: Any = CompiledStep(train) if device == DEVICE else train
     losses = []
     for number in range(steps):
         generator = torch.Generator().manual_seed(number)
@@ -76,7 +77,7 @@ def test_as_on_the_cpu(kind: str) -> None:
     assert xla_adapters.get_runtime().replay_works
     with warnings.catch_warnings(record=True) as said, xla_adapters.count() as counts:
         warnings.simplefilter("always")
-        losses, model, step = _train(kind, "xla")
+        losses, model, step = _train(kind, DEVICE)
     assert losses == pytest.approx(expected, abs=1e-6)
     for name, value in on_cpu.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name].cpu(), value, rtol=1e-5, atol=1e-6, msg=name)
@@ -94,14 +95,14 @@ def test_as_on_the_cpu(kind: str) -> None:
 @isolated
 def test_a_failed_step_does_not_shorten_rows() -> None:
     xla_adapters.initialize()
-    embedding = nn.Embedding(4, 3, max_norm=0.1).to("xla")
+    embedding = nn.Embedding(4, 3, max_norm=0.1).to(DEVICE)
     before = embedding.weight.detach().cpu().clone()
     with pytest.raises(KeyError), xla_adapters.step():
-        embedding(torch.tensor([0, 2], device="xla"))
+        embedding(torch.tensor([0, 2], device=DEVICE))
         raise KeyError
     assert torch.equal(embedding.weight.detach().cpu(), before)
     with xla_adapters.step():
-        rows = embedding(torch.tensor([0, 2], device="xla"))
+        rows = embedding(torch.tensor([0, 2], device=DEVICE))
     assert rows.detach().cpu().norm(dim=1).tolist() == pytest.approx([0.1, 0.1])
     assert torch.equal(embedding.weight.detach().cpu()[1::2], before[1::2])
 
@@ -109,8 +110,8 @@ def test_a_failed_step_does_not_shorten_rows() -> None:
 @isolated
 def test_sparse_adam_is_refused_by_name() -> None:
     xla_adapters.initialize()
-    embedding = nn.Embedding(4, 3, sparse=True).to("xla")
+    embedding = nn.Embedding(4, 3, sparse=True).to(DEVICE)
     optimizer = torch.optim.SparseAdam(embedding.parameters())
     with pytest.raises(UnsupportedOptionError, match=r"SparseAdam .* takes sparse gradients only"), xla_adapters.step():
-        embedding(torch.tensor([0, 2], device="xla")).sum().backward()
+        embedding(torch.tensor([0, 2], device=DEVICE)).sum().backward()
         optimizer.step()

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.support import Loop, differences, flags, state_of, unchanged
 
@@ -215,8 +216,8 @@ def test_a_graph_that_does_not_compile(collects: bool) -> None:
     with xla_adapters.eager():
         loop = Loop()
         goes_on(loop, compiles=1)
-        narrow, weight = torch.ones(6, 8, dtype=torch.bfloat16).to("xla"), torch.ones(8).to("xla")
-        linear = torch.nn.Linear(8, 2, dtype=torch.bfloat16).to("xla")
+        narrow, weight = torch.ones(6, 8, dtype=torch.bfloat16).to(DEVICE), torch.ones(8).to(DEVICE)
+        linear = torch.nn.Linear(8, 2, dtype=torch.bfloat16).to(DEVICE)
         with unchanged(loop.model, loop.optimizer, executions=1), pytest.raises(ValueError, match="mixed precision"):
             with xla_adapters.step():
                 loss = loop.body()

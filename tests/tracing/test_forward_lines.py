@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import xla_adapters
 from benchmarks import children
+from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.support import Loop, unchanged
 from xla_adapters.runtime.torch_xla.operators import registration
@@ -102,7 +103,7 @@ def test_the_backward_names_the_forward(by: str) -> None:
     wrong = {}
     with xla_adapters.eager():
         loop = Loop()
-        x = torch.randn(4, 6).to("xla").requires_grad_()
+        x = torch.randn(4, 6).to(DEVICE).requires_grad_()
         with xla_adapters.step():
             loop.body()
         for name, (forward, marked) in CASES.items():
@@ -141,7 +142,7 @@ def test_an_operator_of_values_that_are_there(mode: str) -> None:
         return x.mode(0).values
 
     xla_adapters.initialize()
-    x = torch.randn(4, 6).to("xla")
+    x = torch.randn(4, 6).to(DEVICE)
     said = {}
     # Under "error" the second call of the last one is refused at its line, since the first one's result is pending.
     for function in (one, two) if mode == "error" else (one, two, several):
@@ -160,7 +161,7 @@ def test_an_operator_of_values_that_are_there(mode: str) -> None:
 
 def _refused() -> None:
     xla_adapters.initialize()
-    x = torch.randn(4, 6).to("xla").requires_grad_()
+    x = torch.randn(4, 6).to(DEVICE).requires_grad_()
     with pytest.raises(xla_adapters.HostOperatorError), xla_adapters.step():
         torch.fft.rfft(x * 1)
     with pytest.raises(xla_adapters.GraphBreakError), xla_adapters.step():

@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch_xla
-import torch_xla.core.xla_model as xm
-import torch_xla.debug.profiler as xp
 
 import xla_adapters
+from tests.device import DEVICE, ON_TORCH_TPU
 from tests.isolation import isolated
 from tests.support import Loop, unchanged
 from xla_adapters import (
@@ -30,6 +28,11 @@ from xla_adapters import (
     ProfilerScopeError,
     TensorReadError,
 )
+
+if not ON_TORCH_TPU:
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.debug.profiler as xp
 
 Action = Callable[[torch.Tensor], Any]
 
@@ -61,8 +64,9 @@ READS: dict[str, Action] = {
     "equal": lambda t: torch.equal(t, t),
     "allclose": lambda t: t.allclose(t),
     "pickle": lambda t: len(pickle.dumps(t)) > 0,
-    "all_gather, read": lambda t: xm.all_gather(t).cpu() if t.device.type == "xla" else t,
 }
+if not ON_TORCH_TPU:
+    READS["all_gather, read"] = lambda t: xm.all_gather(t).cpu() if t.device.type == DEVICE else t
 # torch itself refuses these on any device but the CPU; inside a step the error says more.
 REFUSED_BY_TORCH: dict[str, Action] = {
     "numpy": lambda t: t.detach().numpy(),
@@ -72,16 +76,17 @@ REFUSED_BY_TORCH: dict[str, Action] = {
 # safetensors refuses tensors on XLA devices, in a step or not; who saves with it has to call `.cpu()` first.
 SAVES: dict[str, Action] = {
     "torch.save": lambda t: torch.save({"t": t}, io.BytesIO()),
-    "xm.save": lambda t: xm.save({"t": t}, "/dev/null"),
 }
-SYNCS: dict[str, Action] = {
-    "sync": lambda t: torch_xla.sync(),
-    "mark_step": lambda t: xm.mark_step(),
-    "wait": lambda t: xm.wait_device_ops(),
-}
-COLLECTIVES: dict[str, Action] = {
-    "mesh_reduce": lambda t: xm.mesh_reduce("tag", t.sum(), np.mean),
-}
+SYNCS: dict[str, Action] = {}
+COLLECTIVES: dict[str, Action] = {}
+if ON_TORCH_TPU:
+    SYNCS["synchronize"] = lambda t: torch.accelerator.synchronize()
+else:
+    SAVES["xm.save"] = lambda t: xm.save({"t": t}, "/dev/null")
+    SYNCS["sync"] = lambda t: torch_xla.sync()
+    SYNCS["mark_step"] = lambda t: xm.mark_step()
+    SYNCS["wait"] = lambda t: xm.wait_device_ops()
+    COLLECTIVES["mesh_reduce"] = lambda t: xm.mesh_reduce("tag", t.sum(), np.mean)
 DYNAMIC: dict[str, Action] = {
     "nonzero": lambda t: t.nonzero(),
     "torch.nonzero": lambda t: torch.nonzero(t, as_tuple=True),
@@ -111,6 +116,7 @@ ALL: list[tuple[dict[str, Action], type[GraphBreakError]]] = [
     (DYNAMIC, GraphBreakError),
     (HIDDEN, GraphBreakError),
 ]
+ALL = [(actions, error) for actions, error in ALL if actions]
 
 
 def fails_rightly(error: GraphBreakError, action: Action, expected: type[GraphBreakError]) -> str:
@@ -134,7 +140,7 @@ def test_error(actions: dict[str, Action], expected: type[GraphBreakError], read
     wrong = {}
     with xla_adapters.eager():
         loop = Loop()
-        given = torch.tensor([1.0, 2.0, 0.0]).to("xla")
+        given = torch.tensor([1.0, 2.0, 0.0]).to(DEVICE)
         with xla_adapters.step():
             loop.body()
         for name, action in actions.items():
@@ -173,7 +179,7 @@ def test_warn_reads_right_flushes_once_and_says_so_once(actions: dict[str, Actio
     with xla_adapters.eager():
         loop = Loop(torch.optim.SGD)
         given = torch.tensor([1.0, 2.0, 0.0])
-        on_device = given.to("xla")
+        on_device = given.to(DEVICE)
         config = xla_adapters.XLAConfig(on_graph_break="warn")
         for name, action in actions.items():
             results = []
@@ -229,7 +235,7 @@ def test_warn_does_not_compute_the_forward_twice() -> None:
 def test_what_is_no_break() -> None:
     with xla_adapters.eager():
         loop = Loop()
-        on_host, ready = torch.ones(3), torch.ones(3).to("xla")
+        on_host, ready = torch.ones(3), torch.ones(3).to(DEVICE)
         seen: list[Any] = []
         with xla_adapters.count() as counters, xla_adapters.step():
             loss = loop.body()
@@ -240,7 +246,7 @@ def test_what_is_no_break() -> None:
                     loss.dtype,
                     loss.device,
                     copy.deepcopy(loss.detach()),
-                    loss.to("xla"),
+                    loss.to(DEVICE),
                     loss.to(torch.float64),
                 ]
             )

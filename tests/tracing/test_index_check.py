@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 from xla_adapters.errors import IndexRangeError
 from xla_adapters.replay.compiled_step import CompiledStep
@@ -46,7 +47,7 @@ def _entropy(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def _step(lookup: Callable[..., torch.Tensor]) -> tuple[CompiledStep[Any], nn.Parameter]:
     xla_adapters.initialize()
-    weight = nn.Parameter(torch.ones(ROWS, 4, device="xla"))
+    weight = nn.Parameter(torch.ones(ROWS, 4, device=DEVICE))
     optimizer = torch.optim.SGD([weight], 0.1)
 
     def train(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -141,7 +142,7 @@ def test_ignored_labels_and_a_batch_that_is_changed_on_the_device() -> None:
     for number in range(6):
         step(_batch(number, bad=-100))
     assert step.replays > 0
-    weight = torch.ones(ROWS, 4, device="xla")
+    weight = torch.ones(ROWS, 4, device=DEVICE)
     ids = _batch(0, bad=ROWS)["ids"]
 
     def corrected(batch: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.support import Loop
 from xla_adapters import DiscardedTensorError, GraphBreakWarning, TensorReadError
@@ -126,8 +127,8 @@ def test_a_deferred_number_behaves_as_the_number(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     metrics: list[Any] = []
     with answering(reads), xla_adapters.step():
-        library.log(metrics, torch.full((), 2.5, device="xla") * 3)
-        changed = library.log_and_change(metrics, torch.full((), 1.5, device="xla"))
+        library.log(metrics, torch.full((), 2.5, device=DEVICE) * 3)
+        changed = library.log_and_change(metrics, torch.full((), 1.5, device=DEVICE))
     number, half, before = metrics
     assert (sum(metrics[:2]) / 2, type(sum(metrics[:2]))) == (5.625, float)
     assert (number == 7.5, half < number, number >= 8, number != 7.5, hash(number)) == (
@@ -173,7 +174,7 @@ def test_what_the_batch_determines_is_known_on_the_host(tmp_path: Path) -> None:
     with answering(reads), xla_adapters.count() as counts:
         for batch in batches:
             with xla_adapters.step():
-                labels = batch.to("xla")
+                labels = batch.to(DEVICE)
                 loss = loop.body()
                 losses.append((loss, library.per_token(loss.detach(), labels)))
                 total, rows = library.count(labels, total)
@@ -192,8 +193,8 @@ def test_layers_look_at_integers_of_the_batch_and_at_nothing_else(tmp_path: Path
     with answering(reads), xla_adapters.count() as counts:
         with xla_adapters.step():
             loss = loop.body()
-            found = library.without_loops(edges.to("xla"))
-            (chosen,) = library.selected(loss.detach().expand(4), edges.to("xla")[0])[:1]
+            found = library.without_loops(edges.to(DEVICE))
+            (chosen,) = library.selected(loss.detach().expand(4), edges.to(DEVICE)[0])[:1]
     assert (counts.compiles, counts.executions) == (1, 1)
     assert found.tolist() == [[0, 1, 2], [1, 2, 0]]
     assert chosen.item() == pytest.approx(4 * loss.item())
@@ -207,12 +208,12 @@ def test_layers_look_at_integers_of_the_batch_and_at_nothing_else(tmp_path: Path
 def test_a_changed_batch_is_not_taken_for_the_hosts_copy(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     with answering(reads), pytest.warns(GraphBreakWarning, match="bool"), xla_adapters.step():
-        answer = library.after_a_write(_labels([1, -100]).to("xla"))
+        answer = library.after_a_write(_labels([1, -100]).to(DEVICE))
     assert answer is False
     # The host's own batch may be written over once it is uploaded.
     with answering(reads), xla_adapters.step():
         batch = _labels([1, 2])
-        labels = batch.to("xla")
+        labels = batch.to(DEVICE)
         batch.fill_(-100)
         total, _ = library.count(labels, 0)
     assert total == 2
@@ -247,8 +248,8 @@ def test_selections_by_mask_are_summed_without_a_shape_that_depends_on_values(tm
     (expected[0] + expected[1]).backward()
     with answering(reads), xla_adapters.count() as counts:
         with xla_adapters.step():
-            leaf = values.to("xla").requires_grad_()
-            found = library.selected(leaf, batch.to("xla"))
+            leaf = values.to(DEVICE).requires_grad_()
+            found = library.selected(leaf, batch.to(DEVICE))
             (found[0] + found[1]).backward()
     assert [one.item() for one in found] == pytest.approx([one.item() for one in expected])
     assert leaf.grad is not None
@@ -265,7 +266,7 @@ def test_other_code_reads_as_before(tmp_path: Path) -> None:
         with pytest.raises(TensorReadError), xla_adapters.step():
             loop.forward().item()
         with pytest.raises(TensorReadError), xla_adapters.step():
-            bool((_labels([1]).to("xla") > 0).all())
+            bool((_labels([1]).to(DEVICE) > 0).all())
         metrics: list[Any] = []
         with pytest.raises(TensorReadError, match="not computed yet"), xla_adapters.step():
             library.log(metrics, loop.forward())
@@ -294,7 +295,7 @@ def test_a_running_total_may_be_long(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     metrics: list[Any] = []
     with answering(reads), xla_adapters.step():
-        library.total(metrics, torch.full((), 0.5, device="xla") * 2, 3000)
+        library.total(metrics, torch.full((), 0.5, device=DEVICE) * 2, 3000)
     assert metrics[0] == 3000
 
 
@@ -305,7 +306,7 @@ def test_what_the_host_may_not_know_is_read_from_the_device(tmp_path: Path) -> N
     on_host = _labels([1, 5, 5], [2, 3, 1])
     with answering(reads):
         for function in (library.after_a_hidden_write, library.where_the_largest_is):
-            labels = on_host.to("xla")
+            labels = on_host.to(DEVICE)
             note_upload(on_host, labels)
             with xla_adapters.step():
                 number = function(labels)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.support import Loop, differences, flags, state_of, unchanged
 from xla_adapters import ConcurrentStepError, ConfigError
@@ -16,7 +17,7 @@ from xla_adapters.tracing.step_scope import current_scope
 
 
 def fresh() -> torch.Tensor:
-    return torch.zeros(2).to("xla")
+    return torch.zeros(2).to(DEVICE)
 
 
 @isolated

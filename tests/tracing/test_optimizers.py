@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.support import differences, state_of
 from xla_adapters.errors import EagerOptimizerWarning, IdleOptimizerWarning
@@ -49,10 +50,10 @@ class Pair:
     def __init__(self, make: Make, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
         self.host = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
-        self.device = copy.deepcopy(self.host).to("xla")
+        self.device = copy.deepcopy(self.host).to(DEVICE)
         self.on_host, self.on_device = make(list(self.host.parameters())), make(list(self.device.parameters()))
         self.inputs = torch.randn(6, 4).to(dtype)
-        self.uploaded = self.inputs.to("xla")
+        self.uploaded = self.inputs.to(DEVICE)
 
     def one(self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> torch.Tensor:
         def closure() -> torch.Tensor:
@@ -205,7 +206,7 @@ def test_two_optimizers_in_one_step_and_groups_added_later() -> None:
 def test_numbers_on_the_device_are_traced_too() -> None:
     """Under `capturable` the step counts are tensors on the device, and may be."""
     with xla_adapters.eager():
-        pair = Pair(lambda p: torch.optim.AdamW(p, lr=0.01, capturable=p[0].device.type == "xla"))
+        pair = Pair(lambda p: torch.optim.AdamW(p, lr=0.01, capturable=p[0].device.type == DEVICE))
         with xla_adapters.count() as counters:
             for _ in range(4):
                 pair.both()
@@ -217,12 +218,12 @@ def test_numbers_on_the_device_are_traced_too() -> None:
 @isolated
 def test_a_stale_optimizer_is_told_once() -> None:
     xla_adapters.initialize()
-    model = torch.nn.Linear(2, 1).to("xla")
+    model = torch.nn.Linear(2, 1).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def train() -> None:
         with xla_adapters.step():
-            model(torch.ones(1, 2, device="xla")).sum().backward()
+            model(torch.ones(1, 2, device=DEVICE)).sum().backward()
             optimizer.step()
 
     with warnings.catch_warnings():
@@ -231,7 +232,7 @@ def test_a_stale_optimizer_is_told_once() -> None:
     model.zero_grad()
     # A weak reference to a parameter, as other libraries hold them.
     references = [weakref.ref(parameter) for parameter in model.parameters()]
-    model.to("cpu").to("xla")
+    model.to("cpu").to(DEVICE)
     assert references
     with pytest.warns(IdleOptimizerWarning, match=r"none of its 2 parameters has a gradient.*optimizer\.step\(\)"):
         train()

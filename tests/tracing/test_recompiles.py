@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 from xla_adapters.errors import GraphLimitError
 from xla_adapters.tracing.graph_history import CallNumber, GraphHistory, StepSignature
@@ -37,15 +38,15 @@ class Training:
     """A loop whose parts may be changed between two steps."""
 
     def __init__(self) -> None:
-        self.model = Net().to("xla")
+        self.model = Net().to(DEVICE)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.batch = torch.randn(6, 4)
         self.autocast, self.drops = False, True
 
     def step(self, name: str, **options: Any) -> None:
-        batch = self.batch.to("xla")
+        batch = self.batch.to(DEVICE)
         with xla_adapters.step(name=name, **options):
-            with torch.autocast("xla", torch.bfloat16, enabled=self.autocast):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=self.autocast):
                 loss = self.model(batch).square().mean()
             loss.backward()
             self.optimizer.step()
@@ -128,7 +129,7 @@ def test_nothing_is_said_of_what_costs_nothing(caplog: pytest.LogCaptureFixture)
             training.optimizer.param_groups[0]["lr"] = 0.03 / (1 + index)
             training.step("train")
             with xla_adapters.step(name="train"), torch.no_grad():
-                training.model(training.batch.to("xla"))
+                training.model(training.batch.to(DEVICE))
         training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=0.07)
         training.step("train")
     assert caplog.messages == []
@@ -154,7 +155,7 @@ def test_another_graph_is_an_error_on_request() -> None:
             training.step("strict", on_recompile="error")
         # Another phase of the same step may have a graph of its own.
         with xla_adapters.step(name="strict", on_recompile="error"), torch.no_grad():
-            training.model(training.batch.to("xla"))
+            training.model(training.batch.to(DEVICE))
         weights = [parameter.detach().cpu().clone() for parameter in training.model.parameters()]
         training.model.kept = 2
         with pytest.raises(
@@ -216,7 +217,7 @@ def test_remedies_of_batches_are_those_of_the_change(caplog: pytest.LogCaptureFi
 def test_a_slice_that_moves(caplog: pytest.LogCaptureFixture, follows_advice: bool) -> None:
     caplog.set_level(logging.WARNING, "xla_adapters")
     with xla_adapters.eager():
-        table, x = torch.randn(32, 4).to("xla").requires_grad_(), torch.randn(4, 4).to("xla")
+        table, x = torch.randn(32, 4).to(DEVICE).requires_grad_(), torch.randn(4, 4).to(DEVICE)
         expected = table.detach().cpu()
         for start in (5, 9, 17):
             with xla_adapters.step(name="slices"):
@@ -240,11 +241,11 @@ def test_numbers_that_meet_by_chance(caplog: pytest.LogCaptureFixture) -> None:
     """A schedule of the momentum: at 0.9 it equals what batch norm computes of its own momentum of 0.1."""
     caplog.set_level(logging.INFO, "xla_adapters")
     with xla_adapters.eager():
-        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to("xla")
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to(DEVICE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.95)
         for momentum in (0.95, 0.93, 0.8999999999999999, 0.88):
             optimizer.param_groups[0]["momentum"] = momentum
-            batch = torch.randn(6, 4).to("xla")
+            batch = torch.randn(6, 4).to(DEVICE)
             with xla_adapters.step(name="meets"):
                 model(batch).square().mean().backward()
                 optimizer.step()
@@ -259,13 +260,13 @@ def test_another_path_within_one_line(caplog: pytest.LogCaptureFixture) -> None:
     """The first update of averaged weights copies; the others average."""
     caplog.set_level(logging.WARNING, "xla_adapters")
     with xla_adapters.eager():
-        model = nn.Linear(4, 2).to("xla")
+        model = nn.Linear(4, 2).to(DEVICE)
         decay = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
         average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=decay)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
             with xla_adapters.step(name="averages"):
-                model(torch.randn(6, 4).to("xla")).square().mean().backward()
+                model(torch.randn(6, 4).to(DEVICE)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 average.update_parameters(model)

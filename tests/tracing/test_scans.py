@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 from xla_adapters import CompiledStep, XLAConfig
 from xla_adapters.runtime.modes import eager
@@ -25,7 +26,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
 
 def _train(make: Any, device: str, replay: Any) -> list[float]:
     torch.manual_seed(0)
-    layers = make(device == "xla").to(device)
+    layers = make(device == DEVICE).to(device)
     updates = torch.optim.SGD(layers.parameters(), lr=0.1)
 
     def step(inputs: torch.Tensor) -> torch.Tensor:
@@ -41,7 +42,7 @@ def _train(make: Any, device: str, replay: Any) -> list[float]:
         inputs = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(number))
         with xla_adapters.count() as counters:
             losses.append(call(inputs))
-        if device == "xla" and number > 1:
+        if device == DEVICE and number > 1:
             assert (counters.compiles, counters.executions) == (0, 1)
     return [float(loss) for loss in losses]
 
@@ -61,7 +62,7 @@ def test_recurrent_layers_train_as_on_the_host(kind: str) -> None:
 
     expected = _train(make, "cpu", None)
     for replay in (False, "auto"):
-        assert _train(make, "xla", replay) == pytest.approx(expected, abs=1e-5)
+        assert _train(make, DEVICE, replay) == pytest.approx(expected, abs=1e-5)
 
 
 @isolated
@@ -75,21 +76,21 @@ def test_scanned_layers_train_as_layers_one_by_one() -> None:
             self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
 
         def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor]:
-            if inputs.device.type == "xla":
+            if inputs.device.type == DEVICE:
                 return (scan_layers(self.layers, inputs),)
             return (nn.Sequential(*self.layers)(inputs),)
 
     expected = _train(lambda _: Layers(), "cpu", None)
     warnings.simplefilter("error", UserWarning)
     for replay in (False, "auto"):
-        assert _train(lambda _: Layers(), "xla", replay) == pytest.approx(expected, abs=1e-5)
+        assert _train(lambda _: Layers(), DEVICE, replay) == pytest.approx(expected, abs=1e-5)
 
 
 @isolated
 def test_the_error_of_a_step_is_seen_though_it_made_leaves() -> None:
     xla_adapters.initialize()
     with pytest.raises(ZeroDivisionError), xla_adapters.step():
-        leaf = torch.ones(3, device="xla").mul(2).detach().requires_grad_()
+        leaf = torch.ones(3, device=DEVICE).mul(2).detach().requires_grad_()
         (leaf * 2).sum().backward()
         raise ZeroDivisionError
 
@@ -110,8 +111,8 @@ def test_scanned_layers_outside_steps() -> None:
     expected.square().sum().backward()
     gradients = [parameter.grad.clone() for parameter in layers.parameters() if parameter.grad is not None]
     layers.zero_grad()
-    layers.to("xla")
-    found = scan_layers(layers, torch.ones(2, 5, device="xla"))
+    layers.to(DEVICE)
+    found = scan_layers(layers, torch.ones(2, 5, device=DEVICE))
     found.square().sum().backward()
     assert xla_adapters.get_runtime().tracing.eager()
     assert xla_adapters.get_runtime().tracing.pending_count() == 0

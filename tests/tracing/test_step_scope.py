@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 
 
@@ -17,9 +18,9 @@ class Loop:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2)).to("xla")
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2)).to(DEVICE)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.batch = torch.randn(3, 4).to("xla")
+        self.batch = torch.randn(3, 4).to(DEVICE)
 
     def body(self) -> torch.Tensor:
         loss = self.model(self.batch).square().mean()
@@ -90,7 +91,7 @@ class _Projected(torch.autograd.Function):
 @isolated
 def test_views_that_an_autograd_function_makes_do_not_outlive_it() -> None:
     loop = Loop()
-    weight = nn.Parameter(torch.randn(5, 2).to("xla"))
+    weight = nn.Parameter(torch.randn(5, 2).to(DEVICE))
     runtime = xla_adapters.get_runtime()
     runtime.tracing.flush()
     with xla_adapters.step():

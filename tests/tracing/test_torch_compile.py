@@ -14,6 +14,7 @@ import torch._dynamo
 from torch import nn
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 from xla_adapters.replay.compiled_step import CompiledStep
 from xla_adapters.utils.compiling import is_own_call_compiled, modules_compiled
@@ -66,7 +67,7 @@ def _losses(device: str, what: str, backend: str = "openxla", scope: Any = None)
 def test_one_graph_per_step(what: str, backend: str) -> None:
     xla_adapters.initialize()
     with xla_adapters.count() as counters:
-        found = _losses("xla", what, backend, xla_adapters.step)
+        found = _losses(DEVICE, what, backend, xla_adapters.step)
     assert (counters.compiles, counters.executions) == (1, 3)
     assert found == pytest.approx(_losses("cpu", "nothing", scope=torch.enable_grad), abs=1e-6)
 
@@ -82,7 +83,7 @@ def test_outside_of_steps_it_is_compiled_as_before(fails: bool) -> None:
         return module.forward
 
     function = torch.compile(_activation, backend=backend)
-    values = torch.ones(4, device="xla")
+    values = torch.ones(4, device=DEVICE)
     try:
         with xla_adapters.step():
             function(values)
@@ -99,7 +100,7 @@ def test_outside_of_steps_it_is_compiled_as_before(fails: bool) -> None:
 @pytest.mark.parametrize("what", ["function", "submodule", "module", "in place", "forward"])
 def test_a_step_that_may_be_replayed(what: str) -> None:
     xla_adapters.initialize()
-    model: Any = _Net(what, "openxla").to("xla")
+    model: Any = _Net(what, "openxla").to(DEVICE)
     if what == "module":
         model = torch.compile(model, backend="openxla")
     elif what == "forward":
@@ -148,7 +149,7 @@ class _Witness(torch.optim.SGD):
 def test_models_take_the_path_that_reads_no_values(with_closure: bool) -> None:
     xla_adapters.initialize()
     torch.manual_seed(0)
-    model = _Shortcut().to("xla")
+    model = _Shortcut().to(DEVICE)
     optimizer = _Witness(model.parameters(), 0.1)
 
     def train(inputs: torch.Tensor) -> torch.Tensor:
@@ -194,7 +195,7 @@ def _update(model: nn.Module) -> CompiledStep[Any]:
 def test_a_step_with_a_compiled_model_is_replayed(how: str) -> None:
     losses = []
     for compiled in (False, True):
-        model = _Net("nothing", "openxla").to("xla")
+        model = _Net("nothing", "openxla").to(DEVICE)
         with ExitStack() as stack:
             if compiled and how == "compile()":
                 model.compile(backend="openxla")
@@ -208,7 +209,7 @@ def test_a_step_with_a_compiled_model_is_replayed(how: str) -> None:
 
 @isolated
 def test_another_function_in_its_place_is_called() -> None:
-    model = _Net("nothing", "openxla").to("xla")
+    model = _Net("nothing", "openxla").to(DEVICE)
     model.compile(backend="openxla")
     step, calls, before = _update(model), [], model._compiled_call_impl
 

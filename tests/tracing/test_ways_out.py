@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
 from xla_adapters.tracing import ways_out
 
@@ -146,7 +147,7 @@ def test_alternatives_are_equal_and_in_one_graph(part: int) -> None:
     wrong = {}
     with xla_adapters.eager():
         values = _values()
-        on_device = values.to("xla")
+        on_device = values.to(DEVICE)
         for name in list(PAIRS)[part::3]:
             for refused, alternative in PAIRS[name]:
                 expected, gradient = _result_and_gradient(refused, values.clone())
@@ -171,7 +172,7 @@ def test_draws_without_replacement() -> None:
     """The first of two draws has the probabilities that were asked for, and the second is another one."""
     with xla_adapters.eager():
         asked = torch.tensor([0.1, 0.2, 0.3, 0.4])
-        probabilities = asked.expand(4000, 4).to("xla")
+        probabilities = asked.expand(4000, 4).to(DEVICE)
         with pytest.raises(xla_adapters.HostOperatorError, match=r"ways out: \(1\) draw without"), xla_adapters.step():
             torch.multinomial(probabilities * 1, 2)
         with xla_adapters.count() as counters, xla_adapters.step():

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from xla_adapters.utils.device_type import device_type
+
 _Tensor = torch.Tensor
 
 
@@ -14,7 +16,7 @@ def is_write_by_mask(tensor: Any, index: Any, value: Any) -> bool:
 
     The index is a mask of the first dimensions, or has one mask among slices, integers and an ellipsis.
     """
-    if not (isinstance(tensor, _Tensor) and tensor.device.type == "xla"):
+    if not (isinstance(tensor, _Tensor) and tensor.device.type == device_type()):
         return False
     found = _mask_and_dims(tensor, index)
     if found is None:

@@ -16,6 +16,7 @@ from xla_adapters.lowerings.complex_numbers import COMPLEX
 from xla_adapters.lowerings.masks import write_by_mask, write_by_mask_
 from xla_adapters.lowerings.norms import batch_norm_statistics
 from xla_adapters.lowerings.statistics import STATISTICS
+from xla_adapters.utils.device_type import device_type
 
 
 def _norm(
@@ -175,7 +176,12 @@ def norm_with_torchs_variance(
     given = {**dict(zip(names, args, strict=False)), **kwargs} if names is not None else {}
     running_mean: torch.Tensor | None = given.get("running_mean")
     running_var: torch.Tensor | None = given.get("running_var")
-    if running_mean is None or running_var is None or not given.get("training") or running_var.device.type != "xla":
+    if (
+        running_mean is None
+        or running_var is None
+        or not given.get("training")
+        or running_var.device.type != device_type()
+    ):
         return function(*args, **kwargs)
     input: torch.Tensor = given["input"]
     values = input.numel() // input.shape[1]
@@ -186,7 +192,7 @@ def norm_with_torchs_variance(
     eps: float = given.get("eps", 1e-5)
     weight, bias = given.get("weight"), given.get("bias")
     # torch_xla's operation computes in the widest of these dtypes, but declares the input's for its result.
-    autocast = torch.is_autocast_enabled("xla")
+    autocast = torch.is_autocast_enabled(device_type())
     wide = torch.float32 if autocast else input.dtype
     for tensor in (input, weight, bias):
         wide = wide if tensor is None else torch.promote_types(wide, tensor.dtype)
@@ -215,7 +221,7 @@ def cumulative_average(module: torch.nn.Module) -> torch.Tensor | None:
     if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
         return None
     batches = module.num_batches_tracked
-    if module.momentum is not None or not module.training or batches is None or batches.device.type != "xla":
+    if module.momentum is not None or not module.training or batches is None or batches.device.type != device_type():
         return None
     with torch.no_grad():
         return 1 / (batches + 1).to(torch.get_default_dtype())

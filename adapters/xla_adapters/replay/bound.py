@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from xla_adapters.replay.errors import CannotReplay
+from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.plain_values import is_simple
 
 _ABSENT = object()
@@ -125,7 +126,7 @@ class BoundState:
                 if _is_same(old, value):
                     unchanged[name] = value
                     continue
-                if isinstance(value, torch.Tensor) and value.device.type == "xla":
+                if isinstance(value, torch.Tensor) and value.device.type == device_type():
                     tensors.append((owner.object, name))
                 elif known is None:
                     # Its owner was made in the step; the next call has another signature.

@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 
 from xla_adapters.runtime.interface import Runtime
+from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.nested_values import Identity, identity
 
 _Weights = dict[str, torch.Tensor]
@@ -74,4 +75,4 @@ def save_from_device(runtime: Runtime) -> None:
 
 
 def _is_on_device(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "xla"
+    return isinstance(value, torch.Tensor) and value.device.type == device_type()

@@ -22,6 +22,7 @@ import torch
 import torch.utils.checkpoint as torchs
 
 from xla_adapters.runtime import Runtime, get_runtime
+from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.nested_values import replaced, tensors_in
 from xla_adapters.utils.patching import replaced as patched
 
@@ -154,9 +155,9 @@ class _Recomputed:
             return self._recompute(args, kwargs)
         self._is_first = False
         self._autocast = {
-            "device_type": "xla",
-            "enabled": torch.is_autocast_enabled("xla"),
-            "dtype": torch.get_autocast_dtype("xla"),
+            "device_type": device_type(),
+            "enabled": torch.is_autocast_enabled(device_type()),
+            "dtype": torch.get_autocast_dtype(device_type()),
             "cache_enabled": torch.is_autocast_cache_enabled(),
         }
         stream = self._runtime.random.seed()

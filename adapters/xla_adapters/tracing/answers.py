@@ -11,6 +11,7 @@ from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.uploads import note_upload
 from xla_adapters.tracing.deferred_numbers import DeferredNumbers
 from xla_adapters.tracing.library_reads import LibraryReads, MaskedSelection
+from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.nested_values import replaced
 
 _Tensor = torch.Tensor
@@ -108,7 +109,7 @@ class Answers:
     def note(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """A function was called in the step: remembers what the host knows of its result."""
         values = self._reads.host_values
-        if function not in _UPLOADS or not isinstance(result, _Tensor) or result.device.type != "xla":
+        if function not in _UPLOADS or not isinstance(result, _Tensor) or result.device.type != device_type():
             values.note(function, args, kwargs, result)
             return
         source = args[0] if args else kwargs.get("data")
@@ -155,6 +156,6 @@ def _is_mask(values: torch.Tensor, index: Any) -> bool:
     return (
         isinstance(index, _Tensor)
         and index.dtype is torch.bool
-        and values.device.type == "xla"
+        and values.device.type == device_type()
         and index.shape == values.shape[: index.ndim]
     )

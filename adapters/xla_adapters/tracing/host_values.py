@@ -10,6 +10,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_adapters.runtime.uploads import forget_upload, upload_of
+from xla_adapters.utils.device_type import device_type
 
 _Tensor = torch.Tensor
 _CALL = Callable[..., Any]
@@ -201,7 +202,7 @@ class _Part:
 def _is_exact(value: Any) -> bool:
     return (
         isinstance(value, _Tensor)
-        and value.device.type == "xla"
+        and value.device.type == device_type()
         and not value.dtype.is_floating_point
         and not value.dtype.is_complex
     )
@@ -227,7 +228,7 @@ def _held(value: Any, known: dict[int, HostValue]) -> Any:
 
 def _device_on_host(value: str | torch.device) -> str | torch.device:
     kind = value.type if isinstance(value, torch.device) else value.partition(":")[0]
-    return "cpu" if kind == "xla" else value
+    return "cpu" if kind == device_type() else value
 
 
 def _got(value: Any) -> Any:

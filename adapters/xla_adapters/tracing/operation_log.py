@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.location import is_plumbing
 
 # The number that the next node of autograd's graph gets in this thread.
@@ -122,7 +123,7 @@ class OperationLog:
             # `functional_call` puts results in the place of parameters: torch warns where their gradient is looked at.
             present = tuple([parameter.is_leaf and parameter.grad is not None for parameter in own])
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
-        autocast = torch.get_autocast_dtype("xla") if torch.is_autocast_enabled("xla") else None
+        autocast = torch.get_autocast_dtype(device_type()) if torch.is_autocast_enabled(device_type()) else None
         self.entries.append(ModuleCall(type(module), module.training, hooks, needed, present, autocast, *_place()))
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:

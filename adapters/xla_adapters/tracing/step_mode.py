@@ -23,6 +23,7 @@ from xla_adapters.tracing.index_check import IndexCheck
 from xla_adapters.tracing.operation_log import OperationLog, next_node
 from xla_adapters.tracing.profile_spans import BACKWARD, SPANS
 from xla_adapters.tracing.undo_log import UndoLog
+from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.fake_tensors import is_fake
 from xla_adapters.utils.torch_modes import leave_function_mode
 
@@ -75,7 +76,7 @@ FROM_NUMBERS: frozenset[_CALL] = frozenset({torch.tensor, torch.as_tensor, torch
 _HIDDEN_WRITES: frozenset[_CALL] = frozenset({_Tensor.data.__set__, _Tensor.__setitem__})  # type: ignore[attr-defined]
 # Calls that may change the recorded value itself (see `Values.twin`), as batch norm does.
 _WRITE_THROUGH: frozenset[_CALL] = frozenset({_Tensor.__setitem__, write_where_, torch._foreach_copy_})
-_NORMS: frozenset[_CALL] = frozenset(
+NORMALISATIONS: frozenset[_CALL] = frozenset(
     {torch.batch_norm, torch.instance_norm, torch.nn.functional.batch_norm, torch.nn.functional.instance_norm}
 )
 
@@ -157,7 +158,7 @@ class StepMode(TorchFunctionMode):
         if func in self._lowerings and args and _is_on_device(args[0]):
             func = self._lowerings[func]
         if func in READS:
-            if args[0].device.type == "xla":
+            if args[0].device.type == device_type():
                 if self._answers is not None:
                     answer = self._answers.read(func, READS[func], args, kwargs)
                     if answer is not NO_ANSWER:
@@ -173,7 +174,7 @@ class StepMode(TorchFunctionMode):
             if args and is_list_of_device_scalars(args[0]):
                 return _stack(args[0], **kwargs)
             return self._noted(func, args, kwargs, upload_scalar(func, args, kwargs))
-        elif func in _NORMS:
+        elif func in NORMALISATIONS:
             self._record_leaves((*args, *kwargs.values()))
             for value in (*args[1:], *kwargs.values()):
                 if isinstance(value, _Tensor) and not value.requires_grad:
@@ -306,7 +307,7 @@ def _is_about_devices(error: RuntimeError) -> bool:
 
 def _is_on_device(value: Any) -> bool:
     device = getattr(value, "device", None)
-    return device is not None and device.type == "xla"
+    return device is not None and device.type == device_type()
 
 
 def is_list_of_device_scalars(data: Any) -> bool:
@@ -314,13 +315,13 @@ def is_list_of_device_scalars(data: Any) -> bool:
     return (
         isinstance(data, (list, tuple))
         and all(isinstance(item, _Tensor) and item.ndim == 0 for item in data)
-        and any(item.device.type == "xla" for item in data)
+        and any(item.device.type == device_type() for item in data)
     )
 
 
 def _stack(scalars: Any, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
     """As `torch.tensor(scalars)`, on the device and without a read."""
-    device_of_scalars = next(scalar.device for scalar in scalars if scalar.device.type == "xla")
+    device_of_scalars = next(scalar.device for scalar in scalars if scalar.device.type == device_type())
     stacked = torch.stack([scalar.detach().to(device_of_scalars) for scalar in scalars])
     return stacked if dtype is None else stacked.to(dtype)
 

@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 import torch
 
+from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.patching import replaced
 
 
@@ -35,7 +36,7 @@ def use_no_grad_for_inference_mode(model: torch.nn.Module) -> None:
 
 def _some_model_is_on_device() -> bool:
     firsts = (next(model.parameters(), None) for model in _models)
-    return any(first is not None and first.device.type == "xla" for first in firsts)
+    return any(first is not None and first.device.type == device_type() for first in firsts)
 
 
 def _without_gradients(

@@ -15,6 +15,8 @@ import torch.utils._python_dispatch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from xla_adapters.utils.device_type import device_type
+
 _CONTEXT_EDGES: frozenset[CodeType] = frozenset(
     getattr(contextlib._GeneratorContextManager, name).__code__ for name in ("__enter__", "__exit__")
 )
@@ -32,8 +34,8 @@ class TorchModes:
 
     def __init__(self) -> None:
         self._gradients = torch.is_grad_enabled()
-        self._autocast = torch.is_autocast_enabled("xla")
-        self._dtype = torch.get_autocast_dtype("xla")
+        self._autocast = torch.is_autocast_enabled(device_type())
+        self._dtype = torch.get_autocast_dtype(device_type())
         self._caches = torch.is_autocast_cache_enabled()
         self._nesting = _autocast_nesting()
         self._compiling = torch.compiler._is_compiling_flag
@@ -45,8 +47,8 @@ class TorchModes:
             compiling: whether the compiling flag is one of them.
         """
         torch.set_grad_enabled(self._gradients)
-        torch.set_autocast_enabled("xla", self._autocast)
-        torch.set_autocast_dtype("xla", self._dtype)
+        torch.set_autocast_enabled(device_type(), self._autocast)
+        torch.set_autocast_dtype(device_type(), self._dtype)
         torch.set_autocast_cache_enabled(self._caches)
         while _autocast_nesting() > self._nesting:
             torch.autocast_decrement_nesting()

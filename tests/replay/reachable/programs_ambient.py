@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.device import DEVICE
 from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed
 from tests.replay.reachable.program import Built, Loop, program
 
@@ -18,7 +19,7 @@ from tests.replay.reachable.program import Built, Loop, program
 @program(plain=True)
 def nothing_around() -> Built:
     """A step like any other; modes are entered around it."""
-    model = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)).to("xla")
+    model = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -56,7 +57,7 @@ class _Saving:
 @program()
 def saving_compressed() -> Built:
     """A callback enters `saved_tensors_hooks` between steps."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     saving = _Saving()
 
@@ -91,7 +92,7 @@ class _Damping(TorchDispatchMode):
 @program()
 def dispatch_mode_of_its_own() -> Built:
     """The step enters a mode that sees each operator."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     damping = _Damping()
 
@@ -111,7 +112,7 @@ def dispatch_mode_of_its_own() -> Built:
 def environment_read() -> Built:
     """An option from the environment."""
     os.environ["LOSS_SCALE"] = "1"
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -127,12 +128,12 @@ def environment_read() -> Built:
 @program(plain=True)
 def autocast_inside() -> Built:
     """Mixed precision whose dtype and switch are settings."""
-    model = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)).to("xla")
+    model = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     dtype, enabled = torch.bfloat16, True
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("xla", dtype=dtype, enabled=enabled):
+        with torch.autocast(DEVICE, dtype=dtype, enabled=enabled):
             output = model(x)
         loss = F.cross_entropy(output.float(), y)
         loss.backward()
@@ -146,7 +147,7 @@ def autocast_inside() -> Built:
 @program()
 def noise_from_the_host() -> Built:
     """Random numbers of the host, drawn in each step."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.device import DEVICE
 from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed
 from tests.replay.reachable.program import Built, Loop, program
 
@@ -44,7 +45,7 @@ class NumpyScaled(nn.Module):
 
 @program()
 def numpy_scalars() -> Built:
-    return _stepped(NumpyScaled().to("xla"))
+    return _stepped(NumpyScaled().to(DEVICE))
 
 
 class Float64Scaled(nn.Module):
@@ -62,7 +63,7 @@ class Float64Scaled(nn.Module):
 
 @program()
 def numpy_float64() -> Built:
-    return _stepped(Float64Scaled().to("xla"))
+    return _stepped(Float64Scaled().to(DEVICE))
 
 
 class Float32Scaled(nn.Module):
@@ -81,14 +82,14 @@ class Float32Scaled(nn.Module):
 
 @program()
 def numpy_float32() -> Built:
-    return _stepped(Float32Scaled().to("xla"))
+    return _stepped(Float32Scaled().to(DEVICE))
 
 
 @program()
 def numpy_slope() -> Built:
     """Options of torch's own modules that come from a sweep with `np.linspace`."""
     slopes = np.linspace(0.0, 0.5, 3, dtype=np.float32)
-    return _stepped(nn.Sequential(nn.Linear(FEATURES, 5), nn.LeakyReLU(slopes[1]), nn.Linear(5, CLASSES)).to("xla"))
+    return _stepped(nn.Sequential(nn.Linear(FEATURES, 5), nn.LeakyReLU(slopes[1]), nn.Linear(5, CLASSES)).to(DEVICE))
 
 
 class Clamped:
@@ -121,7 +122,7 @@ class Bounded(nn.Module):
 
 @program()
 def descriptor_of_a_module() -> Built:
-    return _stepped(Bounded().to("xla"))
+    return _stepped(Bounded().to(DEVICE))
 
 
 class AttrDict(dict):  # type: ignore[type-arg]
@@ -139,7 +140,7 @@ SCALES = SimpleNamespace(factor=1.0)
 
 @program()
 def attribute_dictionary() -> Built:
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = AttrDict(weight=0.5, inner=AttrDict(weight=2.0)["weight"])
 
@@ -166,7 +167,7 @@ class Watching(nn.Module):
 
 @program()
 def module_as_hook() -> Built:
-    model = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)).to("xla")
+    model = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)).to(DEVICE)
     watching = Watching()
     model[1].register_forward_hook(watching)
     built = _stepped(model)
@@ -190,7 +191,7 @@ class Enabled(metaclass=Kind):
 
 @program()
 def instances_by_metaclass() -> Built:
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     part = SimpleNamespace(enabled=True)
 
@@ -228,4 +229,4 @@ class Switchable(nn.Module):
 
 @program()
 def attributes_of_all_kinds() -> Built:
-    return _stepped(Switchable().to("xla"))
+    return _stepped(Switchable().to(DEVICE))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.device import DEVICE
 from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed
 from tests.replay.reachable.program import Built, Loop, program
 
@@ -27,7 +28,7 @@ class Pair(NamedTuple):
 @program()
 def batch_with_a_method() -> Built:
     """A NamedTuple that scales its input."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train_step(batch: Pair) -> torch.Tensor:
@@ -57,7 +58,7 @@ class Weighted(NamedTuple):
 @program()
 def batch_with_a_property() -> Built:
     """A NamedTuple that knows how much it counts."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train_step(batch: Weighted) -> torch.Tensor:
@@ -85,7 +86,7 @@ class Features(dict):  # type: ignore[type-arg]
 @program()
 def dict_batch_with_attributes() -> Built:
     """The collator sets how warm a batch is."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     collator = SimpleNamespace(temperature=2.0)
 
@@ -116,7 +117,7 @@ class Example:
 @program()
 def dataclass_batch() -> Built:
     """A dataclass of tensors and options."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options: dict[str, Any] = {"weight": 1.0, "task": "ce"}
 
@@ -131,7 +132,7 @@ def dataclass_batch() -> Built:
 
     def batch(number: int) -> tuple[Example]:
         x, y = classified(number)
-        return (Example(x.to("xla"), y.to("xla"), **options),)
+        return (Example(x.to(DEVICE), y.to(DEVICE), **options),)
 
     return Loop(step=train_step, batch=batch, model=model, optimizers=(optimizer,), roots={"options": options})
 
@@ -139,7 +140,7 @@ def dataclass_batch() -> Built:
 @program(plain=True)
 def batch_with_numbers() -> Built:
     """Plain numbers and words go with the tensors."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given: dict[str, Any] = {"weight": 0.5, "reduction": "mean"}
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.device import DEVICE
 from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed
 from tests.replay.reachable.program import Built, Loop, program
 
@@ -19,7 +20,7 @@ from tests.replay.reachable.program import Built, Loop, program
 @program()
 def tasks_mapped() -> Built:
     """Each task has a weight; a lambda reads it."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tasks = [SimpleNamespace(weight=1.0), SimpleNamespace(weight=0.5)]
 
@@ -44,7 +45,7 @@ class Head:
 @program()
 def heads_filtered() -> Built:
     """Only enabled heads take part."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     heads = [Head(1.0), Head(0.5, enabled=False), Head(0.25)]
 
@@ -63,7 +64,7 @@ def heads_filtered() -> Built:
 @program()
 def heads_sorted() -> Built:
     """The head of lowest order counts, and the one of the largest scale."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     heads = [Head(1.0, order=1), Head(0.5, order=2), Head(0.25, order=3)]
 
@@ -82,7 +83,7 @@ def heads_sorted() -> Built:
 @program()
 def penalties_by_lambda() -> Built:
     """Lambdas over parameter groups with settings in dictionaries."""
-    model = nn.Sequential(nn.Linear(FEATURES, 5), nn.ReLU(), nn.Linear(5, CLASSES)).to("xla")
+    model = nn.Sequential(nn.Linear(FEATURES, 5), nn.ReLU(), nn.Linear(5, CLASSES)).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     penalties = {"first": {"layer": 0, "rate": 0.01}, "last": {"layer": 2, "rate": 0.02}}
 
@@ -104,7 +105,7 @@ def _smoothed(output: torch.Tensor, target: torch.Tensor, smoothing: float) -> t
 @program()
 def partial_loss() -> Built:
     """A loss with its option bound."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     criterion = functools.partial(_smoothed, smoothing=0.1)
 
@@ -133,7 +134,7 @@ CHOICE = "a"
 @program(plain=True)
 def loss_by_name() -> Built:
     """A global dictionary of losses, and a global name."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

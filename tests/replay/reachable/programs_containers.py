@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.device import DEVICE
 from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed
 from tests.replay.reachable.program import Built, Loop, program
 
@@ -23,7 +24,7 @@ class Stage:
 @program()
 def stages_compared() -> Built:
     """Scales the loss down while all stages are as they began."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stages = [Stage(), Stage()]
 
@@ -47,7 +48,7 @@ class Phase:
 @program()
 def phase_in_list() -> Built:
     """Regularizes in phases that are listed."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     current = Phase("warm")
     regularized = [Phase("warm"), Phase("main")]
@@ -81,7 +82,7 @@ class Criterion:
 @program()
 def active_criteria() -> Built:
     """Adds the losses that are switched on."""
-    model = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)).to("xla")
+    model = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     criteria = [Criterion(1.0), Criterion(0.5), Criterion(0.25, active=False)]
 
@@ -117,7 +118,7 @@ class Share:
 @program()
 def shares_added() -> Built:
     """Divides by the sum of what counts."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     shares = (Share(0.5), Share(0.25), Share(1.0))
 
@@ -144,7 +145,7 @@ class Variant:
 @program()
 def variant_by_text() -> Built:
     """Chooses the loss by a text made of objects."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     variants = {"loss": Variant("ce"), "reduction": Variant("mean")}
 
@@ -171,7 +172,7 @@ class Priority:
 @program()
 def sorted_by_priority() -> Built:
     """The first of the sorted losses counts."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
     priorities = [Priority(2, 0.5), Priority(1, 1.0), Priority(3, 2.0)]
 
@@ -201,7 +202,7 @@ class Source:
 @program()
 def sources_of_data() -> Built:
     """Weighs by whether any source is one of those to be trained on, compared as wholes."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = {"sources": [Source(), Source(repeats=2)], "wanted": (Source(repeats=2),)}
 

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import hf_trainer
+from tests.device import DEVICE
 from tests.replay.reachable.data import CLASSES, FEATURES, samples
 from tests.replay.reachable.program import Built, TrainerRun, program
 
@@ -170,7 +171,7 @@ class SignSGD(torch.optim.Optimizer):
 
 @program()
 def hf_own_optimizer() -> Built:
-    model = Classifier().to("xla")
+    model = Classifier().to(DEVICE)
     optimizer = SignSGD(model.parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     return TrainerRun(model=model, data=samples(), options={"optimizers": (optimizer, schedule)})

@@ -9,6 +9,7 @@ from reachable_helpers.layers import GatedLinear, Metered, WarmingUp
 from reachable_helpers.schedules import LossWeight, Mixing, Registry, Temperature
 from torch import nn
 
+from tests.device import DEVICE
 from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed
 from tests.replay.reachable.program import Built, Loop, program
 
@@ -16,7 +17,7 @@ from tests.replay.reachable.program import Built, Loop, program
 @program()
 def helper_weight() -> Built:
     """The weight of a penalty is a helper's method."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weight = LossWeight(0.5)
 
@@ -33,7 +34,7 @@ def helper_weight() -> Built:
 @program()
 def helper_property() -> Built:
     """A temperature is a helper's property, the registry's weights its items."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     temperature, registry = Temperature(), Registry()
 
@@ -51,7 +52,7 @@ def helper_property() -> Built:
 def gated_by_helper() -> Built:
     """A module of the package holds a helper of the package."""
     gate = schedules.LossWeight(1.0)
-    model = nn.Sequential(GatedLinear(FEATURES, 5, gate), nn.Tanh(), layers.GatedLinear(5, CLASSES)).to("xla")
+    model = nn.Sequential(GatedLinear(FEATURES, 5, gate), nn.Tanh(), layers.GatedLinear(5, CLASSES)).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -67,7 +68,7 @@ def gated_by_helper() -> Built:
 @program()
 def counter_of_a_module() -> Built:
     """A module of the package counts its calls, and is warm after some."""
-    model = WarmingUp(FEATURES, CLASSES).to("xla")
+    model = WarmingUp(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -83,7 +84,7 @@ def counter_of_a_module() -> Built:
 @program()
 def meter_of_a_module() -> Built:
     """A module of the package has an object count for it."""
-    model = Metered(FEATURES, CLASSES).to("xla")
+    model = Metered(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -99,7 +100,7 @@ def meter_of_a_module() -> Built:
 @program()
 def mixed_by_helper() -> Built:
     """A dataclass of the package, in a dictionary."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     config = {"mixing": Mixing()}
 

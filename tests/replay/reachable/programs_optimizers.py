@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
+from tests.device import DEVICE
 from tests.replay.reachable.data import CLASSES, FEATURES, classified
 from tests.replay.reachable.program import Built, Loop, program
 
 
 def _trained(make: Callable[[Any], Optimizer]) -> Built:
-    model = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)).to("xla")
+    model = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)).to(DEVICE)
     optimizer = make(model.parameters())
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -173,7 +174,7 @@ class Quantized(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             low, high = group["bounds"]
-            grid = torch.linspace(low, high, group["levels"], device="xla")
+            grid = torch.linspace(low, high, group["levels"], device=DEVICE)
             for p in group["params"]:
                 if p.grad is not None:
                     nearest = (p.grad.unsqueeze(-1) - grid).abs().argmin(-1)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
+from tests.device import DEVICE
 from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed, tokens
 from tests.replay.reachable.program import Built, Loop, program
 
@@ -19,7 +20,7 @@ from tests.replay.reachable.program import Built, Loop, program
 @program(plain=True)
 def mlp_adamw() -> Built:
     """A schedule, dropout and clipping."""
-    model = nn.Sequential(nn.Linear(FEATURES, 6), nn.GELU(), nn.Dropout(0.2), nn.Linear(6, CLASSES)).to("xla")
+    model = nn.Sequential(nn.Linear(FEATURES, 6), nn.GELU(), nn.Dropout(0.2), nn.Linear(6, CLASSES)).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
     schedule = CosineAnnealingLR(optimizer, 20)
 
@@ -43,7 +44,7 @@ def mlp_adamw() -> Built:
 
 @program(plain=True)
 def batch_norm_momentum() -> Built:
-    model = nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, CLASSES)).to("xla")
+    model = nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, CLASSES)).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -75,7 +76,7 @@ def language_model() -> Built:
             positions = torch.arange(ids.shape[1], device=ids.device)
             return self.head(self.norm(self.embedding(ids) * self.scale + self.position(positions)))
 
-    model = Model().to("xla")
+    model = Model().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, betas=(0.9, 0.95))
 
     def train_step(ids: torch.Tensor) -> torch.Tensor:
@@ -93,7 +94,7 @@ def language_model() -> Built:
 def annealed_weight_in_a_namespace() -> Built:
     """An argparse namespace whose numbers the loop may change."""
     args = SimpleNamespace(beta=0.1, clip=1.0, use_aux=True)
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -121,7 +122,7 @@ class LossConfig:
 @program(plain=True)
 def config_dataclass() -> Built:
     config = LossConfig()
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -143,7 +144,7 @@ def config_dataclass() -> Built:
 @program(plain=True)
 def averaged_weights() -> Built:
     """An exponential average that the step updates."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     average = copy.deepcopy(model)
     for parameter in average.parameters():
         parameter.requires_grad_(False)
@@ -172,8 +173,8 @@ def averaged_weights() -> Built:
 @program(plain=True)
 def teacher_and_student() -> Built:
     """Distillation with a temperature."""
-    teacher = nn.Linear(FEATURES, CLASSES).to("xla").eval()
-    student = nn.Sequential(nn.Linear(FEATURES, 4), nn.ReLU(), nn.Linear(4, CLASSES)).to("xla")
+    teacher = nn.Linear(FEATURES, CLASSES).to(DEVICE).eval()
+    student = nn.Sequential(nn.Linear(FEATURES, 4), nn.ReLU(), nn.Linear(4, CLASSES)).to(DEVICE)
     optimizer = torch.optim.AdamW(student.parameters(), lr=0.02)
     temperature, alpha = 2.0, 0.5
 
@@ -194,7 +195,7 @@ def teacher_and_student() -> Built:
 @program(plain=True)
 def two_groups_warmup() -> Built:
     """Rates by layer, with a warm-up that starts at 0."""
-    model = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)).to("xla")
+    model = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)).to(DEVICE)
     optimizer = torch.optim.AdamW(
         [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[2].parameters(), "weight_decay": 0.0}], lr=0.03
     )
@@ -229,7 +230,7 @@ class _Symmetric(nn.Module):
 def parametrized_weight() -> Built:
     model = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, CLASSES))
     parametrize.register_parametrization(model[0], "weight", _Symmetric())
-    model = model.to("xla")
+    model = model.to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -245,8 +246,8 @@ def parametrized_weight() -> Built:
 @program(plain=True)
 def generator_and_critic() -> Built:
     """Two models, two optimizers, one step."""
-    generator = nn.Linear(FEATURES, CLASSES).to("xla")
-    critic = nn.Linear(CLASSES, 1).to("xla")
+    generator = nn.Linear(FEATURES, CLASSES).to(DEVICE)
+    critic = nn.Linear(CLASSES, 1).to(DEVICE)
     slow = torch.optim.RMSprop(critic.parameters(), lr=0.01)
     fast = torch.optim.Adam(generator.parameters(), lr=0.02, betas=(0.5, 0.9))
 

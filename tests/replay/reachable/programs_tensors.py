@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.device import DEVICE
 from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed
 from tests.replay.reachable.program import Built, Loop, program
 
@@ -29,7 +30,7 @@ def _stepped(model: nn.Module, loss_of: Any, batch: Any = classified, lr: float 
 @program()
 def temperature_on_the_host() -> Built:
     """A 0-dim buffer that was registered after the move to the device."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     model.register_buffer("temperature", torch.tensor(1.0))
     return _stepped(model, lambda x, y: F.cross_entropy(model(x) * model.temperature, y))
 
@@ -49,7 +50,7 @@ class Curriculum(nn.Module):
 @program()
 def curriculum_by_buffer() -> Built:
     """`hard` is a flag as a tensor, set by the loop."""
-    model = Curriculum().to("xla")
+    model = Curriculum().to(DEVICE)
     model.register_buffer("hard", torch.tensor(False))
     return _stepped(model, lambda x, y: F.mse_loss(model(x), y), regressed)
 
@@ -68,7 +69,7 @@ class Counted(nn.Module):
 
 @program()
 def steps_counted_on_the_host() -> Built:
-    model = Counted().to("xla")
+    model = Counted().to(DEVICE)
     model.register_buffer("steps", torch.tensor(0.0), persistent=False)
     return _stepped(model, lambda x, y: F.cross_entropy(model(x), y))
 
@@ -76,7 +77,7 @@ def steps_counted_on_the_host() -> Built:
 @program()
 def class_weights_on_the_host() -> Built:
     """Brought to the device in each step."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     weights = torch.tensor([1.0, 0.5, 2.0])
     return _stepped(model, lambda x, y: F.cross_entropy(model(x), y, weight=weights.to(x.device)))
 
@@ -84,8 +85,8 @@ def class_weights_on_the_host() -> Built:
 @program()
 def margin_tensor_in_dictionary() -> Built:
     """A number kept as a tensor among settings."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
-    settings = {"margin": torch.tensor(0.5), "scale": torch.tensor(1.0, device="xla")}
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
+    settings = {"margin": torch.tensor(0.5), "scale": torch.tensor(1.0, device=DEVICE)}
 
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.relu(model(x) - settings["margin"]).mean() * settings["scale"] + F.mse_loss(model(x), y)
@@ -98,7 +99,7 @@ def annealed_buffer_on_the_device() -> Built:
     """A buffer on the device is an input of the graph."""
     model = nn.Linear(FEATURES, CLASSES)
     model.register_buffer("temperature", torch.tensor(1.0))
-    model = model.to("xla")
+    model = model.to(DEVICE)
     return _stepped(model, lambda x, y: F.cross_entropy(model(x) * model.temperature, y))
 
 
@@ -116,7 +117,7 @@ class Scaled(nn.Module):
 
 @program()
 def factor_of_a_weight() -> Built:
-    model = Scaled().to("xla")
+    model = Scaled().to(DEVICE)
     model.weight.factor = 2.0  # type: ignore[attr-defined]
     return _stepped(model, lambda x, y: F.cross_entropy(model(x), y))
 
@@ -124,7 +125,7 @@ def factor_of_a_weight() -> Built:
 @program()
 def quantizer_of_a_weight() -> Built:
     """A quantizer that hangs on the weight."""
-    model = nn.Linear(FEATURES, CLASSES).to("xla")
+    model = nn.Linear(FEATURES, CLASSES).to(DEVICE)
     model.weight.quantizer = SimpleNamespace(levels=8.0, enabled=True)  # type: ignore[attr-defined]
 
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -141,7 +142,7 @@ def quantizer_of_a_weight() -> Built:
 @program()
 def decay_of_parameters() -> Built:
     """Each parameter says whether it is decayed."""
-    model = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)).to("xla")
+    model = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)).to(DEVICE)
     for name, parameter in model.named_parameters():
         parameter.decay = 0.1 if name.endswith("weight") else 0.0  # type: ignore[attr-defined]
         parameter.rules = {"clip": name.startswith("0")}  # type: ignore[attr-defined]
@@ -158,9 +159,9 @@ def factor_of_a_buffer() -> Built:
     """The attribute of a buffer, and one of a tensor in a closure."""
     model = nn.Linear(FEATURES, CLASSES)
     model.register_buffer("mask", torch.ones(FEATURES))
-    model = model.to("xla")
+    model = model.to(DEVICE)
     model.mask.strength = 1.0
-    anchor = torch.zeros(CLASSES, FEATURES, device="xla")
+    anchor = torch.zeros(CLASSES, FEATURES, device=DEVICE)
     anchor.pull = 0.1  # type: ignore[attr-defined]
 
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
+from xla_adapters.replay.bound import BoundState
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
@@ -59,7 +60,7 @@ class PlaceholderCapture(PlaceholderScope):
 
     def _start_tracing(self) -> None:
         self._watched = dict(self._spec.watched())
-        self._bound = [(owner, owner.attributes()) for owner in self._spec.bound()]
+        self._bound = BoundState(self._spec.bound())
         self._restores.callback(register_module_forward_pre_hook(self._note_module).remove)
         self._host_random = HostRandom.now()
         super()._start_tracing()
@@ -131,22 +132,17 @@ class PlaceholderCapture(PlaceholderScope):
         for name, value in self._spec.watched().items():
             if value != self._watched.get(name):
                 raise CannotReplay(f"the step changes {name}: {self._watched.get(name)} -> {value}")
-        for owner, before in self._bound:
-            now = owner.attributes()
-            if now.keys() != before.keys() or any(
-                now[name] is not value and not (is_simple(value) and value == now[name])
-                for name, value in before.items()
-            ):
-                raise CannotReplay(f"the step sets attributes of {type(owner.object).__name__}")
         if any(item.twins for item in trace.adopted):
             raise CannotReplay("two tensors of the step share their memory")
 
     def _recorded(self, trace: Trace, program: Program) -> RecordedCall:
         log = self._undo_log
         rebound = log.rebound_buffers()
+        bound, attributes = self._bound.changes(self._spec.bound())
+        names = {(id(module), name) for module, name, _ in rebound} | {(id(owner), name) for owner, name in bound}
         snapshot = ModuleSnapshot(
             self._called.values(),
-            rebound={(id(module), name) for module, name, _ in rebound},
+            rebound=names | {(id(change.owner), change.name) for change in attributes},
             exempt=self._spec.exempt,
             strict=self._spec.strict,
         )
@@ -156,26 +152,33 @@ class PlaceholderCapture(PlaceholderScope):
             raise CannotReplay(snapshot.obstacle)
         slots = self._slots(snapshot)
         slots |= {id(before): Slot("buffer", module, name) for module, name, before in rebound if before is not None}
+        for owner, name, before in self._bound.tensors():
+            slots.setdefault(id(before), Slot("bound", owner, name))
         sources: list[Slot | torch.Tensor] = []
         for item in trace.adopted:
             slot = slots.get(id(item.tensor))
             if slot is None and not item.is_upload:
-                raise CannotReplay("the step uses a tensor that is in no module, optimizer or batch")
+                shape = tuple(item.value.shape)
+                raise CannotReplay(
+                    f"the step uses a tensor of the shape {shape} that is in no module, optimizer or batch"
+                )
             sources.append(item.value if slot is None else slot)
         targets = [[self._target(sources[index])] for index in program.changed]
         targets += [list(self._places(tensor)) for tensor in program.made]
-        for module, name, _ in rebound:
-            made = module._buffers.get(name)
-            index = next((at for at, tensor in enumerate(program.made) if tensor is made), None)
-            if index is None:
-                raise CannotReplay(f"the buffer {name} of {type(module).__name__} becomes a tensor of the host's")
-            targets[len(program.changed) + index].append(Slot("buffer", module, name))
+        made = {id(tensor): len(program.changed) + index for index, tensor in enumerate(program.made)}
+        places = [(Slot("buffer", module, name), module._buffers.get(name)) for module, name, _ in rebound]
+        places += [(Slot("bound", owner, name), vars(owner)[name]) for owner, name in bound]
+        for slot, tensor in places:
+            if id(tensor) not in made:
+                raise CannotReplay(f"{type(slot.owner).__name__}.{slot.name} becomes a tensor that was there before")
+            targets[made[id(tensor)]].append(slot)
         kept = {name: self._leaves(value, slots, program) for name, value in self._kept.items()}
         returned = {leaf for value in kept.values() for leaf in value.leaves if isinstance(leaf, int)}
         for index in range(len(program.changed), len(targets)):
             if not targets[index] and index not in returned:
                 raise CannotReplay("a tensor that the step makes is kept somewhere that is not known")
-        leaves = log.leaves()
+        batch = set(map(id, self._spec.batch))
+        leaves = [(leaf, grad) for leaf, grad in log.leaves() if id(leaf) not in batch]
         return RecordedCall(
             program=program.key,
             sources=sources,
@@ -188,6 +191,8 @@ class PlaceholderCapture(PlaceholderScope):
             host=HostOptimizers(self._optimizers),
             updates=self._updates,
             snapshot=snapshot,
+            attributes=attributes,
+            rebound={slot.key for slot, _ in places},
             forms={index: (program.results[index].shape, program.results[index].dtype) for index in returned},
         )
 
@@ -196,7 +201,13 @@ class PlaceholderCapture(PlaceholderScope):
         spec = self._spec
         states = (tensor for math in self._optimizers for tensor in math.state_tensors())
         slots = {id(tensor): Slot("tensor", tensor) for tensor in (*snapshot.tensors, *states, *spec.constants)}
+        batch = set(map(id, spec.tensors.batch)) - set(map(id, spec.tensors.extras))
+        if not batch.isdisjoint(slots):
+            # The trace does not tell which of the two was read.
+            raise CannotReplay("a tensor of the batch is one of the state")
         for leaf, grad in self._undo_log.leaves():
+            if id(leaf) in batch and leaf.grad is not None:
+                raise CannotReplay("a tensor of its batch gets a gradient in the step")
             slots.setdefault(id(leaf), Slot("tensor", leaf))
             if grad is not None:
                 slots[id(grad)] = Slot("grad", leaf)
@@ -205,8 +216,10 @@ class PlaceholderCapture(PlaceholderScope):
         return slots
 
     def _target(self, source: Slot | torch.Tensor) -> Slot:
-        if not isinstance(source, Slot) or source.kind == "batch":
-            raise CannotReplay("the step writes to its batch, or to what it copied to the device")
+        if not isinstance(source, Slot):
+            raise CannotReplay("the step writes into a tensor that it copied to the device")
+        if source.kind == "batch":
+            raise CannotReplay("the step writes into a tensor of its batch")
         return source
 
     def _places(self, tensor: torch.Tensor) -> Iterator[Slot]:

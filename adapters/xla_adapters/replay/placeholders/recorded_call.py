@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from xla_adapters.replay.bound import HostChange
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
 from xla_adapters.replay.optimizer_update import Update, numbers_of
@@ -47,6 +48,8 @@ class RecordedCall:
         host: the optimizers.
         updates: their host math in this call, or in its last replay.
         snapshot: the modules that the program depends on.
+        attributes: plain attributes of other objects that it changes.
+        rebound: keys of the slots that get another tensor, not another value.
         forms: shape and dtype of those results that the step returns.
         unrepeatable: what this call did that a replay cannot do; empty if nothing.
         run: the executable; set when the call was executed.
@@ -64,6 +67,8 @@ class RecordedCall:
     host: HostOptimizers
     updates: list[Update]
     snapshot: ModuleSnapshot
+    attributes: list[HostChange]
+    rebound: set[tuple[str, int, str | int]]
     forms: dict[int, tuple[torch.Size, torch.dtype]]
     unrepeatable: str = ""
     run: Run | None = None
@@ -101,6 +106,11 @@ class RecordedCall:
             return "the step copies other values to the device than in the call before"
         if self.fixed() != other.fixed():
             return "a number of the optimizer that is no input of the program changed"
+        if self.rebound != other.rebound or len(self.attributes) != len(other.attributes):
+            return "other attributes were changed than in the call before"
+        for mine, theirs in zip(self.attributes, other.attributes, strict=True):
+            if not mine.agree(theirs):
+                return f"{type(mine.owner).__name__}.{mine.name} changed otherwise than in the call before"
         if len(self.snapshot.modules) != len(other.snapshot.modules):
             return "other modules were called than in the call before"
         return other.snapshot.changed()
@@ -133,7 +143,8 @@ class PreparedProgram:
             for index, source in enumerate(self.call.sources)
             if isinstance(source, torch.Tensor) or source.kind != "tensor" or not is_plain(source.owner)
         ]
-        taken = {slot.key for slots in self.call.targets for slot in slots if slot.kind in ("tensor", "grad", "extra")}
+        written = {slot.key for slots in self.call.targets for slot in slots if slot.kind != "created"}
+        taken = written - self.call.rebound
         slots = [source for source in self.call.sources if isinstance(source, Slot)]
         self._written = [slot for slot in slots if slot.key in taken]
         self._read = [
@@ -152,6 +163,10 @@ class PreparedProgram:
             return change
         for optimizer in call.host.optimizers:
             change = optimizer.obstacle()
+            if change is not None:
+                return change
+        for attribute in call.attributes:
+            change = attribute.obstacle()
             if change is not None:
                 return change
         for leaf, was_there in call.before:
@@ -213,9 +228,13 @@ class PreparedProgram:
                     slot.owner.grad = result
                 elif slot.kind == "buffer":
                     slot.owner._buffers[slot.name] = result
+                elif slot.key in self.call.rebound:
+                    vars(slot.owner)[slot.name] = result
                 else:
                     slot.get(tensors).data = result
         self._keep_places(self._places_now(tensors))
+        for attribute in self.call.attributes:
+            attribute.apply()
         for leaf in self.call.dropped:
             leaf.grad = None
         if self.call.draws:

@@ -51,6 +51,10 @@ class Lifting:
         name = LIFTED.get(getattr(func, "__name__", ""))
         if name is None:
             return func(*args, **kwargs)
+        scale = kwargs.get("alpha", kwargs.get("value"))
+        if isinstance(scale, torch.Tensor) and not _is_number(scale):
+            # Of a learning rate on the device, say. torch would read it.
+            return _scaled(func, name, list(args), scale)
         given = [index for index, value in enumerate(args) if _is_number(value)]
         named = [key for key, value in kwargs.items() if _is_number(value)]
         roles = [self._next(float(value)) for value in (*(args[i] for i in given), *(kwargs[k] for k in named))]

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.lowerings.masks import is_write_by_mask, write_by_mask_
+from xla_adapters.lowerings.operators import norm_with_torchs_variance
+from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.waiting_steps import METADATA
 from xla_adapters.tracing.answers import NO_ANSWER, Answers
 from xla_adapters.tracing.operation_log import OperationLog, next_node
 from xla_adapters.tracing.placeholders.lifting import Lifting
 from xla_adapters.tracing.placeholders.trace import Trace
-from xla_adapters.tracing.step_mode import FROM_NUMBERS, MOVES, READS, StepMode
+from xla_adapters.tracing.step_mode import FROM_NUMBERS, MOVES, NORMALISATIONS, READS, StepMode
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.fake_tensors import is_fake
+from xla_adapters.utils.patching import replaced
 
 _Tensor = torch.Tensor
 _CALL = Callable[..., Any]
@@ -25,6 +30,9 @@ _TENSOR = vars(torch._C.TensorBase)
 _WITHOUT_VALUES = METADATA - {_TENSOR["grad"].__get__, _TENSOR["_grad"].__get__}
 # Calls that may copy a tensor, or other data, from the host to the device.
 _MAY_COPY: frozenset[_CALL] = frozenset({_Tensor.to, _Tensor.type, getattr(_Tensor, "tpu", _Tensor.to)})
+# Calls that run the autograd engine, and what runs it in them.
+_DIFFERENTIATES: frozenset[_CALL] = frozenset({_Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+_RUN = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 _UPLOADS: frozenset[_CALL] = frozenset({*FROM_NUMBERS, *_MAY_COPY, _Tensor.new_tensor, torch.asarray})
 
 
@@ -61,9 +69,8 @@ class PlaceholderMode(StepMode):
         if func in _WITHOUT_VALUES or (args and is_fake(args[0])):
             return func(*args, **kwargs)
         self._operations.first_node = next_node()
-        if func is _Tensor.backward:
-            self._adopt((*args, *leaves_of(args[0])))
-            return self._backward(*args, **kwargs)
+        if func in _DIFFERENTIATES:
+            return self._differentiate(func, args, kwargs)
         if func is _Tensor.__setitem__ and is_write_by_mask(*args):
             func, args = write_by_mask_, (args[0], [args[1]], args[2])
         answer = self._check(func, args, kwargs)
@@ -78,7 +85,10 @@ class PlaceholderMode(StepMode):
             kwargs = {}
         elif func in _MAY_COPY:
             args, kwargs = _blocking(args, kwargs)
-        if self.lifting is not None and self._has_device_tensor((*args, *kwargs.values())):
+        if func in NORMALISATIONS and any(isinstance(value, _Tensor) and not value.ndim for value in args):
+            # With the momentum of `cumulative_average`, which torch would read.
+            result = norm_with_torchs_variance(func, args, kwargs)
+        elif self.lifting is not None and self._has_device_tensor((*args, *kwargs.values())):
             result = self.lifting.call(func, args, kwargs)
             # Its numbers are no part of the program, and never why another one is compiled.
             args, kwargs = tuple(value for value in args if isinstance(value, _Tensor)), {}
@@ -88,6 +98,29 @@ class PlaceholderMode(StepMode):
         self._operations.call(func, args, kwargs, result)
         if self._answers is not None:
             self._answers.note(func, args, kwargs, result)
+        return result
+
+    def _differentiate(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the autograd engine with this mode on: hooks and backwards in Python use tensors of the step, too.
+
+        torch switches it off in a call that it intercepted; since 2.10 `torch.autograd.backward` is one itself.
+        """
+        self._adopt((*args, *kwargs.values()))
+        self._adopt(leaves_of(args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))))
+        self.undo_log.record_enclosing_leaves()
+
+        def run(*given: Any, **options: Any) -> Any:
+            # The gradients of the outputs were made in the call; given ones have placeholders.
+            for tensor in tree_leaves(given):
+                if isinstance(tensor, _Tensor):
+                    self._trace.traced.add(tensor)
+            with self, _Results(self._trace):
+                return _RUN(*given, **options)
+
+        with replaced(torch.autograd, "_engine_run_backward", run):
+            result = func(*args, **kwargs)
+        self._note(result, is_upload=False)
+        self._operations.call(func, args, kwargs, result)
         return result
 
     def _check(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -159,9 +192,39 @@ class PlaceholderMode(StepMode):
                 self._note(item, is_upload=is_upload)
 
 
-def leaves_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The leaves to which a backward of this tensor adds gradients."""
-    waiting = [tensor.grad_fn]
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, _Tensor) and value.layout is torch.strided
+
+
+class _Results(TorchDispatchMode):
+    """Adds what operators make to a trace: the function mode sees none of those that the autograd engine calls.
+
+    Not views and results in place, which belong to what their arguments belong to, and not copies of the host's data.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._traced = trace.traced
+        self._type = get_runtime().device.torch_device().type
+
+    def __torch_dispatch__(
+        self, func: _CALL, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Otherwise `untyped_storage` gives its tensor a placeholder.
+        with torch._C.DisableTorchFunction():
+            result = func(*args, **(kwargs or {}))
+            given = [value for value in tree_leaves((args, kwargs)) if _has_storage(value)]
+            if not given or any(tensor.device.type == self._type for tensor in given):
+                storages = {tensor.untyped_storage()._cdata for tensor in given}
+                for tensor in result if isinstance(result, (list, tuple)) else (result,):
+                    if _has_storage(tensor) and tensor.untyped_storage()._cdata not in storages:
+                        self._traced.add(tensor)
+        return result
+
+
+def leaves_of(outputs: torch.Tensor | Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The leaves to which a backward of these tensors adds gradients."""
+    waiting = [tensor.grad_fn for tensor in ([outputs] if isinstance(outputs, _Tensor) else outputs)]
     seen: set[object] = set()
     while waiting:
         node = waiting.pop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -14,10 +14,10 @@ import torch
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.interface.placeholders import Run
 
+_ARGUMENT = re.compile(r"%arg(\d+)\b")
 # Executables kept; the one that was not used for longest is dropped.
 _KEPT = 256
 _RETURN = re.compile(r"^ {4}return (.*) : ", re.MULTILINE)
-_ARGUMENT = re.compile(r"%arg(\d+)$")
 
 
 @dataclass(eq=False)
@@ -67,10 +67,18 @@ def _executables_of(runtime: Runtime) -> OrderedDict[str, Run]:
     return OrderedDict()
 
 
-def returned_arguments(text: str) -> Sequence[int | None]:
-    """For each result of a program the position of the argument that it returns unchanged; None if it computes it."""
+def returned_values(text: str) -> Sequence[str]:
+    """The name of each result of a program; that of an argument is `%arg` with its position."""
     main = text[text.index("func.func @main") if "func.func @main" in text else 0 :]
     found = _RETURN.search(main)
     assert found is not None, text
-    names = (_ARGUMENT.match(name) for name in found[1].split(", "))
-    return [None if name is None else int(name[1]) for name in names]
+    return found[1].split(", ")
+
+
+def unused_arguments(text: str) -> set[int]:
+    """The positions of the arguments that a program at most returns, in their own place."""
+    main = text[text.index("func.func @main") if "func.func @main" in text else 0 :]
+    # Each is named in the list of arguments.
+    counts = Counter(int(number) for number in _ARGUMENT.findall(main[: main.index("\n  }")]))
+    returned = {place for place, name in enumerate(returned_values(text)) if name == f"%arg{place}"}
+    return {position for position, count in counts.items() if count == 1 + (position in returned)}

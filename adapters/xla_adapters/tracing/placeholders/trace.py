@@ -12,11 +12,11 @@ from xla_adapters.errors import PlaceholderError
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.traced_tensors import TracedTensors
 from xla_adapters.tracing.placeholders.numbers import TraceNumbers
-from xla_adapters.tracing.placeholders.program import Program, returned_arguments
+from xla_adapters.tracing.placeholders.program import Program, returned_values, unused_arguments
 from xla_adapters.tracing.undo_log import UndoLog
 
 
-@dataclass
+@dataclass(eq=False)
 class Adopted:
     """A tensor that has a placeholder in its place.
 
@@ -137,18 +137,17 @@ class Trace:
             results.append(self._random())
         if not results:
             return Program(self._runtime, text="", arguments=[], results=[], changed=[], made=[], draws=False)
-        try:
-            text = placeholders.text(results, arguments)
-        except RuntimeError as error:
-            if "was not provided" not in str(error):
-                raise
-            form = str(error).rpartition("not provided: ")[2].strip()
-            raise PlaceholderError(
-                f"the step reads a tensor of the form {form} that no function of torch was given in it: was it saved "
-                "for a backward before the step? The step was discarded; parameters are as before it"
-            ) from error
-        returned = returned_arguments(text)
-        changed = [index for index in range(len(self.adopted)) if returned[index] != index]
+        text = self._text(results, arguments)
+        if self._leave_out(unused_arguments(text)):
+            return self.program(leaves)
+        returned = returned_values(text)
+        changed = [index for index in range(len(self.adopted)) if returned[index] != f"%arg{index}"]
+        given = [index for index in range(len(results)) if index in changed or index >= len(self.adopted)]
+        shared = _without_own_buffer(returned, given)
+        if shared:
+            for index in shared:
+                results[index] = _copied(results[index])
+            text = self._text(results, arguments)
         self._check_memory(changed)
         return Program(
             self._runtime,
@@ -159,6 +158,31 @@ class Trace:
             made=made,
             draws=draws,
         )
+
+    def _leave_out(self, unused: set[int]) -> bool:
+        """Whether tensors had placeholders whose values the step did not use: they have none any more.
+
+        Otherwise the first step, which finds no gradients that it drops, would be another program.
+        """
+        left = [item for index, item in enumerate(self.adopted) if index in unused]
+        for item in left:
+            for tensor in (item.tensor, *item.twins):
+                tensor.data = item.value.detach()
+            self.adopted.remove(item)
+            self._by_memory[item.value.untyped_storage()._cdata].remove(item)
+        return bool(left)
+
+    def _text(self, results: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> str:
+        try:
+            return self._runtime.placeholders.text(results, arguments)
+        except RuntimeError as error:
+            if "was not provided" not in str(error):
+                raise
+            form = str(error).rpartition("not provided: ")[2].strip()
+            raise PlaceholderError(
+                f"the step reads a tensor of the form {form} that no function of torch was given in it: was it saved "
+                "for a backward before the step? The step was discarded; parameters are as before it"
+            ) from error
 
     def _made(self, leaves: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> list[torch.Tensor]:
         """The tensors without a value that code can use after the step."""
@@ -200,6 +224,22 @@ class Trace:
         """The values of the program's arguments."""
         values = [plain(item.value) for item in self.adopted] + self.numbers.uploads()
         return [*values, self._runtime.placeholders.random_state()] if program.draws else values
+
+
+def _without_own_buffer(returned: Sequence[str], given: Sequence[int]) -> list[int]:
+    """Which of the given results are arguments, or the same value as an earlier one: torch_tpu lets them share."""
+    seen: set[str] = set()
+    found = []
+    for index in given:
+        if returned[index] in seen or returned[index].startswith("%arg"):
+            found.append(index)
+        seen.add(returned[index])
+    return found
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    """The same as another value of the trace. `clone` is none."""
+    return torch.cat([value.unsqueeze(0)]).squeeze(0)
 
 
 def _is_part(value: torch.Tensor) -> bool:
