@@ -32,7 +32,7 @@ _WITH_GRADIENTS: dict[str, _Call] = {
     "relu6, also at its bounds": lambda x: functional.relu6(x - 1),
     "hardtanh, also at its bounds": functional.hardtanh,
     "hardsigmoid, also at its bounds": functional.hardsigmoid,
-    "hardswish, also at its bounds": lambda x: functional.hardswish(x[1:]),
+    "hardswish": functional.hardswish,
     "threshold": lambda x: functional.threshold(x, 0.1, 5.0),
     "elu": functional.elu,
     "celu": lambda x: functional.celu(x, 0.7),

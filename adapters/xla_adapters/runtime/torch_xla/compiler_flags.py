@@ -1,4 +1,4 @@
-"""`keep_nan`: sets a flag of XLA's CPU compiler in the variable `XLA_FLAGS`, which the runtime reads once as it starts."""
+"""`keep_nan`: sets a flag of XLA's CPU compiler in `XLA_FLAGS`, which the runtime reads once as it starts."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def keep_nan(*, started: bool, environment: MutableMapping[str, str] = os.enviro
     if _FLAG not in flags:
         environment[_VARIABLE] = f"{flags} {_FLAG}=false".strip()
     _log.info(
-        "XLA_FLAGS is %r: with %s=false the largest and smallest of values with NaN are NaN, as in torch. A flag of that "
-        "name that is there already stays",
+        "XLA_FLAGS is %r: with %s=false the largest and smallest of values with NaN are NaN, as in torch. A flag of "
+        "that name that is there already stays",
         environment[_VARIABLE],
         _FLAG,
     )
