@@ -36,7 +36,6 @@ _WITH_GRADIENTS: dict[str, _Call] = {
     "threshold": lambda x: functional.threshold(x, 0.1, 5.0),
     "elu": functional.elu,
     "celu": lambda x: functional.celu(x, 0.7),
-    "hardswish": functional.hardswish,
     "smooth l1": lambda x: functional.smooth_l1_loss(x, torch.zeros_like(x), reduction="none"),
     "log sigmoid": functional.logsigmoid,
     "logsumexp": lambda x: x.logsumexp(1),
