@@ -101,8 +101,8 @@ def test_the_flag_is_set_unless_it_is_set_already() -> None:
     xla_adapters.initialize()
     assert "--xla_cpu_enable_fast_min_max=false" in os.environ["XLA_FLAGS"].split()
     environment = {"XLA_FLAGS": "--xla_cpu_enable_fast_min_max=true"}
-    keep_nan(started=False, environment=environment)
-    keep_nan(started=True, environment=environment)
+    keep_nan("CPU", started=False, environment=environment)
+    keep_nan("CPU", started=True, environment=environment)
     assert environment == {"XLA_FLAGS": "--xla_cpu_enable_fast_min_max=true"}
 
 
