@@ -71,10 +71,15 @@ def test_the_safety_analysis_knows_nothing_of_xla() -> None:
 def test_only_the_folder_of_the_cpu_asks_whether_it_is_one() -> None:
     """Plans for other devices are made on CPU devices too, so that measuring them is about CPUs by its nature.
 
-    The tables of known traps, and of what cannot load executables, say of each kind of device what goes wrong there.
+    The tables of known traps, of what cannot load executables and of what loses NaN, say of each kind of device what
+    goes wrong there.
     """
     allowed = {"cpu", "sharding", "preflight"}
-    tables = {"xla_adapters.insight.doctor.traps", "xla_adapters.runtime.torch_xla.compile_cache"}
+    tables = {
+        "xla_adapters.insight.doctor.traps",
+        "xla_adapters.runtime.torch_xla.compile_cache",
+        "xla_adapters.runtime.torch_xla.compiler_flags",
+    }
     asking = {
         module
         for module, path in modules().items()

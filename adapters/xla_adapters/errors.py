@@ -115,7 +115,7 @@ class IndexRangeError(XLAAdapterError, IndexError):
 class HostTensorError(XLAAdapterError, RuntimeError):
     """A call inside a step takes a tensor on the host together with tensors on the device.
 
-    What to do: move it (`tensor.to(device)`, `module.to(device)`), or make it there (`torch.zeros(3, device=x.device)`),
+    What to do: move it (`tensor.to(device)`, `module.to(device)`), or make it there (`torch.zeros(3, device=x.device)`)
     at the line that the message names. A tensor that belongs to a module is moved with it as a buffer. Only tensors of
     no dimensions are numbers, which arithmetic takes from the host.
     """

@@ -90,7 +90,7 @@ def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
     if not weakref.getweakrefs(one):
         torch.utils.swap_tensors(one, other)
         return
-    if one._use_count() > 1 or other._use_count() > 1:
+    if one._use_count() > 1 or other._use_count() > 1:  # type: ignore[attr-defined]
         raise RuntimeError("a parameter with a weak reference is held by a graph of autograd")
     torch._C._swap_tensor_impl(one, other)
     one.__class__, other.__class__ = other.__class__, one.__class__

@@ -1,4 +1,4 @@
-"""`keep_nan`: sets a flag of XLA's CPU compiler in the variable `XLA_FLAGS`, which the runtime reads once as it starts."""
+"""`keep_nan`: sets a flag of XLA's CPU compiler in `XLA_FLAGS`, which the runtime reads once as it starts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from collections.abc import MutableMapping
 _log = logging.getLogger("xla_adapters")
 
 _VARIABLE = "XLA_FLAGS"
+_LOSE_NAN = frozenset({"CPU"})
 _FLAG = "--xla_cpu_enable_fast_min_max"
 
 
-def keep_nan(*, started: bool, environment: MutableMapping[str, str] = os.environ) -> None:
+def keep_nan(hardware: str, *, started: bool, environment: MutableMapping[str, str] = os.environ) -> None:
     """Has the largest and smallest of values be NaN if one of them is, as in torch; for CPU devices.
 
     XLA:CPU takes such a value for none otherwise: in `amax`, `max`, max pooling and `scatter_reduce`. Logged at INFO on
@@ -21,9 +22,12 @@ def keep_nan(*, started: bool, environment: MutableMapping[str, str] = os.enviro
     as it is.
 
     Args:
+        hardware: of the process; other devices need no flag.
         started: whether the runtime runs already, so that the flag comes too late; warns.
         environment: the environment to change.
     """
+    if hardware not in _LOSE_NAN:
+        return
     flags = environment.get(_VARIABLE, "")
     if started and _FLAG not in flags:
         warnings.warn(
@@ -38,8 +42,8 @@ def keep_nan(*, started: bool, environment: MutableMapping[str, str] = os.enviro
     if _FLAG not in flags:
         environment[_VARIABLE] = f"{flags} {_FLAG}=false".strip()
     _log.info(
-        "XLA_FLAGS is %r: with %s=false the largest and smallest of values with NaN are NaN, as in torch. A flag of that "
-        "name that is there already stays",
+        "XLA_FLAGS is %r: with %s=false the largest and smallest of values with NaN are NaN, as in torch. A flag of "
+        "that name that is there already stays",
         environment[_VARIABLE],
         _FLAG,
     )

@@ -44,8 +44,7 @@ class XLADevice:
 
     def prepare(self) -> None:
         """See `Device`; sets `XLA_FLAGS`, which is logged."""
-        if self.hardware() == "CPU":
-            keep_nan(started=self.started())
+        keep_nan(self.hardware(), started=self.started())
 
     def initialize(self, *, spmd: bool = False, tuning: Tuning = DEFAULT_TUNING) -> None:
         """See `Device`; switches SPMD on first if asked for."""

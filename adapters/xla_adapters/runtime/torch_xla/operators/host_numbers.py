@@ -1,4 +1,4 @@
-"""Numbers in tensors of no dimensions on the host, which arithmetic takes on other devices, and torch_xla 2.9 often not."""
+"""Numbers in tensors of no dimensions on the host, which other devices take in arithmetic, and torch_xla 2.9 not."""
 
 from __future__ import annotations
 
