@@ -49,6 +49,7 @@ _THERE = (
     "torch.utils._pytree",
     "torch.utils._pytree.TreeSpec",
     "torch.utils._pytree.tree_flatten",
+    "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.tree_leaves",
     "torch.utils._pytree.tree_map",
     "torch.utils._pytree.tree_map_only",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import xla_adapters
-from tests.device import DEVICE
+from tests.device import DEVICE, ON_TORCH_TPU
 from tests.isolation import isolated, run_in_child
 from tests.replay.replay_twins import Twin, assert_twins
 from xla_adapters import CompiledStep, XLAConfig
@@ -48,8 +48,9 @@ def test_one_compile_and_one_execution_per_step() -> None:
     xla_adapters.get_runtime().tracing.flush()
     with xla_adapters.count() as counters:
         twin.run(10)
-    # The one transfer brings the numbers that prove which inputs of the graph are the optimizer's.
-    assert (counters.compiles, counters.executions, counters.transfers_to_host) == (1, 10, 1)
+    # The one transfer brings the numbers that prove which inputs of a lazy graph are the optimizer's.
+    transfers = 0 if ON_TORCH_TPU else 1
+    assert (counters.compiles, counters.executions, counters.transfers_to_host) == (1, 10, transfers)
     assert counters.eager_ops == 0
     assert twin.step.replays == 8
 

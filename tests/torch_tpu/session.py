@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,60 @@ def is_started() -> bool:
     return bool(_device_ops_backend._is_initialized())
 
 
+_OPERATOR = "it needs an operator or a kernel that torch_tpu, or the stand-in for a TPU, does not have"
+_LAZY = "it tests lazy tensors, which torch_tpu does not have"
+_SPMD = "it tests sharding, which this package does with torch_xla only"
+# Tests of the other folders that do not run on TorchTPU, by the end of their name, and why.
+LEFT_OUT: dict[str, str] = {
+    "test_exceptions.py::test_a_graph_that_does_not_compile": "it makes torch_xla's compiler fail",
+    "test_exceptions.py::test_the_sync_itself_raises": _LAZY,
+    "test_rfc_stories.py::test_a_profiler_scope_across_the_edge": "it tests the profiler of torch_xla",
+    "test_rfc_stories.py::test_leaving_the_loop_early": _LAZY,
+    "test_optimizers.py::test_learning_rates_of_zero_and_one": (
+        "its parameters are in float64, for which numbers of an optimizer are constants of the program"
+    ),
+    "test_optimizers.py::test_what_runs_eagerly_is_said": "it expects the words of torch_xla",
+    "test_replay.py::test_views_aliases_and_copies_see_what_they_should": (
+        "a view or alias of a tensor that a later step changes cannot be read any more; torch_tpu says so"
+    ),
+    "test_replay.py::test_state_lives_in_as_many_buffers_as_before": _LAZY,
+    "test_replay.py::test_a_torch_that_does_not_tell_of_writes_is_noticed": _LAZY,
+    "test_replay.py::test_a_torch_xla_that_behaves_otherwise_is_noticed_once": _LAZY,
+    "test_replay.py::test_a_tensor_that_has_moved_is_not_looked_for_at_its_old_address": _SPMD,
+    "test_replaced_code.py::test_what_is_replaced_runs[a library's module gets a part]": _OPERATOR,
+    "test_replaced_code.py::test_what_is_replaced_runs[the engine's entry]": (
+        "it replaces what torch 2.9 calls for a backward; torch 2.13 gives it other arguments"
+    ),
+}
+_HERE = Path(__file__).parent
+_shared: list[str] = []
+_left_out: dict[str, str] = {}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips all where the device cannot be had."""
-    if _OBSTACLE is not None:
-        for item in items:
+    """Skips what does not run on TorchTPU, and all where the device cannot be had."""
+    for item in items:
+        if _OBSTACLE is not None:
             item.add_marker(pytest.mark.skip(reason=_OBSTACLE))
+        elif _HERE not in item.path.parents:
+            reason = next((reason for name, reason in LEFT_OUT.items() if _is(item, name)), None)
+            if reason is None:
+                _shared.append(item.nodeid)
+            else:
+                _left_out[item.nodeid] = reason
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _is(item: pytest.Item, name: str) -> bool:
+    """Whether an item is the test of that name; without a parameter all of its parameters."""
+    nodeid = item.nodeid if "[" in name else item.nodeid.partition("[")[0]
+    return nodeid.endswith(f"/{name}")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Says how many tests ran on both runtimes."""
+    """Says how many tests of the other folders ran on TorchTPU, too, and why the rest did not."""
+    if _shared or _left_out:
+        terminalreporter.section("on both runtimes")
+        terminalreporter.line(f"{len(_shared)} tests of torch_xla ran on TorchTPU, too; {len(_left_out)} did not:")
+        for reason, count in Counter(_left_out.values()).items():
+            terminalreporter.line(f"  {count}: {reason}")

@@ -100,8 +100,8 @@ def test_it_trains_as_the_cpu_does_in_one_launch_per_step(step_replay: Any, tmp_
     for mine, other in zip(module.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine.detach().cpu(), other.detach().cpu(), rtol=0, atol=1e-5)
     assert {counts.executions for counts in noted.counts} == {1}
-    # Another graph for the first step, which finds no gradients, and where Lightning's log takes another path.
-    assert sum(counts.compiles for counts in noted.counts) <= 3
+    # Of the first step, which finds no gradients; the others are the same program.
+    assert sum(counts.compiles for counts in noted.counts) == 1
     assert trainer.callback_metrics["val_loss"].item() > 0
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import xla_adapters
-from tests.device import DEVICE
+from tests.device import DEVICE, ON_TORCH_TPU
 from tests.isolation import isolated
 from tests.support import differences, state_of
 from xla_adapters.errors import EagerOptimizerWarning, IdleOptimizerWarning
@@ -91,7 +91,7 @@ def test_one_graph_and_the_results_of_torch(name: str) -> None:
                 pair.both()
         # torch_xla uploads equal numbers once: where two of a rule happen to be equal in one step and not in
         # the next (RAdam's with these betas), the two steps are two graphs.
-        compiles = 2 if name == "RAdam" else 1
+        compiles = 2 if name == "RAdam" and not ON_TORCH_TPU else 1
         assert (counters.compiles, counters.executions, counters.eager_ops) == (compiles, 4, 0)
         assert pair.distance() < 1e-6
 

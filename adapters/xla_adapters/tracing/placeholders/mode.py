@@ -11,14 +11,13 @@ from torch.utils._pytree import tree_leaves
 
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.lowerings.masks import is_write_by_mask, write_by_mask_
-from xla_adapters.lowerings.operators import norm_with_torchs_variance
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.waiting_steps import METADATA
 from xla_adapters.tracing.answers import NO_ANSWER, Answers
 from xla_adapters.tracing.operation_log import OperationLog, next_node
 from xla_adapters.tracing.placeholders.lifting import Lifting
 from xla_adapters.tracing.placeholders.trace import Trace
-from xla_adapters.tracing.step_mode import FROM_NUMBERS, MOVES, NORMALISATIONS, READS, StepMode
+from xla_adapters.tracing.step_mode import FROM_NUMBERS, MOVES, READS, StepMode
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.fake_tensors import is_fake
 from xla_adapters.utils.patching import replaced
@@ -85,10 +84,7 @@ class PlaceholderMode(StepMode):
             kwargs = {}
         elif func in _MAY_COPY:
             args, kwargs = _blocking(args, kwargs)
-        if func in NORMALISATIONS and any(isinstance(value, _Tensor) and not value.ndim for value in args):
-            # With the momentum of `cumulative_average`, which torch would read.
-            result = norm_with_torchs_variance(func, args, kwargs)
-        elif self.lifting is not None and self._has_device_tensor((*args, *kwargs.values())):
+        if self.lifting is not None and self._has_device_tensor((*args, *kwargs.values())):
             result = self.lifting.call(func, args, kwargs)
             # Its numbers are no part of the program, and never why another one is compiled.
             args, kwargs = tuple(value for value in args if isinstance(value, _Tensor)), {}
