@@ -213,7 +213,8 @@ def test_a_cpu_reduces_each_partial_gradient() -> None:
     # were looked up is sent in place of a scatter.
     table, rows = 32000 * 4096 * 4, 64 * 128 * 4096 * 4
     assert kept.wire_bytes == pytest.approx((2 * size - table + rows) * 7 / 8)
-    assert kept.memory["gathered"] == size
+    # At the peak those live that products of the backward take: not the table, and not the weights of five norms.
+    assert kept.memory["gathered"] == size - table - 5 * 4096 * 4
     assert evaluate(again, model, batch, topology=dataclasses.replace(_V5E, gathers_again=False)) == kept
 
 
