@@ -253,7 +253,7 @@ def test_a_tensor_that_has_moved_is_not_looked_for_at_its_old_address() -> None:
 @pytest.mark.parametrize("obstacle", ["code that changes in each step", "a hook"])
 def test_what_keeps_steps_from_being_replayed_later_costs_no_compile(obstacle: str) -> None:
     xla_adapters.initialize()
-    model = nn.Linear(4, 3).to("xla")
+    model = nn.Linear(4, 3).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
     settings = {"temperature": 4.0}
 
@@ -268,7 +268,7 @@ def test_what_keeps_steps_from_being_replayed_later_costs_no_compile(obstacle: s
     for _ in range(4):
         step(torch.randn(5, 4))
     with xla_adapters.count() as counted:
-        batches = [torch.randn(5, 4).to("xla") for _ in range(12)]
+        batches = [torch.randn(5, 4).to(DEVICE) for _ in range(12)]
         before = counted.compiles
         for call, batch in enumerate(batches):
             if obstacle == "a hook" and call == 0:

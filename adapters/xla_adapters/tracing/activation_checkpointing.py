@@ -21,8 +21,10 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torchs
 
+from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.runtime import Runtime, get_runtime
 from xla_adapters.utils.device_type import device_type
+from xla_adapters.utils.location import current_location
 from xla_adapters.utils.nested_values import replaced, tensors_in
 from xla_adapters.utils.patching import replaced as patched
 
@@ -144,7 +146,7 @@ class _Recomputed:
         self._runtime = runtime
         self._preserves_stream = preserves_stream
         self._is_first = True
-        self._stream: int | None = None
+        self._stream: Any = None
         self._autocast: dict[str, Any] = {}
         # Of the outputs. Weak: left without a recomputation, they would be outputs of the step's graph.
         self._gradients: list[weakref.ref[torch.Tensor]] = []
@@ -160,10 +162,16 @@ class _Recomputed:
             "dtype": torch.get_autocast_dtype(device_type()),
             "cache_enabled": torch.is_autocast_cache_enabled(),
         }
-        stream = self._runtime.random.seed()
+        stream = self._runtime.random.position()
         outputs = self._call(self.bound, args, kwargs)
-        if self._preserves_stream and self._runtime.random.seed() != stream:
+        if self._preserves_stream and not self._runtime.random.is_at(stream):
             # Otherwise nothing was drawn, and the stream need not be set, which would be an input of the graph.
+            if self._runtime.has_placeholders:
+                raise UnsupportedOptionError(
+                    "activation checkpointing of a function that draws random numbers (dropout): on TorchTPU its "
+                    "recomputation inside a step would draw others, and the gradients would be wrong. Set the dropout "
+                    f"to 0, or switch the checkpointing off\n  where: {current_location()}"
+                )
             self._stream = stream
         return outputs
 
@@ -181,8 +189,8 @@ class _Recomputed:
 
     def _recompute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound, args, kwargs = self._behind_barrier((self.bound, args, kwargs))
-        present = self._runtime.random.seed()
         if self._stream is not None:
+            present = self._runtime.random.seed()
             self._runtime.random.set_seed(self._stream)
         try:
             with torch.autocast(**self._autocast):

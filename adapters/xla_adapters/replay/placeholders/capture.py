@@ -168,10 +168,10 @@ class PlaceholderCapture(PlaceholderScope):
         made = {id(tensor): len(program.changed) + index for index, tensor in enumerate(program.made)}
         places = [(Slot("buffer", module, name), module._buffers.get(name)) for module, name, _ in rebound]
         places += [(Slot("bound", owner, name), vars(owner)[name]) for owner, name in bound]
-        for slot, tensor in places:
-            if id(tensor) not in made:
+        for slot, held in places:
+            if id(held) not in made:
                 raise CannotReplay(f"{type(slot.owner).__name__}.{slot.name} becomes a tensor that was there before")
-            targets[made[id(tensor)]].append(slot)
+            targets[made[id(held)]].append(slot)
         kept = {name: self._leaves(value, slots, program) for name, value in self._kept.items()}
         returned = {leaf for value in kept.values() for leaf in value.leaves if isinstance(leaf, int)}
         for index in range(len(program.changed), len(targets)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +23,12 @@ class Random(Protocol):
 
     def set_seed(self, seed: int) -> None:
         """Sets the state of the stream."""
+
+    def position(self) -> Any:
+        """Where the stream is, in a trace, too: for `is_at`. Reads nothing from the device."""
+
+    def is_at(self, position: Any) -> bool:
+        """Whether nothing was drawn since `position` was taken, in the same trace."""
 
     def seed_input(self) -> torch.Tensor:
         """The present state as an input of an executable."""

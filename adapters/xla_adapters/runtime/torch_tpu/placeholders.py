@@ -29,6 +29,8 @@ class TPUPlaceholders:
     def __init__(self, device: Device, counters: TPUCounters) -> None:
         self._device = device
         self._counters = counters
+        # That of the trace that is being made.
+        self._generator_of_trace: torch.Generator | None = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -64,10 +66,17 @@ class TPUPlaceholders:
         with sharing_copies():
             stand_in = _compiler.make_export_mode_device_generator(self._generator())
         _compiler.set_export_mode_default_device_generator(stand_in)
+        outer, self._generator_of_trace = self._generator_of_trace, stand_in
         try:
             yield lambda: _compiler.get_device_state_tensor(stand_in)
         finally:
+            self._generator_of_trace = outer
             _compiler.clear_export_mode_default_device_generators()
+
+    def stream_state(self) -> torch.Tensor:
+        """The state of the stream that is drawn from now: in a trace, that of the trace."""
+        state: torch.Tensor = _compiler.get_device_state_tensor(self._generator_of_trace or self._generator())
+        return state
 
     def same_value(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         """See `Placeholders`."""

@@ -36,6 +36,14 @@ class TPURandom:
         state = torch.tensor([seed & _MASK, seed >> _WORD], dtype=torch.uint64)
         self._placeholders.set_random_state(state.to(self._device.torch_device()))
 
+    def position(self) -> torch.Tensor:
+        """See `Random`."""
+        return self._placeholders.stream_state()
+
+    def is_at(self, position: torch.Tensor) -> bool:
+        """See `Random`."""
+        return self._placeholders.same_value(self._placeholders.stream_state(), position)
+
     def seed_input(self) -> torch.Tensor:
         """See `Random`."""
         return self._placeholders.random_state()

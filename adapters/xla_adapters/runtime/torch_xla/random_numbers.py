@@ -71,6 +71,14 @@ class XLARandom:
         """See `Random`."""
         xm.set_rng_state(seed)
 
+    def position(self) -> int:
+        """See `Random`."""
+        return self.seed()
+
+    def is_at(self, position: int) -> bool:
+        """See `Random`."""
+        return self.seed() == position
+
     def seed_input(self) -> torch.Tensor:
         """See `Random`."""
         seed: torch.Tensor = _C._get_base_seed_as_tensor(self._device_name)

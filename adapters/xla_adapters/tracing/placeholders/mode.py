@@ -102,7 +102,8 @@ class PlaceholderMode(StepMode):
         torch switches it off in a call that it intercepted; since 2.10 `torch.autograd.backward` is one itself.
         """
         self._adopt((*args, *kwargs.values()))
-        self._adopt(leaves_of(args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))))
+        outputs: Any = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
+        self._adopt(leaves_of(outputs))
         self.undo_log.record_enclosing_leaves()
 
         def run(*given: Any, **options: Any) -> Any:
@@ -199,7 +200,7 @@ class _Results(TorchDispatchMode):
     """
 
     def __init__(self, trace: Trace) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._traced = trace.traced
         self._type = get_runtime().device.torch_device().type
 

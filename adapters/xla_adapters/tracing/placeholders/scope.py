@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from xla_adapters.errors import UnsupportedOptionError
+from xla_adapters.tracing.activation_checkpointing import checkpointing_on_device
 from xla_adapters.tracing.compile_progress import compile_progress
 from xla_adapters.tracing.discarded import DiscardedTensor
 from xla_adapters.tracing.graph_limit import check_graph
@@ -61,7 +62,7 @@ class PlaceholderScope(StepScope):
         ModuleGuard(self).install(restores)
         restores.callback(register_optimizer_step_pre_hook(_refuse_fused).remove)
         UpdateGuard(self, runtime).install(restores)
-        for context in (inference_mode_as_no_grad(), as_in_one_graph()):
+        for context in (inference_mode_as_no_grad(), checkpointing_on_device(), as_in_one_graph()):
             restores.enter_context(context)
         restores.enter_context(runtime.tracing.intercept(self._on_runtime_event))
         self._breaks.begin(self.undo_logs)
