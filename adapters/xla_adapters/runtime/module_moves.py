@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,15 +13,12 @@ _Place = tuple[dict[str, Any], str]
 
 
 def keep_parameters_when_moved(device_type: str) -> None:
-    """From now on a module that is moved to the device or back keeps its `Parameter` objects and shared tensors.
-
-    It holds for the rest of the process.
+    """From now on `module.to(device)` keeps its `Parameter` objects and shared tensors, for the rest of the process.
 
     torch moves a module to CUDA within its parameters. To other devices it makes new ones: an optimizer that was
     created before would update the old ones, and tied weights (`decoder.weight = embedding.weight`) would be two.
-    torch's own switch, `torch.__future__.set_swap_module_params_on_conversion`, raises where a parameter has a weak
-    reference, as this package keeps of those of a step, or where a graph of autograd holds it. Here weak references
-    stay with the parameter. If a graph holds it, its places in the module get the same new parameter.
+    torch's own switch, `torch.__future__.set_swap_module_params_on_conversion`, raises where a parameter cannot be
+    kept, e.g. because it has a weak reference. Here its places in the module get the same new parameter then.
 
     Args:
         device_type: of the device, as in `torch.device.type`.
@@ -68,30 +64,14 @@ def _tensors(entries: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _kept(old: torch.Tensor, new: torch.Tensor, device_type: str) -> torch.Tensor:
     """The old parameter with the new one's value, or the new one, if that is impossible."""
-    if not isinstance(old, nn.Parameter) or (old.device.type == device_type) == (new.device.type == device_type):
+    if not isinstance(old, nn.Parameter) or old.device.type == device_type or new.device.type != device_type:
         return new
     attributes, hooks = dict(vars(old)), old._backward_hooks
     if hooks:
         new._backward_hooks = hooks
     try:
-        _swap(old, new)
+        torch.utils.swap_tensors(old, new)
     except RuntimeError:
         return new
     vars(old).update(attributes)
     return old
-
-
-def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchanges the contents of two tensors.
-
-    Raises:
-        RuntimeError: something holds one of them below Python.
-    """
-    if not weakref.getweakrefs(one):
-        torch.utils.swap_tensors(one, other)
-        return
-    if one._use_count() > 1 or other._use_count() > 1:  # type: ignore[attr-defined]
-        raise RuntimeError("a parameter with a weak reference is held by a graph of autograd")
-    torch._C._swap_tensor_impl(one, other)
-    one.__class__, other.__class__ = other.__class__, one.__class__
-    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
