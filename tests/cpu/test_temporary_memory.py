@@ -27,11 +27,12 @@ from xla_adapters.runtime.tuning import Tuning
 
 _FLAG = "--xla_multiheap_size_constraint_per_heap="
 _OURS = f"{_FLAG}{32 << 20}"
+_OF_OTHERS = ("--xla_disable_hlo_passes", "--xla_cpu_enable_fast_min_max")
 
 
 def _flags() -> list[str]:
-    """Without what is said of barriers."""
-    return [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_disable_hlo_passes")]
+    """Without what is said of barriers and of NaN."""
+    return [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_OF_OTHERS)]
 
 
 # ---- what the runtime is told ----------------------------------------------------------------------------

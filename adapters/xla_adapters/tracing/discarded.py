@@ -47,11 +47,16 @@ def mark_discarded(runtime: Runtime, kept: Iterable[torch.Tensor]) -> list[torch
         # Their inner tensors may be among the live ones; they are replaced when the outer ones are updated.
         inner = [] if lazy is None else list(map(lazy.inner, sharing))
         left = set(map(id, inner))
-        for tensor in tensors:
-            if id(tensor) not in left and runtime.tracing.is_pending(tensor) and _storage(tensor) not in storages:
-                if lazy is not None:
-                    lazy.give_any_value(tensor)
-                tensor.__class__ = DiscardedTensor
+        without_value = [
+            tensor
+            for tensor in tensors
+            if id(tensor) not in left and runtime.tracing.is_pending(tensor) and _storage(tensor) not in storages
+        ]
+        # After all were asked: a kernel in Python has seen a tensor's inner one, and with that the outer gets a value.
+        for tensor in without_value:
+            if lazy is not None:
+                lazy.give_any_value(tensor)
+            tensor.__class__ = DiscardedTensor
     return sharing
 
 
