@@ -349,8 +349,8 @@ class EagerOptimizerWarning(UserWarning):
 class IdleOptimizerWarning(UserWarning):
     """An optimizer updates nothing: none of its parameters has a gradient, but others have.
 
-    Its parameters are probably no longer those of the model. A model that is moved gets new `Parameter` objects before
-    `xla_adapters.initialize()`, and while a loss that was not run backward holds the old ones.
+    Its parameters are probably no longer those of the model. A model that is moved from the device to the host gets new
+    `Parameter` objects, and so does one that is moved to the device before `xla_adapters.initialize()`.
 
     What to do: create the optimizer after the last `model.to(...)`. Nothing, if the parameters get gradients later.
     """
