@@ -21,22 +21,39 @@ from xla_adapters.tracing.graph_history import GraphHistory, StepSignature
 from xla_adapters.tracing.operation_log import OperationLog
 
 
+class _Terminal(io.StringIO):
+    """A terminal that keeps what is drawn: what is written to a real one can be read at its other end only later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._controller, self._terminal = os.openpty()
+        self._is_drawn = threading.Event()
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._terminal
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        self._is_drawn.set()
+        return written
+
+    def wait_until_drawn(self) -> None:
+        assert self._is_drawn.wait(60)
+
+    def close(self) -> None:
+        super().close()
+        os.close(self._controller)
+        os.close(self._terminal)
+
+
 @contextlib.contextmanager
-def _stderr_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Gives the end from which what is drawn can be read."""
-    controller, terminal = os.openpty()
-    os.set_blocking(controller, False)
-    with os.fdopen(terminal, "w") as stream:
-        monkeypatch.setattr("sys.stderr", stream)
-        yield controller
-    os.close(controller)
-
-
-def _drawn(controller: int) -> str:
-    try:
-        return os.read(controller, 100_000).decode()
-    except BlockingIOError:
-        return ""
+def _stderr_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Terminal]:
+    with contextlib.closing(_Terminal()) as terminal, monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", terminal)
+        yield terminal
 
 
 def _step(width: int) -> None:
@@ -54,9 +71,9 @@ def test_a_long_compile_draws_a_line_and_clears_it() -> None:
     with pytest.MonkeyPatch.context() as patch, xla_adapters.eager():
         patch.setattr(compile_progress, "_PATIENCE", 0.01)
         patch.setattr(compile_progress, "_INTERVAL", 0.01)
-        with _stderr_on_a_terminal(patch) as controller:
+        with _stderr_on_a_terminal(patch) as terminal:
             _step(16)
-            drawn = _drawn(controller)
+            drawn = terminal.getvalue()
     lines = drawn.split("\r\x1b[2K")
     assert lines[0] == lines[-1] == ""
     # Several updates: the compiler lets other threads run.
@@ -66,38 +83,47 @@ def test_a_long_compile_draws_a_line_and_clears_it() -> None:
     )
 
 
-def _draws(patch: pytest.MonkeyPatch, history: GraphHistory, seconds: float = 0.05) -> str:
-    patch.setattr(compile_progress, "_PATIENCE", 0.0)
-    with _stderr_on_a_terminal(patch) as controller:
-        with compile_progress.compile_progress("train", history, (StepSignature(), OperationLog())):
-            threading.Event().wait(seconds)
-        return _drawn(controller)
+def _call() -> tuple[StepSignature, OperationLog]:
+    return StepSignature(), OperationLog()
+
+
+def _is_drawing() -> bool:
+    return any(thread.name == compile_progress.THREAD_NAME for thread in threading.enumerate())
 
 
 def test_only_an_unknown_call_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _draws(monkeypatch, GraphHistory())
-    history = GraphHistory(known=[(StepSignature(), OperationLog())])
-    assert not _draws(monkeypatch, history)
+    monkeypatch.setattr(compile_progress, "_PATIENCE", 0.0)
+    with _stderr_on_a_terminal(monkeypatch) as terminal:
+        with compile_progress.compile_progress("train", GraphHistory(), _call()):
+            assert _is_drawing()
+            terminal.wait_until_drawn()
+    with _stderr_on_a_terminal(monkeypatch) as terminal:
+        with compile_progress.compile_progress("train", GraphHistory(known=[_call()]), _call()):
+            assert not _is_drawing()
+        assert not terminal.getvalue()
 
 
 def test_a_fast_compile_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _stderr_on_a_terminal(monkeypatch) as controller:
-        with compile_progress.compile_progress("train", GraphHistory(), (StepSignature(), OperationLog())):
+    monkeypatch.setattr(compile_progress, "_PATIENCE", 600.0)
+    with _stderr_on_a_terminal(monkeypatch) as terminal:
+        with compile_progress.compile_progress("train", GraphHistory(), _call()):
             pass
-        assert not _drawn(controller)
+        assert not terminal.getvalue()
 
 
-def test_nothing_is_drawn_into_a_file_and_an_error_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_drawn_into_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_progress, "_PATIENCE", 0.0)
-    call = (StepSignature(), OperationLog())
     stream = io.StringIO()
-    with compile_progress.compile_progress("train", GraphHistory(), call, stream):
-        threading.Event().wait(0.02)
+    with compile_progress.compile_progress("train", GraphHistory(), _call(), stream):
+        assert not _is_drawing()
     assert stream.getvalue() == ""
-    before = threading.active_count()
-    with _stderr_on_a_terminal(monkeypatch) as controller:
-        with pytest.raises(KeyError), compile_progress.compile_progress("train", GraphHistory(), call):
-            threading.Event().wait(0.02)
+
+
+def test_an_error_clears_the_line_and_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_progress, "_PATIENCE", 0.0)
+    with _stderr_on_a_terminal(monkeypatch) as terminal:
+        with pytest.raises(KeyError), compile_progress.compile_progress("train", GraphHistory(), _call()):
+            terminal.wait_until_drawn()
             raise KeyError
-        assert _drawn(controller).endswith("\r\x1b[2K")
-    assert threading.active_count() == before
+        assert terminal.getvalue().endswith("\r\x1b[2K")
+    assert not _is_drawing()

@@ -13,6 +13,7 @@ from typing import TextIO
 from xla_adapters.tracing.graph_history import GraphHistory, StepSignature
 from xla_adapters.tracing.operation_log import Call, OperationLog
 
+THREAD_NAME = "xla-adapters compile progress"
 # Seconds until the line appears, and between its updates.
 _PATIENCE = 5.0
 _INTERVAL = 1.0
@@ -42,7 +43,8 @@ def compile_progress(
         yield
         return
     is_over = threading.Event()
-    thread = threading.Thread(target=_draw, args=(stream, name, operations, is_over), daemon=True)
+    drawing = (stream, name, operations, is_over)
+    thread = threading.Thread(target=_draw, args=drawing, name=THREAD_NAME, daemon=True)
     thread.start()
     try:
         yield
