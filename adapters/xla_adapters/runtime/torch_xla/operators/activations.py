@@ -1,4 +1,8 @@
-"""Activations and their gradients, where torch_xla 2.9 errs at the bounds, for infinities and for NaN."""
+"""Activations and their gradients, where torch_xla 2.9 errs at the bounds, for infinities and for NaN.
+
+They choose by `torch.where` of two whole tensors. Under SPMD a `masked_fill` has GSPMD cut the activations along other
+dimensions than the batch, and send them.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,12 @@ import torch
 
 
 def _threshold(self: torch.Tensor, threshold: float, value: float) -> torch.Tensor:
-    return self.masked_fill(self <= threshold, value)
+    return torch.where(self <= threshold, torch.full_like(self, value), self)
 
 
 def _threshold_backward(grad_output: torch.Tensor, self: torch.Tensor, threshold: float) -> torch.Tensor:
     """The gradient of `relu` and `threshold`: passed on for NaN."""
-    return grad_output.masked_fill(self <= threshold, 0)
+    return torch.where(self <= threshold, torch.zeros_like(grad_output), grad_output)
 
 
 def _soft_shrink(stock: Callable[..., torch.Tensor], self: torch.Tensor, lambd: float = 0.5) -> torch.Tensor:
@@ -39,7 +43,8 @@ def _elu_backward(
 
 
 def _hard_swish_backward(grad_output: torch.Tensor, self: torch.Tensor) -> torch.Tensor:
-    slope = (self / 3 + 0.5).masked_fill(self >= 3, 1).masked_fill(self <= -3, 0)
+    slope = torch.where(self >= 3, torch.ones_like(self), self / 3 + 0.5)
+    slope = torch.where(self <= -3, torch.zeros_like(self), slope)
     return grad_output * slope
 
 
@@ -57,7 +62,8 @@ def _smooth_l1_backward(
 ) -> torch.Tensor:
     difference = self - target
     slope = difference / beta if beta else torch.zeros_like(difference)
-    slope = slope.masked_fill(difference <= -beta, -1).masked_fill(difference >= beta, 1)
+    slope = torch.where(difference <= -beta, torch.full_like(slope, -1), slope)
+    slope = torch.where(difference >= beta, torch.ones_like(slope), slope)
     return grad_output * (slope / slope.numel() if reduction == 1 else slope)
 
 
@@ -70,7 +76,7 @@ def _log_sum_exp(self: torch.Tensor, dim: list[int], keepdim: bool = False) -> t
     if any(self.shape[one] == 0 for one in dims):
         return values.exp().sum(dims, keepdim).log()
     largest = values.amax(dims, keepdim=True)
-    largest = largest.masked_fill(largest.abs() == math.inf, 0)
+    largest = torch.where(largest.abs() == math.inf, torch.zeros_like(largest), largest)
     total = (values - largest).exp().sum(dims, keepdim).log()
     return total + (largest if keepdim else largest.reshape(total.shape))
 

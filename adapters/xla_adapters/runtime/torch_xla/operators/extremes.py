@@ -46,7 +46,7 @@ def _extreme_along(stock: Callable[..., _Found], self: torch.Tensor, dim: int, k
     nans = self.isnan()
     found = nans.any(dim, keepdim)
     places = torch.where(found, torch.argmax(nans.to(torch.int32), dim, keepdim), places)
-    return values.masked_fill(found, torch.nan), places
+    return torch.where(found, torch.full_like(values, torch.nan), values), places
 
 
 def _cumulative_maximum(stock: Callable[..., _Found], self: torch.Tensor, dim: int) -> _Found:
@@ -56,7 +56,8 @@ def _cumulative_maximum(stock: Callable[..., _Found], self: torch.Tensor, dim: i
         return value.reshape(()), place.reshape(())
     values = stock(self, dim)[0]
     if self.is_floating_point():
-        values = values.masked_fill(stock(self.isnan().to(torch.int32), dim)[0] > 0, torch.nan)
+        found = stock(self.isnan().to(torch.int32), dim)[0] > 0
+        values = torch.where(found, torch.full_like(values, torch.nan), values)
     shape = [1] * self.ndim
     shape[dim] = -1
     places = torch.arange(self.shape[dim], device=self.device, dtype=torch.int32).reshape(shape)
@@ -86,8 +87,9 @@ def _clamp(
         return stock(self, min, max)
     if any(bound is not None and bound != bound for bound in (min, max)):
         return torch.full_like(self, torch.nan)
-    result = self if min is None else self.masked_fill(self < min, min)
-    return result if max is None else result.masked_fill(result > max, max)
+    # Not `masked_fill`, as in `activations`.
+    result = self if min is None else torch.where(self < min, torch.full_like(self, min), self)
+    return result if max is None else torch.where(result > max, torch.full_like(result, max), result)
 
 
 def _clamp_from_above(stock: Callable[..., torch.Tensor], self: torch.Tensor, max: float) -> torch.Tensor:
