@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,8 @@ def test_plans_are_measured_kept_and_compared(tmp_path: Path) -> None:
     # The gradients and the loss, in float32, summed over a ring of 8.
     assert dp.measurement.wire_bytes == 2 * 4 * (numbers + 1) * 7 / 8
     assert set(dp.measurement.collectives) == {"all-reduce"}
-    # Weights are put together once, where they are used (and not for the backward pass again); then as before. Or GSPMD
-    # leaves a weight split and sends the activations, which are smaller here.
-    assert 2 * 4 * numbers * 7 / 8 < fsdp.measurement.wire_bytes <= (3 * 4 * numbers + 2 * 4) * 7 / 8
+    # Weights are put together once, where they are used (and not for the backward pass again); then as before.
+    assert fsdp.measurement.wire_bytes == (3 * 4 * numbers + 2 * 4) * 7 / 8
     assert "all-gather" in fsdp.measurement.collectives
     # Weights and Adam's two averages, whole and in eighths; updates take the place of what they update.
     whole, eighths = dp.measurement.memory_bytes, fsdp.measurement.memory_bytes
@@ -142,6 +142,48 @@ def test_the_process_that_measures_may_end_early() -> None:
 def killed() -> Iterator[None]:
     os.kill(os.getpid(), signal.SIGKILL)
     yield
+
+
+def _masked(values: torch.Tensor) -> torch.Tensor:
+    return values.masked_fill(values < 0, 0.1)
+
+
+def _chosen(values: torch.Tensor) -> torch.Tensor:
+    return torch.where(values > 0, values, 0.1)
+
+
+def _written_to(values: torch.Tensor) -> torch.Tensor:
+    values = values + 1
+    values[values < 0] = 0
+    return values
+
+
+ACTIVATIONS = (
+    *(torch.relu, torch.sigmoid, nn.Hardswish(), nn.Hardtanh(), nn.ELU(), nn.Softshrink(), nn.GELU(), nn.Softplus()),
+    *(nn.Threshold(0.1, 0.2), partial(torch.clamp, min=-1.0, max=1.0), partial(torch.clamp_min, min=0.0)),
+    *(_masked, _chosen, _written_to),
+)
+
+
+class Activations(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(len(ACTIVATIONS) + 1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer, activation in zip(self.layers[1:], ACTIVATIONS, strict=True):
+            inputs = activation(layer(inputs))
+        return self.layers[0](inputs).square().mean()
+
+
+@pytest.mark.slow
+@isolated(timeout=550, env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})
+def test_many_activations_are_not_sent() -> None:
+    model = Activations()
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    (fsdp,) = measure_plans(model, {"inputs": torch.zeros(4096, WIDTH)}, [recipe(model, "fsdp", 8, 1)])
+    assert fsdp.measurement is not None
+    assert fsdp.measurement.wire_bytes == (3 * 4 * numbers + 2 * 4) * 7 / 8
 
 
 @isolated(env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})

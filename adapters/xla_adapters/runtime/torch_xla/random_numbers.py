@@ -17,8 +17,7 @@ _C = torch_xla._XLAC
 # Constants of their rounds (Salmon et al.: Parallel Random Numbers: As Easy as 1, 2, 3, 2011); a lowered operation
 # of the device's own algorithm has neither.
 _ALGORITHMS = {"philox": "constant(2654435769)", "three_fry": "constant(466688986)"}
-
-
+# Seeds of torch may have 64 bits, those of torch_xla are signed.
 _BITS = (1 << 63) - 1
 
 

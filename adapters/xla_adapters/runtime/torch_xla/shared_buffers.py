@@ -152,8 +152,7 @@ class XLASharedBuffers:
             self._looked_at_all = True
             self._separate_all()
         state = [tensor for reference, _ in list(self._own.values()) if (tensor := reference()) is not None]
-        # A module that was moved to the host keeps its parameters.
-        self.separate(self.may_share([tensor for tensor in state if self._device.owns(tensor)]))
+        self.separate(self.may_share(state))
         self.note_separated()
 
     def note_separated(self) -> None:

@@ -11,10 +11,22 @@ import torch
 def _where(
     stock: Callable[..., torch.Tensor], condition: torch.Tensor, self: torch.Tensor, other: torch.Tensor
 ) -> torch.Tensor:
-    if self.dtype is other.dtype:
-        return stock(condition, self, other)
+    """Chooses between whole tensors: of a single value, GSPMD cuts the others not along the batch, and sends them."""
     dtype = torch.result_type(self, other)
+    shape = torch.broadcast_shapes(condition.shape, self.shape, other.shape)
+    self, other = (tensor if tensor.ndim else tensor.expand(shape) for tensor in (self, other))
     return stock(condition, self.to(dtype), other.to(dtype))
+
+
+def _masked_fill(self: torch.Tensor, mask: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+    """See `_where`."""
+    if mask.dtype is not torch.bool:
+        raise RuntimeError(f"masked_fill only supports boolean masks, but got mask with dtype {mask.dtype}")
+    if isinstance(value, torch.Tensor):
+        if value.ndim:
+            raise RuntimeError(f"masked_fill takes a 0-dimensional value, but got one of {value.ndim} dimensions")
+        return torch.where(mask, value.to(self.dtype).expand_as(self), self)
+    return torch.where(mask, torch.full_like(self, value), self)
 
 
 def _mean(
@@ -24,6 +36,10 @@ def _mean(
     return stock(self if dtype is None else self.to(dtype), *args, dtype=dtype)
 
 
+KERNELS: dict[str, Callable[..., torch.Tensor]] = {
+    "masked_fill.Scalar": _masked_fill,
+    "masked_fill.Tensor": _masked_fill,
+}
 # Their first argument is torch_xla's kernel.
 AROUND_STOCK: dict[str, Callable[..., torch.Tensor]] = {
     "where.self": _where,

@@ -16,7 +16,17 @@ _STOCK = (
 TAKE_HOST_NUMBERS = frozenset(
     (
         *_STOCK,
-        *("where.self", "floor_divide", "fmax", "fmin", "copysign.Tensor", "heaviside", "logaddexp", "logaddexp2"),
+        *(
+            "where.self",
+            "masked_fill.Tensor",
+            "floor_divide",
+            "fmax",
+            "fmin",
+            "copysign.Tensor",
+            "heaviside",
+            "logaddexp",
+            "logaddexp2",
+        ),
     )
 )
 

@@ -71,6 +71,7 @@ _BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **few_elements.KERNELS,
     **composed.KERNELS,
     **medians.KERNELS,
+    **dtypes.KERNELS,
 }
 _AROUND_BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **integers.AROUND_STOCK,
