@@ -118,6 +118,34 @@ def test_what_changed_is_named(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @isolated
+def test_what_shapes_no_graph_is_not_blamed(caplog: pytest.LogCaptureFixture) -> None:
+    """Gradients that the step drops first, switches, numbers that are copied, and what is made on the host."""
+    caplog.set_level(logging.INFO, "xla_adapters")
+    with xla_adapters.eager():
+        training, scales = Training(), (0.4, 0.3, 2.0, 1.0)
+        training.optimizer.param_groups[0]["lr"] = 0.04
+        for index, scale in enumerate(scales):
+            batch = training.batch.to(DEVICE)
+            with xla_adapters.step(name="train"):
+                if not index:
+                    torch.tensor(0.0).to(DEVICE)
+                    batch.to(DEVICE)
+                torch.set_grad_enabled(bool(torch.tensor(index != 1)) or True)
+                logged = torch.tensor(float(index % 2), device=DEVICE)
+                loss = training.model(batch).square().mean() * scale
+                twice = loss.detach() * 2
+                training.optimizer.zero_grad()
+                loss.backward()
+                training.optimizer.step()
+            assert (logged.item(), twice.item()) == (float(index % 2), 2 * loss.item())
+    _, equal, constant = [message for message in caplog.messages if message.startswith("train: ")]
+    assert "are equal now: equal Python numbers share one input" in equal
+    assert "loss.detach() * 2" in equal
+    assert "in mul: 2.0 -> 1.0" in constant
+    assert "* scale" in constant
+
+
+@isolated
 def test_nothing_is_said_of_what_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Numbers that are inputs of the graph, another optimizer with the same graph, and steps at several places."""
     caplog.set_level(logging.WARNING, "xla_adapters")

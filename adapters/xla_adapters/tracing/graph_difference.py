@@ -73,7 +73,8 @@ def explain_difference(before: OperationLog, now: OperationLog) -> Difference | 
     first = common_length(before, now)
     theirs, mine = _at(before, first), _at(now, first)
     if theirs is None and mine is None:
-        return _of_numbers(before.entries, now.entries)
+        # Gradients last: a step that drops them before its backward computes the same with and without.
+        return _of_numbers(before.entries, now.entries) or _of_gradients(before.entries, now.entries)
     if isinstance(mine, ModuleCall) and isinstance(theirs, ModuleCall) and mine.kind is theirs.kind:
         return _of_module(theirs, mine)
     if isinstance(mine, Update) and isinstance(theirs, Update):
@@ -85,7 +86,7 @@ def explain_difference(before: OperationLog, now: OperationLog) -> Difference | 
 
 
 def common_length(before: OperationLog, now: OperationLog) -> int:
-    """How many entries at the beginning are the same, but for numbers that may be inputs of the graph."""
+    """How many entries at the beginning are the same, but for gradients and numbers that may be inputs of the graph."""
     for index, (theirs, mine) in enumerate(zip(before.entries, now.entries, strict=False)):
         if theirs != mine and not _may_be_equal(theirs, mine):
             return index
@@ -96,6 +97,8 @@ def _may_be_equal(theirs: Any, mine: Any) -> bool:
     """Whether two different entries may give the same graph."""
     if isinstance(theirs, Call) and isinstance(mine, Call):
         return _same_place(theirs, mine) and theirs.form == mine.form and _kinds(theirs.numbers) == _kinds(mine.numbers)
+    if isinstance(theirs, ModuleCall) and isinstance(mine, ModuleCall):
+        return theirs._replace(present=mine.present) == mine
     # A missing state is made before the step computes, and learning rates are inputs.
     return isinstance(theirs, Update) and isinstance(mine, Update) and not _have_other_constants(theirs, mine)
 
@@ -192,12 +195,6 @@ def _of_module(theirs: ModuleCall, mine: ModuleCall) -> Difference:
         frozen = sum(theirs.needed) > sum(mine.needed)
         cause = f"parameters of {name} are {'frozen' if frozen else 'trained'} now (requires_grad)"
         remedy = "one compile for each set of trained parameters cannot be avoided; change the set rarely"
-    elif theirs.present != mine.present:
-        cause = f"parameters of {name} have {'a' if sum(mine.present) > sum(theirs.present) else 'no'} gradient now"
-        remedy = (
-            "drop or keep gradients the same way in each step: zero_grad(set_to_none=True) at the same place, and no "
-            "callback that sets them"
-        )
     elif theirs.autocast != mine.autocast:
         cause = f"{name} runs {_autocast(mine)} now; it ran {_autocast(theirs)}"
         remedy = "use the same dtype in each step: autocast is on in all or in none"
@@ -207,6 +204,23 @@ def _of_module(theirs: ModuleCall, mine: ModuleCall) -> Difference:
     else:
         return _of_path(theirs, mine)
     return Difference(cause=cause, where=where, remedy=remedy)
+
+
+def _of_gradients(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
+    for theirs, mine in zip(before, now, strict=False):
+        if isinstance(mine, ModuleCall) and theirs.present != mine.present:
+            return _of_present(theirs, mine)
+    return None
+
+
+def _of_present(theirs: ModuleCall, mine: ModuleCall) -> Difference:
+    kind = "a" if sum(mine.present) > sum(theirs.present) else "no"
+    return Difference(
+        cause=f"parameters of {_name(mine)} have {kind} gradient now",
+        where=_line(mine),
+        remedy="drop or keep gradients the same way in each step: zero_grad(set_to_none=True) at the same place, and "
+        "no callback that sets them",
+    )
 
 
 def _of_update(theirs: Update, mine: Update) -> Difference | None:
@@ -324,17 +338,18 @@ def _numbers_of(theirs: Any, mine: Any) -> Iterator[tuple[float, float, str, Cal
     """The numbers of an entry that may be inputs of the graph: the old one and the new one in single precision."""
     if not isinstance(mine, (Call, Update)):
         return
-    for old, new in zip(_floats(theirs.numbers), _floats(mine.numbers), strict=False):
+    kinds = (int, float) if isinstance(mine, Call) and _name(mine) in _MAY_BE_INPUTS else (float,)
+    for old, new in zip(_scalars(theirs.numbers, kinds), _scalars(mine.numbers, kinds), strict=False):
         yield _single(old), _single(new), f"{new!r}", mine
         if old == new or isinstance(mine, Update):
             yield _single(1 - old), _single(1 - new), f"1 - {new!r}", mine
 
 
-def _floats(value: Any) -> Iterator[float]:
+def _scalars(value: Any, kinds: tuple[type, ...]) -> Iterator[float]:
     if isinstance(value, tuple):
         for item in value:
-            yield from _floats(item)
-    elif type(value) is float:
+            yield from _scalars(item, kinds)
+    elif type(value) in kinds:
         yield value
 
 

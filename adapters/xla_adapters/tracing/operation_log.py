@@ -12,6 +12,8 @@ import torch
 from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.location import is_plumbing
 
+# Calls that copy numbers from the host.
+_COPIES: frozenset[Callable[..., Any]] = frozenset({torch.tensor, torch.as_tensor, torch.scalar_tensor})
 # The number that the next node of autograd's graph gets in this thread.
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _PLAIN = frozenset({int, float, bool, str, complex, type(None), torch.dtype, torch.device, type(Ellipsis)})
@@ -93,10 +95,15 @@ class OperationLog:
         self._makers: list[tuple[int, int, Call]] = []
 
     def call(self, function: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Notes a call of a torch function, but for what computes nothing: attributes, and marks for the profiler."""
-        if type(function) is MethodWrapperType or (
-            not isinstance(result, torch.Tensor) and "record_function" in getattr(function, "__name__", "")
-        ):
+        """Notes a call of a torch function that may shape the graph.
+
+        Others are attributes, switches, what is computed on the host, and copies from there: inputs of the graph, which
+        are seen where they are used.
+        """
+        if type(function) is MethodWrapperType or function in _COPIES or not _is_of_the_device(args, result):
+            return
+        if function is torch.Tensor.to and any(value is result for value in args):
+            # The tensor was there already.
             return
         numbers = _plain(args)
         if kwargs:
@@ -137,6 +144,22 @@ class OperationLog:
             numbers += [value for value in (group.get("lr"), *own.values()) if type(value) in (int, float)]
         rates = _plain(group.get("lr") for group in optimizer.param_groups)
         self.entries.append(Update(type(optimizer), tuple(options), rates, tuple(numbers), *_place()))
+
+
+def _is_of_the_device(args: Iterable[Any], result: Any) -> bool:
+    """Whether a call is given tensors of the device, or makes one from none at all."""
+    given = [tensor for value in args if (tensor := _first_tensor(value)) is not None]
+    made = _first_tensor(result)
+    device = device_type()
+    return any(tensor.device.type == device for tensor in given or ([] if made is None else [made]))
+
+
+def _first_tensor(value: Any) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, (list, tuple)):
+        return next((tensor for item in value if (tensor := _first_tensor(item)) is not None), None)
+    return None
 
 
 def _plain(values: Iterable[Any]) -> tuple[Any, ...]:

@@ -223,7 +223,7 @@ class StepMode(TorchFunctionMode):
     def _backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Runs the autograd engine with this mode on; torch switches it off inside a call that it intercepted."""
         self.undo_log.record_enclosing_leaves()
-        self._operations.call(_Tensor.backward, args, kwargs, None)
+        self._operations.call(_Tensor.backward, (tensor, *args), kwargs, None)
         if type(tensor) is not _Tensor:
             return _Tensor.backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
         if "gradient" in kwargs:
