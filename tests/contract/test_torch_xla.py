@@ -352,6 +352,14 @@ def test_a_scan_runs_by_one_function_that_is_looked_up() -> None:
     assert "_scan_impl_flat(" in inspect.getsource(scan._scan_impl_pytree)
 
 
+def test_tpus_are_counted_by_a_function_that_is_looked_up() -> None:
+    from lightning.pytorch.accelerators import XLAAccelerator
+    from torch_xla._internal import tpu
+
+    assert "num_available_chips() * num_logical_cores_per_chip()" in inspect.getsource(tpu.num_available_devices)
+    assert "tpu.num_available_devices()" in inspect.getsource(XLAAccelerator.auto_device_count)
+
+
 @isolated
 def test_the_kind_of_a_device() -> None:
     """The table of peak FLOPs is by these names; those of TPUs are as in JAX."""

@@ -21,6 +21,7 @@ from xla_adapters.runtime.torch_xla.compiler_flags import keep_nan
 from xla_adapters.runtime.torch_xla.operators import complete_autocast, register_kernels
 from xla_adapters.runtime.torch_xla.random_numbers import seed_with_torch
 from xla_adapters.runtime.torch_xla.scans import run_scans_in_eager_mode
+from xla_adapters.runtime.torch_xla.tpu_count import count_tpus_without_asking
 from xla_adapters.runtime.tuning import DEFAULT_TUNING, Tuning
 
 logger = logging.getLogger("xla_adapters")
@@ -79,6 +80,7 @@ class XLADevice:
         register_kernels()
         keep_parameters_when_moved("xla")
         run_scans_in_eager_mode()
+        count_tpus_without_asking()
         seed_with_torch(had_started=had_started)
         self._initialized = True
 
