@@ -125,6 +125,9 @@ def test_a_loop_of_ones_own_is_traced_up_to_its_first_update(tmp_path: Path) -> 
 def test_a_stock_trainer_is_traced_with_accumulation_and_evaluation(tmp_path: Path) -> None:
     found, files = traced(tmp_path, TRANSFORMERS, sharding="fsdp")
     assert (found.problem, kinds(found)) == ("", [TRAINING, MICRO_BATCH, EVALUATION])
+    assert [step.batch for step in found.steps] == [
+        f"input_ids {size}, labels {size}" for size in ("8x16", "8x16", "4x16")
+    ]
     assert found.plan is not None
     assert (found.plan.name, found.plan.mesh.size) == ("fsdp", 4)
     update, micro_batch, evaluation = found.steps
@@ -180,6 +183,10 @@ def test_a_script_that_fails_names_its_line(tmp_path: Path) -> None:
     assert "train.py:12" in found.problem
     found, _ = traced(tmp_path, "print('nothing')", devices=1)
     assert found.problem.startswith("the script ended without an update in a step of xla-adapters")
+    handled = TRANSFORMERS.replace("trainer.train()", "try:\n    trainer.train()\nexcept ValueError: pass")
+    handled = handled.replace("tokens = torch.stack(rows)", "raise ValueError('no samples')")
+    found, _ = traced(tmp_path, handled, devices=1)
+    assert found.problem.startswith("the training raised, and the script went on: ValueError: no samples (")
     found, _ = traced(tmp_path, "import sys; sys.exit(3)", devices=1)
     assert found.problem == "the script ended with the exit status 3"
 

@@ -76,7 +76,7 @@ def trace_plans_in_process(job: StepJob, *, timeout: float = 900) -> list[Traced
             said = ended.stderr.decode(errors="replace").strip()
             problem = f"the process that traces the step ended with status {ended.returncode}: {said[-2000:]}"
         except subprocess.TimeoutExpired:
-            problem = f"tracing the step took more than {timeout:.0f} s"
+            problem = f"tracing the step took more than {timeout:g} s (its timeout)"
         paths = [folder / _ANSWER.format(number) for number in range(len(job.plans))]
         return [pickle.loads(path.read_bytes()) if path.is_file() else problem for path in paths]
 
