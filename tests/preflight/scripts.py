@@ -23,6 +23,20 @@ while True:
 TOO_LARGE = LOOP.replace("ROWS", "2**17").replace("256", "2**17")
 LOOP = LOOP.replace("ROWS", "16")
 
+BATCH_NORM = """
+import torch, xla_adapters
+
+xla_adapters.initialize()
+net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).to("xla")
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for number in range(6):
+    with xla_adapters.step():
+        net(torch.zeros(4, 8).to("xla")).square().mean().backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
 TRANSFORMERS = """
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments

@@ -112,7 +112,7 @@ def test_a_crash_is_said_with_the_line_of_the_script() -> None:
         '  File "/home/me/train.py", line 20 in <module>\n\nExtension modules: numpy (total: 1)\n'
     )
     found = script._crashed(said)
-    assert found.startswith(" (Segmentation fault) at /home/me/train.py:12; outside of a step nothing can be computed")
+    assert found.startswith(" (Segmentation fault) at /home/me/train.py:12; in a pre-flight tensors have no values")
     assert script._crashed("epoch 1\n") == ""
     assert script._end_of("epoch 1\n") == "; it printed:\nepoch 1"
 

@@ -51,6 +51,10 @@ def with_a_number(rows: int, length: int | None) -> tuple[nn.Module, int]:
     return Net(), 3
 
 
+def with_another_batch(rows: int, length: int | None) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return Net(), {"inputs": torch.empty(6, 64)}
+
+
 def without_data(rows: int, length: int | None) -> None:
     raise FileNotFoundError("no train.jsonl")
 
@@ -111,6 +115,11 @@ def test_a_factory_and_gradient_checkpointing_of_a_model_without(capsys: pytest.
         ("tests.sharding.test_cli", [], "give a .json file, or module:factory"),
         ("tests.sharding.test_cli:only_a_model", [], "returns (model, batch); it returned Net"),
         ("tests.sharding.test_cli:with_a_number", [], "the batch is a dictionary"),
+        (
+            "tests.sharding.test_cli:with_another_batch",
+            [],
+            "the factory was called with 8 samples, and no tensor of its batch has",
+        ),
         ("tests.sharding.test_cli:without_data", [], "with 8 samples and length None, raised FileNotFoundError: no"),
         ("tests.sharding.test_cli:config_file", [], "raised TypeError: "),
         ("tests.sharding.test_cli:LLAMA", [], "it is no function, but of the type dict"),

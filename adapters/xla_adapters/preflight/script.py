@@ -172,8 +172,8 @@ def _crashed(said: str) -> str:
     frames = (location_of_line(file, int(line)) for file, line in _FRAME.findall(text))
     place = next((f" at {at.filename}:{at.lineno}" for at in frames if at.is_user_code), "")
     return (
-        f" ({text.partition(os.linesep)[0]}){place}; outside of a step nothing can be computed on the device, or read "
-        "from it: in a pre-flight tensors have no values"
+        f" ({text.partition(os.linesep)[0]}){place}; in a pre-flight tensors have no values: nothing can be read from "
+        "the device, and nothing computed on it outside of a step"
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ConfigError
 from xla_adapters.preflight.step_capture import EVALUATION, TRAINING, StepCapture, Taken
 from xla_adapters.preflight.traced_step import TracedStep
@@ -121,7 +122,7 @@ def trace(
         stack.enter_context(skipping_saves(folder, hand.skip))
         if puts_in:
             stack.enter_context(put_in(hand))
-        stack.enter_context(_planning_for(generation))
+        stack.enter_context(_options_for(generation))
         FilesWritten(traced.written.append)
         try:
             run(hand)
@@ -148,16 +149,27 @@ def trace(
 
 
 @contextmanager
-def _planning_for(generation: str) -> Iterator[None]:
-    """A context in which the planner plans for the devices of the pre-flight, unless others are named."""
-    check = ShardingConfig.__post_init__
+def _options_for(generation: str) -> Iterator[None]:
+    """A context in which options are those of a pre-flight.
+
+    The planner plans for its devices, unless others are named. Where a training would execute a part of a step and go
+    on with its values, which are not there, is an error.
+    """
+    check, check_step = ShardingConfig.__post_init__, XLAConfig.__post_init__
 
     def checked(config: ShardingConfig) -> None:
         if config.scheme == "auto" and config.plan is None and config.topology is None:
             object.__setattr__(config, "topology", generation)
         check(config)
 
-    with replaced(ShardingConfig, "__post_init__", checked):
+    def step_checked(config: XLAConfig) -> None:
+        check_step(config)
+        object.__setattr__(config, "on_graph_break", "error")
+
+    with (
+        replaced(ShardingConfig, "__post_init__", checked),
+        replaced(XLAConfig, "__post_init__", step_checked),
+    ):
         yield
 
 

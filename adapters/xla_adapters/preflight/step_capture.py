@@ -150,7 +150,11 @@ class StepCapture:
         values = [
             self._shardings.make(tensor.shape, tensor.dtype, tiles.get(number)) for number, tensor in outputs.items()
         ]
-        self._runtime.lazy.fill([self._runtime.lazy.inner(item) for item in outputs.values()], values)
+        # Kernels in C++ (batch_norm) hold some results without the wrapper.
+        inner = [
+            self._runtime.lazy.inner(item) if torch._is_functional_tensor(item) else item for item in outputs.values()
+        ]
+        self._runtime.lazy.fill(inner, values)
 
     def _kind(self, scope: StepScope, *, updates: bool) -> str:
         if self._phase == EVALUATION or updates:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 from xla_adapters.errors import MODEL_FAILURES, ConfigError
 from xla_adapters.utils.location import described
@@ -67,6 +68,11 @@ def load_model(name: str, rows: int, length: int | None) -> tuple[torch.nn.Modul
             f"positional ones; the factory returned {type(made[1]).__name__}"
         )
     model, batch = made
+    sizes = {size for leaf in _pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) for size in leaf.shape}
+    if sizes and rows not in sizes:
+        raise ConfigError(
+            f"--model {name}: the factory was called with {rows} samples, and no tensor of its batch has so many"
+        )
     return model, dict(batch) if isinstance(batch, Mapping) else batch, nullcontext
 
 
