@@ -36,7 +36,7 @@ def load(path: Path, rows: int, length: int | None) -> _Loaded:
         ConfigError: the file does not describe a model of transformers, or the length is missing.
     """
     values = _values_of(path)
-    kind = values.get("model_type")
+    kind: Any = values.get("model_type")
     if kind not in transformers.CONFIG_MAPPING:
         raise ConfigError(f"{path}: model_type={kind!r} is none that transformers {transformers.__version__} knows")
     try:
