@@ -14,6 +14,7 @@ from xla_adapters.cli import main
 from xla_adapters.errors import ConfigError
 from xla_adapters.preflight.compiler import check_compiler, compile_module
 from xla_adapters.preflight.live_values import largest_values, memory_of
+from xla_adapters.preflight.report import Attempt, PreflightReport
 from xla_adapters.preflight.run import check_target, report_of
 from xla_adapters.preflight.target import Compiler, Target
 from xla_adapters.preflight.traced_step import TracedStep, trace_step
@@ -202,9 +203,16 @@ def test_options_of_the_command_are_checked(capfd: pytest.CaptureFixture[str]) -
     assert "--sharding nothing: give one of auto, dp" in printed
 
 
-def test_a_report_without_a_program_says_why() -> None:
-    from xla_adapters.preflight.report import PreflightReport
+def test_a_report_says_what_is_left_if_no_variant_fits() -> None:
+    tried = (Attempt(change="sharding fsdp", fits=False, needed_bytes=2000), Attempt(change="bf16-mixed", fits=True))
+    report = PreflightReport(step="net", topology="v5e:2x2", problem="Ran out of memory", out_of_memory=True)
+    assert report.status == 1
+    for attempts, left in ((tried[:1], True), (tried, False)):
+        text = dataclasses.replace(report, attempts=attempts).text()
+        assert ("None of these fits: use a larger slice" in text) == left
 
+
+def test_a_report_without_a_program_says_why() -> None:
     report = PreflightReport(step="net", topology="v5e:2x2", problem="it cannot be traced: TensorReadError: ...")
     assert (report.fits, report.status) == (False, 2)
     assert report.text() == "net on v5e:2x2\nDOES NOT COMPILE: it cannot be traced: TensorReadError: ..."

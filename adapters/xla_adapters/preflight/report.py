@@ -219,4 +219,8 @@ class PreflightReport:
             for item in self.attempts
         ]
         header = ["with", "result", "needs", "problem"]
-        return ["What was tried instead, each with the changes before it", *table(header, rows, width=width, right=[2])]
+        title = "What was tried instead, each with the changes before it"
+        lines = [title, *table(header, rows, width=width, right=[2])]
+        if not any(item.fits for item in self.attempts):
+            lines.append("None of these fits: use a larger slice, or --sharding auto or 2d on it")
+        return lines

@@ -137,15 +137,19 @@ def trace(
     traced.steps = sorted(capture.steps, key=lambda step: (step.kind != TRAINING, step.kind == EVALUATION))
     traced.plan = capture.plan
     if not traced.problem and not any(step.kind == TRAINING for step in traced.steps):
-        traced.in_output = capture.failure is None
-        traced.problem = (
-            "the script ended without an update in a step of xla-adapters: a loop of your own marks its steps by `with "
-            "xla_adapters.step():` or a function decorated with xla_adapters.CompiledStep"
-            if capture.failure is None
-            else f"the training raised, and the script went on: {described(capture.failure)}"
-        )
+        traced.problem, traced.in_output = _without_update(capture), capture.failure is None
     (folder / ANSWER).write_bytes(pickle.dumps(traced))
     return traced
+
+
+def _without_update(capture: StepCapture) -> str:
+    """Why a script that ended by itself has no training step."""
+    if capture.failure is not None:
+        return f"the training raised, and the script went on: {described(capture.failure)}"
+    return (
+        "the script ended without an update in a step of xla-adapters: a loop of your own marks its steps by `with "
+        "xla_adapters.step():` or a function decorated with xla_adapters.CompiledStep"
+    )
 
 
 @contextmanager
