@@ -87,3 +87,28 @@ trainer.validate(Net(), loader)
 trainer.fit(Net(), loader, loader)
 trainer.save_checkpoint("final.ckpt")
 """
+
+# Its arguments are those of the command line, which name the Trainer's.
+LIGHTNING_CLI = """
+import sys
+import lightning as L
+import torch
+from lightning.pytorch.cli import LightningCLI
+
+class Net(L.LightningModule):
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, width)
+
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(64, 64), 16)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+sys.argv[1:] = ["fit", "--trainer.max_steps", "3", "--model.width", "16"]
+LightningCLI(Net)
+"""

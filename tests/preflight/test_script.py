@@ -20,7 +20,7 @@ from hf_trainer import Trainer
 from lightning_strategy import XLAEagerStrategy
 from tests.hlo.modules import donated, operations, parameters, results
 from tests.isolation import isolated, run_in_child
-from tests.preflight.scripts import BATCH_NORM, LIGHTNING, LOOP, TRANSFORMERS
+from tests.preflight.scripts import BATCH_NORM, LIGHTNING, LIGHTNING_CLI, LOOP, TRANSFORMERS
 from xla_adapters.preflight import live_run
 from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.preflight.script_process import ANSWER, JOB, Traced, trace
@@ -174,6 +174,13 @@ def test_a_stock_trainer_of_lightning_is_traced(tmp_path: Path) -> None:
     assert files == ["train.py"]
     assert any("sharding='fsdp'" in note for note in found.changed)
     assert any("left out" in note for note in found.changed)
+
+
+def test_a_script_of_the_lightning_cli_is_traced(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    found, files = traced(tmp_path, LIGHTNING_CLI, devices=1)
+    assert (found.problem, kinds(found), found.steps[0].batch) == ("", [TRAINING], "16x64")
+    assert files == ["train.py"]
 
 
 def test_running_statistics_are_updated_by_micro_batches(tmp_path: Path) -> None:
