@@ -41,6 +41,23 @@ def _derived(first: type, kind: type, hand: Hand) -> type:
     return type(kind.__name__, (first, kind), attributes)
 
 
+class _NoLogger(DummyLogger):
+    """Logs nothing; what callbacks write beside the logs goes to a folder.
+
+    Args:
+        folder: that one.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = folder
+
+    @property
+    def save_dir(self) -> str:
+        """The folder."""
+        return self._folder
+
+
 class _CheckedTrainer(EndingLoops):
     """Before a Trainer's class: our strategy, a temporary folder, no logger, no checkpoint."""
 
@@ -60,7 +77,7 @@ class _CheckedTrainer(EndingLoops):
                 "that one sharding=, or leave it out"
             )
         if options.get("logger") is not False:
-            options["logger"] = DummyLogger()
+            options["logger"] = _NoLogger(str(self._hand.folder))
         options["default_root_dir"] = str(self._hand.folder)
         super().__init__(**options)
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import get_args
 
 import torch
@@ -33,11 +37,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        status: int = options.run(options)
+        with _signals_raise():
+            status: int = options.run(options)
     except XLAAdapterError as error:
         print(f"xla-adapters: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("xla-adapters: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     return status
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """A context in which SIGTERM and SIGHUP raise, so that processes and folders of a command go when it ends."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    # Handlers of the process, and nohup, are left alone; only the main thread may set one.
+    in_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGHUP) if in_main else ()
+    changed = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    for number in changed:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _run_plan(options: argparse.Namespace) -> int:
@@ -69,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     where = plan.add_mutually_exclusive_group()
     where.add_argument("--mesh", type=_numbers, help="devices along the data and the model axis, e.g. 2x4")
     where.add_argument("--devices", type=int, help="how many devices (those of the slice); the mesh is chosen")
-    plan.add_argument("--batch", required=True, type=_numbers, help="samples of all devices, and their length: 16x2048")
+    plan.add_argument("--batch", required=True, type=_batch, help="samples of all devices, and their length: 16x2048")
     plan.add_argument(
         "--sharding", default="auto", choices=get_args(Scheme), help="auto plans, the others are templates"
     )
@@ -92,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--save", help="write the plan to this file, to read, edit and use")
     plan.add_argument("--html", help="draw the plan into this file")
     plan.set_defaults(run=_run_plan)
-    preflight_commands.add_parser(commands, _numbers)
+    preflight_commands.add_parser(commands, _numbers, _batch)
     checkpoint_commands.add_parser(commands)
     insight_commands.add_parsers(commands)
     explain = commands.add_parser("explain", help="what an error or a warning means, and what to do")
@@ -106,6 +134,13 @@ def _numbers(text: str) -> tuple[int, ...]:
     if not all(part.isdigit() and int(part) > 0 for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 2x4")
     return tuple(int(part) for part in parts)
+
+
+def _batch(text: str) -> tuple[int, ...]:
+    numbers = _numbers(text)
+    if len(numbers) > 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the number of samples and their length, as 16x1024")
+    return numbers
 
 
 def _plan(options: argparse.Namespace) -> ShardingPlan:

@@ -23,6 +23,20 @@ while True:
 TOO_LARGE = LOOP.replace("ROWS", "2**17").replace("256", "2**17")
 LOOP = LOOP.replace("ROWS", "16")
 
+BATCH_NORM = """
+import torch, xla_adapters
+
+xla_adapters.initialize()
+net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).to("xla")
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for number in range(6):
+    with xla_adapters.step():
+        net(torch.zeros(4, 8).to("xla")).square().mean().backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
 TRANSFORMERS = """
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -72,4 +86,29 @@ trainer = L.Trainer(max_epochs=3, accumulate_grad_batches=2, gradient_clip_val=0
 trainer.validate(Net(), loader)
 trainer.fit(Net(), loader, loader)
 trainer.save_checkpoint("final.ckpt")
+"""
+
+# Its arguments are those of the command line, which name the Trainer's.
+LIGHTNING_CLI = """
+import sys
+import lightning as L
+import torch
+from lightning.pytorch.cli import LightningCLI
+
+class Net(L.LightningModule):
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, width)
+
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(64, 64), 16)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+sys.argv[1:] = ["fit", "--trainer.max_steps", "3", "--model.width", "16"]
+LightningCLI(Net)
 """

@@ -14,7 +14,8 @@ from xla_adapters.cli import main
 from xla_adapters.errors import ConfigError
 from xla_adapters.preflight.compiler import check_compiler, compile_module
 from xla_adapters.preflight.live_values import largest_values, memory_of
-from xla_adapters.preflight.run import report_of
+from xla_adapters.preflight.report import Attempt, PreflightReport
+from xla_adapters.preflight.run import check_target, report_of
 from xla_adapters.preflight.target import Compiler, Target
 from xla_adapters.preflight.traced_step import TracedStep, trace_step
 from xla_adapters.runtime import get_runtime
@@ -40,6 +41,11 @@ def test_slices_are_read_and_counted() -> None:
     for wrong in ("v5e", "v9:2x2", "v5e:2x", "v5e-8"):
         with pytest.raises(ConfigError, match="give the generation and the chips along each dimension"):
             Target.parse(wrong)
+    for name, meant in (("v5litepod-8", "v5e:2x4"), ("v6e-16", "v6e:4x4"), ("v5p-8", "v5p:2x2x1")):
+        with pytest.raises(ConfigError, match=f"{name} is usually {meant}"):
+            Target.parse(name)
+    assert Target.parse("v6e:3x3").usual_slices.startswith("v6e:1x1, v6e:2x2, v6e:2x4, v6e:4x4, ")
+    assert Target.parse("v5p:3x3x3").usual_slices.startswith("v5p:2x2x1, v5p:2x2x2, v5p:2x2x4, ")
     with pytest.raises(ConfigError, match="a slice of v5p has 3 dimensions, as in v5p:2x2x1"):
         Target.parse("v5p:2x4")
 
@@ -58,6 +64,12 @@ def test_libtpu_knows_the_slices(name: str) -> None:
     assert (found.problem, found.devices) == ("", target.devices)
     assert found.hbm_bytes > 15e9
     assert not found.compiled
+
+
+@needs_libtpu
+def test_a_slice_that_libtpu_does_not_know_is_refused_with_the_usual_ones() -> None:
+    with pytest.raises(ConfigError, match=r"v5e:3x3: libtpu .* says: .*; usual slices: v5e:1x1, v5e:2x2, v5e:2x4,"):
+        check_target(Target.parse("v5e:3x3"))
 
 
 @needs_libtpu
@@ -88,6 +100,7 @@ def test_the_compiled_step_has_the_expected_memory_and_collectives() -> None:
     }
     text = dp.text()
     assert text.startswith("dp on v5e:2x2\nFITS: ")
+    assert f"Batch of all devices: inputs 16x{WIDTH}, labels 16\n" in text
     assert f"libtpu {Compiler.find().version}" in text
     assert dp.time is not None
     assert dp.time.least <= dp.time.most
@@ -102,7 +115,7 @@ def test_what_the_compiler_refuses_is_a_problem() -> None:
     other = compile_module(traced("fsdp", 4, 1).module, Target.parse("v5e:2x4"))
     assert "should have 8 devices but has 4" in other.problem
     assert not other.out_of_memory
-    assert compile_module(b"", target, timeout=0.01).problem == "the compiler had no more than 0 s"
+    assert compile_module(b"", target, timeout=0.01).problem == "the compiler had no more than 0.01 s (its timeout)"
 
 
 @needs_libtpu
@@ -190,10 +203,17 @@ def test_options_of_the_command_are_checked(capfd: pytest.CaptureFixture[str]) -
     assert "--sharding nothing: give one of auto, dp" in printed
 
 
-def test_a_report_without_a_program_says_why() -> None:
-    from xla_adapters.preflight.report import PreflightReport
+def test_a_report_says_what_is_left_if_no_variant_fits() -> None:
+    tried = (Attempt(change="sharding fsdp", fits=False, needed_bytes=2000), Attempt(change="bf16-mixed", fits=True))
+    report = PreflightReport(step="net", topology="v5e:2x2", problem="Ran out of memory", out_of_memory=True)
+    assert report.status == 1
+    for attempts, left in ((tried[:1], True), (tried, False)):
+        text = dataclasses.replace(report, attempts=attempts).text()
+        assert ("None of these fits: use a larger slice" in text) == left
 
+
+def test_a_report_without_a_program_says_why() -> None:
     report = PreflightReport(step="net", topology="v5e:2x2", problem="it cannot be traced: TensorReadError: ...")
-    assert not report.fits
+    assert (report.fits, report.status) == (False, 2)
     assert report.text() == "net on v5e:2x2\nDOES NOT COMPILE: it cannot be traced: TensorReadError: ..."
     assert dataclasses.asdict(report)["memory"] is None

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.isolation import isolated
 from tests.preflight.scripts import LOOP, TOO_LARGE
 from tests.preflight.test_compiler import needs_libtpu
+from xla_adapters import cli
 from xla_adapters.cli import main
 from xla_adapters.hlo.cost import Cost
 from xla_adapters.insight.report_page import page as report_page
@@ -46,7 +53,13 @@ def test_the_state_of_the_training_stays_while_it_evaluates() -> None:
 
 def test_a_graph_that_is_refused_is_the_verdict() -> None:
     refused = PreflightReport(step="training step", topology="v5e:1x1", problem="no such operation")
-    assert RunPreflight(what="", topology="", graphs=(refused,)).verdict == "DOES NOT COMPILE: see the graphs below"
+    found = RunPreflight(what="", topology="", graphs=(refused,))
+    assert (found.verdict, found.status) == ("DOES NOT COMPILE: see the graphs below", 2)
+    fits, larger = graph("training step", 600, 100), graph("training step", 600, 600)
+    # That one graph fits says nothing of the one that was not compiled; that one does not fit is known.
+    assert RunPreflight(what="", topology="", graphs=(fits, refused)).status == 2
+    assert RunPreflight(what="", topology="", graphs=(fits,), problem="the evaluation failed").status == 2
+    assert RunPreflight(what="", topology="", graphs=(larger, refused)).status == 1
     failed = RunPreflight(what="", topology="", problem="ValueError: no (train.py:3)")
     assert failed.verdict == "NOT COMPILED: ValueError: no (train.py:3)"
     assert (failed.fits, failed.status, failed.needed_bytes) == (False, 2, 0)
@@ -92,6 +105,18 @@ def test_a_training_on_one_device_is_not_compiled_for_several() -> None:
     assert "uses one device, and v5e:2x4 has 8: shard it" in found.problem
 
 
+def test_a_crash_is_said_with_the_line_of_the_script() -> None:
+    said = (
+        "epoch 1\nFatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
+        f'  File "{torch.__file__}", line 5 in norm\n  File "/home/me/train.py", line 12 in main\n'
+        '  File "/home/me/train.py", line 20 in <module>\n\nExtension modules: numpy (total: 1)\n'
+    )
+    found = script._crashed(said)
+    assert found.startswith(" (Segmentation fault) at /home/me/train.py:12; in a pre-flight tensors have no values")
+    assert script._crashed("epoch 1\n") == ""
+    assert script._end_of("epoch 1\n") == "; it printed:\nepoch 1"
+
+
 @isolated
 def test_wrong_use_of_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train = tmp_path / "train.py"
@@ -108,6 +133,60 @@ def test_wrong_use_of_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[s
     ):
         assert main([*start, *arguments]) == 2
         assert message in capfd.readouterr().err
+
+
+@isolated
+def test_what_cannot_take_effect_is_refused_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    start = ["preflight", "--topology", "v5e:1x1", "--model", "a:b", "--batch", "8"]
+    for arguments, message in (
+        (["--timeout", "0"], "'0' is not a number of seconds"),
+        (["--timeout", "inf"], "'inf' is not a number of seconds"),
+        (["--json", str(tmp_path)], "cannot be written"),
+        (["--html", str(tmp_path / "none" / "report.html")], "cannot be written"),
+        (["--batch", "8x16x2"], "is not the number of samples and their length"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([*start, *arguments])
+        assert ended.value.code == 2
+        assert message in capfd.readouterr().err
+
+
+def test_an_interrupt_ends_a_command_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "explained", interrupted)
+    assert main(["explain"]) == 130
+    assert capsys.readouterr().err == "xla-adapters: interrupted\n"
+
+
+def test_a_signal_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+    train, scratch = tmp_path / "train.py", tmp_path / "scratch"
+    scratch.mkdir()
+    began = tmp_path / "began"
+    train.write_text(
+        f"import os, pathlib, time\npathlib.Path({str(began)!r}).write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    program = (
+        "import sys; from xla_adapters.preflight import script; from xla_adapters.cli import main; "
+        "script._missing_compiler = lambda target: 'none'; "
+        f"sys.exit(main(['preflight', '--topology', 'v5e:1x1', {str(train)!r}]))"
+    )
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(scratch)}, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 300
+        while not (began.is_file() and began.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{began.read_text()}").exists()
+    assert not list(scratch.glob("xla-adapters-*"))
 
 
 @needs_libtpu

@@ -20,7 +20,7 @@ from hf_trainer import Trainer
 from lightning_strategy import XLAEagerStrategy
 from tests.hlo.modules import donated, operations, parameters, results
 from tests.isolation import isolated, run_in_child
-from tests.preflight.scripts import LIGHTNING, LOOP, TRANSFORMERS
+from tests.preflight.scripts import BATCH_NORM, LIGHTNING, LIGHTNING_CLI, LOOP, TRANSFORMERS
 from xla_adapters.preflight import live_run
 from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.preflight.script_process import ANSWER, JOB, Traced, trace
@@ -125,6 +125,9 @@ def test_a_loop_of_ones_own_is_traced_up_to_its_first_update(tmp_path: Path) -> 
 def test_a_stock_trainer_is_traced_with_accumulation_and_evaluation(tmp_path: Path) -> None:
     found, files = traced(tmp_path, TRANSFORMERS, sharding="fsdp")
     assert (found.problem, kinds(found)) == ("", [TRAINING, MICRO_BATCH, EVALUATION])
+    assert [step.batch for step in found.steps] == [
+        f"input_ids {size}, labels {size}" for size in ("8x16", "8x16", "4x16")
+    ]
     assert found.plan is not None
     assert (found.plan.name, found.plan.mesh.size) == ("fsdp", 4)
     update, micro_batch, evaluation = found.steps
@@ -173,13 +176,38 @@ def test_a_stock_trainer_of_lightning_is_traced(tmp_path: Path) -> None:
     assert any("left out" in note for note in found.changed)
 
 
+def test_a_script_of_the_lightning_cli_is_traced(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    found, files = traced(tmp_path, LIGHTNING_CLI, devices=1)
+    assert (found.problem, kinds(found), found.steps[0].batch) == ("", [TRAINING], "16x64")
+    assert files == ["train.py"]
+
+
+def test_running_statistics_are_updated_by_micro_batches(tmp_path: Path) -> None:
+    found, _ = traced(tmp_path, BATCH_NORM, devices=1)
+    assert (found.problem, kinds(found)) == ("", [TRAINING, "micro batch without an update (step)"])
+    statistics = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    for step in found.steps:
+        assert statistics <= named(step, donated(step.module))
+
+
 def test_a_script_that_fails_names_its_line(tmp_path: Path) -> None:
     found, _ = traced(tmp_path, LOOP.replace("loss.backward()", "loss.backward(); loss.item()"), devices=1)
     assert found.steps == []
     assert found.problem.startswith("TensorReadError: ")
     assert "train.py:12" in found.problem
+    # What a training would do after a warning needs the value.
+    warned = LOOP.replace("loss.backward()", "loss.backward(); loss.item()")
+    warned = warned.replace("xla_adapters.step()", "xla_adapters.step(on_graph_break='warn')")
+    found, _ = traced(tmp_path, warned, devices=1)
+    assert found.problem.startswith("TensorReadError: ")
+    assert "on_graph_break" not in found.problem
     found, _ = traced(tmp_path, "print('nothing')", devices=1)
     assert found.problem.startswith("the script ended without an update in a step of xla-adapters")
+    handled = TRANSFORMERS.replace("trainer.train()", "try:\n    trainer.train()\nexcept ValueError: pass")
+    handled = handled.replace("tokens = torch.stack(rows)", "raise ValueError('no samples')")
+    found, _ = traced(tmp_path, handled, devices=1)
+    assert found.problem.startswith("the training raised, and the script went on: ValueError: no samples (")
     found, _ = traced(tmp_path, "import sys; sys.exit(3)", devices=1)
     assert found.problem == "the script ended with the exit status 3"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.isolation import isolated
 from tests.preflight.nets import needs_libtpu
 from xla_adapters.cli import main
 from xla_adapters.sharding import ShardingPlan
+from xla_adapters.sharding.model_loading import load_model
 
 LLAMA = {
     "model_type": "llama",
@@ -43,6 +45,18 @@ def factory(rows: int, length: int | None) -> tuple[nn.Module, dict[str, torch.T
 
 def only_a_model(rows: int, length: int | None) -> nn.Module:
     return Net()
+
+
+def with_a_number(rows: int, length: int | None) -> tuple[nn.Module, int]:
+    return Net(), 3
+
+
+def with_another_batch(rows: int, length: int | None) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return Net(), {"inputs": torch.empty(6, 64)}
+
+
+def without_data(rows: int, length: int | None) -> None:
+    raise FileNotFoundError("no train.jsonl")
 
 
 def config_file(folder: Path, **values: Any) -> str:
@@ -100,6 +114,18 @@ def test_a_factory_and_gradient_checkpointing_of_a_model_without(capsys: pytest.
         ("tests.sharding.test_cli:nobody", [], "has no attribute 'nobody'"),
         ("tests.sharding.test_cli", [], "give a .json file, or module:factory"),
         ("tests.sharding.test_cli:only_a_model", [], "returns (model, batch); it returned Net"),
+        ("tests.sharding.test_cli:with_a_number", [], "the batch is a dictionary"),
+        (
+            "tests.sharding.test_cli:with_another_batch",
+            [],
+            "the factory was called with 8 samples, and no tensor of its batch has",
+        ),
+        ("tests.sharding.test_cli:without_data", [], "with 8 samples and length None, raised FileNotFoundError: no"),
+        ("tests.sharding.test_cli:config_file", [], "raised TypeError: "),
+        ("tests.sharding.test_cli:LLAMA", [], "it is no function, but of the type dict"),
+        ("tests/sharding/test_cli.py:factory", [], "give the module by its name: test_cli:factory"),
+        (":factory", [], "give a .json file, or module:factory"),
+        ("tests", [], "it is a folder; give the configuration file in it: tests/config.json"),
         ("missing.json", [], "there is no such file"),
         ("tests.sharding.test_cli:factory", ["--memory", "0.00001"], "is too little: the smallest"),
     ],
@@ -133,6 +159,10 @@ def test_configurations_that_say_too_little(tmp_path: Path, capsys: pytest.Captu
         ({"model_type": "nothing"}, "8x8", "model_type='nothing' is none that transformers"),
         ({"model_type": "vit"}, "8x8", "name the class of the model under 'architectures'"),
         ({}, "8", "needs a length: --batch 8x2048"),
+        ({"architectures": ["MyLlama"]}, "8x8", "transformers has no MyLlama; use module:factory"),
+        ({"model_type": "gpt2", "n_positions": 64}, "8x65", "samples of 65 tokens are longer than its 64 positions"),
+        ({"hidden_size": "wide"}, "8x8", "transformers makes no model of it: StrictDataclass"),
+        ({"model_type": "gpt2", "hidden_size": 65}, "8x8", "transformers makes no model of it: ValueError"),
     ):
         path = config_file(tmp_path, **values)
         assert main(["plan", "--model", path, "--devices", "4", "--batch", batch]) == 2
@@ -140,7 +170,39 @@ def test_configurations_that_say_too_little(tmp_path: Path, capsys: pytest.Captu
 
 
 @isolated
-@pytest.mark.parametrize("wrong", [["--batch", "8by8"], ["--mesh", "2x0"], ["--sharding", "zero3"]])
+def test_files_that_are_no_configurations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    for text, message in (("{", "is no JSON"), ("[1]", "it is a list, not an object")):
+        path.write_text(text)
+        assert main(["plan", "--model", str(path), "--devices", "4", "--batch", "8x8"]) == 2
+        assert message in capsys.readouterr().err
+
+
+@isolated
+def test_without_a_class_an_encoder_with_a_decoder_keeps_both(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "bart", "d_model": 64, "encoder_layers": 1, "decoder_layers": 1}))
+    model, _, _ = load_model(str(path), 2, 8)
+    assert type(model).__name__ == "BartForConditionalGeneration"
+
+
+@isolated
+def test_a_module_of_the_present_folder_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nets_of_mine.py").write_text("from tests.sharding.test_cli import Net, factory\n")
+    monkeypatch.chdir(tmp_path)
+    # As a console script: its own folder comes first.
+    monkeypatch.setattr(sys, "path", ["/usr/bin", *(entry for entry in sys.path if entry)])
+    arguments = ["plan", "--model", "nets_of_mine:factory", "--devices", "4", "--batch", "8", "--sharding", "fsdp"]
+    assert main(arguments) == 0
+    assert "layer.weight" in capsys.readouterr().out
+
+
+@isolated
+@pytest.mark.parametrize(
+    "wrong", [["--batch", "8by8"], ["--batch", "8x8x8"], ["--mesh", "2x0"], ["--sharding", "zero3"]]
+)
 def test_arguments_that_cannot_be_read(wrong: list[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--model", "m:f", "--devices", "4", "--batch", "8", *wrong])

@@ -323,6 +323,10 @@ def candidate(name: str, seconds: float, memory: float) -> Candidate:
     return Candidate(plan=plan, seconds=seconds, memory_bytes=memory)
 
 
+def measured_bytes(sent: float) -> Measurement:
+    return Measurement(wire_bytes=sent, memory_bytes=1, collectives={})
+
+
 def test_the_cheapest_that_fits_wins() -> None:
     found = [candidate("a", 3, 10), candidate("b", 1, 30), candidate("c", 2, 20), candidate("d", 1.00001, 25)]
     assert cheapest(found, None).plan.name == "d"
@@ -333,6 +337,13 @@ def test_the_cheapest_that_fits_wins() -> None:
     assert cheapest(refused, None).plan.name == "a"
     with pytest.raises(ConfigError, match=r"the memory of a device is too little: the smallest .* is 20 bytes"):
         cheapest([item for item in refused if not item.fits], None)
+    sent = {"a": 1.0, "b": 9.0, "c": 5.0, "d": 7.0}
+    plans = [dataclasses.replace(item.plan, measured=measured_bytes(sent[item.plan.name])) for item in found]
+    compiled = [dataclasses.replace(item, plan=plan) for item, plan in zip(found, plans, strict=True)]
+    assert [cheapest(compiled, None, within=share).plan.name for share in (0.0, 0.01, 1.0, 2.0)] == ["d", "d", "c", "a"]
+    assert cheapest(compiled, 20, within=0.01).plan.name == "c"
+    # Of predictions the fastest: what they send is not known.
+    assert cheapest(found, None, within=2.0).plan.name == "d"
     listed = alternatives(found, 20)
     assert [item.name for item in listed] == ["d", "b", "c", "a"]
     assert [item.remark for item in listed] == ["more than memory_budget"] * 2 + [""] * 2

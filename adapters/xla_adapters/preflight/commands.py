@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -20,12 +22,15 @@ from xla_adapters.sharding.model_loading import load_model
 from xla_adapters.sharding.plan import ShardingPlan
 
 
-def add_parser(commands: Any, numbers: Callable[[str], tuple[int, ...]]) -> None:
+def add_parser(
+    commands: Any, numbers: Callable[[str], tuple[int, ...]], batch: Callable[[str], tuple[int, ...]]
+) -> None:
     """Adds the command `preflight`.
 
     Args:
         commands: the subparsers of the command line.
-        numbers: reads numbers like `16x1024`.
+        numbers: reads numbers like `2x4`.
+        batch: reads the size of a batch, like `16x1024`.
     """
     text = "compiles a training for TPUs that are not there: does it fit, and what bounds it?"
     parser = commands.add_parser(
@@ -41,13 +46,15 @@ def add_parser(commands: Any, numbers: Callable[[str], tuple[int, ...]]) -> None
         help=f"{', '.join(get_args(Scheme))}; for a model also a plan's file (auto, which plans), for a script only if "
         "its trainer does not shard by itself",
     )
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for tracing, and for each compile (900)")
-    parser.add_argument("--json", metavar="FILE", help="write the report there, too")
-    parser.add_argument("--html", metavar="FILE", help="of a script: write the report as a page there, too")
+    parser.add_argument("--timeout", type=_seconds, default=900, help="seconds for tracing, and for each compile (900)")
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the report there, too")
+    parser.add_argument(
+        "--html", type=_new_file, metavar="FILE", help="of a script: write the report as a page there, too"
+    )
     parser.add_argument("--output", action="store_true", help="show what the script prints")
     model = parser.add_argument_group("a model instead of a script")
     model.add_argument("--model", help="a configuration file of transformers, or module:factory of your own")
-    model.add_argument("--batch", type=numbers, help="samples of all devices, and their length: 16x1024")
+    model.add_argument("--batch", type=batch, help="samples of all devices, and their length: 16x1024")
     model.add_argument("--mesh", type=numbers, help="devices along the data and the model axis, e.g. 2x4")
     model.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="(adamw)")
     model.add_argument(
@@ -93,7 +100,7 @@ def _run(options: argparse.Namespace) -> int:
     )
     print(report.text())
     _write_json(options, report.as_values())
-    return 0 if report.fits else 1
+    return report.status
 
 
 def _run_script(options: argparse.Namespace) -> int:
@@ -113,14 +120,32 @@ def _run_script(options: argparse.Namespace) -> int:
     )
     print(report.text())
     if options.html is not None:
-        Path(options.html).write_text(page(report), encoding="utf-8")
+        options.html.write_text(page(report), encoding="utf-8")
     _write_json(options, report.as_values())
     return report.status
 
 
 def _write_json(options: argparse.Namespace, values: dict[str, Any]) -> None:
     if options.json is not None:
-        Path(options.json).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
+
+
+def _new_file(text: str) -> Path:
+    """A file that can be written: found out before the compiler has worked for minutes."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
+    return path
 
 
 def _sharding(given: str) -> Scheme | ShardingPlan:

@@ -183,7 +183,7 @@ def _run(folder: Path, target: Target, timeout: float, generate_code: bool) -> s
                     if not generate_code and _has_assigned(folder):
                         return None
                     if time.monotonic() >= deadline:
-                        return f"the compiler had no more than {timeout:.0f} s"
+                        return f"the compiler had no more than {timeout:g} s (its timeout)"
         finally:
             process.kill()
             process.wait()

@@ -68,6 +68,7 @@ class PreflightReport:
     Attributes:
         step: what was compiled: model, batch, sharding, optimizer, dtype.
         topology: for which slice.
+        batch: of all devices, in words.
         device: of the slice, by its own name.
         compiler: which libtpu.
         hbm_bytes: memory of a device that programs may use; 0 if not known.
@@ -86,6 +87,7 @@ class PreflightReport:
 
     step: str
     topology: str
+    batch: str = ""
     device: str = ""
     compiler: str = ""
     hbm_bytes: int = 0
@@ -106,6 +108,13 @@ class PreflightReport:
     def fits(self) -> bool:
         """Whether there is a program, and it fits the memory of a device."""
         return self.memory is not None and self.needed_bytes <= self.hbm_bytes
+
+    @property
+    def status(self) -> int:
+        """Exit status: 0 it fits, 1 it does not, 2 it cannot be said."""
+        if self.fits:
+            return 0
+        return 1 if self.memory is not None or self.out_of_memory else 2
 
     @property
     def wire_bytes(self) -> float:
@@ -129,6 +138,8 @@ class PreflightReport:
         lines = [f"{self.step} on {self.topology}", self._verdict()]
         if self.compiler:
             lines.append(f"Compiled for {self.device} by {self.compiler}; {UNITS_NOTE}")
+        if self.batch:
+            lines.append(f"Batch of all devices: {self.batch}")
         for part in (self._memory(width), self._largest(width), self._collectives(width), self._time(width)):
             lines += ["", *part] if part else []
         if self.memory is not None:
@@ -208,4 +219,8 @@ class PreflightReport:
             for item in self.attempts
         ]
         header = ["with", "result", "needs", "problem"]
-        return ["What was tried instead, each with the changes before it", *table(header, rows, width=width, right=[2])]
+        title = "What was tried instead, each with the changes before it"
+        lines = [title, *table(header, rows, width=width, right=[2])]
+        if not any(item.fits for item in self.attempts):
+            lines.append("None of these fits: use a larger slice, or --sharding auto or 2d on it")
+        return lines

@@ -109,7 +109,9 @@ def check_target(target: Target) -> None:
     """
     started = check_compiler(target)
     if started.problem:
-        raise ConfigError(f"topology {target}: {started.compiler} says: {started.problem}")
+        raise ConfigError(
+            f"topology {target}: {started.compiler} says: {started.problem}; usual slices: {target.usual_slices}"
+        )
     if started.devices != target.devices:
         raise ConfigError(f"topology {target}: {started.compiler} sees {started.devices} devices, not {target.devices}")
 
@@ -153,7 +155,7 @@ def _compiled(load: Load, options: StepOptions, target: Target, timeout: float) 
     plan = _plan(model, batch, around, options, target)
     mixed = InBfloat16(around) if options.dtype == "bf16-mixed" else around
     job = StepJob(model=model, batch=batch, plans=(plan,), around=mixed, optimizer=OPTIMIZERS[options.optimizer])
-    step = options.describe(plan)
+    step = dataclasses.replace(options, name=f"{options.name} ({type(model).__name__})").describe(plan)
     try:
         traced = trace_in_process(job, timeout=timeout)
     except TracingError as error:
@@ -176,7 +178,10 @@ def _plan(model: torch.nn.Module, batch: Any, around: Around, options: StepOptio
     plan = make_plan(model, config, target.devices, example=lambda: batch, around=around)
     parts = math.prod(plan.mesh.axis_size(axis) for axis in plan.batch)
     if options.rows % parts:
-        raise ConfigError(f"a batch of {options.rows} samples does not divide into {parts} parts ({plan.mesh})")
+        raise ConfigError(
+            f"a batch of {options.rows} samples does not divide into {parts} parts ({plan.mesh}): give a multiple of "
+            f"{parts}"
+        )
     return plan
 
 
@@ -198,6 +203,7 @@ def report_on(step: str, traced: TracedStep, compiled: CompiledModule, mesh: Mes
     largest = largest_values(compiled.text, compiled.buffers, traced.names) if compiled.text else []
     report = PreflightReport(
         step=step,
+        batch=traced.batch,
         topology=str(compiled.target),
         device=compiled.kind,
         compiler=compiled.compiler,

@@ -73,7 +73,9 @@ class RunPreflight:
         """Exit status: 0 it fits, 1 it does not, 2 it cannot be said."""
         if self.fits:
             return 0
-        return 1 if self.graphs and not self.invalid else 2
+        too_large = any(graph.status == 1 for graph in self.graphs)
+        known = bool(self.graphs) and all(graph.memory is not None for graph in self.graphs)
+        return 1 if too_large or (known and self.needed_bytes > self.graphs[0].hbm_bytes) else 2
 
     def as_values(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shlex
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,8 +24,10 @@ from xla_adapters.preflight.trace_process import environment_for
 from xla_adapters.scripts.running import run_limited
 from xla_adapters.sharding.mesh import Mesh
 from xla_adapters.sharding.planner import Topology
+from xla_adapters.utils.location import location_of_line
 
-_KEPT_OUTPUT = 4000
+_KEPT_OUTPUT = 2000
+_FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in ', re.MULTILINE)
 # Nothing goes to services that log runs.
 _SETTINGS = {"WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -90,11 +93,13 @@ def preflight_process(
             output=None if shows_output else output,
         )
         answer = folder / script_process.ANSWER
-        said = "" if shows_output else output.read_bytes()[-_KEPT_OUTPUT:].decode(errors="replace")
+        said = "" if shows_output else output.read_text(errors="replace")
         if not answer.is_file():
-            problem = f"the process that traces the steps {ended}{os.linesep}{said}".rstrip()
+            problem = f"the process that traces the steps {ended}{_crashed(said) or _end_of(said)}"
             return RunPreflight(what=what, topology=str(target), problem=problem)
         traced: Traced = pickle.loads(answer.read_bytes())
+        if traced.in_output:
+            traced.problem += _end_of(said)
     return report_traced(what, target, traced, timeout=timeout, missing=missing)
 
 
@@ -150,6 +155,25 @@ def _unsharded(traced: Traced, target: Target) -> str:
     return (
         f"the training is not sharded and uses one device, and {target} has {target.devices}: shard it (sharding= or "
         "auto_sharding= of the trainer or strategy, or --sharding), or name a slice of one device, as v5e:1x1"
+    )
+
+
+def _end_of(said: str) -> str:
+    """The end of what the script printed, for messages."""
+    text = said.strip()[-_KEPT_OUTPUT:]
+    return f"; it printed:{os.linesep}{text}" if text else ""
+
+
+def _crashed(said: str) -> str:
+    """Where the process crashed, by the text of `faulthandler`; empty if it has not written one."""
+    _, fatal, text = said.partition("Fatal Python error: ")
+    if not fatal:
+        return ""
+    frames = (location_of_line(file, int(line)) for file, line in _FRAME.findall(text))
+    place = next((f" at {at.filename}:{at.lineno}" for at in frames if at.is_user_code), "")
+    return (
+        f" ({text.partition(os.linesep)[0]}){place}; in a pre-flight tensors have no values: nothing can be read from "
+        "the device, and nothing computed on it outside of a step"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ConfigError
 from xla_adapters.preflight.step_capture import EVALUATION, TRAINING, StepCapture, Taken
 from xla_adapters.preflight.traced_step import TracedStep
@@ -23,7 +25,7 @@ from xla_adapters.scripts.saving import FilesWritten, skipping_saves
 from xla_adapters.sharding.config import ShardingConfig
 from xla_adapters.sharding.measure.job import unpack
 from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.utils.location import location_of
+from xla_adapters.utils.location import described
 from xla_adapters.utils.patching import replaced
 
 # A script is requested by the first, another training by the second.
@@ -40,6 +42,7 @@ class Traced:
         changed, skipped, written: what was put in, not saved, and written all the same, in words.
         problem: why there is no graph of a training step, or none of an evaluation; empty if there is.
         invalid: whether the problem is an option that cannot work.
+        in_output: whether only what the script printed may say more about the problem.
     """
 
     steps: list[TracedStep] = field(default_factory=list)
@@ -49,6 +52,7 @@ class Traced:
     written: list[str] = field(default_factory=list)
     problem: str = ""
     invalid: bool = False
+    in_output: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ def trace(
         stack.enter_context(skipping_saves(folder, hand.skip))
         if puts_in:
             stack.enter_context(put_in(hand))
-        stack.enter_context(_planning_for(generation))
+        stack.enter_context(_options_for(generation))
         FilesWritten(traced.written.append)
         try:
             run(hand)
@@ -126,31 +130,50 @@ def trace(
             pass
         except SystemExit as error:
             traced.problem = f"the script ended with the exit status {error.code}" if error.code else ""
+            traced.in_output = bool(error.code)
         except BaseException as error:  # noqa: BLE001 (it is reported)
             traceback.print_exception(error)
-            traced.problem, traced.invalid = _told(error), isinstance(error, ConfigError)
+            traced.problem, traced.invalid = described(error), isinstance(error, ConfigError)
     traced.steps = sorted(capture.steps, key=lambda step: (step.kind != TRAINING, step.kind == EVALUATION))
     traced.plan = capture.plan
     if not traced.problem and not any(step.kind == TRAINING for step in traced.steps):
-        traced.problem = (
-            "the script ended without an update in a step of xla-adapters: a loop of your own marks its steps by `with "
-            "xla_adapters.step():` or a function decorated with xla_adapters.CompiledStep"
-        )
+        traced.problem, traced.in_output = _without_update(capture), capture.failure is None
     (folder / ANSWER).write_bytes(pickle.dumps(traced))
     return traced
 
 
+def _without_update(capture: StepCapture) -> str:
+    """Why a script that ended by itself has no training step."""
+    if capture.failure is not None:
+        return f"the training raised, and the script went on: {described(capture.failure)}"
+    return (
+        "the script ended without an update in a step of xla-adapters: a loop of your own marks its steps by `with "
+        "xla_adapters.step():` or a function decorated with xla_adapters.CompiledStep"
+    )
+
+
 @contextmanager
-def _planning_for(generation: str) -> Iterator[None]:
-    """A context in which the planner plans for the devices of the pre-flight, unless others are named."""
-    check = ShardingConfig.__post_init__
+def _options_for(generation: str) -> Iterator[None]:
+    """A context in which options are those of a pre-flight.
+
+    The planner plans for its devices, unless others are named. Where a training would execute a part of a step and go
+    on with its values, which are not there, is an error.
+    """
+    check, check_step = ShardingConfig.__post_init__, XLAConfig.__post_init__
 
     def checked(config: ShardingConfig) -> None:
         if config.scheme == "auto" and config.plan is None and config.topology is None:
             object.__setattr__(config, "topology", generation)
         check(config)
 
-    with replaced(ShardingConfig, "__post_init__", checked):
+    def step_checked(config: XLAConfig) -> None:
+        check_step(config)
+        object.__setattr__(config, "on_graph_break", "error")
+
+    with (
+        replaced(ShardingConfig, "__post_init__", checked),
+        replaced(XLAConfig, "__post_init__", step_checked),
+    ):
         yield
 
 
@@ -160,13 +183,6 @@ def _adding_to(notes: list[str]) -> Callable[[str], None]:
             notes.append(note)
 
     return add
-
-
-def _told(error: BaseException) -> str:
-    location = location_of(error.__traceback__)
-    where = location.called_from or location if location is not None else None
-    at = f" ({where.filename}:{where.lineno})" if where is not None else ""
-    return f"{type(error).__name__}: {error}{at}"
 
 
 def _main(folder: Path) -> None:
@@ -198,6 +214,8 @@ def _trace_job(folder: Path, trace: Callable[..., Traced]) -> None:
 
 
 if __name__ == "__main__":
+    # The runtime crashes where values are needed that placeholders do not have.
+    faulthandler.enable()
     _main(Path(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -13,7 +13,7 @@ import torch
 
 from xla_adapters.hlo.annotations import annotate
 from xla_adapters.preflight.abstract_runtime import Shardings, abstract_runtime
-from xla_adapters.preflight.traced_step import TracedStep, encoded, named_batch, pending_results
+from xla_adapters.preflight.traced_step import TracedStep, described_batch, encoded, named_batch, pending_results
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import Runtime, TileAssignment, get_runtime, using_runtime
 from xla_adapters.sharding.placement import Placement
@@ -41,17 +41,20 @@ class StepCapture:
     Attributes:
         steps: what was taken.
         plan: how the model is sharded; None if it is not.
+        failure: what a loop raised, also if the script handles it.
     """
 
     def __init__(self) -> None:
         self.steps: list[TracedStep] = []
         self.plan: ShardingPlan | None = None
+        self.failure: BaseException | None = None
         self._runtime: Runtime
         self._shardings: Shardings
         self._phase = ""
         self._graphs: set[str] = set()
         self._calls = 0
         self._began = time.monotonic()
+        self._batch = ""
         # Of the present batch by the ids of its tensors on the host; of all that was copied by handles on the device.
         self._on_host: dict[int, str] = {}
         self._on_device: dict[int, str] = {}
@@ -91,6 +94,9 @@ class StepCapture:
             yield
         except Taken:
             pass
+        except BaseException as error:
+            self.failure = error
+            raise
         finally:
             self._phase = ""
 
@@ -112,6 +118,7 @@ class StepCapture:
 
     def _open(self, opened: Callable[..., None]) -> Callable[..., None]:
         def open_program(program: StepProgram, **options: Any) -> None:
+            self._batch = described_batch(options.get("inputs"))
             batch = [(name, tensor) for name, tensor in named_batch(options.get("inputs"), "batch")]
             self._on_host = {id(tensor): name for name, tensor in batch if not self._runtime.device.owns(tensor)}
             self._on_device |= {self._handle(tensor): name for name, tensor in batch if id(tensor) not in self._on_host}
@@ -143,7 +150,11 @@ class StepCapture:
         values = [
             self._shardings.make(tensor.shape, tensor.dtype, tiles.get(number)) for number, tensor in outputs.items()
         ]
-        self._runtime.lazy.fill([self._runtime.lazy.inner(item) for item in outputs.values()], values)
+        # Kernels in C++ (batch_norm) hold some results without the wrapper.
+        inner = [
+            self._runtime.lazy.inner(item) if torch._is_functional_tensor(item) else item for item in outputs.values()
+        ]
+        self._runtime.lazy.fill(inner, values)
 
     def _kind(self, scope: StepScope, *, updates: bool) -> str:
         if self._phase == EVALUATION or updates:
@@ -188,6 +199,7 @@ class StepCapture:
                 seconds=time.monotonic() - self._began,
                 kind=kind,
                 argument_bytes=sum(_bytes(inputs[handle], shardings) for handle in places),
+                batch=self._batch,
             )
         )
         return tiles

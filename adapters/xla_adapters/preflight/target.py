@@ -19,6 +19,9 @@ _DEVICES_PER_CHIP = {"tpu7x": 2}
 # torch_xla drives both cores of a v4 as one device (TPU_MEGACORE).
 _OPTIONS = {"v4": {"chip_config_name": "megacore_dense"}}
 INSTALL = 'pip install "xla-adapters[preflight]"'
+# Names of accelerators, as v5litepod-8: the generation, and how many of what the number counts are one chip.
+_ACCELERATOR = re.compile(r"(v4|v5litepod|v5e|v5p|v6e|tpu7x)-(\d+)")
+_COUNTED_PER_CHIP = {"v4": 2, "v5p": 2, "tpu7x": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,7 @@ class Target:
         if found is None:
             raise ConfigError(
                 f"topology {text!r}: give the generation and the chips along each dimension, as in v5e:2x4, v6e:4x4, "
-                "v4:2x2x1, v5p:2x2x2 or tpu7x:2x2x1"
+                f"v4:2x2x1, v5p:2x2x2 or tpu7x:2x2x1{cls._meant(text)}"
             )
         return cls(generation=found.group(1), chips=tuple(map(int, found.group(2).split("x"))))
 
@@ -79,6 +82,28 @@ class Target:
             exponents[(1, 0, 2)[number] if number < dimensions else -1 - number % dimensions] += 1
         ordered = sorted(exponents) if chips >= 2**dimensions else exponents
         return cls(generation=generation, chips=tuple(2**exponent for exponent in ordered))
+
+    @classmethod
+    def _meant(cls, text: str) -> str:
+        """The slice that an accelerator's name stands for, for messages; empty if it is no such name."""
+        found = _ACCELERATOR.fullmatch(text.lower())
+        if found is None:
+            return ""
+        generation = found.group(1).replace("litepod", "e")
+        chips = int(found.group(2)) // _COUNTED_PER_CHIP.get(generation, 1)
+        try:
+            usual = cls.usual(generation, chips * _DEVICES_PER_CHIP.get(generation, 1))
+        except ConfigError:
+            return ""
+        return f"; {text} is usually {usual}"
+
+    @property
+    def usual_slices(self) -> str:
+        """The smallest slices of the generation, for messages."""
+        per_chip = _DEVICES_PER_CHIP.get(self.generation, 1)
+        smallest = 4 if self.generation in _CUBES else 1
+        chips = [smallest, *(count for count in (4, 8, 16, 32, 64, 128, 256) if count > smallest)]
+        return ", ".join(str(self.usual(self.generation, count * per_chip)) for count in chips)
 
     @property
     def devices(self) -> int:

@@ -20,6 +20,7 @@ from xla_adapters.preflight.traced_step import TracedStep, trace_step
 from xla_adapters.runtime import get_runtime
 from xla_adapters.sharding.measure import MeasuringError
 from xla_adapters.sharding.measure.job import pack, unpack
+from xla_adapters.utils.location import described
 
 _JOB, _ANSWER = "job.pickle", "answer_{}.pickle"
 
@@ -76,7 +77,7 @@ def trace_plans_in_process(job: StepJob, *, timeout: float = 900) -> list[Traced
             said = ended.stderr.decode(errors="replace").strip()
             problem = f"the process that traces the step ended with status {ended.returncode}: {said[-2000:]}"
         except subprocess.TimeoutExpired:
-            problem = f"tracing the step took more than {timeout:.0f} s"
+            problem = f"tracing the step took more than {timeout:g} s (its timeout)"
         paths = [folder / _ANSWER.format(number) for number in range(len(job.plans))]
         return [pickle.loads(path.read_bytes()) if path.is_file() else problem for path in paths]
 
@@ -113,7 +114,7 @@ def _main(folder: Path) -> None:
             answer = trace_step(dataclasses.replace(job, plans=(plan,)))
         except (*MODEL_FAILURES, XLAAdapterError) as error:
             traceback.print_exc()
-            answer = f"{type(error).__name__}: {str(error).strip()}"
+            answer = described(error)
         # Renamed when it is complete: the process may be stopped at any time.
         part = folder / "part"
         part.write_bytes(pickle.dumps(answer))

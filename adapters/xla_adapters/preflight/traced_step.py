@@ -21,6 +21,9 @@ from xla_adapters.sharding.placement import Placement
 from xla_adapters.tracing.optimizers import prime
 from xla_adapters.tracing.step_scope import StepScope
 
+# Tensors of a batch that are named.
+_LISTED = 6
+
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStep:
@@ -33,6 +36,7 @@ class TracedStep:
         seconds: time of tracing and lowering.
         kind: which step of a training it is, in words.
         argument_bytes: of parameters, state and batch on one device, without padding; 0 if not counted.
+        batch: of all devices, in words; empty if not known.
     """
 
     module: bytes
@@ -40,6 +44,7 @@ class TracedStep:
     seconds: float
     kind: str = "training step"
     argument_bytes: int = 0
+    batch: str = ""
 
 
 def trace_step(job: StepJob) -> TracedStep:
@@ -61,7 +66,8 @@ def trace_step(job: StepJob) -> TracedStep:
         with uploading():
             prime(optimizer)
         module, names = _traced(job, optimizer, batch, placement, runtime, shardings)
-    return TracedStep(module=module, names=names, seconds=time.monotonic() - begun)
+    seconds = time.monotonic() - begun
+    return TracedStep(module=module, names=names, seconds=seconds, batch=described_batch(job.batch))
 
 
 def _traced(
@@ -141,6 +147,16 @@ def named_batch(value: Any, path: str) -> Iterable[tuple[str, torch.Tensor]]:
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             yield from named_batch(item, f"{path}[{index}]")
+
+
+def described_batch(batch: Any) -> str:
+    """The tensors of a batch with their shapes: `"input_ids 8x128, labels 8x128"`."""
+    found = [
+        f"{name.removeprefix('batch').removeprefix('.')} {'x'.join(map(str, tensor.shape))}".strip()
+        for name, tensor in named_batch(batch, "batch")
+        if tensor.ndim
+    ]
+    return ", ".join(found[:_LISTED]) + (f" and {len(found) - _LISTED} more" if len(found) > _LISTED else "")
 
 
 def _move_attributes(model: torch.nn.Module, shardings: Shardings) -> None:

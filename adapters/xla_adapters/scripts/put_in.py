@@ -93,6 +93,8 @@ def _new(entry: EntryPoint, hand: Hand) -> Any:
             made[kind] = entry.load()(kind, hand)
         return object.__new__(made.get(kind, kind))
 
+    # What reads the arguments of the class (LightningCLI) finds those of its `__init__`.
+    __new__.__wrapped__ = object.__new__  # type: ignore[attr-defined]
     return __new__
 
 

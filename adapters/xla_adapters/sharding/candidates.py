@@ -119,8 +119,14 @@ def collective_seconds(item: CollectiveCost, mesh: Mesh, topology: Topology) -> 
     return item.wire_bytes / min(topology.bandwidth_of(axis) for axis in axes)
 
 
-def cheapest(candidates: Sequence[Candidate], budget: int | None) -> Candidate:
-    """The fastest candidate that fits the memory budget (bytes per device; None for no limit).
+def cheapest(candidates: Sequence[Candidate], budget: int | None, *, within: float = 0.0) -> Candidate:
+    """The fastest candidate that fits the memory budget.
+
+    Args:
+        candidates: to compare.
+        budget: bytes per device; None for no limit.
+        within: a share of the fastest step. Times of measured plans that differ by no more are taken to be equal: then
+            the one that sends least is returned.
 
     Raises:
         ConfigError: none fits.
@@ -135,7 +141,13 @@ def cheapest(candidates: Sequence[Candidate], budget: int | None) -> Candidate:
             f"{limit} too little: the smallest that any plan takes is {round(least)} bytes; use more devices, a "
             f"smaller batch{',' if more else ' or'} gradient checkpointing{more}"
         )
-    return min(fitting, key=_order)
+    ordered = sorted(fitting, key=_order)
+    sent = [
+        (candidate.plan.measured.wire_bytes, place)
+        for place, candidate in enumerate(ordered)
+        if candidate.plan.measured is not None and candidate.seconds <= (1 + within) * ordered[0].seconds
+    ]
+    return ordered[min(sent)[1] if within and sent else 0]
 
 
 def alternatives(candidates: Sequence[Candidate], budget: int | None) -> tuple[Alternative, ...]:

@@ -96,7 +96,7 @@ class StepScope:
         self.config = config if config is not None else XLAConfig()
         self._seed = seed
         self._runtime: Runtime = get_runtime()
-        policy = BreakPolicy(self.config.on_graph_break, name, hint, splits=not self._runtime.has_placeholders)
+        policy = BreakPolicy(self.config.on_graph_break, name, hint, splits=self._runtime.splits_steps)
         self._breaks = GraphBreaks(policy, self._runtime)
         self._outer: StepScope | None = None
         self._outer_undo_log: UndoLog | None = None

@@ -157,3 +157,18 @@ def location_of(traceback: TracebackType | None) -> Location | None:
     if outermost is not None:
         frames.extend((frame.f_code, frame.f_lineno) for frame in stack_frames(outermost.f_back) if outermost.f_back)
     return _locate(frames)
+
+
+def described(error: BaseException) -> str:
+    """The error with its class, and with the user's line that raised it unless its message names that line."""
+    frames = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        frames.append((traceback.tb_frame.f_code, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    found = _locate(reversed(frames))
+    where = found.called_from or found if found is not None else None
+    text = f"{type(error).__name__}: {str(error).strip()}".removesuffix(": ")
+    if where is None or f"{where.filename}:{where.lineno}" in text:
+        return text
+    return f"{text} ({where.filename}:{where.lineno})"

@@ -97,6 +97,11 @@ class Runtime:
         return self._executables is not None
 
     @property
+    def splits_steps(self) -> bool:
+        """Whether a step can be executed in several parts, with values between them."""
+        return not (self.has_placeholders or self.is_abstract)
+
+    @property
     def has_placeholders(self) -> bool:
         """Whether `placeholders` is there."""
         return self._placeholders is not None
