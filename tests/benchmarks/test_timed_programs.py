@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch import nn
 from benchmarks import (
     compile_time,
     host_overhead,
+    interleaved,
     loops_in_graphs,
     memory,
     model_table,
@@ -63,22 +65,31 @@ def _player(log: Path, name: str, turns: int) -> Callable[[Callable[[], None]], 
 def test_runs_take_turns_forth_and_back(tmp_path: Path) -> None:
     log = tmp_path / "log"
     runs = {name: _player(log, name, 3) for name in "ab"}
-    outcomes = run_interleaved(runs, 2, timeout=30, say=lambda line: None)
+    outcomes = run_interleaved(runs, 2, timeout=240, say=lambda line: None)
     assert log.read_text().split() == ["b0", "a0", "a1", "b1", "b2", "a2"]
     assert {name: outcome.value for name, outcome in outcomes.items()} == {"a": "a", "b": "b"}
 
 
-def test_a_run_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path) -> None:
+def test_a_run_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging = tmp_path / "hanging"
+
+    def hangs(pause: Callable[[], None]) -> None:
+        hanging.touch()
+        time.sleep(600)
+
     def fails(pause: Callable[[], None]) -> None:
         pause()
         raise ValueError("no")
 
     runs = {
         "fails": fails,
-        "hangs": lambda pause: time.sleep(600),
+        "hangs": hangs,
         "works": _player(tmp_path / "log", "w", 2),
     }
-    outcomes = run_interleaved(runs, 1, timeout=1, say=lambda line: None)
+    # Time passes only when one hangs.
+    clock = SimpleNamespace(monotonic=lambda: 1e6 if hanging.exists() else 0.0)
+    monkeypatch.setattr(interleaved, "time", clock)
+    outcomes = run_interleaved(runs, 1, timeout=240, say=lambda line: None)
     assert outcomes["fails"].short_error == "ValueError: no"
     assert "still running" in str(outcomes["hangs"].error)
     assert outcomes["works"].value == "w"
