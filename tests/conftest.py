@@ -76,9 +76,13 @@ def _leaves_nothing_behind() -> Iterator[None]:
         for name in {*environment, *os.environ}
         if environment.get(name) != os.environ.get(name) and name != "PYTEST_CURRENT_TEST"
     }
-    started = [thread.name for thread in set(threading.enumerate()) - threads if not thread.daemon]
+    started = [thread for thread in set(threading.enumerate()) - threads if not thread.daemon]
+    for thread in started:
+        # One that has done all may not have come to its end.
+        thread.join(60)
+    left = [thread.name for thread in started if thread.is_alive()]
     assert not changed, f"the test changed environment variables: {sorted(changed)}"
-    assert not started, f"the test left threads running: {started}"
+    assert not left, f"the test left threads running: {left}"
 
 
 def _draw_from_the_beginning() -> None:
@@ -99,7 +103,7 @@ def _runtime_is_started() -> bool:
 
 def _left_running() -> list[str]:
     """Names of native threads started since: of OpenMP's a forked child has none, and waits for them forever."""
-    for _ in range(100):
+    for _ in range(3000):
         # One of Python's is unknown to it for the moment in which it ends; one of pyarrow's allocator does no harm.
         left = [name for task, name in _native_threads().items() if task not in _AT_FIRST and name != "jemalloc_bg_thd"]
         if not left:

@@ -71,11 +71,20 @@ def test_runs_take_turns_forth_and_back(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hanging = tmp_path / "hanging"
+    hanging, now = tmp_path / "hanging", 0.0
 
     def hangs(pause: Callable[[], None]) -> None:
-        hanging.touch()
-        time.sleep(600)
+        while True:
+            hanging.touch()
+            time.sleep(0.05)
+
+    def monotonic() -> float:
+        """Time passes only while one hangs."""
+        nonlocal now
+        if hanging.exists():
+            hanging.unlink()
+            now += 1000
+        return now
 
     def fails(pause: Callable[[], None]) -> None:
         pause()
@@ -86,9 +95,7 @@ def test_a_run_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path, monke
         "hangs": hangs,
         "works": _player(tmp_path / "log", "w", 2),
     }
-    # Time passes only when one hangs.
-    clock = SimpleNamespace(monotonic=lambda: 1e6 if hanging.exists() else 0.0)
-    monkeypatch.setattr(interleaved, "time", clock)
+    monkeypatch.setattr(interleaved, "time", SimpleNamespace(monotonic=monotonic))
     outcomes = run_interleaved(runs, 1, timeout=240, say=lambda line: None)
     assert outcomes["fails"].short_error == "ValueError: no"
     assert "still running" in str(outcomes["hangs"].error)
