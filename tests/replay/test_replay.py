@@ -204,7 +204,7 @@ def test_a_torch_xla_that_behaves_otherwise_is_noticed_once() -> None:
     with pytest.warns(UserWarning, match="does not run cached graphs as 2.9 does") as caught:
         works = [runtime.replay_works, runtime.replay_works]
     assert works == [False, False]
-    assert len(caught) == 1
+    assert len([warning for warning in caught if "does not run cached graphs" in str(warning.message)]) == 1
 
 
 def _weights_after(optimizer: type[torch.optim.Optimizer], replay: bool | str) -> tuple[list[torch.Tensor], int]:
