@@ -6,6 +6,7 @@ interpreter would need many seconds for the imports.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -15,9 +16,13 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _OUTPUT_KEPT = 6_000
+# A child that is over its time is looked at that often; one that computes for a smaller part of that time hangs.
+_LOOKED_AT_SECONDS = 20.0
+_HANGS_BELOW = 0.01
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,22 @@ class Child:
                 self._status = status
         return self._status is not None
 
+    def cpu_seconds(self) -> float:
+        """What the child and the processes that it has started have computed; 0 where the system has no /proc."""
+        ticks: dict[int, int] = {}
+        started: dict[int, list[int]] = {}
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            # It may end before it is read.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                # Behind the name, which may have spaces. The times are its own, and those of its children that ended.
+                fields = status.read_text().rpartition(")")[2].split()
+                started.setdefault(int(fields[1]), []).append(pid := int(status.parent.name))
+                ticks[pid] = sum(map(int, fields[11:15]))
+        family = [self._pid]
+        for pid in family:
+            family.extend(started.get(pid, ()))
+        return sum(ticks.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
+
     def kill(self, why: str) -> None:
         """Kills the child if it is still running; `why` is then the error of its outcome."""
         if self.ended():
@@ -108,26 +129,52 @@ class Child:
         return Outcome(value, error, printed, time.monotonic() - self._started)
 
 
-def run_in_child(function: Callable[[], Any], *, timeout: float, env: Mapping[str, str] | None = None) -> Outcome:
-    """Runs a function in a forked child, which is killed after `timeout` seconds; its errors are in the outcome."""
-    (outcome,) = run_in_children([function], timeout=timeout, env=env)
+def run_in_child(
+    function: Callable[[], Any], *, timeout: float, patience: float = 1.0, env: Mapping[str, str] | None = None
+) -> Outcome:
+    """As `run_in_children`, for one function."""
+    (outcome,) = run_in_children([function], timeout=timeout, patience=patience, env=env)
     return outcome
 
 
 def run_in_children(
-    functions: Sequence[Callable[[], Any]], *, timeout: float, env: Mapping[str, str] | None = None
+    functions: Sequence[Callable[[], Any]],
+    *,
+    timeout: float,
+    patience: float = 1.0,
+    env: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
-    """As `run_in_child`, for several functions at the same time."""
-    deadline = time.monotonic() + timeout
+    """Runs functions in forked children at the same time.
+
+    Args:
+        functions: their values are pickled.
+        timeout: seconds after which children are killed.
+        patience: children that still compute at the timeout have so many times as long: a machine that is slow or has
+            other work to do is told from a hang.
+        env: environment variables for the children.
+
+    Returns:
+        Their outcomes, with the errors.
+    """
+    started = time.monotonic()
     children: list[Child] = []
     try:
         for function in functions:
             children.append(Child(function, env))
-        while not all(child.ended() for child in children) and time.monotonic() < deadline:
+        computed, look_at = 0.0, timeout
+        while not all(child.ended() for child in children):
             time.sleep(0.01)
+            if time.monotonic() - started < look_at:
+                continue
+            before, computed = computed, sum(child.cpu_seconds() for child in children)
+            # At the timeout itself it is only noted what they have computed so far.
+            hangs = look_at > timeout and computed - before < _HANGS_BELOW * _LOOKED_AT_SECONDS
+            if hangs or look_at >= patience * timeout:
+                break
+            look_at = min(look_at + _LOOKED_AT_SECONDS, patience * timeout)
     finally:
         for child in children:
-            child.kill(f"still running after {timeout:.0f} s, killed")
+            child.kill(f"still running after {time.monotonic() - started:.0f} s, killed")
     return [child.outcome() for child in children]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -33,8 +34,9 @@ else:
     import sklearn.datasets  # noqa: F401
 
 import lightning.pytorch  # noqa: F401
+import numpy
 import pytest
-import torch  # noqa: F401
+import torch
 import torchmetrics  # noqa: F401
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
@@ -49,13 +51,16 @@ xla_adapters.replay.safety.allowlist.is_allowed(len)
 gc.collect()
 gc.freeze()
 
+# None that a test sets itself.
+_SEED = 2_718_281
 _TASKS = Path("/proc/self/task")
 
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
-    """A test must leave the environment and the threads of this process as they were."""
+    """A test must leave the environment and the threads of this process as they were, and draws the same numbers."""
     environment, threads = dict(os.environ), set(threading.enumerate())
+    _draw_from_the_beginning()
     yield
     # In both cases children forked from here on would hang, some or all.
     if _runtime_is_started():
@@ -71,9 +76,21 @@ def _leaves_nothing_behind() -> Iterator[None]:
         for name in {*environment, *os.environ}
         if environment.get(name) != os.environ.get(name) and name != "PYTEST_CURRENT_TEST"
     }
-    started = [thread.name for thread in set(threading.enumerate()) - threads if not thread.daemon]
+    started = [thread for thread in set(threading.enumerate()) - threads if not thread.daemon]
+    for thread in started:
+        # One that has done all may not have come to its end.
+        thread.join(60)
+    left = [thread.name for thread in started if thread.is_alive()]
     assert not changed, f"the test changed environment variables: {sorted(changed)}"
-    assert not started, f"the test left threads running: {started}"
+    assert not left, f"the test left threads running: {left}"
+
+
+def _draw_from_the_beginning() -> None:
+    """What a test draws without a seed of its own is the same in each run, and whatever ran before it."""
+    random.seed(_SEED)
+    numpy.random.seed(_SEED)
+    # Not torch.manual_seed, which is the device's, too.
+    torch.default_generator.manual_seed(_SEED)
 
 
 def _runtime_is_started() -> bool:
@@ -86,7 +103,7 @@ def _runtime_is_started() -> bool:
 
 def _left_running() -> list[str]:
     """Names of native threads started since: of OpenMP's a forked child has none, and waits for them forever."""
-    for _ in range(100):
+    for _ in range(3000):
         # One of Python's is unknown to it for the moment in which it ends; one of pyarrow's allocator does no harm.
         left = [name for task, name in _native_threads().items() if task not in _AT_FIRST and name != "jemalloc_bg_thd"]
         if not left:
@@ -105,6 +122,9 @@ def _native_threads() -> dict[str, str]:
             names[task] = (_TASKS / task / "comm").read_text().strip()
     return names
 
+
+# For what modules of tests draw when they are imported.
+_draw_from_the_beginning()
 
 # Of libraries that end theirs before a fork (OpenBLAS).
 _AT_FIRST = set(_native_threads())

@@ -20,13 +20,13 @@ def _run(path: Path, *arguments: str) -> int:
 @pytest.mark.slow
 def test_a_model_is_measured_and_counts_in_the_next_run(tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
-    run_in_child(lambda: _run(first, "--models", "vit", "--widths", "32", "--caps", "none"), timeout=600)
+    run_in_child(lambda: _run(first, "--models", "vit", "--widths", "32", "--caps", "none"))
     document = json.loads(first.read_text())
     (row,) = document["results"]["rows"]
     assert min(row["auto"]["wire"], row["auto"]["memory"]) > 0
     assert row["ratio"] == row["auto"]["wire"] / row["by_hand"]["wire"]
     assert row["by_hand"]["wire"] == min(step["wire"] for step in document["results"]["by hand"]["vit 32"])
-    run_in_child(lambda: _run(second, "--models", "", "--join", str(first), str(first)), timeout=60)
+    run_in_child(lambda: _run(second, "--models", "", "--join", str(first), str(first)))
     joined = json.loads(second.read_text())
     assert joined["results"]["rows"] == [row, row]
     assert {item["name"]: item["value"] for item in joined["targets"]} == {
@@ -46,7 +46,7 @@ def test_targets_are_of_all_rows_that_are_joined(tmp_path: Path) -> None:
         paths.append(tmp_path / f"{number}.json")
         paths[-1].write_text(json.dumps({"results": {"rows": rows, "by hand": {}}}))
     path = tmp_path / "all.json"
-    status = run_in_child(lambda: _run(path, "--models", "", "--join", *map(str, paths)), timeout=60)
+    status = run_in_child(lambda: _run(path, "--models", "", "--join", *map(str, paths)))
     assert status == 1
     targets = {item["name"]: (item["value"], item["met"]) for item in json.loads(path.read_text())["targets"]}
     assert targets["communication volume, auto : best template, the worst"] == (1.0, True)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch import nn
 from benchmarks import (
     compile_time,
     host_overhead,
+    interleaved,
     loops_in_graphs,
     memory,
     model_table,
@@ -63,22 +65,38 @@ def _player(log: Path, name: str, turns: int) -> Callable[[Callable[[], None]], 
 def test_runs_take_turns_forth_and_back(tmp_path: Path) -> None:
     log = tmp_path / "log"
     runs = {name: _player(log, name, 3) for name in "ab"}
-    outcomes = run_interleaved(runs, 2, timeout=30, say=lambda line: None)
+    outcomes = run_interleaved(runs, 2, timeout=240, say=lambda line: None)
     assert log.read_text().split() == ["b0", "a0", "a1", "b1", "b2", "a2"]
     assert {name: outcome.value for name, outcome in outcomes.items()} == {"a": "a", "b": "b"}
 
 
-def test_a_run_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path) -> None:
+def test_a_run_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging, now = tmp_path / "hanging", 0.0
+
+    def hangs(pause: Callable[[], None]) -> None:
+        while True:
+            hanging.touch()
+            time.sleep(0.05)
+
+    def monotonic() -> float:
+        """Time passes only while one hangs."""
+        nonlocal now
+        if hanging.exists():
+            hanging.unlink()
+            now += 1000
+        return now
+
     def fails(pause: Callable[[], None]) -> None:
         pause()
         raise ValueError("no")
 
     runs = {
         "fails": fails,
-        "hangs": lambda pause: time.sleep(600),
+        "hangs": hangs,
         "works": _player(tmp_path / "log", "w", 2),
     }
-    outcomes = run_interleaved(runs, 1, timeout=1, say=lambda line: None)
+    monkeypatch.setattr(interleaved, "time", SimpleNamespace(monotonic=monotonic))
+    outcomes = run_interleaved(runs, 1, timeout=240, say=lambda line: None)
     assert outcomes["fails"].short_error == "ValueError: no"
     assert "still running" in str(outcomes["hangs"].error)
     assert outcomes["works"].value == "w"

@@ -42,7 +42,7 @@ def test_later_steps_do_not_change_what_is_saved(tmp_path: Path) -> None:
     seed = xla_adapters.get_runtime().random.seed()
 
     def write(state: dict[str, Any], folder: Path) -> None:
-        assert go.wait(60)
+        assert go.wait(240)
         torch.save(state, folder / "state.pt")
 
     with AsyncSaver(CheckpointStore(tmp_path)) as saver:
@@ -109,7 +109,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     go, order = threading.Event(), list[str]()
 
     def slow(state: str, folder: Path) -> None:
-        assert go.wait(60)
+        assert go.wait(240)
         order.append(state)
         write_text(state, folder)
 

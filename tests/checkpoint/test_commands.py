@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
-from benchmarks.children import run_in_child
 from tests.crash.storages import Quick, Watched, WithoutExchange
-from tests.isolation import isolated
+from tests.isolation import isolated, outcome_of
 from xla_adapters.checkpoint import CheckpointStore
 from xla_adapters.cli import main
 
@@ -89,7 +88,7 @@ def test_repair_completes_an_interrupted_swap(tmp_path: Path, capsys: pytest.Cap
         store = CheckpointStore(tmp_path, storage=Watched(WithoutExchange(), die))  # type: ignore[arg-type]
         store.save(5, lambda folder: (folder / "weights").write_text("new") and None)
 
-    outcome = run_in_child(child, timeout=60)
+    outcome = outcome_of(child)
     assert outcome.error == "the process died with signal 9"
     assert not list(tmp_path.glob("checkpoint-*"))
     assert main(["checkpoint", "repair", str(tmp_path)]) == 0

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch_xla
 
-from benchmarks import children
-from tests.isolation import isolated
+from tests.isolation import isolated, outcome_of
 from xla_adapters import get_runtime
 from xla_adapters.checkpoint import CheckpointConfig, CheckpointStore, Preemption, SaveReason, SaveSchedule
 
@@ -87,7 +86,7 @@ def test_the_signal_counts_for_the_exit_code() -> None:
             send(signal.SIGUSR2)
             return preemption.exit_code
 
-    outcome = children.run_in_child(child, timeout=60)
+    outcome = outcome_of(child)
     assert outcome.value == 128 + signal.SIGUSR2
 
 
@@ -214,9 +213,9 @@ class _Ranks:
 
             def gather(self, value: Any) -> list[Any]:
                 ranks.values[rank] = value
-                ranks.barrier.wait(30)
+                ranks.barrier.wait(240)
                 values = list(ranks.values)
-                ranks.barrier.wait(30)
+                ranks.barrier.wait(240)
                 return values
 
         return Rank()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import signal
 import threading
@@ -16,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import children
 from tests.crash.storages import Operation, Quick, recording
-from xla_adapters.checkpoint import MANIFEST, CheckpointConfig, CheckpointStore, CheckpointWarning
+from tests.isolation import outcome_of
+from xla_adapters.checkpoint import MANIFEST, CheckpointConfig, CheckpointStore, CheckpointWarning, storage
 from xla_adapters.checkpoint.repair import adopt
 from xla_adapters.checkpoint.storage import LocalStorage
 from xla_adapters.errors import (
@@ -234,14 +235,14 @@ def test_a_process_that_dies_leaves_no_lock_to_its_children(tmp_path: Path) -> N
             pid = os.fork()
             if pid == 0:
                 os.setsid()
-                time.sleep(60)
+                time.sleep(600)
                 os._exit(0)
             worker.write_text(str(pid))
             os.kill(os.getpid(), signal.SIGKILL)
 
-    assert children.run_in_child(dies, timeout=30).error == "the process died with signal 9"
     try:
-        saved = children.run_in_child(lambda: CheckpointStore(tmp_path / "run").save(2, writes("two")).step, timeout=30)
+        assert outcome_of(dies).error == "the process died with signal 9"
+        saved = outcome_of(lambda: CheckpointStore(tmp_path / "run").save(2, writes("two")).step)
         os.kill(int(worker.read_text()), 0)
     finally:
         os.kill(int(worker.read_text()), signal.SIGKILL)
@@ -249,7 +250,9 @@ def test_a_process_that_dies_leaves_no_lock_to_its_children(tmp_path: Path) -> N
     assert names(tmp_path / "run") == ["checkpoint-2"]
 
 
-def test_two_processes_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_processes_take_turns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ready, go = tmp_path / "ready", tmp_path / "go"
 
     def other() -> None:
@@ -259,11 +262,18 @@ def test_two_processes_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixtu
                 time.sleep(0.01)
             assert draft.path.is_dir()
 
+    class LetsGo(logging.Handler):
+        """The other one goes on when this one says that it waits."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            go.touch()
+
+    monkeypatch.setattr(storage._log, "handlers", [LetsGo()])
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(children.run_in_child, other, timeout=60)
+        waiting = pool.submit(outcome_of, other)
         while not ready.exists():
+            assert not waiting.done(), waiting.result()
             time.sleep(0.01)
-        threading.Timer(0.2, go.touch).start()
         CheckpointStore(tmp_path / "run").save(2, writes("two"))
         assert waiting.result().ok, waiting.result().error
     assert "another process saves to" in caplog.text
@@ -283,7 +293,7 @@ def test_one_process_at_a_time_where_each_removes_its_lock(tmp_path: Path) -> No
                 counter.write_text(str(before + 1))
 
     with ThreadPoolExecutor(4) as pool:
-        outcomes = list(pool.map(lambda _: children.run_in_child(count, timeout=60), range(4)))
+        outcomes = list(pool.map(lambda _: outcome_of(count), range(4)))
     assert all(outcome.ok for outcome in outcomes), outcomes
     assert int(counter.read_text()) == 4 * turns
     assert names(tmp_path) == ["counter"]
@@ -294,7 +304,7 @@ def test_the_lock_of_a_process_that_died_is_removed_by_the_next(tmp_path: Path) 
         with LocalStorage().locked(str(tmp_path)):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    children.run_in_child(dies, timeout=30)
+    outcome_of(dies)
     assert names(tmp_path) == ["_lock"]
     CheckpointStore(tmp_path).save(1, writes("one"))
     assert names(tmp_path) == ["checkpoint-1"]

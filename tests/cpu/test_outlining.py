@@ -187,7 +187,7 @@ def test_layers_and_their_gradients_are_loops() -> None:
 def test_they_compute_the_same(layer: Layer) -> None:
     started()
     # XLA rounds to bfloat16 where it writes a value, not where it fuses.
-    assert_the_same(layers(layer, 8), rtol=3e-2 if layer is halved else 1e-5)
+    assert_the_same(layers(layer, 8), rtol=6e-2 if layer is halved else 1e-5)
 
 
 # ---- any graph -------------------------------------------------------------------------------------------

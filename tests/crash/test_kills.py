@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.children import run_in_child
 from tests.crash import history
 from tests.crash.history import Form
 from tests.crash.storages import Operation, Quick, WithoutExchange, dying, recording
+from tests.isolation import outcome_of
 from xla_adapters.checkpoint import storage as storage_module
 from xla_adapters.checkpoint.storage import Storage
 
@@ -43,7 +43,7 @@ def test_killed_before_every_change(name: str, torn: bool, tmp_path: Path) -> No
             storage = dying(_storage(kind), number, torn=torn)
             history.run(form, root, storage, lambda done: progress.write_text(str(done)) and None)
 
-        outcome = run_in_child(child, timeout=60)
+        outcome = outcome_of(child)
         assert outcome.error == "the process died with signal 9", f"{number}: {log[number]}: {outcome.error}"
         saved = int(progress.read_text()) if progress.exists() else 0
         try:

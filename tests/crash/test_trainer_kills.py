@@ -12,11 +12,10 @@ import pytest
 from transformers import TrainerCallback
 
 import hf_trainer
-from benchmarks import children
 from hf_trainer.checkpoints import stores
 from tests.crash.storages import Operation, Quick, dying, recording
 from tests.hf_trainer.scenarios import Classifier, arguments, vector_samples
-from tests.isolation import run_in_child
+from tests.isolation import outcome_of, run_in_child
 from xla_adapters.checkpoint import CheckpointStore
 from xla_adapters.checkpoint.storage import Storage
 
@@ -94,7 +93,7 @@ def killed(folder: Path, journal: Path, number: int | None = None, *, dies: tupl
         storage: Storage = Quick()
         train(folder, journal, storage if number is None else dying(storage, number), dies=dies)
 
-    outcome = children.run_in_child(child, timeout=120)
+    outcome = outcome_of(child)
     assert outcome.error == "the process died with signal 9", f"{number} {dies}: {outcome.error}\n{outcome.output}"
     store = CheckpointStore(folder)
     for path in folder.glob("checkpoint-*"):

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import xla_adapters
-from benchmarks import children
 from tests.crash.storages import dying
-from tests.isolation import run_in_child
+from tests.isolation import outcome_of, run_in_child
 from tests.support import Loop
 from xla_adapters.checkpoint import (
     AsyncSaver,
@@ -118,7 +117,7 @@ def survive(kills: int, seed: int, folder: Path, *, asynchronous: bool) -> None:
             die_after(seconds, journal)
             train(folder / "run", journal, asynchronous=asynchronous)
 
-        outcome = children.run_in_child(child, timeout=120)
+        outcome = outcome_of(child)
         if outcome.error is None:
             # It was done before it could die: once more, from the beginning.
             assert losses(journal) == whole
@@ -151,7 +150,7 @@ def test_killed_between_the_operations_of_a_save(tmp_path: Path) -> None:
         def child(number: int = number) -> None:
             train(tmp_path / "run", journal, asynchronous=True, storage=dying(LocalStorage(), number))
 
-        outcome = children.run_in_child(child, timeout=120)
+        outcome = outcome_of(child)
         assert outcome.error == "the process died with signal 9", outcome.error
     run_in_child(lambda: train(tmp_path / "run", journal, asynchronous=True))
     assert losses(journal) == whole
@@ -202,7 +201,7 @@ def train_until_preempted(root: Path, journal: Path) -> None:
 def test_preempted_wherever_it_is(tmp_path: Path) -> None:
     whole, root, journal = expected(tmp_path), tmp_path / "run", tmp_path / "preempted.txt"
     for number in _PLACES:
-        outcome = children.run_in_child(lambda: train_until_preempted(root, journal), timeout=120)
+        outcome = outcome_of(lambda: train_until_preempted(root, journal))
         assert outcome.error == "the process died with exit code 143", (number, outcome.error)
         newest = CheckpointStore(root).newest_valid()
         assert newest is not None

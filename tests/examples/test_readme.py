@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import children
+from tests.isolation import outcome_of
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -143,7 +143,7 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
         for _ in range(2 if page in _RESUMED else 1):
             runpy.run_path("program.py", run_name="__main__")
 
-    ran = children.run_in_child(run, timeout=400, env=environment)
+    ran = outcome_of(run, env=environment)
     assert ran.ok, f"{ran.error}\n{ran.output}"
 
 

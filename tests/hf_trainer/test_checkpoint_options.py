@@ -21,10 +21,10 @@ import transformers
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 import hf_trainer
-from benchmarks import children
 from hf_trainer import XLAArguments
-from hf_trainer.checkpoints import safe, stores
+from hf_trainer.checkpoints import safe, schedule, stores
 from hf_trainer.checkpoints.deferred_writes import DeferredWrites
+from tests.checkpoint import time_of_hangs
 from tests.crash.storages import Quick
 from tests.hf_trainer.scenarios import (
     Classifier,
@@ -37,9 +37,9 @@ from tests.hf_trainer.scenarios import (
     token_samples,
     vector_samples,
 )
-from tests.isolation import isolated, run_in_child
+from tests.isolation import isolated, outcome_of, run_in_child
 from xla_adapters import ConfigError, get_runtime
-from xla_adapters.checkpoint import CheckpointConfig, CheckpointStore, CheckpointWarning
+from xla_adapters.checkpoint import CheckpointConfig, CheckpointStore, CheckpointWarning, SaveSchedule
 from xla_adapters.errors import CheckpointWriteError, StallError, UnsupportedOptionError
 
 
@@ -65,19 +65,19 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 class _Slow(DeferredWrites):
-    """A writer that waits until the training sets `go`."""
+    """A writer that waits until the training lets it go on: once for each checkpoint."""
 
-    go = threading.Event()
+    go = threading.Semaphore(0)
     begun = 0
 
     def finish(self, target: Path) -> None:
         type(self).begun += 1
-        assert self.go.wait(60)
+        assert self.go.acquire(timeout=240)
         super().finish(target)
 
 
 class _Lets(TrainerCallback):
-    """Lets the writer continue two steps after the save began."""
+    """Lets the writer continue one step after the save began."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -86,12 +86,12 @@ class _Lets(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % 2 == 1:
             self.seen.append((state.global_step, checkpoints(self.folder)))
-            _Slow.go.set()
+        if state.global_step in (3, 5, 7):
+            _Slow.go.release()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        _Slow.go.clear()
         if state.global_step == 8:
-            _Slow.go.set()
+            _Slow.go.release()
 
 
 @isolated
@@ -113,6 +113,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "async") == checkpoints(tmp_path / "sync") == ["checkpoint-6", "checkpoint-8"]
     for name in checkpoints(tmp_path / "sync"):
         _same(tmp_path / "sync" / name, tmp_path / "async" / name)
+    # For the save of step 8.
+    _Slow.go.release()
     resumed = run(tmp_path / "async", {"asynchronous": True}, resume=str(tmp_path / "async/checkpoint-6"), seed=1)
     assert resumed.losses == expected.losses
 
@@ -214,8 +216,8 @@ def test_save_model_waits(tmp_path: Path) -> None:
 
     class Saves(TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            threading.Timer(0.5, _Slow.go.set).start()
             seen.append(checkpoints(tmp_path))
+            threading.Timer(0.5, _Slow.go.release).start()
             trainer[0].save_model(str(tmp_path / "weights"))
             seen.append(checkpoints(tmp_path))
 
@@ -235,21 +237,23 @@ def test_save_model_waits(tmp_path: Path) -> None:
 
 
 @isolated
-def test_after_steps_and_after_time(tmp_path: Path) -> None:
+def test_after_steps_and_after_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path / "steps", CheckpointConfig(every_n_steps=3), save_strategy="no", save_total_limit=None)
     assert checkpoints(tmp_path / "steps") == ["checkpoint-3", "checkpoint-6"]
 
+    now = [0.0]
+
     class Waits(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            time.sleep(1.5 if state.global_step == 4 else 0)
+            now[0] += 1.5 if state.global_step == 4 else 0
 
-    config = CheckpointConfig(every=timedelta(seconds=600))
-    run(tmp_path / "never", config, save_strategy="no", save_total_limit=None)
+    monkeypatch.setattr(schedule, "SaveSchedule", functools.partial(SaveSchedule, clock=lambda: now[0]))
+    config = CheckpointConfig(every=timedelta(seconds=1.6))
+    run(tmp_path / "never", config, save_strategy="no", save_total_limit=None, callbacks=[Waits()])
     assert checkpoints(tmp_path / "never") == []
-    # Compiling takes time too, so a checkpoint may be due after the first steps.
     config = CheckpointConfig(every=timedelta(seconds=1.4))
     run(tmp_path / "time", config, save_strategy="no", save_total_limit=None, callbacks=[Waits()])
-    assert "checkpoint-5" in checkpoints(tmp_path / "time")
+    assert checkpoints(tmp_path / "time") == ["checkpoint-5"]
 
 
 @isolated
@@ -347,11 +351,11 @@ def test_a_signal_ends_the_training_at_the_end_of_the_step(place: str, asynchron
         again = run(tmp_path / "run", resume=True, seed=1, save_strategy="no", **evaluates)
         return again.losses, again.logged("eval_loss"), len(again.steps)
 
-    outcome = children.run_in_child(lambda: _preempted(tmp_path / "run", place, asynchronous), timeout=120)
+    outcome = outcome_of(lambda: _preempted(tmp_path / "run", place, asynchronous))
     assert outcome.error == "the process died with exit code 143", f"{outcome.error}\n{outcome.output}"
     assert checkpoints(tmp_path / "run") == ["checkpoint-3"]
     assert CheckpointStore(tmp_path / "run").load(3).step == 3
-    losses, evaluations, steps = children.run_in_child(rest, timeout=120).value
+    losses, evaluations, steps = outcome_of(rest).value
     assert losses == _left_alone()[0]
     assert evaluations == (_left_alone()[1] if evaluates else [])
     assert steps == 5
@@ -379,7 +383,7 @@ def test_a_signal_before_an_evaluation_saves_before_it(tmp_path: Path) -> None:
     def child() -> None:
         run(tmp_path, {"save_on": "preemption"}, save_strategy="no", trainer_class=Killed, **_evaluating())
 
-    outcome = children.run_in_child(child, timeout=120)
+    outcome = outcome_of(child)
     assert outcome.error == "the process died with signal 9", f"{outcome.error}\n{outcome.output}"
     assert CheckpointStore(tmp_path).load(3).step == 3
 
@@ -398,11 +402,11 @@ def test_a_kill_after_the_signal_leaves_what_was_there(tmp_path: Path) -> None:
     def child() -> None:
         run(tmp_path, {"save_on": "preemption"}, trainer_class=Killed)
 
-    outcome = children.run_in_child(child, timeout=120)
+    outcome = outcome_of(child)
     assert outcome.error == "the process died with signal 9", f"{outcome.error}\n{outcome.output}"
     assert checkpoints(tmp_path) == ["checkpoint-2"]
-    expected = children.run_in_child(lambda: run(tmp_path / "whole").losses, timeout=120).value
-    assert children.run_in_child(lambda: run(tmp_path, resume=True, seed=1).losses, timeout=120).value == expected
+    expected = outcome_of(lambda: run(tmp_path / "whole").losses).value
+    assert outcome_of(lambda: run(tmp_path, resume=True, seed=1).losses).value == expected
 
 
 def test_after_the_deadline_no_save_is_begun(tmp_path: Path) -> None:
@@ -423,7 +427,7 @@ def test_after_the_deadline_no_save_is_begun(tmp_path: Path) -> None:
         except SystemExit as ended:
             os._exit(int(str(ended.code)))
 
-    outcome = children.run_in_child(child, timeout=120)
+    outcome = outcome_of(child)
     assert outcome.error == "the process died with exit code 75", f"{outcome.error}\n{outcome.output}"
     assert checkpoints(tmp_path) == ["checkpoint-2"]
 
@@ -446,7 +450,10 @@ def test_the_option_of_transformers_goes_on_working(asynchronous: bool, tmp_path
 
         def at(self, place: str) -> None:
             super().at(place)
-            time.sleep(0.2 if place == "forward" and self.state.global_step == 2 else 0)
+            # Each signal has started one, which asks for the checkpoint.
+            for timer in threading.enumerate():
+                if isinstance(timer, threading.Timer):
+                    timer.join()
 
     before = signal.getsignal(signal.SIGTERM)
     ended = run(
@@ -467,8 +474,8 @@ def test_the_option_of_transformers_goes_on_working(asynchronous: bool, tmp_path
 
 class _Hangs(_Sends):
     def at(self, place: str) -> None:
-        while self.place == place and self.state.global_step >= 2:
-            time.sleep(0.01)
+        if self.place == place and self.state.global_step >= 2:
+            time_of_hangs.hang()
 
     # Handlers of the base class are called before ours.
     get_batch_samples = hf_trainer.Trainer.get_batch_samples
@@ -484,7 +491,7 @@ class _Hangs(_Sends):
         return super()._get_num_items_in_batch(*args, **kwargs)
 
 
-@isolated(timeout=60)
+@isolated
 @pytest.mark.parametrize(
     ("place", "what"),
     [
@@ -494,7 +501,9 @@ class _Hangs(_Sends):
         ("evaluation", "a step of the evaluation"),
     ],
 )
-def test_a_hang_ends_with_an_error(place: str, what: str, tmp_path: Path) -> None:
+def test_a_hang_ends_with_an_error(place: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    time_of_hangs.use_it(monkeypatch)
+
     class Hangs(_Hangs):
         pass
 
@@ -502,7 +511,7 @@ def test_a_hang_ends_with_an_error(place: str, what: str, tmp_path: Path) -> Non
     with pytest.raises(StallError, match=what):
         run(
             tmp_path,
-            CheckpointConfig(stall_deadline=timedelta(seconds=5)),
+            CheckpointConfig(stall_deadline=timedelta(hours=1)),
             trainer_class=Hangs,
             eval_strategy="steps",
             eval_steps=2,

@@ -128,7 +128,7 @@ class Broken(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return vector_samples(20)[index]
 
 
-@isolated(timeout=120)
+@isolated
 def test_dataset_exceptions_are_swallowed() -> None:
     options: dict[str, Any] = {"num_train_epochs": 1, "max_steps": -1, "train_sampling_strategy": "sequential"}
     stock = _stock(Classifier(), Broken(), **options)

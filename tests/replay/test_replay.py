@@ -160,11 +160,16 @@ def test_state_lives_in_as_many_buffers_as_before() -> None:
     twin.run(20)
 
     def live() -> int:
-        twin.losses.clear()
-        return len(torch_xla._XLAC._check_device_tensor_need_materialization(str(torch_xla.device())))
+        """Where replays have just let go of what they have replaced: how many they are ahead depends on their pace."""
+        found = []
+        for _ in range(2 * WRITES_KEPT):
+            twin.run(1)
+            twin.losses.clear()
+            found.append(len(torch_xla._XLAC._check_device_tensor_need_materialization(str(torch_xla.device()))))
+        return min(found)
 
     before = live()
-    twin.run(12 * WRITES_KEPT)
+    twin.run(8 * WRITES_KEPT)
     assert live() <= before + 8
 
 
@@ -199,7 +204,7 @@ def test_a_torch_xla_that_behaves_otherwise_is_noticed_once() -> None:
     with pytest.warns(UserWarning, match="does not run cached graphs as 2.9 does") as caught:
         works = [runtime.replay_works, runtime.replay_works]
     assert works == [False, False]
-    assert len(caught) == 1
+    assert len([warning for warning in caught if "does not run cached graphs" in str(warning.message)]) == 1
 
 
 def _weights_after(optimizer: type[torch.optim.Optimizer], replay: bool | str) -> tuple[list[torch.Tensor], int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,9 +73,9 @@ def test_tensors_distributed_by_torch_xla_become_plain_parameters() -> None:
     assert runtime.spmd.tiles_of(marked.weight) == tiles_of(own, ("data", None))
 
 
-def _rank(rank: int, port: int, results: Any) -> None:
+def _rank(rank: int, meeting: Path, results: Any) -> None:
     """One of two processes, each with two devices of its own, that hold halves of the parameters."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     mesh, net = init_device_mesh("cpu", (2,), mesh_dim_names=("data",)), Net()
     expected = net.up.weight.detach().clone()
     net.up.weight = nn.Parameter(distribute_tensor(net.up.weight.detach(), mesh, [Shard(0)]))
@@ -91,18 +91,15 @@ def _rank(rank: int, port: int, results: Any) -> None:
 
 
 @isolated(env={"CPU_NUM_DEVICES": "2"})
-def test_torchs_own_dtensors_are_brought_together_and_cut_again() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_torchs_own_dtensors_are_brought_together_and_cut_again(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, port, results)) for rank in range(2)]
+    ranks = [context.Process(target=_rank, args=(rank, tmp_path / "meet", results)) for rank in range(2)]
     for process in ranks:
         process.start()
-    found = [results.get(timeout=120) for _ in ranks]
+    found = [results.get(timeout=200) for _ in ranks]
     for process in ranks:
-        process.join(60)
+        process.join()
     assert found == [(True, True, True)] * 2
 
 

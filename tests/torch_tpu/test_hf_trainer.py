@@ -16,9 +16,8 @@ import transformers
 from accelerate.state import AcceleratorState
 
 import hf_trainer
-from benchmarks import children
 from benchmarks.torch_tpu import stand_in
-from tests.isolation import isolated
+from tests.isolation import isolated, outcome_of
 from tests.torch_tpu.models import arguments, gpt2, losses, texts
 from xla_adapters import TensorReadError, get_runtime
 from xla_adapters.errors import UnsupportedOptionError, XLAAdapterError
@@ -181,12 +180,12 @@ def _run(folder: Path, *, killed_at: int | None = None, resume: bool = False) ->
 
 
 def test_a_run_that_was_killed_resumes_exactly_under_dropout(tmp_path: Path) -> None:
-    whole = children.run_in_child(functools.partial(_run, tmp_path / "whole"), timeout=120)
+    whole = outcome_of(functools.partial(_run, tmp_path / "whole"))
     assert whole.ok, whole.error
-    killed = children.run_in_child(functools.partial(_run, tmp_path / "cut", killed_at=6), timeout=120)
+    killed = outcome_of(functools.partial(_run, tmp_path / "cut", killed_at=6))
     assert killed.error == f"the process died with signal {signal.SIGKILL.value}"
     assert sorted(path.name for path in (tmp_path / "cut").glob("checkpoint-*")) == ["checkpoint-4"]
-    resumed = children.run_in_child(functools.partial(_run, tmp_path / "cut", resume=True), timeout=120)
+    resumed = outcome_of(functools.partial(_run, tmp_path / "cut", resume=True))
     assert resumed.ok, resumed.error
     (losses_whole, weights_whole, seed_whole), (losses_resumed, weights, seed) = whole.value, resumed.value
     assert losses_resumed == losses_whole

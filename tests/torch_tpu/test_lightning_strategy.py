@@ -15,10 +15,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import children
 from benchmarks.torch_tpu import stand_in
 from lightning_strategy import XLAEagerStrategy
-from tests.isolation import isolated
+from tests.isolation import isolated, outcome_of
 from xla_adapters import XLAAdapterError
 
 
@@ -158,11 +157,11 @@ def _run(folder: Path, *, killed_at: int | None = None, resume: bool = False) ->
 
 
 def test_a_fit_that_was_killed_resumes_exactly_under_dropout(tmp_path: Path) -> None:
-    whole = children.run_in_child(functools.partial(_run, tmp_path / "whole"), timeout=120)
+    whole = outcome_of(functools.partial(_run, tmp_path / "whole"))
     assert whole.ok, whole.error
-    killed = children.run_in_child(functools.partial(_run, tmp_path / "cut", killed_at=6), timeout=120)
+    killed = outcome_of(functools.partial(_run, tmp_path / "cut", killed_at=6))
     assert killed.error == f"the process died with signal {signal.SIGKILL.value}"
-    resumed = children.run_in_child(functools.partial(_run, tmp_path / "cut", resume=True), timeout=120)
+    resumed = outcome_of(functools.partial(_run, tmp_path / "cut", resume=True))
     assert resumed.ok, resumed.error
     (losses_whole, weights_whole), (losses, weights) = whole.value, resumed.value
     assert losses == losses_whole[4:]

@@ -41,7 +41,7 @@ class _Terminal(io.StringIO):
         return written
 
     def wait_until_drawn(self) -> None:
-        assert self._is_drawn.wait(60)
+        assert self._is_drawn.wait(240)
 
     def close(self) -> None:
         super().close()
@@ -56,10 +56,11 @@ def _stderr_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Terminal
         yield terminal
 
 
-def _step(width: int) -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4), nn.Tanh()) for _ in range(8)))
+def _step(layers: int) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 4), nn.Tanh()) for _ in range(layers)))
     model.to(DEVICE)
-    batch = torch.randn(3, 4).to(DEVICE)
+    # Of a shape that no other step has.
+    batch = torch.randn(layers, 4).to(DEVICE)
     for _ in range(3):
         with xla_adapters.step(name="train"):
             loss = model(batch).square().mean()
@@ -69,15 +70,18 @@ def _step(width: int) -> None:
 @isolated
 def test_a_long_compile_draws_a_line_and_clears_it() -> None:
     with pytest.MonkeyPatch.context() as patch, xla_adapters.eager():
-        patch.setattr(compile_progress, "_PATIENCE", 0.01)
-        patch.setattr(compile_progress, "_INTERVAL", 0.01)
-        with _stderr_on_a_terminal(patch) as terminal:
-            _step(16)
-            drawn = terminal.getvalue()
-    lines = drawn.split("\r\x1b[2K")
-    assert lines[0] == lines[-1] == ""
-    # Several updates: the compiler lets other threads run.
+        patch.setattr(compile_progress, "_PATIENCE", 0.001)
+        patch.setattr(compile_progress, "_INTERVAL", 0.001)
+        lines: list[str] = []
+        # Several updates: the compiler lets other threads run. It may be done before they do, or they be kept waiting.
+        for layers in range(8, 108, 10):
+            with _stderr_on_a_terminal(patch) as terminal:
+                _step(layers)
+                lines = terminal.getvalue().split("\r\x1b[2K")
+            if len(lines) > 4:
+                break
     assert len(lines) > 4
+    assert lines[0] == lines[-1] == ""
     assert all(
         re.fullmatch(r"train: compiling for \d+ s, a graph of [1-9]\d* calls of torch", line) for line in lines[1:-1]
     )

@@ -13,9 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import xla_adapters
-from benchmarks import children
 from tests.device import DEVICE
-from tests.isolation import isolated
+from tests.isolation import isolated, outcome_of
 from tests.support import Loop, unchanged
 from xla_adapters.runtime.torch_xla.operators import registration
 
@@ -169,8 +168,8 @@ def _refused() -> None:
 
 
 def test_torch_xla_prints_nothing_of_its_own() -> None:
-    outcome = children.run_in_child(_refused, timeout=100)
+    outcome = outcome_of(_refused)
     assert outcome.ok, outcome.error
     assert "Execution Analysis" not in outcome.output
-    told = children.run_in_child(_refused, timeout=100, env={"PT_XLA_DEBUG_FILE": "/dev/stderr"})
+    told = outcome_of(_refused, env={"PT_XLA_DEBUG_FILE": "/dev/stderr"})
     assert "Execution Analysis" in told.output, "torch_xla says nothing any more: XLADevice.initialize need not care"

@@ -222,7 +222,8 @@ def test_warn_does_not_compute_the_forward_twice() -> None:
                         loop.optimizer.zero_grad()
                 losses.setdefault(mode, []).append(loss.item())
                 assert value in (None, losses[mode][-1])
-                assert len(caught) == (mode == "warn" and step == 0)
+                said = [warning for warning in caught if issubclass(warning.category, GraphBreakWarning)]
+                assert len(said) == (mode == "warn" and step == 0)
                 assert counters.executions == (1 if mode == "error" else 2)
                 assert counters.transfers_to_host == (0 if mode == "error" else 1)
                 assert counters.eager_ops == 0
