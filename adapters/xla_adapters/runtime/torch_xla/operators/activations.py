@@ -69,13 +69,14 @@ def _smooth_l1_backward(
 
 def _log_sum_exp(self: torch.Tensor, dim: list[int], keepdim: bool = False) -> torch.Tensor:
     """`logsumexp`, also of infinities."""
+    whole = not (self.is_floating_point() or self.is_complex())
+    values = self.to(torch.get_default_dtype()) if whole else self
     if not self.ndim:
-        return self.to(torch.get_default_dtype()) if not self.is_floating_point() else self.clone()
-    values = self if self.is_floating_point() else self.to(torch.get_default_dtype())
+        return values.clone()
     dims = list(dim) or list(range(self.ndim))
     if any(self.shape[one] == 0 for one in dims):
         return values.exp().sum(dims, keepdim).log()
-    largest = values.amax(dims, keepdim=True)
+    largest = (torch.view_as_real_copy(values).select(-1, 0) if self.is_complex() else values).amax(dims, keepdim=True)
     largest = torch.where(largest.abs() == math.inf, torch.zeros_like(largest), largest)
     total = (values - largest).exp().sum(dims, keepdim).log()
     return total + (largest if keepdim else largest.reshape(total.shape))

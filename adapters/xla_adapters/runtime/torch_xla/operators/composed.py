@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,41 @@ def _add_products(
     """`addbmm`."""
     products = torch.bmm(batch1, batch2).sum(0) * alpha
     return products if beta == 0 else self * beta + products
+
+
+def _batched_products(
+    stock: Callable[..., torch.Tensor],
+    self: torch.Tensor,
+    batch1: torch.Tensor,
+    batch2: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> torch.Tensor:
+    """`baddbmm`. With a factor of zero, what `self` has that is not finite does not count."""
+    if beta == 0:
+        self = torch.zeros_like(self)
+    return stock(self, batch1, batch2, beta=beta, alpha=alpha)
+
+
+def _einsum(
+    stock: Callable[..., torch.Tensor], equation: str, tensors: Sequence[torch.Tensor], *, path: Any = None
+) -> torch.Tensor:
+    """`einsum`, by torch's composition where torch_xla errs: for an index that one of the tensors has twice."""
+    for indices in equation.partition("->")[0].split(","):
+        letters = indices.replace(" ", "").replace("...", "")
+        if len(set(letters)) < len(letters):
+            composed: torch.Tensor = torch.ops.aten.einsum.default.decompose(equation, tensors, path=path)
+            return composed
+    return stock(equation, tensors, path=path)
+
+
+def _count_nonzero(self: torch.Tensor, dim: int | Sequence[int] | None = None) -> torch.Tensor:
+    """As 64-bit integers, where torch_xla counts in the dtype of the values."""
+    nonzero = self != 0
+    if dim is None or not self.ndim:
+        return nonzero.sum()
+    return nonzero.sum(dim)
 
 
 def _log_normal_cdf(self: torch.Tensor) -> torch.Tensor:
@@ -112,7 +147,12 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
     "hypot": _hypotenuse,
     "signbit": _sign_bit,
     "repeat_interleave.Tensor": _repeated_places,
+    **dict.fromkeys(("count_nonzero", "count_nonzero.dim_IntList"), _count_nonzero),
 }
+# Their first argument is torch_xla's kernel.
+AROUND_STOCK: Mapping[str, Callable[..., Any]] = {"baddbmm": _batched_products}
+# The same, with operators that have a backward.
+AROUND_AUTOGRAD: Mapping[str, Callable[..., Any]] = {"einsum": _einsum}
 # Written with operators that have a backward.
 DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
     "special_log_ndtr": _log_normal_cdf,
