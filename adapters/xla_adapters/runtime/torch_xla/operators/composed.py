@@ -58,13 +58,22 @@ def _batched_products(
 def _einsum(
     stock: Callable[..., torch.Tensor], equation: str, tensors: Sequence[torch.Tensor], *, path: Any = None
 ) -> torch.Tensor:
-    """`einsum`, by torch's composition where torch_xla errs: for an index that one of the tensors has twice."""
+    """`einsum`, by torch's composition where torch_xla errs.
+
+    That is for an index that one of the tensors has twice, and in gradients of complex numbers.
+    """
+    if any(tensor.is_complex() for tensor in tensors):
+        return _composed_einsum(equation, tensors, path)
     for indices in equation.partition("->")[0].split(","):
         letters = indices.replace(" ", "").replace("...", "")
         if len(set(letters)) < len(letters):
-            composed: torch.Tensor = torch.ops.aten.einsum.default.decompose(equation, tensors, path=path)
-            return composed
+            return _composed_einsum(equation, tensors, path)
     return stock(equation, tensors, path=path)
+
+
+def _composed_einsum(equation: str, tensors: Sequence[torch.Tensor], path: Any) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.aten.einsum.default.decompose(equation, tensors, path=path)
+    return result
 
 
 def _count_nonzero(self: torch.Tensor, dim: int | Sequence[int] | None = None) -> torch.Tensor:

@@ -117,8 +117,10 @@ def _cumulative_minimum(self: torch.Tensor, dim: int) -> _Found:
 def _clamp(
     stock: Callable[..., torch.Tensor], self: torch.Tensor, min: float | None = None, max: float | None = None
 ) -> torch.Tensor:
-    """torch_xla's own makes a bound of NaN, and the largest number of infinity."""
+    """torch_xla's own makes a bound of NaN, and the largest number of infinity, and rounds bounds of integers."""
     if not self.is_floating_point():
+        for bound in (min, max):
+            self = self if bound is None else self.to(torch.result_type(self, bound))
         return stock(self, min, max)
     if any(bound is not None and bound != bound for bound in (min, max)):
         return torch.full_like(self, torch.nan)

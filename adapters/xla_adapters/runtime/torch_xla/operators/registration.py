@@ -29,12 +29,14 @@ from xla_adapters.runtime.torch_xla.operators import (
     medians,
     padding,
     pooling,
+    promotions,
     recurrent,
     remainders,
     resizing,
     sampling,
     scattering,
     sequences,
+    sequences_of_numbers,
     slices,
 )
 from xla_adapters.runtime.torch_xla.operators.host_numbers import TAKE_HOST_NUMBERS, with_host_numbers
@@ -91,6 +93,8 @@ _AROUND_BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **host_numbers.AROUND_STOCK,
     **determinants.AROUND_STOCK_BELOW_AUTOGRAD,
     **dtypes.AROUND_STOCK,
+    **promotions.AROUND_STOCK,
+    **sequences_of_numbers.AROUND_STOCK,
     **extremes.AROUND_STOCK,
     **activations.AROUND_STOCK,
 }
