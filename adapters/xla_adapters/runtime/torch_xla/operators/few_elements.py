@@ -40,6 +40,33 @@ def _backward_with_a_dimension(
     return stock(grad_output.reshape(1), output.reshape(1), *args).reshape(())
 
 
+def _one_loss(
+    stock: _Stock, self: torch.Tensor, target: torch.Tensor, *args: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`nll_loss_forward`: of a single sample without a batch, torch_xla's own ends the process."""
+    if self.ndim > 1:
+        found: tuple[torch.Tensor, torch.Tensor] = stock(self, target, *args)
+        return found
+    loss, weight = stock(self.reshape(1, -1), target.reshape(1), *args)
+    return loss.reshape(()), weight
+
+
+def _one_loss_backward(
+    stock: _Stock,
+    grad_output: torch.Tensor,
+    self: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    *args: Any,
+) -> torch.Tensor:
+    if self.ndim > 1:
+        result: torch.Tensor = stock(grad_output, self, target, weight, reduction, *args)
+        return result
+    gradient = grad_output if reduction else grad_output.reshape(1)
+    return stock(gradient, self.reshape(1, -1), target.reshape(1), weight, reduction, *args).reshape(self.shape)
+
+
 def _cumulative(stock: _Stock, self: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`cumsum` and `cumprod`, in a dtype that holds the sums: torch_xla's own adds up in that of the input."""
     whole = not (self.is_floating_point() or self.is_complex())
@@ -133,6 +160,8 @@ AROUND_STOCK: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_ALONG_A_DIMENSION, _with_a_dimension),
     **dict.fromkeys(("index_fill.int_Scalar", "index_fill.int_Tensor"), _index_fill),
     **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _backward_with_a_dimension),
+    "nll_loss_forward": _one_loss,
+    "nll_loss_backward": _one_loss_backward,
     **dict.fromkeys(("cumsum", "cumprod"), _cumulative),
     "gather": _gather,
     "index_select": _index_select,
