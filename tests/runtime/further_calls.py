@@ -83,7 +83,9 @@ FURTHER: dict[str, tuple[tuple[int, ...], dict[str, _Call]]] = {
             "conjugate": lambda x: torch.view_as_real((_complex(x).conj() * _complex(x + 1)).resolve_conj()),
             "product": lambda x: (_complex(x) @ _complex(x).T).real,
             "product by einsum": lambda x: torch.einsum("ij,kj->ik", _complex(x), _complex(x + 1)).imag,
-            "quotient": lambda x: (_complex(x) / _complex(x + 1)).imag + (1 / _complex(x)).real + (_complex(x) / 2j).real,
+            "quotient": lambda x: (
+                (_complex(x) / _complex(x + 1)).imag + (1 / _complex(x)).real + (_complex(x) / 2j).real
+            ),
             "hyperbolic tangent": lambda x: _complex(x / 4).tanh().imag,
             "sigmoid": lambda x: _complex(x / 4).sigmoid().imag,
             "sign": lambda x: torch.sgn(_complex(x)).real,

@@ -35,7 +35,8 @@ def _sign(input: _Tensor) -> _Tensor:
 def _divide(input: Any, other: Any, **kwargs: Any) -> _Tensor:
     """As `torch.div`. torch_xla's quotient of complex numbers is real, and it rounds a divisor to 8-bit integers."""
     if not kwargs and not isinstance(other, _Tensor) and input.dtype in (torch.int8, torch.uint8):
-        return input.to(torch.get_default_dtype()) / other
+        quotient: _Tensor = input.to(torch.get_default_dtype()) / other
+        return quotient
     if kwargs or not any(isinstance(value, _Tensor) and value.is_complex() for value in (input, other)):
         return torch.div(input, other, **kwargs)
     product: _Tensor = input * (other.reciprocal() if isinstance(other, _Tensor) else 1 / other)

@@ -81,7 +81,7 @@ def _count_nonzero(self: torch.Tensor, dim: int | Sequence[int] | None = None) -
     nonzero = self != 0
     if dim is None or not self.ndim:
         return nonzero.sum()
-    return nonzero.sum(dim)
+    return nonzero.sum(dim if isinstance(dim, int) else list(dim))
 
 
 def _log_normal_cdf(self: torch.Tensor) -> torch.Tensor:
@@ -112,6 +112,18 @@ def _sign_bit(input: torch.Tensor) -> torch.Tensor:
     if not input.is_floating_point():
         return input < 0
     return torch.copysign(torch.ones_like(input), input) < 0
+
+
+def _pixel_shuffle(self: torch.Tensor, upscale_factor: int) -> torch.Tensor:
+    """Also of a single image, which torch_xla takes for a batch."""
+    *batch, channels, height, width = self.shape
+    factor = upscale_factor
+    if channels % factor**2:
+        raise RuntimeError(f"pixel_shuffle: {channels} channels are not divisible by {factor} * {factor}")
+    parts = self.reshape(*batch, channels // factor**2, factor, factor, height, width)
+    row = len(batch) + 1
+    order = [*range(row), row + 2, row, row + 3, row + 1]
+    return parts.permute(order).reshape(*batch, channels // factor**2, height * factor, width * factor)
 
 
 def _repeated_places(repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
@@ -166,5 +178,6 @@ AROUND_AUTOGRAD: Mapping[str, Callable[..., Any]] = {"einsum": _einsum}
 DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
     "special_log_ndtr": _log_normal_cdf,
     "conv_tbc": _convolution_over_time,
+    "pixel_shuffle": _pixel_shuffle,
     "multilabel_margin_loss_forward": _multilabel_margin,
 }

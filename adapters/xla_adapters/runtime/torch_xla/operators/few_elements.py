@@ -37,12 +37,11 @@ def _backward_with_a_dimension(
     if output.ndim:
         result: torch.Tensor = stock(grad_output, output, *args)
         return result
-    return stock(grad_output.reshape(1), output.reshape(1), *args).reshape(())
+    one: torch.Tensor = stock(grad_output.reshape(1), output.reshape(1), *args)
+    return one.reshape(())
 
 
-def _one_loss(
-    stock: _Stock, self: torch.Tensor, target: torch.Tensor, *args: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _one_loss(stock: _Stock, self: torch.Tensor, target: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """`nll_loss_forward`: of a single sample without a batch, torch_xla's own ends the process."""
     if self.ndim > 1:
         found: tuple[torch.Tensor, torch.Tensor] = stock(self, target, *args)
@@ -64,7 +63,8 @@ def _one_loss_backward(
         result: torch.Tensor = stock(grad_output, self, target, weight, reduction, *args)
         return result
     gradient = grad_output if reduction else grad_output.reshape(1)
-    return stock(gradient, self.reshape(1, -1), target.reshape(1), weight, reduction, *args).reshape(self.shape)
+    one: torch.Tensor = stock(gradient, self.reshape(1, -1), target.reshape(1), weight, reduction, *args)
+    return one.reshape(self.shape)
 
 
 def _cumulative(stock: _Stock, self: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -33,9 +33,7 @@ def as_floats(one: torch.Tensor | float, other: torch.Tensor | float) -> list[to
     like = one if isinstance(one, torch.Tensor) else other
     assert isinstance(like, torch.Tensor)
     return [
-        value.to(dtype)
-        if isinstance(value, torch.Tensor)
-        else torch.full((), value, dtype=dtype, device=like.device)
+        value.to(dtype) if isinstance(value, torch.Tensor) else torch.full((), value, dtype=dtype, device=like.device)
         for value in (one, other)
     ]
 

@@ -26,6 +26,8 @@ class _Weights:
 
     def __init__(self, given: Sequence[_Tensor], has_biases: bool) -> None:
         self.input, self.hidden = given[:2]
+        self.input_bias: _Tensor | None
+        self.hidden_bias: _Tensor | None
         self.input_bias, self.hidden_bias = given[2:4] if has_biases else (None, None)
         # Of LSTMs with `proj_size`.
         rest = given[4 if has_biases else 2 :]
