@@ -146,10 +146,11 @@ def complete_gru() -> None:
 
     It also refuses tensors on the CPU, and leaves out the second direction if `bidirectional` is given by its position.
     """
-    from torch_xla.experimental.gru import GRU
-
-    torchs = GRU.__base__
-    scanned = GRU.forward
+    replacement: Any = torch.nn.GRU
+    torchs = replacement.__base__
+    if torchs is torch.nn.RNNBase:
+        return
+    scanned = replacement.forward
 
     def forward(self: Any, input: Any, hx: _Tensor | None = None) -> Any:
         is_packed = isinstance(input, torch.nn.utils.rnn.PackedSequence)
@@ -157,7 +158,7 @@ def complete_gru() -> None:
             return torchs.forward(self, input, hx)
         return scanned(self, input, hx)
 
-    GRU.__init__, GRU.forward = torchs.__init__, forward
+    replacement.__init__, replacement.forward = torchs.__init__, forward
 
 
 KERNELS: Mapping[str, Callable[..., tuple[_Tensor, ...]]] = {
