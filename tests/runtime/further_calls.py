@@ -82,6 +82,14 @@ FURTHER: dict[str, tuple[tuple[int, ...], dict[str, _Call]]] = {
             "angle": lambda x: _complex(x).angle() + x.angle(),
             "conjugate": lambda x: torch.view_as_real((_complex(x).conj() * _complex(x + 1)).resolve_conj()),
             "product": lambda x: (_complex(x) @ _complex(x).T).real,
+            "product by einsum": lambda x: torch.einsum("ij,kj->ik", _complex(x), _complex(x + 1)).imag,
+            "quotient": lambda x: (
+                (_complex(x) / _complex(x + 1)).imag + (1 / _complex(x)).real + (_complex(x) / 2j).real
+            ),
+            "hyperbolic tangent": lambda x: _complex(x / 4).tanh().imag,
+            "sigmoid": lambda x: _complex(x / 4).sigmoid().imag,
+            "sign": lambda x: torch.sgn(_complex(x)).real,
+            "logsumexp": lambda x: _complex(x).logsumexp(1).real,
         },
     ),
     "running extremes": (
@@ -121,7 +129,12 @@ FURTHER: dict[str, tuple[tuple[int, ...], dict[str, _Call]]] = {
             "xlog1py": lambda x: torch.special.xlog1py(x, x.abs()),
             "hypotenuse": lambda x: torch.hypot(x, x + 1),
             "sign bit": lambda x: x.signbit() * x,
-            "rrelu": lambda x: functional.rrelu(x),
+            "rrelu": lambda x: functional.rrelu(x.round()),
+            "softmax of a number": lambda x: x[0, 0].softmax(0) + x[0, 1].log_softmax(-1) + x[0, 2],
+            "loss of one sample": lambda x: functional.cross_entropy(x[0], _there(x, 3)[0]),
+            "loss of one sample, not reduced": lambda x: functional.nll_loss(x[0], _there(x, 3)[0], reduction="none"),
+            "sum over no dimension": lambda x: x.sum(()) + x.sum(dim=[]),
+            "8 bits divided": lambda x: ((x * 15).to(torch.int8) / 128 + (x * 15).to(torch.int8) / 300) * x,
             "convolution over time": lambda x: torch.conv_tbc(x[:, None], x.reshape(2, 8, 3), x[0, :3], 1),
             "combinations": lambda x: torch.combinations(x[0]),
             "lower triangle": lambda x: x[tuple(torch.tril_indices(6, 8, device=x.device))],

@@ -46,6 +46,9 @@ _WITH_GRADIENTS: dict[str, _Call] = {
     "clamp by a tensor": lambda x: x.clamp(min=torch.ones_like(x)),
     "maximum": lambda x: torch.maximum(torch.zeros_like(x), x),
     "softmax": lambda x: x.softmax(1),
+    "amax of minus infinities": lambda x: (x[3:] - _INF).amax(1),
+    "min of infinities": lambda x: (x[3:] + _INF).min(1)[0],
+    "half precision without infinities": lambda x: x.bfloat16().nan_to_num().float() * 1e-30,
 }
 _VALUES_ONLY: dict[str, _Call] = {
     "amax": lambda x: x.amax(1),
@@ -64,6 +67,11 @@ _VALUES_ONLY: dict[str, _Call] = {
     "scatter": lambda x: torch.zeros_like(x).scatter_reduce(0, torch.zeros_like(x).long(), x, "amax"),
     "remainder by infinity": lambda x: torch.remainder(x, _INF) + torch.remainder(x, -_INF),
     "floor of infinity": lambda x: x // 2.5,
+    "max of minus infinities": lambda x: torch.full_like(x, -_INF).max(),
+    "max of minus infinities along": lambda x: torch.full_like(x, -_INF).max(0)[0],
+    "product in place of NaN": lambda x: torch.baddbmm(
+        torch.full((1, 8, 8), _NAN, device=x.device), x[None, 3:].mT, x[None, 3:], beta=0
+    ),
     "clip": lambda x: functional.normalize(x, dim=1),
 }
 
@@ -129,6 +137,26 @@ _EXACT: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sums in half precision": lambda x, y: x.bfloat16().cumsum(0),
     "mean of integers": lambda x, y: x.long().mean(dtype=torch.float32),
     "choice of two dtypes": lambda x, y: torch.where(x > 0, x.bfloat16(), y),
+    "maximum of two dtypes": lambda x, y: torch.maximum(x.half(), y.bfloat16()),
+    "minimum of 8 bits": lambda x, y: torch.minimum((x * 15).to(torch.int8), (y.abs() * 15).to(torch.uint8)),
+    "integers between fractions": lambda x, y: x.long().clamp(-1.5, 2.5),
+    "truth between integers": lambda x, y: (x > 0).clamp(max=3),
+    "integers below fractions": lambda x, y: x.long().clamp(max=y),
+    "truth and a number": lambda x, y: ((x > 0) & 3) + ((y > 0) | 6) + ((x > y) ^ 2),
+    "arctangent of integers": lambda x, y: torch.atan2(x.long(), y.long()),
+    "product with a logarithm": lambda x, y: torch.xlogy(x.long(), 2.5),
+    "sign of a number": lambda x, y: torch.copysign(x.long(), -1.0) + torch.copysign(x, -0.0),
+    "a number shifted": lambda x, y: 1 << x.abs().int(),
+    "steps of a tenth": lambda x, y: torch.arange(0, 1, 0.1, device=x.device),
+    "steps down": lambda x, y: torch.arange(1.5, 0, -0.1, device=x.device, dtype=torch.float64),
+    "steps from a fraction": lambda x, y: torch.arange(0.1, 3.1, device=x.device),
+    "count": lambda x, y: torch.count_nonzero(x > 0) + torch.count_nonzero(x.reshape(2, 12).to(torch.int8), 1),
+    "sums of truth that is a number": lambda x, y: (x > 0).nansum(),
+    "trace": lambda x, y: torch.einsum("ii", x[:9].reshape(3, 3)),
+    "traces": lambda x, y: torch.einsum("...ii", x[:18].reshape(2, 3, 3)),
+    "moved by no place": lambda x, y: x[:0].roll(1),
+    "medians of nothing": lambda x, y: x[:0].reshape(0, 3).median(1)[0],
+    "covariance of integers": lambda x, y: torch.cov(x.reshape(2, 12).long()),
     "logarithm of a determinant": lambda x, y: torch.linalg.slogdet(x[:9].reshape(3, 3))[1],
     "singular values of several": lambda x, y: torch.linalg.svdvals(x[:16].reshape(2, 2, 4)),
     "inverses of several": lambda x, y: torch.linalg.pinv(x[:8].reshape(2, 2, 2)),
@@ -151,6 +179,20 @@ def test_exact_numbers_and_dtypes(in_step: bool) -> None:
         torch.testing.assert_close(
             found.cpu(), call(x, y), rtol=1e-4, atol=1e-5, msg=lambda text, at=name: f"{at}: {text}"
         )
+
+
+@isolated
+def test_what_ends_the_process_in_torch_xla_is_refused() -> None:
+    xla_adapters.initialize()
+    x = torch.arange(6.0).to("xla")
+    for call, error in (
+        (lambda: torch.argmax(torch.complex(x, x)), NotImplementedError),
+        (lambda: torch.argmin(x[:0]), IndexError),
+        (lambda: x[:0].reshape(3, 0).median(1), IndexError),
+        (lambda: x.long() >> 1.5, TypeError),
+    ):
+        with pytest.raises(error):
+            call()
 
 
 @isolated

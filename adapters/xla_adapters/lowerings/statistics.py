@@ -19,6 +19,8 @@ def _cov(
     if fweights is not None or aweights is not None:
         return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
     rows = input.reshape(1, -1) if input.ndim < 2 else input
+    if not (rows.is_floating_point() or rows.is_complex()):
+        rows = rows.to(torch.get_default_dtype())
     centred = rows - rows.mean(1, keepdim=True)
     observations = max(rows.shape[1] - correction, 0)
     products = centred @ centred.mH
@@ -65,7 +67,7 @@ def _rrelu(
     slope: Any = (lower + upper) / 2
     if training:
         slope = torch.empty_like(input).uniform_(lower, upper)
-    result = torch.where(input >= 0, input, input * slope)
+    result = torch.where(input > 0, input, input * slope)
     return input.copy_(result) if inplace else result
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -23,6 +24,21 @@ def _threshold_backward(grad_output: torch.Tensor, self: torch.Tensor, threshold
 
 def _soft_shrink(stock: Callable[..., torch.Tensor], self: torch.Tensor, lambd: float = 0.5) -> torch.Tensor:
     return torch.where(self.isnan(), self, stock(self, lambd))
+
+
+def _numbers_only(
+    stock: Callable[..., torch.Tensor],
+    self: torch.Tensor,
+    nan: float | None = None,
+    posinf: float | None = None,
+    neginf: float | None = None,
+) -> torch.Tensor:
+    """`nan_to_num`: instead of infinity the largest number of the dtype, which is not that of float32."""
+    if self.is_floating_point():
+        limits = torch.finfo(self.dtype)
+        posinf = limits.max if posinf is None else posinf
+        neginf = limits.min if neginf is None else neginf
+    return stock(self, nan, posinf, neginf)
 
 
 def _elu_backward(
@@ -67,15 +83,26 @@ def _smooth_l1_backward(
     return grad_output * (slope / slope.numel() if reduction == 1 else slope)
 
 
+def _slope_by_result(
+    slope: Callable[[torch.Tensor], torch.Tensor],
+    stock: Callable[..., torch.Tensor],
+    grad_output: torch.Tensor,
+    output: torch.Tensor,
+) -> torch.Tensor:
+    """`tanh_backward` and `sigmoid_backward`, also of complex numbers, whose slopes are conjugated."""
+    return grad_output * slope(output).conj() if output.is_complex() else stock(grad_output, output)
+
+
 def _log_sum_exp(self: torch.Tensor, dim: list[int], keepdim: bool = False) -> torch.Tensor:
     """`logsumexp`, also of infinities."""
+    whole = not (self.is_floating_point() or self.is_complex())
+    values = self.to(torch.get_default_dtype()) if whole else self
     if not self.ndim:
-        return self.to(torch.get_default_dtype()) if not self.is_floating_point() else self.clone()
-    values = self if self.is_floating_point() else self.to(torch.get_default_dtype())
+        return values.clone()
     dims = list(dim) or list(range(self.ndim))
     if any(self.shape[one] == 0 for one in dims):
         return values.exp().sum(dims, keepdim).log()
-    largest = values.amax(dims, keepdim=True)
+    largest = (torch.view_as_real_copy(values).select(-1, 0) if self.is_complex() else values).amax(dims, keepdim=True)
     largest = torch.where(largest.abs() == math.inf, torch.zeros_like(largest), largest)
     total = (values - largest).exp().sum(dims, keepdim).log()
     return total + (largest if keepdim else largest.reshape(total.shape))
@@ -92,4 +119,9 @@ KERNELS: dict[str, Callable[..., torch.Tensor]] = {
     "logsumexp": _log_sum_exp,
 }
 # Their first argument is torch_xla's kernel.
-AROUND_STOCK: dict[str, Callable[..., torch.Tensor]] = {"softshrink": _soft_shrink}
+AROUND_STOCK: dict[str, Callable[..., torch.Tensor]] = {
+    "softshrink": _soft_shrink,
+    "nan_to_num": _numbers_only,
+    "tanh_backward": partial(_slope_by_result, lambda output: 1 - output * output),
+    "sigmoid_backward": partial(_slope_by_result, lambda output: output * (1 - output)),
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,50 @@ def _add_products(
     return products if beta == 0 else self * beta + products
 
 
+def _batched_products(
+    stock: Callable[..., torch.Tensor],
+    self: torch.Tensor,
+    batch1: torch.Tensor,
+    batch2: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> torch.Tensor:
+    """`baddbmm`. With a factor of zero, what `self` has that is not finite does not count."""
+    if beta == 0:
+        self = torch.zeros_like(self)
+    return stock(self, batch1, batch2, beta=beta, alpha=alpha)
+
+
+def _einsum(
+    stock: Callable[..., torch.Tensor], equation: str, tensors: Sequence[torch.Tensor], *, path: Any = None
+) -> torch.Tensor:
+    """`einsum`, by torch's composition where torch_xla errs.
+
+    That is for an index that one of the tensors has twice, and in gradients of complex numbers.
+    """
+    if any(tensor.is_complex() for tensor in tensors):
+        return _composed_einsum(equation, tensors, path)
+    for indices in equation.partition("->")[0].split(","):
+        letters = indices.replace(" ", "").replace("...", "")
+        if len(set(letters)) < len(letters):
+            return _composed_einsum(equation, tensors, path)
+    return stock(equation, tensors, path=path)
+
+
+def _composed_einsum(equation: str, tensors: Sequence[torch.Tensor], path: Any) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.aten.einsum.default.decompose(equation, tensors, path=path)
+    return result
+
+
+def _count_nonzero(self: torch.Tensor, dim: int | Sequence[int] | None = None) -> torch.Tensor:
+    """As 64-bit integers, where torch_xla counts in the dtype of the values."""
+    nonzero = self != 0
+    if dim is None or not self.ndim:
+        return nonzero.sum()
+    return nonzero.sum(dim if isinstance(dim, int) else list(dim))
+
+
 def _log_normal_cdf(self: torch.Tensor) -> torch.Tensor:
     """`special_log_ndtr`: by the asymptotic series far below 0, where the probability is not representable."""
     values = self if self.is_floating_point() else self.to(torch.get_default_dtype())
@@ -68,6 +112,18 @@ def _sign_bit(input: torch.Tensor) -> torch.Tensor:
     if not input.is_floating_point():
         return input < 0
     return torch.copysign(torch.ones_like(input), input) < 0
+
+
+def _pixel_shuffle(self: torch.Tensor, upscale_factor: int) -> torch.Tensor:
+    """Also of a single image, which torch_xla takes for a batch."""
+    *batch, channels, height, width = self.shape
+    factor = upscale_factor
+    if channels % factor**2:
+        raise RuntimeError(f"pixel_shuffle: {channels} channels are not divisible by {factor} * {factor}")
+    parts = self.reshape(*batch, channels // factor**2, factor, factor, height, width)
+    row = len(batch) + 1
+    order = [*range(row), row + 2, row, row + 3, row + 1]
+    return parts.permute(order).reshape(*batch, channels // factor**2, height * factor, width * factor)
 
 
 def _repeated_places(repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
@@ -112,10 +168,16 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
     "hypot": _hypotenuse,
     "signbit": _sign_bit,
     "repeat_interleave.Tensor": _repeated_places,
+    **dict.fromkeys(("count_nonzero", "count_nonzero.dim_IntList"), _count_nonzero),
 }
+# Their first argument is torch_xla's kernel.
+AROUND_STOCK: Mapping[str, Callable[..., Any]] = {"baddbmm": _batched_products}
+# The same, with operators that have a backward.
+AROUND_AUTOGRAD: Mapping[str, Callable[..., Any]] = {"einsum": _einsum}
 # Written with operators that have a backward.
 DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
     "special_log_ndtr": _log_normal_cdf,
     "conv_tbc": _convolution_over_time,
+    "pixel_shuffle": _pixel_shuffle,
     "multilabel_margin_loss_forward": _multilabel_margin,
 }

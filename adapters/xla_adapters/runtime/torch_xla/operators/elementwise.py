@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from xla_adapters.runtime.torch_xla.operators.promotions import as_floats
+
 # Lanczos' approximation with g = 7 (Numerical Recipes, 3rd edition, section 6.1).
 _LANCZOS = (
     *(676.520368121885098567, -1259.139216722402870472, 771.3234287776530788487, -176.6150291621405990658),
@@ -111,7 +113,8 @@ def _polynomial(x: torch.Tensor, coefficients: tuple[float, ...]) -> torch.Tenso
     return result
 
 
-def _copysign(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _copysign(input: torch.Tensor, other: torch.Tensor | float) -> torch.Tensor:
+    input, other = as_floats(input, other)
     magnitude = input.abs()
     # 1 / -0.0 is how zeros show their sign.
     negative = torch.where(other == 0, other.detach().reciprocal(), other) < 0

@@ -1,11 +1,14 @@
-"""Extremes, where torch_xla 2.9 takes all dimensions for none, or loses what is not a number.
+"""Extremes, where torch_xla 2.9 takes all dimensions for none, or loses what is not a number, or infinite.
 
-torch's extreme of values with NaN is NaN, and stands where the first NaN does.
+torch's extreme of values with NaN is NaN, and stands where the first NaN does. torch_xla's maximum of minus infinities
+is the lowest number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +25,39 @@ def _extreme(
     return stock(input, list(dim) or list(range(input.ndim)), keepdim)
 
 
+def _extreme_value(
+    none: float,
+    stock: Callable[..., torch.Tensor],
+    input: torch.Tensor,
+    dim: Sequence[int] = (),
+    keepdim: bool = False,
+) -> torch.Tensor:
+    """`amax` and `amin` below autograd, whose gradient compares with the result."""
+    values = _extreme(stock, input, dim, keepdim)
+    if not (input.is_floating_point() and input.ndim):
+        return values
+    return _or_infinite(none, values, (input == none).all(list(dim) or list(range(input.ndim)), keepdim))
+
+
+def _extreme_of_all(none: float, stock: Callable[..., torch.Tensor], input: torch.Tensor) -> torch.Tensor:
+    """`max` and `min`."""
+    values = stock(input)
+    return _or_infinite(none, values, (input == none).all()) if input.is_floating_point() else values
+
+
+def _or_infinite(none: float, values: torch.Tensor, all_are: torch.Tensor) -> torch.Tensor:
+    return torch.where(all_are, torch.full_like(values, none), values)
+
+
 def _place(
     stock: Callable[..., torch.Tensor], self: torch.Tensor, dim: int | None = None, keepdim: bool = False
 ) -> torch.Tensor:
     """`argmax` and `argmin`."""
+    if self.is_complex():
+        # torch_xla's own ends the process.
+        raise NotImplementedError("the largest and the smallest of complex numbers are not defined")
+    if not (self.numel() if dim is None or not self.ndim else self.shape[dim]):
+        raise IndexError("argmax() and argmin() of no values: there is no place to tell")
     if not self.ndim:
         return torch.zeros((), dtype=torch.int64, device=self.device)
     place = stock(self, dim, keepdim)
@@ -36,7 +68,9 @@ def _place(
     return torch.where(found, torch.argmax(nans.to(torch.int32), dim, keepdim), place)
 
 
-def _extreme_along(stock: Callable[..., _Found], self: torch.Tensor, dim: int, keepdim: bool = False) -> _Found:
+def _extreme_along(
+    none: float, stock: Callable[..., _Found], self: torch.Tensor, dim: int, keepdim: bool = False
+) -> _Found:
     """`max.dim` and `min.dim`."""
     if not self.ndim:
         return self.clone(), torch.zeros((), dtype=torch.int64, device=self.device)
@@ -46,6 +80,7 @@ def _extreme_along(stock: Callable[..., _Found], self: torch.Tensor, dim: int, k
     nans = self.isnan()
     found = nans.any(dim, keepdim)
     places = torch.where(found, torch.argmax(nans.to(torch.int32), dim, keepdim), places)
+    values = _or_infinite(none, values, (self == none).all(dim, keepdim))
     return torch.where(found, torch.full_like(values, torch.nan), values), places
 
 
@@ -82,8 +117,10 @@ def _cumulative_minimum(self: torch.Tensor, dim: int) -> _Found:
 def _clamp(
     stock: Callable[..., torch.Tensor], self: torch.Tensor, min: float | None = None, max: float | None = None
 ) -> torch.Tensor:
-    """torch_xla's own makes a bound of NaN, and the largest number of infinity."""
+    """torch_xla's own makes a bound of NaN, and the largest number of infinity, and rounds bounds of integers."""
     if not self.is_floating_point():
+        for bound in (min, max):
+            self = self if bound is None else self.to(torch.result_type(self, bound))
         return stock(self, min, max)
     if any(bound is not None and bound != bound for bound in (min, max)):
         return torch.full_like(self, torch.nan)
@@ -115,6 +152,8 @@ def _norm(
     return result
 
 
+# What the extreme of no values is.
+_NONE = {"max": -math.inf, "min": math.inf}
 KERNELS: dict[str, Callable[..., Any]] = {
     "cummin": _cumulative_minimum,
     **dict.fromkeys(("norm.Scalar", "norm.ScalarOpt_dim"), _norm),
@@ -122,11 +161,13 @@ KERNELS: dict[str, Callable[..., Any]] = {
 # Kernels whose first argument is torch_xla's own.
 AROUND_STOCK: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("argmax", "argmin"), _place),
-    **dict.fromkeys(("max.dim", "min.dim"), _extreme_along),
+    **{f"{name}.dim": partial(_extreme_along, none) for name, none in _NONE.items()},
+    **{f"a{name}": partial(_extreme_value, none) for name, none in _NONE.items()},
+    **{name: partial(_extreme_of_all, none) for name, none in _NONE.items()},
     "cummax": _cumulative_maximum,
     "clamp": _clamp,
     "clamp_max": _clamp_from_above,
     "clamp_min": _clamp_from_below,
 }
-# The same, with operators that have a backward.
-AROUND_DIFFERENTIABLE: dict[str, Callable[..., Any]] = {"amax": _extreme, "amin": _extreme}
+# The same, of torch's: above them.
+AROUND_AUTOGRAD: Mapping[str, Callable[..., Any]] = {"amax": _extreme, "amin": _extreme}

@@ -6,7 +6,6 @@ torch takes a tensor of no dimensions for one of a single dimension with one ele
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ _Stock = Callable[..., Any]
 _ALONG_A_DIMENSION = (
     *("prod.dim_int", "topk", "kthvalue", "sort", "sort.stable"),
     *("any.dim", "any.dims", "all.dim", "all.dims", "std.correction", "var.correction"),
-    *("var_mean.correction", "flip", "roll"),
+    *("var_mean.correction", "flip", "_softmax", "_log_softmax"),
 )
 
 _SCATTERS = ("scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_add")
@@ -29,6 +28,43 @@ def _with_a_dimension(stock: _Stock, self: torch.Tensor, *args: Any, **kwargs: A
         return stock(self, *args, **kwargs)
     results = stock(self.reshape(1), *args, **kwargs)
     return results.reshape(()) if isinstance(results, torch.Tensor) else tuple(one.reshape(()) for one in results)
+
+
+def _backward_with_a_dimension(
+    stock: _Stock, grad_output: torch.Tensor, output: torch.Tensor, *args: Any
+) -> torch.Tensor:
+    """Of `softmax` and `log_softmax`."""
+    if output.ndim:
+        result: torch.Tensor = stock(grad_output, output, *args)
+        return result
+    one: torch.Tensor = stock(grad_output.reshape(1), output.reshape(1), *args)
+    return one.reshape(())
+
+
+def _one_loss(stock: _Stock, self: torch.Tensor, target: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`nll_loss_forward`: of a single sample without a batch, torch_xla's own ends the process."""
+    if self.ndim > 1:
+        found: tuple[torch.Tensor, torch.Tensor] = stock(self, target, *args)
+        return found
+    loss, weight = stock(self.reshape(1, -1), target.reshape(1), *args)
+    return loss.reshape(()), weight
+
+
+def _one_loss_backward(
+    stock: _Stock,
+    grad_output: torch.Tensor,
+    self: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    *args: Any,
+) -> torch.Tensor:
+    if self.ndim > 1:
+        result: torch.Tensor = stock(grad_output, self, target, weight, reduction, *args)
+        return result
+    gradient = grad_output if reduction else grad_output.reshape(1)
+    one: torch.Tensor = stock(gradient, self.reshape(1, -1), target.reshape(1), weight, reduction, *args)
+    return one.reshape(self.shape)
 
 
 def _cumulative(stock: _Stock, self: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -88,6 +124,12 @@ def _squeeze(stock: _Stock, self: torch.Tensor, dim: Any) -> torch.Tensor:
     return stock(self, dim) if self.ndim else self.clone()
 
 
+def _roll(stock: _Stock, self: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Of no elements, torch_xla's own ends the process."""
+    result: torch.Tensor = _with_a_dimension(stock, self, *args) if self.numel() else self.clone()
+    return result
+
+
 def _repeat(stock: _Stock, self: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
     if all(repeats):
         result: torch.Tensor = stock(self, repeats)
@@ -103,19 +145,29 @@ def _random_permutation(stock: _Stock, n: int, **options: Any) -> torch.Tensor:
     return result
 
 
+def _sum_of_numbers(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`nansum`: torch's own decomposition, which asks also integers whether they are NaN."""
+    decomposed = decomposition_table[torch.ops.aten.nansum.default] if self.is_floating_point() else torch.sum
+    result: torch.Tensor = _with_a_dimension(decomposed, self, *args, **kwargs)
+    return result
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
-    # torch's own decomposition.
-    "nansum": partial(_with_a_dimension, decomposition_table[torch.ops.aten.nansum.default])
+    "nansum": _sum_of_numbers,
 }
 # Kernels whose first argument is torch_xla's own.
 AROUND_STOCK: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_ALONG_A_DIMENSION, _with_a_dimension),
     **dict.fromkeys(("index_fill.int_Scalar", "index_fill.int_Tensor"), _index_fill),
+    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _backward_with_a_dimension),
+    "nll_loss_forward": _one_loss,
+    "nll_loss_backward": _one_loss_backward,
     **dict.fromkeys(("cumsum", "cumprod"), _cumulative),
     "gather": _gather,
     "index_select": _index_select,
     **dict.fromkeys(_SCATTERS, _scatter),
     **dict.fromkeys(("squeeze_copy.dim", "squeeze_copy.dims"), _squeeze),
+    "roll": _roll,
     "repeat": _repeat,
     "randperm": _random_permutation,
 }

@@ -63,6 +63,9 @@ def _divide(stock: _Stock, dividend: Any, divisor: Any, *, rounding_mode: str | 
 
 
 def _shifted_right(value: torch.Tensor, places: Any) -> torch.Tensor:
+    if not _are_whole(places) and getattr(places, "dtype", type(places)) not in (torch.bool, bool):
+        # torch_xla's own ends the process.
+        raise TypeError(f"a shift by {places}: only integers can be shifted, by integers")
     return torch.bitwise_right_shift(value, places).to(torch.result_type(value, places))
 
 

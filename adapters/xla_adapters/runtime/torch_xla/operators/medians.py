@@ -24,8 +24,18 @@ def _chosen(self: torch.Tensor, dim: int, keepdim: bool, values: torch.Tensor, p
     return first.clone(), second.clone()
 
 
+def _of_nothing(self: torch.Tensor, dim: int, keepdim: bool) -> _Both:
+    """No medians, where there are no rows."""
+    if not self.shape[dim]:
+        raise IndexError(f"a median of no values, along dimension {dim} of shape {tuple(self.shape)}")
+    values = self.sum(dim, keepdim)
+    return values.to(self.dtype), torch.zeros(values.shape, dtype=torch.int64, device=self.device)
+
+
 def _median_along(self: torch.Tensor, dim: int, keepdim: bool = False) -> _Both:
     """The lower one of two; NaN where there is one."""
+    if not self.numel():
+        return _of_nothing(self, dim, keepdim)
     values, places, nans = _sorted_last(self, dim)
     middle = (values.shape[-1] - 1) // 2
     value, place = values.narrow(-1, middle, 1), places.narrow(-1, middle, 1)
@@ -38,6 +48,8 @@ def _median_along(self: torch.Tensor, dim: int, keepdim: bool = False) -> _Both:
 
 def _median_of_numbers_along(self: torch.Tensor, dim: int, keepdim: bool = False) -> _Both:
     """Leaves out what is no number, which is sorted to the end."""
+    if not self.numel():
+        return _of_nothing(self, dim, keepdim)
     values, places, nans = _sorted_last(self, dim)
     middle = ((~nans).sum(-1, keepdim=True) - 1).clamp(min=0) // 2
     return _chosen(self, dim, keepdim, values.gather(-1, middle), places.gather(-1, middle))

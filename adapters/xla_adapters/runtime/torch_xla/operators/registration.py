@@ -29,11 +29,14 @@ from xla_adapters.runtime.torch_xla.operators import (
     medians,
     padding,
     pooling,
+    promotions,
+    recurrent,
     remainders,
     resizing,
     sampling,
     scattering,
     sequences,
+    sequences_of_numbers,
     slices,
 )
 from xla_adapters.runtime.torch_xla.operators.host_numbers import TAKE_HOST_NUMBERS, with_host_numbers
@@ -47,19 +50,24 @@ _DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
     **sequences.DIFFERENTIABLE,
     **composed.DIFFERENTIABLE,
     **medians.DIFFERENTIABLE,
+    **recurrent.KERNELS,
 }
 _AROUND_DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
     **pooling.AROUND_STOCK,
     **maximum_pooling.AROUND_STOCK,
     **padding.AROUND_STOCK,
-    **extremes.AROUND_DIFFERENTIABLE,
 }
 _ABOVE_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **embeddings.KERNELS,
     **frozen_norms.KERNELS,
     **elementwise.AUTOGRAD_KERNELS,
 }
-_AROUND_AUTOGRAD: Mapping[str, Callable[..., Any]] = {**frozen_norms.AROUND_STOCK, **determinants.AROUND_STOCK}
+_AROUND_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
+    **frozen_norms.AROUND_STOCK,
+    **determinants.AROUND_STOCK,
+    **extremes.AROUND_AUTOGRAD,
+    **composed.AROUND_AUTOGRAD,
+}
 # Integers have no gradients, and torch's own formulas for those of the others call such kernels.
 _BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **integers.KERNELS,
@@ -81,9 +89,12 @@ _AROUND_BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **few_elements.AROUND_STOCK,
     **maximum_pooling.BACKWARD_AROUND_STOCK,
     **scattering.AROUND_STOCK,
+    **composed.AROUND_STOCK,
     **host_numbers.AROUND_STOCK,
     **determinants.AROUND_STOCK_BELOW_AUTOGRAD,
     **dtypes.AROUND_STOCK,
+    **promotions.AROUND_STOCK,
+    **sequences_of_numbers.AROUND_STOCK,
     **extremes.AROUND_STOCK,
     **activations.AROUND_STOCK,
 }
@@ -137,6 +148,7 @@ def register_kernels() -> None:
             _put_around(name, around, "AutogradXLA")
         for name, around in _AROUND_BELOW_AUTOGRAD.items():
             _put_around(name, around, "XLA")
+    recurrent.complete_gru()
 
 
 def _register(name: str, kernel: Callable[..., Any], key: str, **options: bool) -> None:

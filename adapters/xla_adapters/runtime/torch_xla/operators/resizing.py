@@ -107,7 +107,7 @@ def _resized(
             for selected, weight in ((result.index_select(dim, position), weight) for position, weight in taps)
         ]
         result = sum(parts[1:], parts[0])
-    return result.to(input.dtype)
+    return (result if input.is_floating_point() else result.round()).to(input.dtype)
 
 
 def _repeated(input: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:

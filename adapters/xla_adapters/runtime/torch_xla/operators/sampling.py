@@ -30,7 +30,7 @@ def _grid_sampler_3d(
         for axis, size in enumerate(sizes)
     ]
     if interpolation_mode == 1:
-        return _value_at(input, [position.round() for position in positions])
+        return with_zero_gradient(_value_at(input, [position.round() for position in positions]), grid)
     lows = [position.floor() for position in positions]
     result: torch.Tensor | None = None
     for corner in range(8):
