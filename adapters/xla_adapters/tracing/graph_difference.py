@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xla_adapters.tracing.operation_log import Call, ModuleCall, OperationLog, Update
+from xla_adapters.utils.source_text import argument_text
 
 # Python numbers with these values are constants of the graph; others are inputs where operators compute with them.
 _SPECIAL = (0, 1)
@@ -38,6 +39,13 @@ REMEDY_OF_MODES = (
 _PATH_REMEDY = (
     "a branch of Python that depends on the step makes a graph for each path: compute both and choose with "
     "torch.where, move it behind the step, or accept one compile for each"
+)
+_SHAPE_REMEDY = (
+    "give it the same shape in each step: pad batches to a fixed length or to a few lengths, and drop the partial last "
+    "batch (drop_last)"
+)
+_DTYPE_REMEDY = (
+    "convert the data to one dtype in the dataset, before it is copied to the device: each dtype is a graph of its own"
 )
 _FORM_REMEDY = "give it the same form in each step, or expect one compile for each"
 
@@ -95,7 +103,8 @@ def common_length(before: OperationLog, now: OperationLog) -> int:
 def _may_be_equal(theirs: Any, mine: Any) -> bool:
     """Whether two different entries may give the same graph."""
     if isinstance(theirs, Call) and isinstance(mine, Call):
-        return _same_place(theirs, mine) and theirs.form == mine.form and _kinds(theirs.numbers) == _kinds(mine.numbers)
+        same = _same_place(theirs, mine) and (theirs.form, theirs.inputs) == (mine.form, mine.inputs)
+        return same and _kinds(theirs.numbers) == _kinds(mine.numbers)
     # A missing state is made before the step computes, and learning rates are inputs.
     return isinstance(theirs, Update) and isinstance(mine, Update) and not _have_other_constants(theirs, mine)
 
@@ -139,7 +148,21 @@ def _of_call(theirs: Call, mine: Call) -> Difference:
         before, now = _first_different(theirs.numbers, mine.numbers)
         kind = {str: "a string", bool: "a bool"}.get(type(now), "a Python number")
         return _of_constant(kind, mine, before, now)
-    return _of_form(name, theirs, mine)
+    return _of_form(name, theirs, mine) if theirs.form != mine.form else _of_inputs(name, theirs, mine)
+
+
+def _of_inputs(name: str, theirs: Call, mine: Call) -> Difference:
+    changes = [item for item in enumerate(zip(theirs.inputs, mine.inputs, strict=False)) if item[1][0] != item[1][1]]
+    index, (before, now) = changes[0] if changes else (0, (None, None))
+    if before is None or now is None:
+        return Difference(cause=f"{name} gets other arguments", where=_line(mine), remedy=_FORM_REMEDY)
+    text = argument_text(mine.file, mine.line, mine.function, index)
+    which, place = f"{text}, which {name} gets," if text else f"a tensor that {name} gets", _line(mine)
+    if before[1] == now[1]:
+        cause = f"{which} has another shape: {before[0]} -> {now[0]}"
+        return Difference(cause=cause, where=place, remedy=_SHAPE_REMEDY)
+    cause = f"{which} has another dtype: {_dtype(before[1])} -> {_dtype(now[1])}"
+    return Difference(cause=cause, where=place, remedy=_DTYPE_REMEDY)
 
 
 def _of_form(name: str, theirs: Call, mine: Call) -> Difference:
@@ -149,8 +172,7 @@ def _of_form(name: str, theirs: Call, mine: Call) -> Difference:
             return Difference(
                 cause=f"the result of {name} has another shape: {before[0]} -> {now[0]}",
                 where=_line(mine),
-                remedy="give it the same shape in each step: pad batches to a fixed length or to a few lengths, and "
-                "drop the partial last batch (drop_last)",
+                remedy=_SHAPE_REMEDY,
             )
         if before[1] != now[1]:
             return Difference(

@@ -25,6 +25,7 @@ class Call(NamedTuple):
         file, line: where, with torch's own code skipped.
         numbers: the arguments that are no tensors.
         form: shape, dtype and whether a gradient is needed, of the result.
+        inputs: of each positional argument, shape and dtype if it is a tensor.
     """
 
     function: Callable[..., Any]
@@ -32,6 +33,7 @@ class Call(NamedTuple):
     line: int
     numbers: tuple[Any, ...]
     form: Any
+    inputs: tuple[Any, ...]
 
 
 class ModuleCall(NamedTuple):
@@ -98,10 +100,11 @@ class OperationLog:
             not isinstance(result, torch.Tensor) and "record_function" in getattr(function, "__name__", "")
         ):
             return
+        inputs = tuple([(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in args])
         numbers = _plain(args)
         if kwargs:
             numbers += tuple((name, _plain((value,))) for name, value in kwargs.items())
-        call = Call(function, *_place(), numbers, _form(result))
+        call = Call(function, *_place(), numbers, _form(result), inputs)
         self.entries.append(call)
         following = next_node()
         if following != self.first_node:
