@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from xla_adapters.tracing.compile_events import CompileEvent, tell
+from xla_adapters.tracing.difference import REMEDY_OF_MODES
 from xla_adapters.tracing.graph_analysis import GraphAnalyses
-from xla_adapters.tracing.graph_difference import REMEDY_OF_MODES, common_length, explain_difference
+from xla_adapters.tracing.graph_difference import common_length, explain_difference
 from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.scope_report import ScopeReport
 from xla_adapters.utils.location import line_of_user
@@ -23,6 +24,10 @@ _KEPT = 8
 _REMEDY_OF_FACTS = (
     "keep the options of the training (accumulation, clipping, what is kept between steps) as they are from its start "
     "on, or expect one compile for each combination"
+)
+_SPLIT = (
+    "a part of the step was executed before its end, so that the rest is a graph of its own\n"
+    "  what to do: remove the graph break that a warning names, or the optimizer that runs operation by operation"
 )
 # `with step():` makes a new object for each call, so its steps are identified by name.
 _by_name: dict[str, GraphHistory] = {}
@@ -114,6 +119,8 @@ class GraphHistory:
         found = explain_difference(nearest[1], operations)
         if found is not None:
             return str(found), not found.is_harmless
+        if operations.was_split:
+            return _SPLIT, True
         reason = (
             "the batch looks as before, and the step calls the same functions: what differs is in the backward, in "
             "code that was not called through torch's Python functions, or in what was computed before the step"
@@ -168,6 +175,7 @@ class GraphHistory:
             where=call.where,
             line=line_of_user(),
             graph=report.graph,
+            memory=report.memory,
         )
         self.events.append(event)
         tell(event)

@@ -67,6 +67,7 @@ class Update(NamedTuple):
         options: of each group of parameters, by name, without the learning rate.
         rates: the learning rate of each group.
         numbers: those of all its options, with the rates.
+        updated: how many parameters have a gradient.
         file, line: where, with torch's own code skipped.
     """
 
@@ -74,6 +75,7 @@ class Update(NamedTuple):
     options: tuple[tuple[tuple[str, Any], ...], ...]
     rates: tuple[Any, ...]
     numbers: tuple[float, ...]
+    updated: int
     file: str
     line: int
 
@@ -84,13 +86,15 @@ class OperationLog:
     Attributes:
         entries: in the order of the calls.
         first_node: `next_node()` when the present call of a torch function began.
+        was_split: whether a part of the step was executed before its end.
     """
 
-    __slots__ = ("_makers", "entries", "first_node")
+    __slots__ = ("_makers", "entries", "first_node", "was_split")
 
     def __init__(self) -> None:
         self.entries: list[Call | ModuleCall | Update] = []
         self.first_node = 0
+        self.was_split = False
         # Of calls that made nodes: the first one's number, that after the last one's, and the call.
         self._makers: list[tuple[int, int, Call]] = []
 
@@ -139,7 +143,9 @@ class OperationLog:
             options.append(tuple(zip(own, _plain(own.values()), strict=True)))
             numbers += [value for value in (group.get("lr"), *own.values()) if type(value) in (int, float)]
         rates = _plain(group.get("lr") for group in optimizer.param_groups)
-        self.entries.append(Update(type(optimizer), tuple(options), rates, tuple(numbers), *_place()))
+        with torch._C.DisableTorchFunction():
+            updated = sum([leaf.grad is not None for group in optimizer.param_groups for leaf in group["params"]])
+        self.entries.append(Update(type(optimizer), tuple(options), rates, tuple(numbers), updated, *_place()))
 
 
 def _plain(values: Iterable[Any]) -> tuple[Any, ...]:
