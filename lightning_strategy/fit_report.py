@@ -106,7 +106,7 @@ class FitReport:
         if updates != self._updates:
             self._updates = updates
             record.stats.steps += 1
-            record.times.step_ended()
+            record.step_ended()
 
     def evaluation_begins(self) -> None:
         """A validation begins."""
@@ -137,7 +137,7 @@ class FitReport:
     @contextmanager
     def _timed_hooks(self, trainer: Trainer) -> Iterator[None]:
         """Until the exit, the time of callbacks and of the user's hooks of the module is counted as theirs."""
-        clock = self.clock
+        clock, transfers = self.clock, self.record.transfers
         callbacks, hooks = call._call_callback_hooks, call._call_lightning_module_hook
         own = _own_hooks([trainer.lightning_module], LightningModule)
         timed = _own_hooks(trainer.callbacks, Callback) | {"on_train_batch_end"}  # type: ignore[attr-defined]
@@ -154,7 +154,10 @@ class FitReport:
             # Without `during`, whose object and calls cost more than the two switches.
             before = clock.switch(CALLBACKS)
             try:
-                callbacks(caller, hook, *args, **kwargs)
+                if transfers.looks:
+                    transfers.looked_through(callbacks, caller, hook, *args, **kwargs)
+                else:
+                    callbacks(caller, hook, *args, **kwargs)
             finally:
                 clock.switch(before)
             if is_end:
@@ -166,6 +169,8 @@ class FitReport:
                 return hooks(caller, hook, *args, **kwargs)
             before = clock.switch(CALLBACKS)
             try:
+                if transfers.looks:
+                    return transfers.looked_through(hooks, caller, hook, *args, **kwargs)
                 return hooks(caller, hook, *args, **kwargs)
             finally:
                 clock.switch(before)

@@ -123,11 +123,13 @@ def test_a_cast_of_a_batch_is_named(caplog: pytest.LogCaptureFixture) -> None:
     xla_adapters.initialize()
     caplog.set_level(logging.WARNING, "xla_adapters")
     layer = nn.Linear(4, 2).to(DEVICE)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.float16):
         batch = {"image": torch.ones(3, 4, dtype=dtype).to(DEVICE), "label": torch.zeros(3, 2).to(DEVICE)}
         with xla_adapters.step(name="cast"):
             torch.where(batch["label"] == 0, layer(batch["image"].float()), batch["label"]).sum().backward()
-            layer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
     first, second = caplog.messages
     assert 'batch["image"], which float gets, has another dtype: float32 -> bfloat16' in first.replace("'", '"')
     assert "-> float16" in second

@@ -38,7 +38,7 @@ def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], prefli
         _section("Step times", _steps(report["steps"], curve)),
         _section("Compiles", _compiles(report["compiles"])),
         _section("Replayed or traced", _programs(report["programs"])),
-        _section("Executions and transfers", _counts(report["counts"])),
+        _section("Executions and transfers", _counts(report["counts"]) + _transfers(report)),
         _section("Checkpoints", _checkpoints(report["checkpoints"])),
         _section("Memory", _memory(report)),
     ]
@@ -162,6 +162,26 @@ def _programs(programs: Sequence[Mapping[str, Any]]) -> str:
 
 def _counts(counts: Mapping[str, int]) -> str:
     return _table((), [(title, f"{counts[name]:,}") for name, title in _COUNTS.items() if name in counts])
+
+
+def _transfers(report: Mapping[str, Any]) -> str:
+    rows = [
+        (
+            item["line"] or "elsewhere",
+            item["direction"],
+            item["call"],
+            f"{item['count']:,}{' seen' if item['is_sampled'] else ''}",
+            in_bytes(item["bytes"]),
+        )
+        for item in report["transfers"]
+    ]
+    note = (
+        "Copies of the trainer (for logs, metrics and checkpoints) are all here. Those that callbacks make are seen in "
+        f"{report['transfers_looked_at']} of {report['steps']['steps']} steps. Others, such as the batches, are in the "
+        "numbers above only."
+    )
+    table = _table(("line", "direction", "by", "copies", "size"), rows) if rows else "<p>None was seen.</p>"
+    return f"<h3>Transfers by line</h3>{table}<p class='note'>{note}</p>"
 
 
 def _checkpoints(saves: Sequence[Mapping[str, Any]]) -> str:

@@ -23,7 +23,6 @@ from xla_adapters.runtime.torch_xla.random_numbers import seed_with_torch
 from xla_adapters.runtime.torch_xla.scans import run_scans_in_eager_mode
 from xla_adapters.runtime.tuning import DEFAULT_TUNING, Tuning
 
-
 _C = torch_xla._XLAC
 _AUTO = (
     "xr.use_spmd(auto=True) (or XLA_AUTO_SPMD=1): torch_xla 2.9's own automatic sharding splits nothing but on TPUs, "
