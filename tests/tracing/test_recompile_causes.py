@@ -12,7 +12,9 @@ from torch import nn
 import xla_adapters
 from tests.device import DEVICE
 from tests.isolation import isolated
-from xla_adapters import XLAConfig
+from xla_adapters import StepScope, XLAConfig
+from xla_adapters.tracing.graph_history import GraphHistory, StepSignature
+from xla_adapters.tracing.scope_report import ScopeReport
 
 Losses = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -34,7 +36,7 @@ def _growing() -> Losses:
 
     def loss(out: torch.Tensor, index: int) -> torch.Tensor:
         seen.append(out.detach().mean(0))
-        return out.square().mean() + torch.stack(seen).mean()
+        return out.square().mean() * torch.stack(seen).mean()
 
     return loss
 
@@ -43,8 +45,8 @@ def _of_fixed_size() -> Losses:
     memory = torch.zeros(4, 3).to(DEVICE)
 
     def loss(out: torch.Tensor, index: int) -> torch.Tensor:
-        memory[torch.tensor(index, device=out.device)] = out.detach().mean(0)
-        return out.square().mean() + memory.mean()
+        memory[torch.tensor([index], device=out.device)] = out.detach().mean(0)
+        return out.square().mean() * memory.mean()
 
     return loss
 
@@ -68,12 +70,6 @@ def _converted(out: torch.Tensor, index: int) -> torch.Tensor:
     return out.to(torch.bfloat16 if index > 1 else torch.float32).float().mean()
 
 
-def _read(out: torch.Tensor, index: int) -> torch.Tensor:
-    loss = nn.functional.dropout(out, 0.1).square().mean()
-    loss.item()
-    return loss
-
-
 @isolated
 def test_faults_as_people_make_them(caplog: pytest.LogCaptureFixture) -> None:
     xla_adapters.initialize()
@@ -84,7 +80,6 @@ def test_faults_as_people_make_them(caplog: pytest.LogCaptureFixture) -> None:
         (_order, "the same calls in another order: it comes to exp", "term(out).mean()"),
         (_selected, "the result of indexing has another shape", "out[large]"),
         (_converted, "a dtype that is a part of the graph changed, in to", "out.to("),
-        (_read, "a part of the step was executed before its end", ""),
     ]
     for number, (losses, cause, line) in enumerate(cases):
         caplog.clear()
@@ -114,3 +109,20 @@ def test_an_optimizer_that_has_lost_its_parameters(caplog: pytest.LogCaptureFixt
             optimizer.zero_grad()
     assert "SGD updates 0 parameters now; it updated 2" in caplog.messages[0]
     assert "make the optimizer again" in caplog.messages[0]
+
+
+@isolated
+def test_a_step_that_was_split() -> None:
+    logs = []
+    for reads in (False, True):
+        with StepScope(config=XLAConfig(on_graph_break="warn")) as scope:
+            result = torch.ones(3).to(DEVICE) + 1
+            if reads:
+                result.sum().item()
+        assert scope.operations.was_split == reads
+        logs.append(scope.operations)
+    logs[1].entries = logs[0].entries
+    history, signature = GraphHistory(), StepSignature()
+    history.ended("step", signature, ScopeReport(compiles=1, compile_seconds=1.0, operations=logs[0]))
+    assert "a part of the step was executed before its end" in history.reason(signature, logs[1])
+    assert "a part of the step" not in history.reason(signature, logs[0])
