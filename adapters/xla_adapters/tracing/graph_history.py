@@ -116,11 +116,14 @@ class GraphHistory:
         changes = signature.difference(nearest[0])
         if changes:
             return "; ".join(changes) + self._advice(signature, nearest[0]), True
-        found = explain_difference(nearest[1], operations)
+        before = nearest[1]
+        longest = max(len(before.entries), len(operations.entries))
+        # Numbers alone are no cause then: the optimizer's may be anything.
+        if operations.was_split and common_length(before, operations) == longest:
+            return _SPLIT, True
+        found = explain_difference(before, operations)
         if found is not None:
             return str(found), not found.is_harmless
-        if operations.was_split:
-            return _SPLIT, True
         reason = (
             "the batch looks as before, and the step calls the same functions: what differs is in the backward, in "
             "code that was not called through torch's Python functions, or in what was computed before the step"
