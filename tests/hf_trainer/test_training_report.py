@@ -157,7 +157,7 @@ def test_the_files_have_the_events_and_the_page(tmp_path: Path) -> None:
     assert [save["step"] for save in lines[-1]["checkpoints"]] == [4, 8]
     page = (tmp_path / "xla-report.html").read_text()
     assert len(page) < 200_000
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 4
     assert "prefers-color-scheme: dark" in page
     # Nothing is loaded from elsewhere.
     assert not re.findall(r'(?:src|href)="(?!#)|<script|@import|url\(', page)
