@@ -118,7 +118,7 @@ class Bridge:
         self.training = TrainingSteps(trainer, base, self.steps, self.inputs, self.loss_sum, self.run_stats)
         self.evaluation = Evaluation(trainer, base, self.steps, self.inputs, self.session)
         self.schedule = CheckpointSchedule(trainer, base, options.checkpoint, self.steps, self.checkpoints)
-        surround(trainer.callback_handler, FirstCallback(self), LastCallback(self), self.report.clock)
+        surround(trainer.callback_handler, FirstCallback(self), LastCallback(self), self.report.record)
 
     # ---- around a training -----------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
+from xla_adapters.insight.run_record import RunRecord
 from xla_adapters.insight.run_stats import RunStats
-from xla_adapters.utils.wall_clock import CALLBACKS, WallClock
+from xla_adapters.utils.wall_clock import CALLBACKS
 
 
 class TrainingEvents(Protocol):
@@ -32,21 +33,25 @@ class TrainingEvents(Protocol):
         """The loop stops between two micro batches of an update."""
 
 
-def surround(handler: CallbackHandler, first: TrainerCallback, last: TrainerCallback, clock: WallClock) -> None:
+def surround(handler: CallbackHandler, first: TrainerCallback, last: TrainerCallback, record: RunRecord) -> None:
     """Calls two callbacks around those of a handler at each event. They are not listed in `handler.callbacks`.
 
     Args:
         handler: of a trainer.
         first: called before the others.
         last: called after the others.
-        clock: told while the others run.
+        record: told while the others run.
     """
     call_event: Callable[..., TrainerControl] = handler.call_event
+    clock, transfers = record.clock, record.transfers
 
     def surrounded(event: str, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         getattr(first, event)(args, state, control, **kwargs)
         with clock.during(CALLBACKS):
-            control = call_event(event, args, state, control, **kwargs)
+            if clock.is_running and transfers.looks:
+                control = transfers.looked_through(call_event, event, args, state, control, **kwargs)
+            else:
+                control = call_event(event, args, state, control, **kwargs)
         getattr(last, event)(args, state, control, **kwargs)
         return control
 

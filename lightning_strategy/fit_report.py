@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from inspect import isfunction
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
@@ -42,7 +43,7 @@ class FitReport:
         check_choice("xla_report", wanted, (True, False, "log"))
         self.record = RunRecord(RunStats(), enabled=bool(wanted))
         self.wanted = wanted
-        self._step = 0
+        self._updates = 0
         self._has_begun = False
 
     @property
@@ -64,7 +65,7 @@ class FitReport:
 
     @contextmanager
     def _fit(self, trainer: Trainer, steps: StepDriver, plan: Callable[[], str]) -> Iterator[None]:
-        self._step, self._has_begun = trainer.global_step, False
+        self._updates, self._has_begun = _updates(trainer.fit_loop.epoch_loop), False
         kind = type(trainer.strategy).__name__
         with ExitStack() as stack:
             stack.enter_context(
@@ -98,14 +99,14 @@ class FitReport:
 
     def _batch_ended(self, trainer: Trainer, batch: Any) -> None:
         """The step of a training batch has ended, and so have the callbacks after it."""
-        stats = self.record.stats
-        stats.count_batch(samples=sample_count(batch), tokens=token_count(batch))
-        # Each time Lightning looks it up through ten properties.
-        step = trainer.global_step
-        if step != self._step:
-            self._step = step
-            stats.count_step()
-            self.record.step_ended()
+        record = self.record
+        record.stats.samples += sample_count(batch)
+        record.stats.tokens += token_count(batch)
+        updates = _updates(trainer.fit_loop.epoch_loop)
+        if updates != self._updates:
+            self._updates = updates
+            record.stats.steps += 1
+            record.step_ended()
 
     def evaluation_begins(self) -> None:
         """A validation begins."""
@@ -136,13 +137,14 @@ class FitReport:
     @contextmanager
     def _timed_hooks(self, trainer: Trainer) -> Iterator[None]:
         """Until the exit, the time of callbacks and of the user's hooks of the module is counted as theirs."""
-        clock = self.clock
+        clock, transfers = self.clock, self.record.transfers
         callbacks, hooks = call._call_callback_hooks, call._call_lightning_module_hook
-        own = _own_hooks(trainer.lightning_module)
+        own = _own_hooks([trainer.lightning_module], LightningModule)
+        timed = _own_hooks(trainer.callbacks, Callback) | {"on_train_batch_end"}  # type: ignore[attr-defined]
 
         @functools.wraps(callbacks)
         def call_callbacks(caller: Trainer, hook: str, *args: Any, **kwargs: Any) -> None:
-            if caller is not trainer:
+            if hook not in timed or caller is not trainer:
                 callbacks(caller, hook, *args, **kwargs)
                 return
             is_end = hook == "on_train_batch_end"
@@ -152,7 +154,10 @@ class FitReport:
             # Without `during`, whose object and calls cost more than the two switches.
             before = clock.switch(CALLBACKS)
             try:
-                callbacks(caller, hook, *args, **kwargs)
+                if transfers.looks:
+                    transfers.looked_through(callbacks, caller, hook, *args, **kwargs)
+                else:
+                    callbacks(caller, hook, *args, **kwargs)
             finally:
                 clock.switch(before)
             if is_end:
@@ -164,26 +169,41 @@ class FitReport:
                 return hooks(caller, hook, *args, **kwargs)
             before = clock.switch(CALLBACKS)
             try:
+                if transfers.looks:
+                    return transfers.looked_through(hooks, caller, hook, *args, **kwargs)
                 return hooks(caller, hook, *args, **kwargs)
             finally:
                 clock.switch(before)
 
-        with (
-            replaced(call, "_call_callback_hooks", call_callbacks),
-            replaced(call, "_call_lightning_module_hook", call_hook),
-        ):
+        with replaced(call, "_call_callback_hooks", call_callbacks), ExitStack() as stack:
+            if own:
+                stack.enter_context(replaced(call, "_call_lightning_module_hook", call_hook))
             yield
 
 
-def _own_hooks(module: LightningModule) -> frozenset[str]:
-    """The `on_` hooks that a module or its class defines: Lightning calls the other ones too, several in each step.
+def _own_hooks(objects: Iterable[Any], base: type) -> frozenset[str]:
+    """The `on_` hooks that modules or callbacks define: Lightning calls the other ones too, several in each step.
 
     Hooks of other names are parts of the step: `training_step`, `optimizer_step`, `configure_gradient_clipping`.
+
+    Args:
+        objects: the module, or the callbacks.
+        base: the class whose hooks do nothing.
     """
-    stock = (name for name in dir(LightningModule) if name.startswith("on_"))
+    stock = [name for name in dir(base) if name.startswith("on_") and isfunction(getattr(base, name))]
     return frozenset(
-        name for name in stock if getattr(getattr(module, name), "__func__", None) is not getattr(LightningModule, name)
+        name
+        for item in objects
+        for name in stock
+        if getattr(getattr(item, name), "__func__", None) is not getattr(base, name)
     )
+
+
+def _updates(loop: Any) -> int:
+    """How often the optimizers were stepped: `trainer.global_step`, which Lightning finds through ten properties."""
+    automatic: int = loop.automatic_optimization.optim_progress.optimizer.step.total.completed
+    manual: int = loop.manual_optimization.optim_step_progress.total.completed
+    return automatic + manual
 
 
 def _logs_already(trainer: Trainer) -> bool:

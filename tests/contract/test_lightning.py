@@ -70,6 +70,17 @@ def test_a_batch_begins_and_ends_where_steps_do() -> None:
     assert isinstance(_FitLoop.total_batch_idx, property)
 
 
+def test_the_global_step_is_counted_in_two_places() -> None:
+    loop = _FitLoop(Trainer.__new__(Trainer)).epoch_loop
+    assert loop.automatic_optimization.optim_progress.optimizer.step.total.completed == 0
+    assert loop.manual_optimization.optim_step_progress.total.completed == 0
+    source = inspect.getsource(type(loop).global_step.fget)
+    assert "self.automatic_optimization.optim_progress.optimizer_steps" in source
+    assert "self.manual_optimization.optim_step_progress.total.completed" in source
+    steps = inspect.getsource(type(loop.automatic_optimization.optim_progress).optimizer_steps.fget)
+    assert "self.optimizer.step.total.completed" in steps
+
+
 def test_callbacks_hear_of_an_exception_before_anybody_else() -> None:
     source = inspect.getsource(_interrupt)
     assert source.index('_call_callback_hooks(trainer, "on_exception"') < source.index("strategy.on_exception")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import linecache
 import re
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,27 @@ def test_a_stall_is_attributed(stalled: str, tmp_path: Path, monkeypatch: pytest
     assert compiled > 0
 
 
+class ReadingCallback(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["model"].layers[3].bias.detach().cpu()  # the line that reads
+
+
+@isolated
+def test_transfers_have_their_lines(tmp_path: Path) -> None:
+    lines = training(tmp_path, callbacks=[ReadingCallback()]).trainer.xla_report().transfers
+    (read,) = [item for item in lines if item.call == ".cpu()"]
+    file, _, number = read.line.rpartition(":")
+    assert file == __file__
+    assert linecache.getline(file, int(number)).endswith("# the line that reads\n")
+    assert (read.direction, read.is_sampled) == ("to the host", True)
+    assert 1 <= read.count <= STEPS
+    assert read.bytes == read.count * Classifier().layers[3].bias.nbytes
+    # The trainer reads the loss for its logs.
+    logs = [item for item in lines if item.call == "the trainer"]
+    assert sum(item.count for item in logs) >= STEPS // 4
+    assert not any(item.is_sampled for item in logs)
+
+
 @isolated
 def test_the_parts_are_all_of_the_time(tmp_path: Path) -> None:
     run = training(tmp_path)
@@ -135,7 +157,7 @@ def test_the_files_have_the_events_and_the_page(tmp_path: Path) -> None:
     assert [save["step"] for save in lines[-1]["checkpoints"]] == [4, 8]
     page = (tmp_path / "xla-report.html").read_text()
     assert len(page) < 200_000
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 4
     assert "prefers-color-scheme: dark" in page
     # Nothing is loaded from elsewhere.
     assert not re.findall(r'(?:src|href)="(?!#)|<script|@import|url\(', page)

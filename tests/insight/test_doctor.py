@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from xla_adapters.cli import main
 from xla_adapters.insight.doctor import trials
-from xla_adapters.insight.doctor.report import Examination, Outcome
+from xla_adapters.insight.doctor.report import Examination, Outcome, examine
 from xla_adapters.insight.doctor.system import System, this_system
 from xla_adapters.insight.doctor.traps import TRAPS, traps_of
 
@@ -72,6 +72,25 @@ def test_what_does_not_work_is_told(trial: object, state: str, text: str, monkey
     assert (outcome["state"], outcome["text"]) == (state, text)
     assert (other["name"], other["state"], other["text"]) == ("afterwards", "ok", "goes on")
     assert ("before" in outcome["output"]) == (trial is _fails)
+
+
+def _no_runtime() -> None:
+    raise ImportError("undefined symbol")
+
+
+def _crashes() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("importing", "status"), [(_no_runtime, 1), (_crashes, -9)])
+def test_a_runtime_that_cannot_be_imported_is_told(
+    importing: Callable[[], None], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, "_import_runtime", importing)
+    (outcome,) = examine().outcomes
+    assert (outcome.name, outcome.state) == ("import", "failed")
+    assert outcome.text == f"the tests ended with status {status}"
+    assert ("ImportError: undefined symbol" in outcome.output) == (importing is _no_runtime)
 
 
 def test_no_trap_on_a_system_that_is_right() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from xla_adapters.insight import peak_flops
 from xla_adapters.insight.report_page import page
 from xla_adapters.insight.run_report import RunReport, StepSummary
+from xla_adapters.insight.transfer_lines import TO_HOST, TransferLine
+from xla_adapters.runtime import CompiledMemory
 from xla_adapters.tracing.compile_events import CompileEvent
 from xla_adapters.tracing.graph_analysis import GraphAnalysis
 
@@ -24,7 +27,12 @@ GRAPH = GraphAnalysis(
     parameters=1,
     parameter_bytes=1 << 20,
 )
-EVENT = CompileEvent(step="train", number=2, call=9, graphs=1, seconds=1.5, reason="x < y", line="a.py:3", graph=GRAPH)
+MEMORY = CompiledMemory(inputs=3 << 20, outputs=2048, aliased=2048, temporaries=5 << 20, code=0)
+EVENT = CompileEvent(
+    step="train", number=2, call=9, graphs=1, seconds=1.5, reason="x < y", line="a.py:3", graph=GRAPH, memory=MEMORY
+)
+
+READ = TransferLine(line="a.py:7", direction=TO_HOST, call=".item()", count=3, bytes=12, is_sampled=True)
 
 
 def report(**options: Any) -> RunReport:
@@ -39,6 +47,10 @@ def report(**options: Any) -> RunReport:
         "compiles": [EVENT],
         "programs": [StepSummary(name="train", calls=9, replays=5, reasons={"a <hook>": 1})],
         "checkpoints": [{"step": 2, "path": "out/checkpoint-2", "seconds": 0.25}],
+        "transfers": [
+            TransferLine(line="a.py:7", direction=TO_HOST, call=".item()", count=3, bytes=12, is_sampled=True)
+        ],
+        "transfers_looked_at": 2,
         "memory": {"bytes_used": 3 << 30},
         "plan": "",
     }
@@ -58,10 +70,30 @@ def test_the_text_has_everything() -> None:
         "traced 1 times: a <hook>",
         "train: graph 2, 1.50 s (call 9, a.py:3): x < y",
         "3 inputs of 3.0 MiB (1 of them parameters), 2 outputs of 2.0 KiB, 7 operations, FLOPs unknown",
+        "  a.py:7: 3 to the host by .item(), 12 B",
+        "memory 8.0 MiB: inputs 3.0 MiB, outputs 2.0 KiB, aliased 2.0 KiB, temporaries 5.0 MiB",
         "saved out/checkpoint-2 at step 2: 0.25 s",
         "cut in two",
     ):
         assert part in text
+
+
+def test_memory_by_kind() -> None:
+    known = page(report().as_dict(), [])
+    assert "The largest graph is number 2 of train" in known
+    assert "<td>values between operations</td><td>5.0 MiB</td>" in known
+    assert report().as_dict()["compiles"][0]["memory"]["total"] == 8 << 20
+    unknown = page(report(compiles=[dataclasses.replace(EVENT, memory=None)]).as_dict(), [])
+    assert "<td>memory</td><td>not known</td>" in unknown
+    assert "does not tell" in unknown
+
+
+def test_transfers_by_line() -> None:
+    values = report().as_dict()
+    assert values["transfers"][0]["line"] == "a.py:7"
+    shown = page(values, [])
+    assert "<td>a.py:7</td><td>to the host</td><td>.item()</td><td>3 seen</td><td>12 B</td>" in shown
+    assert "in 2 of 2 steps" in shown
 
 
 def test_the_page_escapes_what_it_shows() -> None:

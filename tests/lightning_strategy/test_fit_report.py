@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import json
+import linecache
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,34 @@ def test_a_stall_is_attributed(kind: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert report.wall == pytest.approx(expected)
     assert compiled > 0
     assert report.steps["steps"] == 6
+
+
+class ReadingCallback(L.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        outputs["loss"].item()  # the line that reads
+
+
+class UploadingHook(Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        torch.ones(3).to(self.device)  # the line that uploads
+
+
+@isolated
+def test_transfers_have_their_lines() -> None:
+    strategy = XLAEagerStrategy()
+    fit(UploadingHook, strategy, max_epochs=1, callbacks=lambda: [ReadingCallback()])
+    report = strategy.xla_report()
+    for call, direction, size, mark in (
+        (".item()", "to the host", 4, "# the line that reads\n"),
+        ("to", "to the device", 12, "# the line that uploads\n"),
+    ):
+        (found,) = [item for item in report.transfers if item.call == call]
+        file, _, number = found.line.rpartition(":")
+        assert linecache.getline(file, int(number)).endswith(mark)
+        assert (found.direction, found.count, found.bytes) == (direction, 6, 6 * size)
+    assert report.transfers_looked_at == 6
+    assert "# the line" not in str(report)
+    assert f"{__file__}:" in str(report)
 
 
 @isolated

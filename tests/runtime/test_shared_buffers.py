@@ -282,3 +282,14 @@ def test_a_kept_copy_between_two_steps_costs_no_graph_of_the_step() -> None:
     assert graphs == 0, "it is known from the run before"
     # The graphs that give the copies buffers of their own are compiled once: at the first look, and later.
     assert compiles[2:] == [0, 0]
+
+
+@isolated
+def test_a_copy_that_was_moved_to_the_host_costs_no_graph_of_the_step() -> None:
+    """Reading the copy labels the buffers as the copy's, which is gone when the next step begins."""
+    xla_adapters.initialize()
+    expected, _, _ = _trained_beside_copies(None)
+    weights, graphs, compiles = _trained_beside_copies(lambda model: list(copy.deepcopy(model).cpu().parameters()))
+    assert all(map(torch.equal, weights, expected))
+    assert graphs == 0, "it is known from the run before"
+    assert compiles == [0, 0, 0, 0]

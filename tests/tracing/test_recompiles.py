@@ -146,6 +146,26 @@ def test_what_shapes_no_graph_is_not_blamed(caplog: pytest.LogCaptureFixture) ->
 
 
 @isolated
+def test_a_cast_of_a_batch_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """The results are the same whatever the dtype of the batch is."""
+    xla_adapters.initialize()
+    caplog.set_level(logging.WARNING, "xla_adapters")
+    layer = nn.Linear(4, 2).to(DEVICE)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.float16):
+        batch = {"image": torch.ones(3, 4, dtype=dtype).to(DEVICE), "label": torch.zeros(3, 2).to(DEVICE)}
+        with xla_adapters.step(name="cast"):
+            torch.where(batch["label"] == 0, layer(batch["image"].float()), batch["label"]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    first, second = caplog.messages
+    assert 'batch["image"], which float gets, has another dtype: float32 -> bfloat16' in first.replace("'", '"')
+    assert "-> float16" in second
+    assert f"{__file__}:" in first
+    assert "convert the data to one dtype" in first
+
+
+@isolated
 def test_nothing_is_said_of_what_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Numbers that are inputs of the graph, another optimizer with the same graph, and steps at several places."""
     caplog.set_level(logging.WARNING, "xla_adapters")

@@ -14,12 +14,18 @@ from xla_adapters.utils.nested_values import tensors_in
 
 def sample_count(batch: Any) -> int:
     """The number of samples: the first dimension of the first tensor in the batch; 0 if there is none."""
+    # Each step counts: most batches have a tensor in their first place.
+    kind = type(batch)
+    first = next(iter(batch.values() if kind is dict else batch), None) if kind in (dict, list, tuple) else batch
+    if type(first) is torch.Tensor and first.ndim:
+        return int(first.shape[0])
     return next((int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.ndim), 0)
 
 
 def token_count(batch: Any) -> int:
     """The number of elements of `input_ids`; 0 if the batch has none."""
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    # `Mapping` alone would be asked in Python.
+    ids = batch.get("input_ids") if type(batch) is dict or isinstance(batch, Mapping) else None
     return int(ids.numel()) if isinstance(ids, torch.Tensor) else 0
 
 

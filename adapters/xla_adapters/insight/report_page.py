@@ -38,7 +38,7 @@ def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], prefli
         _section("Step times", _steps(report["steps"], curve)),
         _section("Compiles", _compiles(report["compiles"])),
         _section("Replayed or traced", _programs(report["programs"])),
-        _section("Executions and transfers", _counts(report["counts"])),
+        _section("Executions and transfers", _counts(report["counts"]) + _transfers(report)),
         _section("Checkpoints", _checkpoints(report["checkpoints"])),
         _section("Memory", _memory(report)),
     ]
@@ -111,7 +111,8 @@ def _compiles(events: Sequence[Mapping[str, Any]]) -> str:
     for event in events[:_ROWS]:
         position = ", ".join(part for part in (f"call {event['call']}", event["where"], event["line"]) if part)
         graph = event["graph"]
-        facts = _table((), _graph_rows(graph)) if graph is not None else ""
+        rows = [*(_graph_rows(graph) if graph is not None else ()), *_memory_rows(event["memory"])]
+        facts = _table((), rows) if rows else ""
         head = f"{event['step']}: graph {event['number']}, {_seconds(event['seconds'])}"
         found.append(
             f"<details open><summary>{escape(head)}</summary><p class='note'>{escape(position)}</p>"
@@ -138,6 +139,20 @@ def _graph_rows(graph: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def _memory_rows(memory: Mapping[str, int] | None) -> list[tuple[str, str]]:
+    if memory is None:
+        return [("memory", "not known")]
+    names = {
+        "total": "memory of a device",
+        "inputs": "of which inputs",
+        "outputs": "outputs",
+        "aliased": "of which in place of inputs",
+        "temporaries": "values between operations",
+        "code": "code",
+    }
+    return [(title, in_bytes(memory[name])) for name, title in names.items() if memory[name] or name != "code"]
+
+
 def _programs(programs: Sequence[Mapping[str, Any]]) -> str:
     rows = [(item["name"], f"{item['calls']:,}", f"{item['replays']:,}") for item in programs]
     reasons = [(item["name"], f"{times:,}", reason) for item in programs for reason, times in item["reasons"].items()]
@@ -149,22 +164,45 @@ def _counts(counts: Mapping[str, int]) -> str:
     return _table((), [(title, f"{counts[name]:,}") for name, title in _COUNTS.items() if name in counts])
 
 
+def _transfers(report: Mapping[str, Any]) -> str:
+    rows = [
+        (
+            item["line"] or "elsewhere",
+            item["direction"],
+            item["call"],
+            f"{item['count']:,}{' seen' if item['is_sampled'] else ''}",
+            in_bytes(item["bytes"]),
+        )
+        for item in report["transfers"]
+    ]
+    note = (
+        "Copies of the trainer (for logs, metrics and checkpoints) are all here. Those that callbacks make are seen in "
+        f"{report['transfers_looked_at']} of {report['steps']['steps']} steps. Others, such as the batches, are in the "
+        "numbers above only."
+    )
+    table = _table(("line", "direction", "by", "copies", "size"), rows) if rows else "<p>None was seen.</p>"
+    return f"<h3>Transfers by line</h3>{table}<p class='note'>{note}</p>"
+
+
 def _checkpoints(saves: Sequence[Mapping[str, Any]]) -> str:
     rows = [(f"{save['step']}", _seconds(save["seconds"]), save["path"]) for save in saves]
     return _table(("step", "took", "where"), rows) if rows else "<p>None was saved.</p>"
 
 
 def _memory(report: Mapping[str, Any]) -> str:
-    graphs = [event["graph"] for event in report["compiles"] if event["graph"] is not None]
+    events = [event for event in report["compiles"] if event["memory"] is not None]
     rows = [(f"device: {name}", in_bytes(size)) for name, size in report["memory"].items()]
-    if graphs:
-        largest = max(graphs, key=lambda graph: graph["input_bytes"] + graph["output_bytes"])
-        rows.append(("inputs of the largest graph", in_bytes(largest["input_bytes"])))
-        rows.append(("outputs of the largest graph", in_bytes(largest["output_bytes"])))
-        if largest["donated_bytes"] is not None:
-            rows.append(("outputs that reuse an input's memory", in_bytes(largest["donated_bytes"])))
-    note = "torch_xla does not tell how much memory XLA needs for intermediate values."
-    return f"{_table((), rows)}<p class='note'>{note}</p>"
+    if not events:
+        note = "The runtime does not tell how much memory XLA needs for values between operations."
+        return f"{_table((), rows)}<p class='note'>{note}</p>"
+    largest = max(events, key=lambda event: event["memory"]["total"])
+    kinds = [(name, largest["memory"][name]) for name in ("inputs", "outputs", "temporaries", "code")]
+    note = (
+        f"The largest graph is number {largest['number']} of {largest['step']}. The figures are of the compiler, and "
+        "exact to about 1 KiB. Outputs that lie in place of inputs are counted once in its memory."
+    )
+    bars = charts.bars([(name, size / (1 << 20)) for name, size in kinds if size], "MiB")
+    return f"{bars}{_table((), [*rows, *_memory_rows(largest['memory'])])}<p class='note'>{note}</p>"
 
 
 def _section(title: str, content: str) -> str:

@@ -13,6 +13,7 @@ from xla_adapters.insight.peak_flops import peak_flops
 from xla_adapters.insight.run_report import RunReport, StepSummary
 from xla_adapters.insight.run_stats import RunStats
 from xla_adapters.insight.step_times import StepTimes
+from xla_adapters.insight.transfer_lines import TransferLines
 from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import Metrics, get_runtime
@@ -50,6 +51,7 @@ class RunRecord:
         stats: as given.
         events: the compiles of this process during the training.
         checkpoints: those that were saved: step, path and seconds.
+        transfers: the lines that copied between host and device.
         is_running: whether a training is under way.
         preflight: the pre-flight that was made for it, if there was one.
     """
@@ -61,6 +63,7 @@ class RunRecord:
         self.stats = stats
         self.events: list[CompileEvent] = []
         self.checkpoints: list[dict[str, Any]] = []
+        self.transfers = TransferLines()
         self.is_running = False
         self.preflight: RunPreflight | None = None
         self._about: dict[str, Any] = {}
@@ -100,6 +103,8 @@ class RunRecord:
         self._file = EventFile(folder if self.enabled else None)
         with ExitStack() as stack:
             stack.enter_context(listening(self._compiled))
+            if self.enabled:
+                stack.enter_context(self.transfers.noting())
             stack.callback(self._file.close)
             self._begin()
             try:
@@ -150,6 +155,7 @@ class RunRecord:
         """An optimizer step has ended."""
         if self.enabled:
             self.times.step_ended()
+            self.transfers.step_ended(len(self.times.seconds))
 
     @contextmanager
     def saving(self, step: int, path: str) -> Iterator[None]:
@@ -234,6 +240,8 @@ class RunRecord:
             compiles=list(self.events),
             programs=steps,
             checkpoints=list(self.checkpoints),
+            transfers=self.transfers.lines(),
+            transfers_looked_at=self.transfers.looked_at,
             memory=device.memory_info() if device.started() else {},
             plan=self._plan(),
             preflight=self.preflight,

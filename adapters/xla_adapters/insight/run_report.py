@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xla_adapters.insight.report_page import page
+from xla_adapters.insight.transfer_lines import TransferLine
 from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.tracing.compile_events import CompileEvent
 from xla_adapters.tracing.graph_analysis import in_bytes
@@ -49,6 +50,9 @@ class RunReport:
         compiles: each compile.
         programs: the steps, replayed or traced, and why.
         checkpoints: step, path and seconds of each save.
+        transfers: copies between host and device by line: all those of the trainer, and those of callbacks that were
+            looked at.
+        transfers_looked_at: in how many steps the callbacks were looked at.
         memory: of the device, in bytes, if it tells.
         plan: how the model is sharded, in words; empty if it is not.
         preflight: the pre-flight that was made for it, if there was one.
@@ -64,6 +68,8 @@ class RunReport:
     compiles: list[CompileEvent]
     programs: list[StepSummary]
     checkpoints: list[dict[str, Any]]
+    transfers: list[TransferLine]
+    transfers_looked_at: int
     memory: dict[str, float]
     plan: str
     preflight: RunPreflight | None = None
@@ -78,6 +84,7 @@ class RunReport:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "curve"}
         values["compiles"] = [event.as_dict() for event in self.compiles]
         values["preflight"] = None if self.preflight is None else self.preflight.as_values()
+        values["transfers"] = [dataclasses.asdict(item) for item in self.transfers]
         values["programs"] = [dataclasses.asdict(program) for program in self.programs]
         return {**values, "wall_seconds": self.wall_seconds}
 
@@ -112,6 +119,12 @@ class RunReport:
             lines += [f"  traced {times} times: {reason}" for reason, times in program.reasons.items()]
         lines += [str(event) for event in self.compiles]
         lines += [f"saved {save['path']} at step {save['step']}: {save['seconds']:.2f} s" for save in self.checkpoints]
+        if self.transfers:
+            lines.append(f"transfers by line; in callbacks seen in {self.transfers_looked_at} steps:")
+        lines += [
+            f"  {item.line or 'elsewhere'}: {item.count} {item.direction} by {item.call}, {in_bytes(item.bytes)}"
+            for item in self.transfers
+        ]
         if self.plan:
             lines.append(self.plan)
         if self.preflight is not None:

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from xla_adapters.errors import RuntimeOrderError
 from xla_adapters.runtime.choice import RuntimeName, installed_runtime, make_runtime
 from xla_adapters.runtime.extensions import extensions
-from xla_adapters.runtime.interface import Device, Metrics, Runtime, RuntimeEvent
+from xla_adapters.runtime.interface import CompiledMemory, Device, Metrics, Runtime, RuntimeEvent
 from xla_adapters.runtime.parts import Part
 from xla_adapters.runtime.saving import save_from_device
 from xla_adapters.runtime.tile_assignment import TileAssignment
 from xla_adapters.runtime.tuning import FastCompile, Tuning
 
 __all__ = [
+    "CompiledMemory",
     "Device",
     "Metrics",
     "Part",

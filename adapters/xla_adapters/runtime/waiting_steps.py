@@ -118,8 +118,9 @@ class StateWatch(TorchFunctionMode):
 
 
 def function_mode_stack() -> list[TorchFunctionMode]:
-    """The other modes, which a trace would pass through."""
-    return [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, StateWatch)]
+    """The other modes, which a trace would pass through and which may change it."""
+    stack = _get_current_function_mode_stack()
+    return [mode for mode in stack if not isinstance(mode, StateWatch) and not getattr(mode, "only_looks", False)]
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

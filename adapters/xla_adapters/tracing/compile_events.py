@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from xla_adapters.tracing.graph_analysis import GraphAnalysis
+from xla_adapters.runtime import CompiledMemory
+from xla_adapters.tracing.graph_analysis import GraphAnalysis, in_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class CompileEvent:
         where: the position in the run, e.g. `"batch 7 of epoch 0"`; empty if not known.
         line: file and line of your code that was running; empty if there is none.
         graph: what the graph reads, returns and computes; None if it could not be looked at before it was executed.
+        memory: what the executable needs, by kind; None if the runtime does not tell. Of several graphs, the largest.
         time: when it ended, in seconds since 1970.
     """
 
@@ -40,17 +42,22 @@ class CompileEvent:
     where: str = ""
     line: str = ""
     graph: GraphAnalysis | None = None
+    memory: CompiledMemory | None = None
     time: float = field(default_factory=time.time)
 
     def as_dict(self) -> dict[str, Any]:
         """The attributes by name, as JSON has them."""
-        return dataclasses.asdict(self)
+        memory = None if self.memory is None else {**self.memory._asdict(), "total": self.memory.total}
+        return {**dataclasses.asdict(self), "memory": memory}
 
     def __str__(self) -> str:
         position = ", ".join(text for text in (f"call {self.call}" if self.call else "", self.where, self.line) if text)
         lines = [f"{self.step}: graph {self.number}, {self.seconds:.2f} s ({position}): {self.reason}"]
         if self.graph is not None:
             lines.append(f"  {self.graph}")
+        if self.memory is not None:
+            kinds = ", ".join(f"{name} {in_bytes(size)}" for name, size in self.memory._asdict().items() if size)
+            lines.append(f"  memory {in_bytes(self.memory.total)}: {kinds}")
         return "\n".join(lines)
 
 

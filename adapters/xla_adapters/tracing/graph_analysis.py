@@ -18,8 +18,7 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 class GraphAnalysis:
     """What a graph needs, read from its HLO before XLA compiles it.
 
-    Of the memory only what enters and leaves is known: torch_xla 2.9 does not tell how much XLA needs for intermediate
-    values, nor the size of the code.
+    Of the memory only what enters and leaves is in it; for what XLA needs in between see `CompileEvent.memory`.
 
     Attributes:
         hash: of the graph, in hexadecimal digits.

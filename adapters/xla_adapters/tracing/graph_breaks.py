@@ -191,6 +191,7 @@ class GraphBreaks:
             ProfilerScopeError: a profiler scope is still open, under `on_graph_break="error"`.
             GraphBreakError: an operator was computed on the host, of values that were there, under "error".
         """
+        operations.was_split = self.flushed
         self._profiler_scopes.refuse_open_ones()
         if self.answers is not None:
             self.answers.deferred.before_execution()

@@ -2,65 +2,50 @@
 
 from __future__ import annotations
 
-import linecache
-import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
+import torch
+
+from xla_adapters.tracing.difference import (
+    DTYPE_REMEDY,
+    FORM_REMEDY,
+    KEPT_REMEDY,
+    LENGTH_REMEDY,
+    ONE_DTYPE_REMEDY,
+    ORDER_REMEDY,
+    PATH_REMEDY,
+    REMEDY_OF_MODES,
+    SHAPE_REMEDY,
+    SLICE_REMEDY,
+    TENSOR_REMEDY,
+    UPDATED_REMEDY,
+    VALUES_REMEDY,
+    Difference,
+    autocast_of,
+    dtype_of,
+    line_of,
+    name_of,
+)
+from xla_adapters.tracing.equal_numbers import ARITHMETIC, MAY_BE_INPUTS, SPECIAL, TAKES_TENSORS, newly_equal
 from xla_adapters.tracing.operation_log import Call, ModuleCall, OperationLog, Update
+from xla_adapters.utils.source_text import argument_text
 
-# Python numbers with these values are constants of the graph; others are inputs where operators compute with them.
-_SPECIAL = (0, 1)
-# Of single precision.
-_LARGEST = 3.4e38
-_ARITHMETIC = frozenset(
-    ("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv")
+Entry: TypeAlias = Call | ModuleCall | Update
+# Their results' shapes depend on values.
+_BY_VALUES = frozenset(
+    (
+        "indexing",
+        "nonzero",
+        "argwhere",
+        "masked_select",
+        "unique",
+        "unique_consecutive",
+        "bincount",
+        "repeat_interleave",
+    )
 )
-# Where operators take a tensor in place of a number.
-_TAKES_TENSORS = _ARITHMETIC | {"pow", "rpow", "ipow", "getitem", "where", "lerp", "fill", "clamp", "remainder"}
-_TAKES_TENSORS |= {"eq", "ne", "lt", "le", "gt", "ge"}
-# "indexing" is how `getitem` is shown.
-_MAY_BE_INPUTS = _TAKES_TENSORS - {"getitem"}
-_TENSOR_REMEDY = (
-    "make it a tensor in the step (torch.tensor(value, device=x.device)): its value is then an input of the graph"
-)
-_SLICE_REMEDY = (
-    "for a slice of fixed length n that moves, make its start a tensor: "
-    "x[torch.tensor(start, device=x.device) + torch.arange(n, device=x.device)]"
-)
-_KEPT_REMEDY = (
-    "keep it the same in each step, or choose among a few values (one compile for each): {name} takes no tensor there"
-)
-REMEDY_OF_MODES = (
-    "call model.train() before the training steps and model.eval() before the others, each in its own step"
-)
-_PATH_REMEDY = (
-    "a branch of Python that depends on the step makes a graph for each path: compute both and choose with "
-    "torch.where, move it behind the step, or accept one compile for each"
-)
-_FORM_REMEDY = "give it the same form in each step, or expect one compile for each"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Why two graphs differ.
-
-    Attributes:
-        cause: what changed, with the values before and now.
-        where: the line that does it now, with its text; empty if no single line does.
-        remedy: what to do.
-        is_harmless: whether nothing need be done, since it happens once or rarely.
-    """
-
-    cause: str
-    where: str
-    remedy: str
-    is_harmless: bool = False
-
-    def __str__(self) -> str:
-        place = f"\n  where: {self.where}" if self.where else ""
-        return f"{self.cause}{place}\n  what to do: {self.remedy}"
 
 
 def explain_difference(before: OperationLog, now: OperationLog) -> Difference | None:
@@ -82,7 +67,7 @@ def explain_difference(before: OperationLog, now: OperationLog) -> Difference | 
     if isinstance(mine, Call) and isinstance(theirs, Call) and _same_place(theirs, mine):
         other_calls = _of_other_calls(before, now, mine) if theirs.numbers == mine.numbers else None
         return other_calls or _of_call(theirs, mine)
-    return _of_path(theirs, mine)
+    return _of_order(before, now, theirs, mine) or _of_path(theirs, mine)
 
 
 def common_length(before: OperationLog, now: OperationLog) -> int:
@@ -96,7 +81,8 @@ def common_length(before: OperationLog, now: OperationLog) -> int:
 def _may_be_equal(theirs: Any, mine: Any) -> bool:
     """Whether two different entries may give the same graph."""
     if isinstance(theirs, Call) and isinstance(mine, Call):
-        return _same_place(theirs, mine) and theirs.form == mine.form and _kinds(theirs.numbers) == _kinds(mine.numbers)
+        same = _same_place(theirs, mine) and (theirs.form, theirs.inputs) == (mine.form, mine.inputs)
+        return same and _kinds(theirs.numbers) == _kinds(mine.numbers)
     if isinstance(theirs, ModuleCall) and isinstance(mine, ModuleCall):
         return theirs._replace(present=mine.present) == mine
     # A missing state is made before the step computes, and learning rates are inputs.
@@ -110,7 +96,7 @@ def _kinds(numbers: Any) -> Any:
     return "number" if type(numbers) in (int, float) else numbers
 
 
-def _at(log: OperationLog, index: int) -> Call | ModuleCall | Update | None:
+def _at(log: OperationLog, index: int) -> Entry | None:
     return log.entries[index] if index < len(log.entries) else None
 
 
@@ -127,66 +113,85 @@ def _of_other_calls(before: OperationLog, now: OperationLog, there: Call) -> Dif
     if not changes:
         return None
     cause = f"the step takes another path: the line calls {', and '.join(changes)}"
-    return Difference(cause=cause, where=_line(there), remedy=_PATH_REMEDY)
+    return Difference(cause=cause, where=line_of(there), remedy=PATH_REMEDY)
 
 
 def _functions_at(there: Call, log: OperationLog) -> set[str]:
     place = there.file, there.line
     calls = [entry for entry in log.entries if isinstance(entry, Call) and entry.form is not None]
-    return {_name(call) for call in calls if (call.file, call.line) == place}
+    return {name_of(call) for call in calls if (call.file, call.line) == place}
 
 
 def _of_call(theirs: Call, mine: Call) -> Difference:
-    name = _name(mine)
+    name = name_of(mine)
     if theirs.numbers != mine.numbers:
         before, now = _first_different(theirs.numbers, mine.numbers)
-        kind = {str: "a string", bool: "a bool"}.get(type(now), "a Python number")
+        kind = {str: "a string", bool: "a bool", torch.dtype: "a dtype"}.get(type(now), "a Python number")
         return _of_constant(kind, mine, before, now)
-    return _of_form(name, theirs, mine)
+    return _of_form(name, theirs, mine) if theirs.form != mine.form else _of_inputs(name, theirs, mine)
+
+
+def _of_inputs(name: str, theirs: Call, mine: Call) -> Difference:
+    changes = [item for item in enumerate(zip(theirs.inputs, mine.inputs, strict=False)) if item[1][0] != item[1][1]]
+    index, (before, now) = changes[0] if changes else (0, (None, None))
+    if before is None or now is None:
+        return Difference(cause=f"{name} gets other arguments", where=line_of(mine), remedy=FORM_REMEDY)
+    text = argument_text(mine.file, mine.line, mine.function, index)
+    which, place = f"{text}, which {name} gets," if text else f"a tensor that {name} gets", line_of(mine)
+    if before[1] == now[1]:
+        cause = f"{which} has another shape: {before[0]} -> {now[0]}"
+        return Difference(cause=cause, where=place, remedy=SHAPE_REMEDY)
+    cause = f"{which} has another dtype: {dtype_of(before[1])} -> {dtype_of(now[1])}"
+    return Difference(cause=cause, where=place, remedy=DTYPE_REMEDY)
 
 
 def _of_form(name: str, theirs: Call, mine: Call) -> Difference:
     before, now = theirs.form, mine.form
     if before and now and len(before) == len(now) == 3 and isinstance(before[0], tuple) and isinstance(now[0], tuple):
         if before[0] != now[0]:
+            by_values = name in _BY_VALUES and theirs.inputs == mine.inputs
             return Difference(
                 cause=f"the result of {name} has another shape: {before[0]} -> {now[0]}",
-                where=_line(mine),
-                remedy="give it the same shape in each step: pad batches to a fixed length or to a few lengths, and "
-                "drop the partial last batch (drop_last)",
+                where=line_of(mine),
+                remedy=VALUES_REMEDY if by_values else SHAPE_REMEDY,
             )
         if before[1] != now[1]:
             return Difference(
-                cause=f"the result of {name} has another dtype: {_dtype(before[1])} -> {_dtype(now[1])}",
-                where=_line(mine),
+                cause=f"the result of {name} has another dtype: {dtype_of(before[1])} -> {dtype_of(now[1])}",
+                where=line_of(mine),
                 remedy="use the same dtype in each step: check the batch's, and that autocast is on in all or in none",
             )
         return Difference(
             cause=f"the result of {name} {'needs' if now[2] else 'does not need'} a gradient now",
-            where=_line(mine),
+            where=line_of(mine),
             remedy="freeze parameters and choose between grad and no_grad before the training, or expect a compile",
         )
     return Difference(
-        cause=f"the result of {name} has another form: {before} -> {now}", where=_line(mine), remedy=_FORM_REMEDY
+        cause=f"the result of {name} has another form: {before} -> {now}", where=line_of(mine), remedy=FORM_REMEDY
     )
 
 
 def _of_constant(kind: str, call: Call, before: Any, now: Any) -> Difference:
-    name = _name(call)
-    may_be_tensor = type(now) in (int, float) and getattr(call.function, "__name__", "").strip("_") in _TAKES_TENSORS
+    name = name_of(call)
+    if isinstance(before, tuple) and isinstance(now, tuple):
+        cause = f"{name} gets {len(now)} values now; it got {len(before)}"
+        return Difference(cause=cause, where=line_of(call), remedy=LENGTH_REMEDY)
+    may_be_tensor = type(now) in (int, float) and getattr(call.function, "__name__", "").strip("_") in TAKES_TENSORS
     if name == "indexing" and _is_slice(call.numbers):
-        remedy = _SLICE_REMEDY
+        remedy = SLICE_REMEDY
+    elif isinstance(now, torch.dtype):
+        remedy = ONE_DTYPE_REMEDY
     else:
-        remedy = _TENSOR_REMEDY if may_be_tensor else _KEPT_REMEDY.format(name=name)
+        remedy = TENSOR_REMEDY if may_be_tensor else KEPT_REMEDY.format(name=name)
     return Difference(
         cause=f"{kind} that is a part of the graph changed, in {name}: {before!r} -> {now!r}",
-        where=_line(call),
+        where=line_of(call),
         remedy=remedy,
     )
 
 
 def _of_module(theirs: ModuleCall, mine: ModuleCall) -> Difference:
-    name, where = mine.kind.__name__, _line(mine)
+    name, where = mine.kind.__name__, line_of(mine)
     if theirs.training != mine.training:
         modes = {True: "train", False: "eval"}
         cause = f"{name} is in {modes[mine.training]} mode now; it was in {modes[theirs.training]} mode"
@@ -196,7 +201,7 @@ def _of_module(theirs: ModuleCall, mine: ModuleCall) -> Difference:
         cause = f"parameters of {name} are {'frozen' if frozen else 'trained'} now (requires_grad)"
         remedy = "one compile for each set of trained parameters cannot be avoided; change the set rarely"
     elif theirs.autocast != mine.autocast:
-        cause = f"{name} runs {_autocast(mine)} now; it ran {_autocast(theirs)}"
+        cause = f"{name} runs {autocast_of(mine)} now; it ran {autocast_of(theirs)}"
         remedy = "use the same dtype in each step: autocast is on in all or in none"
     elif theirs.hooks != mine.hooks:
         cause = f"{name} has {mine.hooks} hooks now; it had {theirs.hooks}"
@@ -216,8 +221,8 @@ def _of_gradients(before: Sequence[Any], now: Sequence[Any]) -> Difference | Non
 def _of_present(theirs: ModuleCall, mine: ModuleCall) -> Difference:
     kind = "a" if sum(mine.present) > sum(theirs.present) else "no"
     return Difference(
-        cause=f"parameters of {_name(mine)} have {kind} gradient now",
-        where=_line(mine),
+        cause=f"parameters of {name_of(mine)} have {kind} gradient now",
+        where=line_of(mine),
         remedy="drop or keep gradients the same way in each step: zero_grad(set_to_none=True) at the same place, and "
         "no callback that sets them",
     )
@@ -227,6 +232,11 @@ def _of_update(theirs: Update, mine: Update) -> Difference | None:
     name = mine.kind.__name__
     if theirs.kind is not mine.kind:
         cause = f"the optimizer is {name} now; it was {theirs.kind.__name__}"
+    elif theirs.updated != mine.updated:
+        cause = (
+            f"{name} updates {mine.updated} parameters now; it updated {theirs.updated}: the others have no gradient"
+        )
+        return Difference(cause=cause, where=line_of(mine), remedy=UPDATED_REMEDY)
     elif theirs.options != mine.options:
         changed = (
             next(
@@ -243,7 +253,7 @@ def _of_update(theirs: Update, mine: Update) -> Difference | None:
         return Difference(
             cause=f"the learning rate of {name} is another, {theirs.rates} -> {mine.rates}: it equals, or equalled, "
             "another number of the update (1 - beta, say), and equal numbers share one input of the graph",
-            where=_line(mine),
+            where=line_of(mine),
             remedy="nothing: a learning rate costs a compile only where it meets such a number",
             is_harmless=True,
         )
@@ -252,7 +262,7 @@ def _of_update(theirs: Update, mine: Update) -> Difference | None:
         return None
     return Difference(
         cause=cause,
-        where=_line(mine),
+        where=line_of(mine),
         remedy="make the optimizer once, with its options; a scheduler may change the learning rate",
     )
 
@@ -260,18 +270,29 @@ def _of_update(theirs: Update, mine: Update) -> Difference | None:
 def _meets_another(update: Update) -> bool:
     """Whether a learning rate equals a constant, or a number that the update makes of another option."""
     rates = {rate for rate in update.rates if type(rate) in (int, float)}
-    return not rates.isdisjoint({*_SPECIAL, *(1 - number for number in update.numbers)})
+    return not rates.isdisjoint({*SPECIAL, *(1 - number for number in update.numbers)})
 
 
-def _of_path(theirs: Call | ModuleCall | Update | None, mine: Call | ModuleCall | Update | None) -> Difference:
+def _of_order(before: OperationLog, now: OperationLog, theirs: Entry | None, mine: Entry | None) -> Difference | None:
+    """If the step makes the same calls in another order."""
+    if theirs is None or mine is None or len(before.entries) != len(now.entries):
+        return None
+    calls = [Counter((name_of(entry), entry.file, entry.line) for entry in log.entries) for log in (before, now)]
+    if calls[0] != calls[1]:
+        return None
+    cause = f"the step makes the same calls in another order: it comes to {name_of(mine)}, where it came to "
+    return Difference(cause=cause + name_of(theirs), where=line_of(mine), remedy=ORDER_REMEDY)
+
+
+def _of_path(theirs: Entry | None, mine: Entry | None) -> Difference:
     there = mine or theirs
     assert there is not None
-    was = f"{_name(theirs)} at {_line(theirs)}" if theirs is not None else "the end of the step"
-    now = _name(mine) if mine is not None else "the end of the step"
+    was = f"{name_of(theirs)} at {line_of(theirs)}" if theirs is not None else "the end of the step"
+    now = name_of(mine) if mine is not None else "the end of the step"
     return Difference(
         cause=f"the step takes another path: it comes to {now}, where it came to {was}",
-        where=_line(there),
-        remedy=_PATH_REMEDY,
+        where=line_of(there),
+        remedy=PATH_REMEDY,
     )
 
 
@@ -283,13 +304,13 @@ def _of_numbers(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
         for theirs, mine in pairs
         if isinstance(mine, Call) and theirs.numbers != mine.numbers
     ]
-    special = [item for item in changed if (item[1] in _SPECIAL) != (item[2] in _SPECIAL)]
-    special += [item for item in changed if _name(item[0]) not in _MAY_BE_INPUTS]
+    special = [item for item in changed if (item[1] in SPECIAL) != (item[2] in SPECIAL)]
+    special += [item for item in changed if name_of(item[0]) not in MAY_BE_INPUTS]
     updates = [(theirs, mine) for theirs, mine in pairs if isinstance(mine, Update)]
-    shared = _newly_equal(pairs) if not special else None
+    shared = newly_equal(pairs) if not special else None
     if shared is not None:
         return shared
-    for mine, old, new in special or [item for item in changed if _name(item[0]) not in _ARITHMETIC]:
+    for mine, old, new in special or [item for item in changed if name_of(item[0]) not in ARITHMETIC]:
         return _of_constant("a Python number", mine, old, new)
     found = (_of_update(theirs, mine) for theirs, mine in updates)
     return next((difference for difference in found if difference is not None), None)
@@ -297,7 +318,7 @@ def _of_numbers(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
 
 def _have_other_constants(theirs: Update, mine: Update) -> bool:
     """Whether more than numbers that may be inputs of the graph changed: the optimizer, a switch, a decay that is 0."""
-    if theirs.kind is not mine.kind:
+    if theirs.kind is not mine.kind or theirs.updated != mine.updated:
         return True
     values = [tuple(tuple(value for _, value in group) for group in update.options) for update in (theirs, mine)]
     return bool(_constants(values[0]) != _constants(values[1]))
@@ -306,56 +327,7 @@ def _have_other_constants(theirs: Update, mine: Update) -> bool:
 def _constants(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_constants, value))
-    return "number" if type(value) is float and value not in _SPECIAL else value
-
-
-def _newly_equal(pairs: Sequence[tuple[Any, Any]]) -> Difference | None:
-    """Two numbers that are equal in one of the calls only: equal numbers share one input of the graph.
-
-    They are compared as the device has them. 1 - n is compared, too: operators compute it of a momentum or a decay.
-    """
-    numbers = [pair for theirs, mine in pairs for pair in _numbers_of(theirs, mine)]
-    first_old: dict[float, int] = {}
-    first_new: dict[float, int] = {}
-    for index, (old, new, shown, entry) in enumerate(numbers):
-        was, equal = first_old.setdefault(old, index), first_new.setdefault(new, index)
-        if was == equal or (old in _SPECIAL) or (new in _SPECIAL):
-            continue
-        _, _, other, there = numbers[equal if equal < index else was]
-        text = f"{shown} in {_name(entry)} and {other} in {_name(there)} ({_line(there)})"
-        now = "equal now" if equal < index else "not equal any more"
-        return Difference(
-            cause=f"{text} are {now}: equal Python numbers share one input of the graph",
-            where=_line(entry),
-            remedy="nothing, if it happens once; numbers that often meet can be kept apart by making one of "
-            "them a tensor (torch.tensor(value, device=x.device))",
-            is_harmless=True,
-        )
-    return None
-
-
-def _numbers_of(theirs: Any, mine: Any) -> Iterator[tuple[float, float, str, Call | Update]]:
-    """The numbers of an entry that may be inputs of the graph: the old one and the new one in single precision."""
-    if not isinstance(mine, (Call, Update)):
-        return
-    kinds = (int, float) if isinstance(mine, Call) and _name(mine) in _MAY_BE_INPUTS else (float,)
-    for old, new in zip(_scalars(theirs.numbers, kinds), _scalars(mine.numbers, kinds), strict=False):
-        yield _single(old), _single(new), f"{new!r}", mine
-        if old == new or isinstance(mine, Update):
-            yield _single(1 - old), _single(1 - new), f"1 - {new!r}", mine
-
-
-def _scalars(value: Any, kinds: tuple[type, ...]) -> Iterator[float]:
-    if isinstance(value, tuple):
-        for item in value:
-            yield from _scalars(item, kinds)
-    elif type(value) in kinds:
-        yield value
-
-
-def _single(number: float) -> float:
-    single: float = struct.unpack("f", struct.pack("f", number))[0] if abs(number) < _LARGEST else number
-    return single
+    return "number" if type(value) is float and value not in SPECIAL else value
 
 
 def _is_slice(numbers: Any) -> bool:
@@ -368,23 +340,3 @@ def _first_different(before: Any, now: Any) -> tuple[Any, Any]:
             if old != new:
                 return _first_different(old, new)
     return before, now
-
-
-def _name(entry: Call | ModuleCall | Update) -> str:
-    if isinstance(entry, Call):
-        name = getattr(entry.function, "__name__", "a call")
-        return {"__get__": "an attribute", "__getitem__": "indexing"}.get(name, name.strip("_"))
-    return entry.kind.__name__
-
-
-def _line(entry: Call | ModuleCall | Update) -> str:
-    text = linecache.getline(entry.file, entry.line).strip()
-    return f"{entry.file}:{entry.line}" + (f": {text}" if text else "")
-
-
-def _autocast(call: ModuleCall) -> str:
-    return f"under autocast to {_dtype(call.autocast)}" if call.autocast is not None else "without autocast"
-
-
-def _dtype(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from xla_adapters.tracing.compile_events import CompileEvent, tell
+from xla_adapters.tracing.difference import REMEDY_OF_MODES
 from xla_adapters.tracing.graph_analysis import GraphAnalyses
-from xla_adapters.tracing.graph_difference import REMEDY_OF_MODES, common_length, explain_difference
+from xla_adapters.tracing.graph_difference import common_length, explain_difference
 from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.scope_report import ScopeReport
 from xla_adapters.utils.location import line_of_user
@@ -23,6 +24,10 @@ _KEPT = 8
 _REMEDY_OF_FACTS = (
     "keep the options of the training (accumulation, clipping, what is kept between steps) as they are from its start "
     "on, or expect one compile for each combination"
+)
+_SPLIT = (
+    "a part of the step was executed before its end, so that the rest is a graph of its own\n"
+    "  what to do: remove the graph break that a warning names, or the optimizer that runs operation by operation"
 )
 # `with step():` makes a new object for each call, so its steps are identified by name.
 _by_name: dict[str, GraphHistory] = {}
@@ -111,7 +116,12 @@ class GraphHistory:
         changes = signature.difference(nearest[0])
         if changes:
             return "; ".join(changes) + self._advice(signature, nearest[0]), True
-        found = explain_difference(nearest[1], operations)
+        before = nearest[1]
+        longest = max(len(before.entries), len(operations.entries))
+        # Numbers alone are no cause then: the optimizer's may be anything.
+        if operations.was_split and common_length(before, operations) == longest:
+            return _SPLIT, True
+        found = explain_difference(before, operations)
         if found is not None:
             return str(found), not found.is_harmless
         reason = (
@@ -168,6 +178,7 @@ class GraphHistory:
             where=call.where,
             line=line_of_user(),
             graph=report.graph,
+            memory=report.memory,
         )
         self.events.append(event)
         tell(event)

@@ -27,6 +27,7 @@ class Call(NamedTuple):
         file, line: where, with torch's own code skipped.
         numbers: the arguments that are no tensors.
         form: shape, dtype and whether a gradient is needed, of the result.
+        inputs: of each positional argument, shape and dtype if it is a tensor.
     """
 
     function: Callable[..., Any]
@@ -34,6 +35,7 @@ class Call(NamedTuple):
     line: int
     numbers: tuple[Any, ...]
     form: Any
+    inputs: tuple[Any, ...]
 
 
 class ModuleCall(NamedTuple):
@@ -67,6 +69,7 @@ class Update(NamedTuple):
         options: of each group of parameters, by name, without the learning rate.
         rates: the learning rate of each group.
         numbers: those of all its options, with the rates.
+        updated: how many parameters have a gradient.
         file, line: where, with torch's own code skipped.
     """
 
@@ -74,6 +77,7 @@ class Update(NamedTuple):
     options: tuple[tuple[tuple[str, Any], ...], ...]
     rates: tuple[Any, ...]
     numbers: tuple[float, ...]
+    updated: int
     file: str
     line: int
 
@@ -84,13 +88,15 @@ class OperationLog:
     Attributes:
         entries: in the order of the calls.
         first_node: `next_node()` when the present call of a torch function began.
+        was_split: whether a part of the step was executed before its end.
     """
 
-    __slots__ = ("_makers", "entries", "first_node")
+    __slots__ = ("_makers", "entries", "first_node", "was_split")
 
     def __init__(self) -> None:
         self.entries: list[Call | ModuleCall | Update] = []
         self.first_node = 0
+        self.was_split = False
         # Of calls that made nodes: the first one's number, that after the last one's, and the call.
         self._makers: list[tuple[int, int, Call]] = []
 
@@ -105,10 +111,11 @@ class OperationLog:
         if function is torch.Tensor.to and any(value is result for value in args):
             # The tensor was there already.
             return
+        inputs = tuple([(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in args])
         numbers = _plain(args)
         if kwargs:
             numbers += tuple((name, _plain((value,))) for name, value in kwargs.items())
-        call = Call(function, *_place(), numbers, _form(result))
+        call = Call(function, *_place(), numbers, _form(result), inputs)
         self.entries.append(call)
         following = next_node()
         if following != self.first_node:
@@ -143,7 +150,9 @@ class OperationLog:
             options.append(tuple(zip(own, _plain(own.values()), strict=True)))
             numbers += [value for value in (group.get("lr"), *own.values()) if type(value) in (int, float)]
         rates = _plain(group.get("lr") for group in optimizer.param_groups)
-        self.entries.append(Update(type(optimizer), tuple(options), rates, tuple(numbers), *_place()))
+        with torch._C.DisableTorchFunction():
+            updated = sum([leaf.grad is not None for group in optimizer.param_groups for leaf in group["params"]])
+        self.entries.append(Update(type(optimizer), tuple(options), rates, tuple(numbers), updated, *_place()))
 
 
 def _is_of_the_device(args: Iterable[Any], result: Any) -> bool:

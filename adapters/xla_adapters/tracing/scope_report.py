@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from xla_adapters.runtime import Runtime
+from xla_adapters.runtime import CompiledMemory, Runtime
 from xla_adapters.tracing.graph_analysis import GraphAnalysis
 from xla_adapters.tracing.operation_log import OperationLog
 
@@ -18,12 +18,14 @@ class ScopeReport:
         compile_seconds: how many seconds that took.
         operations: what the step did.
         graph: the graph that was executed; None if it is not known.
+        memory: what the largest of the graphs needs; None if nothing was compiled, or the runtime does not tell.
     """
 
     compiles: int
     compile_seconds: float
     operations: OperationLog
     graph: GraphAnalysis | None = None
+    memory: CompiledMemory | None = None
 
 
 NOTHING_COMPILED = ScopeReport(compiles=0, compile_seconds=0.0, operations=OperationLog())
@@ -39,6 +41,8 @@ class CompileMeter:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._compiles, self._seconds = runtime.counters.compile_totals()
+        # Of what was compiled before.
+        runtime.counters.compiled_memory()
 
     def report(self, operations: OperationLog, graph: GraphAnalysis | None = None) -> ScopeReport:
         """What was compiled, for a step that did these operations."""
@@ -48,4 +52,5 @@ class CompileMeter:
             compile_seconds=seconds - self._seconds,
             operations=operations,
             graph=graph,
+            memory=max(self._runtime.counters.compiled_memory(), key=lambda memory: memory.total, default=None),
         )

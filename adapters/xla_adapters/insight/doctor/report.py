@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from xla_adapters.insight.doctor import trials
 from xla_adapters.insight.doctor.system import System, this_system
 from xla_adapters.insight.doctor.traps import traps_of
 
 _MARKS = {"ok": "ok", "failed": "FAILED", "skipped": "skipped"}
-# A module that only its process imports: that takes seconds.
-_TRIALS = "xla_adapters.insight.doctor.trials"
 # The test whose result is what the devices are.
 _DEVICES = "devices"
 
@@ -90,7 +89,7 @@ class Examination:
 
 
 def examine(*, is_full: bool = False) -> Examination:
-    """Runs the tests, in processes of their own, and looks up the traps.
+    """Runs the tests, in processes forked from this one, which must not have started a runtime; looks up the traps.
 
     Args:
         is_full: whether those of several devices and of the adapters are run, too; they take longer.
@@ -106,12 +105,18 @@ def examine(*, is_full: bool = False) -> Examination:
 
 
 def _outcomes(is_full: bool) -> Iterator[Outcome]:
-    command = [sys.executable, "-m", _TRIALS, *(["--full"] if is_full else [])]
-    ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    lines = ran.stdout.splitlines()
+    with tempfile.TemporaryFile("w+") as results, tempfile.TemporaryFile("w+") as output:
+        # Forked, not started: torch need not be imported twice. The import of the runtime may end a process.
+        process = os.fork()
+        if process == 0:
+            trials.be_process(is_full, results.fileno(), output.fileno())
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        results.seek(0)
+        output.seek(0)
+        lines, printed = list(results), output.read()
     for line in lines:
         values: dict[str, Any] = json.loads(line)
         yield Outcome(**values)
-    if ran.returncode != 0:
-        text = f"the tests ended with status {ran.returncode}"
-        yield Outcome(name="import", state="failed", text=text, seconds=0.0, output=ran.stderr[-3000:])
+    if status != 0:
+        text = f"the tests ended with status {status}"
+        yield Outcome(name="import", state="failed", text=text, seconds=0.0, output=printed[-3000:])

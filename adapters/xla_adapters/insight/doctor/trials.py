@@ -1,12 +1,13 @@
-"""The short tests of `doctor`. `python -m xla_adapters.insight.doctor.trials` runs them and prints a line of JSON each.
+"""The short tests of `doctor`.
 
-The process imports everything once, and forks before the runtime has started: its state is per process. Tests that need
-no state of their own share one forked process, and what it has compiled.
+A process forked from the command imports the runtime once, and forks again before it has started: its state is per
+process. Tests that need no state of their own share one forked process, and what it has compiled.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import json
 import os
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -223,11 +224,8 @@ def run(names: Sequence[str]) -> Iterator[dict[str, Any]]:
         names = names[len(found) :]
 
 
-def _be_child(names: Sequence[str], results: int, output: int) -> None:
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    # The parent's need not write to these.
-    sys.stdout = sys.stderr = open(output, "w", closefd=False)  # noqa: SIM115 (until the end of the process)
+def _be_child(names: Sequence[str], results: int, output: int) -> NoReturn:
+    _print_to(output)
     for name in names:
         began = time.perf_counter()
         signal.alarm(_SECONDS)
@@ -245,18 +243,40 @@ def _be_child(names: Sequence[str], results: int, output: int) -> None:
     os._exit(0)
 
 
-def main(is_full: bool) -> None:
-    """Runs the tests, and prints a line of JSON for each.
+def be_process(is_full: bool, results: int, output: int) -> NoReturn:
+    """Makes this process, which was just forked, the one that imports the runtime and runs the tests, and ends it.
 
     Args:
-        is_full: whether those that take longer are run, too.
+        is_full: whether the tests that take longer are run, too.
+        results: a file that gets a line of JSON for each test, as of `run`.
+        output: a file that gets what is printed.
     """
-    # Imports its library, which starts nothing.
+    _print_to(output)
+    status = 1
+    try:
+        _import_runtime()
+        for names in (list(TOGETHER), *([name] for name in APART if is_full)):
+            for values in run(names):
+                os.write(results, f"{json.dumps(values)}\n".encode())
+        status = 0
+    except BaseException:  # noqa: BLE001 (it is reported)
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _import_runtime() -> None:
+    """Imports the runtime's library, which starts nothing.
+
+    The collector would look again and again at what the import makes, a seventh of its time.
+    """
+    gc.disable()
     get_runtime()
-    for names in (list(TOGETHER), *([name] for name in APART if is_full)):
-        for values in run(names):
-            print(json.dumps(values), flush=True)
+    gc.enable()
 
 
-if __name__ == "__main__":
-    main("--full" in sys.argv[1:])
+def _print_to(output: int) -> None:
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    # The parent's need not write to these.
+    sys.stdout = sys.stderr = open(output, "w", closefd=False)  # noqa: SIM115 (until the end of the process)

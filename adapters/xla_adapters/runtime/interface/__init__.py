@@ -6,7 +6,7 @@ either `LazyTensors` and `Executables` or `Placeholders`: how a step becomes one
 """
 
 from xla_adapters.runtime.interface.abstract_tensors import AbstractTensors
-from xla_adapters.runtime.interface.counters import Counters, Metrics
+from xla_adapters.runtime.interface.counters import CompiledMemory, Counters, Metrics
 from xla_adapters.runtime.interface.custom_kernels import CustomKernels
 from xla_adapters.runtime.interface.device import Device
 from xla_adapters.runtime.interface.executables import Executables
@@ -22,6 +22,7 @@ from xla_adapters.runtime.interface.values import Values
 
 __all__ = [
     "AbstractTensors",
+    "CompiledMemory",
     "Counters",
     "CustomKernels",
     "Device",

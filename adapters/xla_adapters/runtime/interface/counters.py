@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,28 @@ class Metrics:
     transfers_to_device: int
     eager_compiles: int
     eager_ops: int
+
+
+class CompiledMemory(NamedTuple):
+    """The memory that an executable needs on a device, by kind, in bytes; from the compiler's own analysis.
+
+    Attributes:
+        inputs, outputs: what it reads and returns.
+        aliased: the part of the outputs that lies where inputs were.
+        temporaries: values between its operations.
+        code: the executable itself; 0 on CPU devices.
+    """
+
+    inputs: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    code: int
+
+    @property
+    def total(self) -> int:
+        """All of it at once."""
+        return self.inputs + self.outputs - self.aliased + self.temporaries + self.code
 
 
 class Counters(Protocol):
@@ -34,6 +56,9 @@ class Counters(Protocol):
     def compile_cache(self) -> dict[str, int]:
         """How often a compile found its executable in the persistent cache (`hits`), did not (`misses`), or found one
         that could not be loaded (`failures`)."""
+
+    def compiled_memory(self) -> list[CompiledMemory]:
+        """What each executable needs that was compiled since the last call; empty where the runtime does not tell."""
 
     def host_operators(self) -> dict[str, int]:
         """How often each operator was computed on the host, for which the runtime has no kernel on the device."""

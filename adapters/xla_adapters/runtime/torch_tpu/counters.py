@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch_tpu._internal.device import _device_ops_backend as _backend
 
-from xla_adapters.runtime.interface import Device, Metrics
+from xla_adapters.runtime.interface import CompiledMemory, Device, Metrics
 
 
 class TPUCounters:
@@ -53,6 +53,10 @@ class TPUCounters:
     def compile_cache(self) -> dict[str, int]:
         """See `Counters`; there is no persistent cache."""
         return {"hits": 0, "misses": 0, "failures": 0}
+
+    def compiled_memory(self) -> list[CompiledMemory]:
+        """See `Counters`; TorchTPU does not tell."""
+        return []
 
     def host_operators(self) -> dict[str, int]:
         """See `Counters`; an operator without a kernel raises."""

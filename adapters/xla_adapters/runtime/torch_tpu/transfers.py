@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from xla_adapters.runtime.copies import tell_copy
 from xla_adapters.runtime.interface import Device
 from xla_adapters.runtime.torch_tpu.counters import TPUCounters
 
@@ -33,7 +34,9 @@ class TPUTransfers:
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See `Transfers`."""
-        self._counters.to_host += any(self._device.owns(tensor) for tensor in tensors)
+        if any(self._device.owns(tensor) for tensor in tensors):
+            self._counters.to_host += 1
+            tell_copy(tensors)
         return [tensor.detach().to("cpu") for tensor in tensors]
 
     def piggy_back(self, tensors: Sequence[torch.Tensor], receive: Callable[[list[torch.Tensor]], None]) -> None:

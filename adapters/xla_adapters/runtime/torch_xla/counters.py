@@ -7,7 +7,8 @@ import os
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as xla_metrics
 
-from xla_adapters.runtime.interface import Metrics
+from xla_adapters.runtime.interface import CompiledMemory, Metrics
+from xla_adapters.runtime.torch_xla.compile_memory import COMPILE_MEMORY
 
 _NANOSECONDS = 1e-9
 # torch_xla counts each operator that it computes on the host under the operator's name.
@@ -48,6 +49,10 @@ class XLACounters:
         """See `Counters`."""
         names = {"hits": "Hit", "misses": "Miss", "failures": "DeserializeFailure"}
         return {name: int(xla_metrics.counter_value(f"PersistentCache{own}") or 0) for name, own in names.items()}
+
+    def compiled_memory(self) -> list[CompiledMemory]:
+        """See `Counters`."""
+        return COMPILE_MEMORY.new()
 
     def host_operators(self) -> dict[str, int]:
         """See `Counters`; a read by `.item()` is none."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable
 
@@ -17,14 +16,13 @@ from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptio
 from xla_adapters.runtime.extensions import initialize_extensions
 from xla_adapters.runtime.module_moves import keep_parameters_when_moved
 from xla_adapters.runtime.torch_xla.compile_cache import CompileCache
+from xla_adapters.runtime.torch_xla.compile_memory import COMPILE_MEMORY
 from xla_adapters.runtime.torch_xla.compiler_flags import keep_nan
 from xla_adapters.runtime.torch_xla.operators import complete_autocast, register_kernels
 from xla_adapters.runtime.torch_xla.random_numbers import seed_with_torch
 from xla_adapters.runtime.torch_xla.scans import run_scans_in_eager_mode
 from xla_adapters.runtime.torch_xla.tpu_count import count_tpus_without_asking
 from xla_adapters.runtime.tuning import DEFAULT_TUNING, Tuning
-
-logger = logging.getLogger("xla_adapters")
 
 _C = torch_xla._XLAC
 _AUTO = (
@@ -71,7 +69,7 @@ class XLADevice:
                     "transformers.TrainingArguments are created, which start the runtime; or set XLA_USE_SPMD=1."
                 )
             xr.use_spmd()
-        _print_no_refusals()
+        COMPILE_MEMORY.start()
         had_started = self.started()
         # Under SPMD the device alone does not start the runtime; counting devices does.
         xr.global_runtime_device_count()
@@ -178,15 +176,3 @@ class XLADevice:
     def is_out_of_memory(self, error: BaseException) -> bool:
         """See `Device`."""
         return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
-
-
-def _print_no_refusals() -> None:
-    """Leaves out what torch_xla prints of each execution that a step refuses: twelve lines without its cause."""
-    if any(os.environ.get(name) for name in ("PT_XLA_DEBUG", "PT_XLA_DEBUG_LEVEL", "PT_XLA_DEBUG_FILE")):
-        return
-    os.environ["PT_XLA_DEBUG_FILE"] = os.devnull
-    logger.info(
-        "PT_XLA_DEBUG_FILE is set to %s: what torch_xla prints of executions that a step refuses is left out. Set the "
-        "variable yourself to see it",
-        os.devnull,
-    )

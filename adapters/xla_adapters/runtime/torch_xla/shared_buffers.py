@@ -153,7 +153,28 @@ class XLASharedBuffers:
             self._separate_all()
         state = [tensor for reference, _ in list(self._own.values()) if (tensor := reference()) is not None]
         self.separate(self.may_share(state))
+        self._label_again(state)
         self.note_separated()
+
+    def _label_again(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Labels the buffers of these tensors, which nobody shares any more, as theirs.
+
+        Copies that were read and are gone were the last to use them. The results of the step would get new buffers
+        then, which makes it another executable.
+        """
+        values = list(map(self._values.snapshot, tensors))
+        others = [
+            (tensor, value)
+            for tensor, value in zip(tensors, values, strict=True)
+            if not self._tracing.is_pending(value) and self._label(value) != self._lazy.tensor_number(value)
+        ]
+        if others:
+            # New tensors with the same buffers: those there are have their place in graphs already.
+            _, again = _C._get_tensors_xla_device_data_node([value for _, value in others])
+            tensors = [tensor for tensor, _ in others]
+            self._lazy.forget_writes(tensors)
+            self._values.write(tensors, again)
+            self.note_own_buffers(tensors)
 
     def note_separated(self) -> None:
         """See `SharedBuffers`."""

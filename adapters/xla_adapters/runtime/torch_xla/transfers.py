@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch_xla
 
+from xla_adapters.runtime.copies import tell_copy
 from xla_adapters.runtime.interface import Device, Tracing
 from xla_adapters.runtime.tile_assignment import put_together
 from xla_adapters.runtime.torch_xla.sharding_annotations import tiles_of
@@ -81,6 +82,7 @@ class XLATransfers:
         if not tensors:
             return []
         tensors = [tensor.detach() for tensor in tensors]
+        tell_copy(tensors)
         copies: list[torch.Tensor | None] = [None] * len(tensors)
         if self._device.is_spmd():
             if any(self._tracing.is_pending(tensor) for tensor in tensors):
