@@ -50,7 +50,6 @@ LEFT_OUT: dict[str, str] = {
     "test_optimizers.py::test_learning_rates_of_zero_and_one": (
         "its parameters are in float64, for which numbers of an optimizer are constants of the program"
     ),
-    "test_optimizers.py::test_what_runs_eagerly_is_said": "it expects the words of torch_xla",
     "test_optimizers.py::test_a_stale_optimizer_is_told_once": (
         "a step with an optimizer of parameters that were moved away raises a PlaceholderError there"
     ),

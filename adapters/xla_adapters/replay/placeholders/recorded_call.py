@@ -179,7 +179,7 @@ class PreparedProgram:
         self._inputs = _Places(self.call.sources)
         self._looked_at = _Places([*self._written, *self._read])
         # The address of each of these, and whether it is contiguous, when they were looked at last.
-        self._keep_places(([], []))
+        self._places: tuple[list[int], list[bool]] = [], []
         stored = [(index, slot) for index, slots in enumerate(self.call.targets) for slot in slots]
         in_place = [slot.kind == "tensor" and slot.key not in self.call.rebound for _, slot in stored]
         self._stored = [(index, slot.owner) for (index, slot), own in zip(stored, in_place, strict=True) if own]
@@ -212,9 +212,11 @@ class PreparedProgram:
 
     def _replaced_data(self, tensors: CallTensors) -> str | None:
         """Which tensor got data since the last call that the program cannot use, in words; None if none."""
-        if any(tensor.untyped_storage().data_ptr() in self._taken for tensor in tensors.batch):
-            return "the batch has the memory of a tensor that the step writes"
         places = self._places_now(tensors)
+        # Of now: other steps may have freed what was written last.
+        taken = set(places[0][: len(self._written)])
+        if any(tensor.untyped_storage().data_ptr() in taken for tensor in tensors.batch):
+            return "the batch has the memory of a tensor that the step writes"
         if places == self._places:
             return None
         for slot in (*self._written, *self._read):
@@ -224,12 +226,8 @@ class PreparedProgram:
         for slot in self._written:
             if memory[_memory(slot.get(tensors))] > 1:
                 return _said(slot.get(tensors), "that another one has, too")
-        self._keep_places(places)
-        return None
-
-    def _keep_places(self, places: tuple[list[int], list[bool]]) -> None:
         self._places = places
-        self._taken = set(places[0][: len(self._written)])
+        return None
 
     def new_numbers(self, updates: Sequence[Update]) -> list[float] | str:
         """The numbers that the program reads in the next call; or which constant of it changed, in words."""
@@ -266,7 +264,7 @@ class PreparedProgram:
                 vars(slot.owner)[slot.name] = result
             else:
                 slot.get(tensors).data = result
-        self._keep_places(self._places_now(tensors))
+        self._places = self._places_now(tensors)
         for attribute in self.call.attributes:
             attribute.apply()
         for leaf in self.call.dropped:
