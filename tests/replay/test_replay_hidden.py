@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 
+import xla_adapters
 from tests.device import DEVICE, ON_TORCH_TPU, STEPS_TOGETHER
 from tests.isolation import isolated
 from tests.replay.alike import Body, alike, update_of
@@ -299,6 +300,9 @@ def test_verifying_a_correct_step_warns_of_nothing() -> None:
 
 @isolated
 def test_tensors_written_through_an_alias() -> None:
+    # Before that a copy of a model shares its buffers on TorchTPU.
+    xla_adapters.initialize()
+
     def averaged(write: Callable[[torch.Tensor, torch.Tensor], object]) -> Body:
         def body(make: Callable[..., CompiledStep[Any]]) -> Any:
             model = nn.Linear(4, 3).to(DEVICE)

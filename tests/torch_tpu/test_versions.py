@@ -11,7 +11,7 @@ from torch import nn
 
 import xla_adapters
 from tests.isolation import isolated
-from xla_adapters import CompiledStep
+from xla_adapters import CompiledStep, runtime
 
 
 def _losses(device: str, *, compiled: bool) -> list[float]:
@@ -34,6 +34,7 @@ def _losses(device: str, *, compiled: bool) -> list[float]:
 def test_it_says_so_and_trains_operation_by_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     version = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "0.3.1" if name == "torch_tpu" else version(name))
+    monkeypatch.setattr(runtime, "_runtime", None)
     expected = _losses("cpu", compiled=False)
     with pytest.warns(UserWarning, match=r"torch_tpu 0\.3\.1 is installed.*operation by operation"):
         xla_adapters.initialize()
