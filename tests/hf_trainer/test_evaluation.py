@@ -12,6 +12,7 @@ from transformers import EarlyStoppingCallback, EvalPrediction
 
 import hf_trainer
 import xla_adapters
+from tests.device import DEVICE
 from tests.hf_trainer.scenarios import (
     Classifier,
     arguments,
@@ -111,7 +112,7 @@ def test_preprocess_logits_runs_in_the_graph_and_inputs_stay_on_the_host() -> No
     trainer = _trainer(gpt2(), data, args=arguments(**options), **common)
     with xla_adapters.count() as counts:
         actual = trainer.evaluate()
-    assert devices == ["xla", "xla"]
+    assert devices == [DEVICE, DEVICE]
     assert trainer.preprocess_logits_for_metrics is preprocess
     for name in ("eval_same", "eval_tokens", "eval_loss"):
         assert_close([actual[name]], [expected[name]])

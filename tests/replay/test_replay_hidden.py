@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 
-from tests.device import DEVICE
+import xla_adapters
+from tests.device import DEVICE, ON_TORCH_TPU, STEPS_TOGETHER
 from tests.isolation import isolated
 from tests.replay.alike import Body, alike, update_of
 from tests.replay.replay_twins import Twin
@@ -286,7 +287,7 @@ def test_verifying_a_correct_step_warns_of_nothing() -> None:
             twin.run(1)
             schedule.step()
 
-    for options in ({}, {"steps_per_execution": 3}):
+    for options in STEPS_TOGETHER:
         for optimizer in (torch.optim.AdamW, torch.optim.SGD):
             retraced = Twin(False, optimizer)
             replayed = Twin("auto", optimizer, config={"replay_verify_every": 4, **options})
@@ -299,6 +300,9 @@ def test_verifying_a_correct_step_warns_of_nothing() -> None:
 
 @isolated
 def test_tensors_written_through_an_alias() -> None:
+    # Before that a copy of a model shares its buffers on TorchTPU.
+    xla_adapters.initialize()
+
     def averaged(write: Callable[[torch.Tensor, torch.Tensor], object]) -> Body:
         def body(make: Callable[..., CompiledStep[Any]]) -> Any:
             model = nn.Linear(4, 3).to(DEVICE)
@@ -323,7 +327,9 @@ def test_tensors_written_through_an_alias() -> None:
         lambda mine, theirs: mine.detach().copy_(mine.detach() * 0.9 + theirs.detach() * 0.1),
     ]
     for write in writes:
-        assert "through an alias" in str(alike(averaged(write)).reasons)
+        step = alike(averaged(write))
+        # A placeholder's aliases are placeholders.
+        assert step.replays if ON_TORCH_TPU else "through an alias" in str(step.reasons)
 
     def of_torch(make: Callable[..., CompiledStep[Any]]) -> Any:
         model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).to(DEVICE)
@@ -387,8 +393,8 @@ def test_batches_that_are_written_or_part_of_the_state() -> None:
         moments = [state["exp_avg"] for state in optimizer.state.values()]
         return losses, clone, other, model, moments
 
-    for several in (1, 3):
-        step = alike(of_state, replay_verify_every=None, **({"steps_per_execution": several} if several > 1 else {}))
+    for options in STEPS_TOGETHER:
+        step = alike(of_state, replay_verify_every=None, **options)
         assert step.replays == 10, step.reasons
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.device import DEVICE
+from tests.device import DEVICE, ON_TORCH_TPU
 from tests.isolation import isolated
 from tests.replay.replay_twins import Twin, assert_twins
 from xla_adapters import CompiledStep, XLAConfig
@@ -31,7 +31,7 @@ _REPLAYED: dict[str, tuple[int, str]] = {
     "SGD": (8, ""),
 }
 # On TorchTPU no numbers share an input.
-if DEVICE == "tpu":
+if ON_TORCH_TPU:
     _REPLAYED |= {"ASGD": (8, ""), "RAdam": (6, "another course"), "Rprop": (8, "")}
 # They run eagerly, and are none of those whose updates are known.
 _REFUSED = {"Adafactor", "LBFGS", "Muon"}

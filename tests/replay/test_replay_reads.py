@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import xla_adapters
-from tests.device import DEVICE
+from tests.device import DEVICE, STEPS_TOGETHER
 from tests.isolation import isolated
 from tests.replay.replay_cases import assert_followed, assert_traced
 from tests.replay.replay_twins import Twin
@@ -330,7 +330,7 @@ def test_a_hook_that_comes_back_counts() -> None:
 @isolated
 def test_copies_made_where_all_is_eager_are_copies() -> None:
     """There a clone shares the buffer, also one that is made to get a buffer of its own."""
-    for together in ({}, {"steps_per_execution": 3}):
+    for together in STEPS_TOGETHER:
         with xla_adapters.eager():
             retraced, replayed = Twin(False), Twin("auto", config=together)
             for twin in (retraced, replayed):

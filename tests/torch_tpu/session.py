@@ -50,7 +50,6 @@ LEFT_OUT: dict[str, str] = {
     "test_optimizers.py::test_learning_rates_of_zero_and_one": (
         "its parameters are in float64, for which numbers of an optimizer are constants of the program"
     ),
-    "test_optimizers.py::test_what_runs_eagerly_is_said": "it expects the words of torch_xla",
     "test_optimizers.py::test_a_stale_optimizer_is_told_once": (
         "a step with an optimizer of parameters that were moved away raises a PlaceholderError there"
     ),
@@ -61,6 +60,15 @@ LEFT_OUT: dict[str, str] = {
     "test_replay.py::test_a_torch_that_does_not_tell_of_writes_is_noticed": _LAZY,
     "test_replay.py::test_a_torch_xla_that_behaves_otherwise_is_noticed_once": _LAZY,
     "test_replay.py::test_a_tensor_that_has_moved_is_not_looked_for_at_its_old_address": _SPMD,
+    "test_nesting.py::test_inner_error_caught_by_the_user_rolls_back_the_inner_step_alone": (
+        "an error that is caught between a step and a step inside it is not supported"
+    ),
+    "test_replay_hidden.py::test_tensors_written_through_an_alias": (
+        "AveragedModel in a step gives _foreach_lerp_ a weight on the device, which torch_tpu reads"
+    ),
+    "test_replay_guards.py::test_equal_numbers_that_part_are_traced_again": (
+        "equal numbers of an optimizer share an input of the graph with torch_xla only"
+    ),
     "test_replaced_code.py::test_what_is_replaced_runs[a library's module gets a part]": _OPERATOR,
     "test_replaced_code.py::test_what_is_replaced_runs[the engine's entry]": (
         "it replaces what torch 2.9 calls for a backward; torch 2.13 gives it other arguments"

@@ -121,10 +121,48 @@ def test_an_average_of_the_weights_in_the_step() -> None:
     assert _both(program).replays == 6
 
 
+_OVERWRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "copy_": lambda mine, other: mine.copy_(other),
+    "copy_ through .data": lambda mine, other: mine.data.copy_(other.data),
+    "copy_ through detach": lambda mine, other: mine.detach().copy_(other),
+    "data": lambda mine, other: setattr(mine, "data", other.data.clone()),
+    "index": lambda mine, other: mine.__setitem__(slice(None), other),
+    "foreach": lambda mine, other: torch._foreach_copy_([mine], [other]),
+    "zero_": lambda mine, other: mine.zero_(),
+}
+
+
 @isolated
-def test_running_statistics_are_those_of_the_cpu() -> None:
+@pytest.mark.parametrize("how", _OVERWRITES)
+def test_what_a_step_overwrites_and_never_reads_is_written(how: str) -> None:
+    """As the network that an agent's targets come from."""
+
     def program(device: str, wrap: Callable[[Step], Step]) -> list[torch.Tensor]:
         model, optimizer = _model(device)
+        target = copy.deepcopy(model).requires_grad_(False)
+        train = _step(model, optimizer)
+
+        def both(inputs: torch.Tensor) -> torch.Tensor:
+            loss = train(inputs)
+            with torch.no_grad():
+                for mine, other in zip(target.parameters(), model.parameters(), strict=True):
+                    _OVERWRITES[how](mine, other)
+            return loss
+
+        step = wrap(both)
+        for at in range(4):
+            step(_inputs(at, device))
+        return _values(model, target)
+
+    _both(program)
+
+
+@isolated
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_are_those_of_the_cpu(momentum: float | None) -> None:
+    def program(device: str, wrap: Callable[[Step], Step]) -> list[torch.Tensor]:
+        model, optimizer = _model(device)
+        model[1].momentum = momentum
         step, found = wrap(_step(model, optimizer)), []
         for at in range(8):
             if at == 4:

@@ -13,6 +13,7 @@ from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.support import Loop, differences, flags, state_of, unchanged
 from xla_adapters import ConcurrentStepError, ConfigError
+from xla_adapters.tracing.scopes import make_scope
 from xla_adapters.tracing.step_scope import current_scope
 
 
@@ -246,7 +247,7 @@ def test_two_threads() -> None:
         assert value.tolist() == [101, 101]
 
         def leaves_open() -> None:
-            xla_adapters.StepScope(name="forgotten").open()
+            make_scope(name="forgotten").open()
             value.add_(1000)
 
         thread = threading.Thread(target=leaves_open)

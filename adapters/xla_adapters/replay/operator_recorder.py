@@ -46,13 +46,14 @@ class OperatorRecorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         stand_in = None
-        if getattr(func, "__name__", "") not in ("__get__", "__set__"):
+        name = getattr(func, "__name__", "")
+        if name not in ("__get__", "__set__"):
             numbers: list[float] = []
             others: list[str] = []
-            stand_in = _collect((*args, *kwargs.values()), numbers, others)
+            stand_in = _collect((*args, *kwargs.values()) if kwargs else args, numbers, others)
             if stand_in is not None:
                 self.operators.append(func)
-                if getattr(func, "__name__", "") in _WITH_INPUTS:
+                if name in _WITH_INPUTS:
                     self.numbers.extend(numbers)
                 else:
                     self.constants.extend(map(repr, numbers))
@@ -78,7 +79,10 @@ def _collect(values: Iterable[Any], numbers: list[float], others: list[str]) -> 
     """
     stand_in = None
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if type(value) is float or type(value) is int:
+            # The usual case: `Real` is asked by a function of Python.
+            numbers.append(float(value))
+        elif isinstance(value, torch.Tensor):
             if value.is_meta:
                 stand_in = value if stand_in is None else stand_in
             elif value.device.type != "cpu":

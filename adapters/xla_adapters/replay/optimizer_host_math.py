@@ -119,7 +119,9 @@ class OptimizerHostMath:
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 self._tensors.append((state, name, value))
-                key.append((name, value.tolist() if value.device.type == "cpu" else (value.dtype, value.ndim)))
+                # torch's own treat matrices and vectors alike.
+                dims = value.ndim > 0 if self._is_torchs else value.ndim
+                key.append((name, value.tolist() if value.device.type == "cpu" else (value.dtype, dims)))
             elif isinstance(value, _SIMPLE):
                 key.append((name, value))
             else:

@@ -6,12 +6,21 @@ from contextlib import ExitStack
 
 import torch
 
+from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.runtime import Runtime
 from xla_adapters.tracing.undo_log import UndoLog
 
 
 def keep_switches(runtime: Runtime, restores: ExitStack) -> None:
-    """Has the present switches of the runtime set again when `restores` is closed."""
+    """Has the present switches of the runtime set again when `restores` is closed.
+
+    Raises:
+        UnsupportedOptionError: the runtime has no lazy tensors, whose switches they are.
+    """
+    if runtime.has_placeholders:
+        raise UnsupportedOptionError(
+            f"StepScope: with {runtime.name} the scope of a step is an object of another class; use xla_adapters.step()"
+        )
     tracing = runtime.tracing
     restores.callback(tracing.set_graph_name, tracing.graph_name())
     restores.callback(tracing.set_execution_allowed, tracing.execution_allowed())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from operator import is_, itemgetter
+import types
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from operator import call, eq, is_, itemgetter
 from typing import Any
 
 from xla_adapters.utils.plain_values import ABSENT, differs, is_simple
@@ -43,19 +45,6 @@ class Part:
         """All entries of a dictionary, in their order."""
         return cls(owner, path, tuple(owner), len(owner), ordered=True)
 
-    def is_unchanged(self) -> bool:
-        """Whether the entries are the same objects as before.
-
-        Raises:
-            KeyError: one of the names was removed.
-        """
-        size = self._size
-        return (
-            (size is None or len(self._owner) == size)
-            and all(map(is_, self._fetch(self._owner), self._noted))
-            and (self._order is None or list(self._owner) == self._order)
-        )
-
     def difference(self) -> str | None:
         """Which entry has another value, in words, or None. Equal values of other objects are no difference."""
         if self._size is not None and len(self._owner) != self._size:
@@ -72,6 +61,50 @@ class Part:
         if self._order is not None and list(self._owner) != self._order:
             return f"{self._path} has its entries in another order"
         return None
+
+
+class PartsCheck:
+    """Whether all parts are unchanged. Loops in C: a call of Python for each of some hundred parts costs much more.
+
+    Args:
+        parts: to compare.
+    """
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        parts = list(parts)
+        # Functions are equal only to themselves, and tuples compare faster. Of a part without entries the size counts.
+        functions = [part for part in parts if part._noted and all(map(_is_function, part._noted))]
+        self._namespaces = [part._owner for part in functions]
+        self._fetch_functions = [part._fetch for part in functions]
+        self._functions = [part._noted for part in functions]
+        fetched = [part for part in parts if part._noted and not all(map(_is_function, part._noted))]
+        self._owners = [part._owner for part in fetched]
+        self._fetch = [part._fetch for part in fetched]
+        self._noted = [item for part in fetched for item in part._noted]
+        sized = [part for part in parts if part._size is not None]
+        self._sized = [part._owner for part in sized]
+        self._sizes = [part._size for part in sized]
+        ordered = [part for part in parts if part._order is not None]
+        self._ordered = [part._owner for part in ordered]
+        self._orders = [part._order for part in ordered]
+
+    def holds(self) -> bool:
+        """Whether the entries of all parts are the same objects as before.
+
+        Raises:
+            KeyError: one of the names was removed.
+        """
+        # The sizes first: a sequence of another size would shift what follows it.
+        return (
+            list(map(len, self._sized)) == self._sizes
+            and all(map(eq, self._functions, map(call, self._fetch_functions, self._namespaces)))
+            and all(map(is_, chain.from_iterable(map(call, self._fetch, self._owners)), self._noted))
+            and all(map(eq, map(list, self._ordered), self._orders))
+        )
+
+
+def _is_function(item: Any) -> bool:
+    return isinstance(item, (types.FunctionType, types.BuiltinFunctionType))
 
 
 def _nothing(owner: Any) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from xla_adapters.replay.guards.part import Part, said
+from xla_adapters.replay.guards.part import Part, PartsCheck, said
 from xla_adapters.replay.safety.guards import content_of
 from xla_adapters.replay.safety.trusted import is_installed_file, is_trusted, is_users_alone, is_users_file
 from xla_adapters.utils.compiling import unused_in_steps
@@ -102,6 +102,7 @@ class ModuleSnapshot:
         self._tensors = [tensor for tensor, _ in self._owned]
         self._traits = list(map(_traits, self._tensors))
         self._sizes = list(map(len, map(vars, self._tensors)))
+        self._check = PartsCheck(self._parts)
 
     # ---- taking the snapshot -----------------------------------------------------------------------
 
@@ -299,7 +300,7 @@ class ModuleSnapshot:
     def _is_touched(self) -> bool:
         try:
             return (
-                not all(map(Part.is_unchanged, self._parts))
+                not self._check.holds()
                 or any(type(item) is not cls or vars(item) is not own for item, cls, own, _ in self._kinds)
                 or not all(map(eq, map(_traits, self._tensors), self._traits))
                 or not all(map(eq, map(len, map(vars, self._tensors)), self._sizes))

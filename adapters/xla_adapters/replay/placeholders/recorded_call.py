@@ -121,6 +121,32 @@ class RecordedCall:
         return {role: value for role, value in enumerate(numbers_of(self.updates)) if role not in variable}
 
 
+class _Places:
+    """Where a program's tensors are: most of them in the same tensor each time.
+
+    Args:
+        sources: slots, or values.
+    """
+
+    def __init__(self, sources: Sequence[Slot | torch.Tensor]) -> None:
+        self._fixed: list[Any] = [
+            source if isinstance(source, torch.Tensor) else source.owner if source.kind == "tensor" else None
+            for source in sources
+        ]
+        self._elsewhere = [
+            (index, source)
+            for index, source in enumerate(sources)
+            if isinstance(source, Slot) and source.kind != "tensor"
+        ]
+
+    def tensors(self, given: CallTensors) -> list[torch.Tensor]:
+        """The tensors that are there now."""
+        found = self._fixed.copy()
+        for index, slot in self._elsewhere:
+            found[index] = slot.get(given)
+        return found
+
+
 @dataclass(eq=False)
 class PreparedProgram:
     """A recorded call that can be replayed: checks that it still applies, runs it, stores its results.
@@ -150,8 +176,14 @@ class PreparedProgram:
         self._read = [
             slot for slot in slots if slot.kind == "tensor" and slot.key not in taken and is_plain(slot.owner)
         ]
+        self._inputs = _Places(self.call.sources)
+        self._looked_at = _Places([*self._written, *self._read])
         # The address of each of these, and whether it is contiguous, when they were looked at last.
-        self._keep_places([])
+        self._places: tuple[list[int], list[bool]] = [], []
+        stored = [(index, slot) for index, slots in enumerate(self.call.targets) for slot in slots]
+        in_place = [slot.kind == "tensor" and slot.key not in self.call.rebound for _, slot in stored]
+        self._stored = [(index, slot.owner) for (index, slot), own in zip(stored, in_place, strict=True) if own]
+        self._assigned = [item for item, own in zip(stored, in_place, strict=True) if not own]
         modules = [module for _, module in self.call.snapshot.modules]
         self._parameters = [item for module in modules for item in module._parameters.values() if item is not None]
 
@@ -174,15 +206,17 @@ class PreparedProgram:
                 return f"a gradient is {'absent' if was_there else 'there'}, other than when the step was traced"
         return self._replaced_data(tensors)
 
-    def _places_now(self, tensors: CallTensors) -> list[tuple[int, bool]]:
-        found = (slot.get(tensors) for slots in (self._written, self._read) for slot in slots)
-        return [(tensor.data_ptr(), tensor.is_contiguous()) for tensor in found]
+    def _places_now(self, tensors: CallTensors) -> tuple[list[int], list[bool]]:
+        found = self._looked_at.tensors(tensors)
+        return list(map(torch.Tensor.data_ptr, found)), list(map(torch.Tensor.is_contiguous, found))
 
     def _replaced_data(self, tensors: CallTensors) -> str | None:
         """Which tensor got data since the last call that the program cannot use, in words; None if none."""
-        if any(tensor.untyped_storage().data_ptr() in self._taken for tensor in tensors.batch):
-            return "the batch has the memory of a tensor that the step writes"
         places = self._places_now(tensors)
+        # Of now: other steps may have freed what was written last.
+        taken = set(places[0][: len(self._written)])
+        if any(tensor.untyped_storage().data_ptr() in taken for tensor in tensors.batch):
+            return "the batch has the memory of a tensor that the step writes"
         if places == self._places:
             return None
         for slot in (*self._written, *self._read):
@@ -192,12 +226,8 @@ class PreparedProgram:
         for slot in self._written:
             if memory[_memory(slot.get(tensors))] > 1:
                 return _said(slot.get(tensors), "that another one has, too")
-        self._keep_places(places)
-        return None
-
-    def _keep_places(self, places: list[tuple[int, bool]]) -> None:
         self._places = places
-        self._taken = {address for address, _ in places[: len(self._written)]}
+        return None
 
     def new_numbers(self, updates: Sequence[Update]) -> list[float] | str:
         """The numbers that the program reads in the next call; or which constant of it changed, in words."""
@@ -211,7 +241,7 @@ class PreparedProgram:
         """Runs the program; returns its results."""
         if numbers != self._numbers:
             self._numbers, self._uploads = numbers, uploaded_numbers(numbers, runtime)
-        inputs = [source.get(tensors) if isinstance(source, Slot) else source for source in self.call.sources]
+        inputs = self._inputs.tensors(tensors)
         for index in self._to_check:
             inputs[index] = plain(inputs[index])
         inputs += self._uploads
@@ -222,17 +252,19 @@ class PreparedProgram:
 
     def write_back(self, results: Sequence[torch.Tensor], tensors: CallTensors, runtime: Runtime) -> None:
         """Stores the results where the step stores them."""
-        for slots, result in zip(self.call.targets, results, strict=False):
-            for slot in slots:
-                if slot.kind == "created":
-                    slot.owner.grad = result
-                elif slot.kind == "buffer":
-                    slot.owner._buffers[slot.name] = result
-                elif slot.key in self.call.rebound:
-                    vars(slot.owner)[slot.name] = result
-                else:
-                    slot.get(tensors).data = result
-        self._keep_places(self._places_now(tensors))
+        for index, tensor in self._stored:
+            tensor.data = results[index]
+        for index, slot in self._assigned:
+            result = results[index]
+            if slot.kind == "created":
+                slot.owner.grad = result
+            elif slot.kind == "buffer":
+                slot.owner._buffers[slot.name] = result
+            elif slot.key in self.call.rebound:
+                vars(slot.owner)[slot.name] = result
+            else:
+                slot.get(tensors).data = result
+        self._places = self._places_now(tensors)
         for attribute in self.call.attributes:
             attribute.apply()
         for leaf in self.call.dropped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,10 +37,13 @@ class TPUPlaceholders:
     def recording(self) -> Iterator[None]:
         """See `Placeholders`."""
         _modes._push_eager_mode(_RECORD)
+        thread = threading.current_thread()
         try:
             yield
         finally:
-            _modes._pop_eager_mode()
+            # Each thread has modes of its own. Another one ends the step that a thread has left open when it ended.
+            if threading.current_thread() is thread:
+                _modes._pop_eager_mode()
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Placeholders`."""

@@ -11,13 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.lowerings.masks import is_write_by_mask, write_by_mask_
+from xla_adapters.lowerings.operators import norm_with_torchs_variance
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.waiting_steps import METADATA
 from xla_adapters.tracing.answers import NO_ANSWER, Answers
 from xla_adapters.tracing.operation_log import OperationLog, next_node
 from xla_adapters.tracing.placeholders.lifting import Lifting
 from xla_adapters.tracing.placeholders.trace import Trace
-from xla_adapters.tracing.step_mode import FROM_NUMBERS, MOVES, READS, StepMode
+from xla_adapters.tracing.step_mode import FROM_NUMBERS, MOVES, NORMALISATIONS, READS, StepMode
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.fake_tensors import is_fake
 from xla_adapters.utils.patching import replaced
@@ -84,7 +85,10 @@ class PlaceholderMode(StepMode):
             kwargs = {}
         elif func in _MAY_COPY:
             args, kwargs = _blocking(args, kwargs)
-        if self.lifting is not None and self._has_device_tensor((*args, *kwargs.values())):
+        if func in NORMALISATIONS and any(map(_is_scalar, (*args, *kwargs.values()))):
+            # The momentum of a batch norm that averages over all batches. torch would read it.
+            result = norm_with_torchs_variance(func, args, kwargs)
+        elif self.lifting is not None and self._has_device_tensor((*args, *kwargs.values())):
             result = self.lifting.call(func, args, kwargs)
             # Its numbers are no part of the program, and never why another one is compiled.
             args, kwargs = tuple(value for value in args if isinstance(value, _Tensor)), {}
@@ -187,6 +191,10 @@ class PlaceholderMode(StepMode):
         elif isinstance(result, (list, tuple)):
             for item in result:
                 self._note(item, is_upload=is_upload)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, _Tensor) and value.ndim == 0
 
 
 def _has_storage(value: Any) -> bool:

@@ -46,8 +46,7 @@ def uploaded_numbers(values: list[float], runtime: Runtime) -> list[torch.Tensor
     """The arguments for these numbers: one transfer for each 64 of them."""
     found = []
     for begin in range(0, len(values), _CHUNK):
-        host = torch.zeros(_CHUNK)
         chunk = values[begin : begin + _CHUNK]
-        host[: len(chunk)] = torch.tensor(chunk, dtype=torch.float64)
+        host = torch.tensor(chunk + [0.0] * (_CHUNK - len(chunk)), dtype=torch.get_default_dtype())
         found.append(runtime.transfers.to_device(host))
     return found

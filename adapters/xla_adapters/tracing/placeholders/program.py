@@ -76,9 +76,12 @@ def returned_values(text: str) -> Sequence[str]:
 
 
 def unused_arguments(text: str) -> set[int]:
-    """The positions of the arguments that a program at most returns, in their own place."""
+    """The positions of the arguments that a program does nothing with but return them, in their own place.
+
+    One that is overwritten is none of them, though the program does not read it either.
+    """
     main = text[text.index("func.func @main") if "func.func @main" in text else 0 :]
-    # Each is named in the list of arguments.
+    # Each is named in the list of arguments, too.
     counts = Counter(int(number) for number in _ARGUMENT.findall(main[: main.index("\n  }")]))
-    returned = {place for place, name in enumerate(returned_values(text)) if name == f"%arg{place}"}
-    return {position for position, count in counts.items() if count == 1 + (position in returned)}
+    returned = returned_values(text)
+    return {place for place, name in enumerate(returned) if name == f"%arg{place}" and counts[place] == 2}

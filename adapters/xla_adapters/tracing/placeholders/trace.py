@@ -14,6 +14,7 @@ from xla_adapters.runtime.traced_tensors import TracedTensors
 from xla_adapters.tracing.placeholders.numbers import TraceNumbers
 from xla_adapters.tracing.placeholders.program import Program, returned_values, unused_arguments
 from xla_adapters.tracing.undo_log import UndoLog
+from xla_adapters.utils.location import Location, current_location
 
 
 @dataclass(eq=False)
@@ -26,6 +27,7 @@ class Adopted:
         stand_in: the argument of the program.
         is_upload: whether the step itself copied it from the host.
         twins: other tensors with the same memory, shape and strides.
+        line: where the step first used it, if it shares its memory with others.
     """
 
     tensor: torch.Tensor
@@ -33,6 +35,7 @@ class Adopted:
     stand_in: torch.Tensor
     is_upload: bool
     twins: list[torch.Tensor]
+    line: Location | None = None
 
 
 class Trace:
@@ -112,7 +115,8 @@ class Trace:
         stand_in = self._runtime.placeholders.stand_in(torch.empty(value.shape, dtype=value.dtype, device="meta"))
         tensor.data = stand_in.clone()
         self.traced.add(tensor)
-        found = Adopted(tensor, value, stand_in, is_upload, [])
+        is_view = bool(sharing) or tensor._base is not None or _is_part(value)
+        found = Adopted(tensor, value, stand_in, is_upload, [], current_location() if is_view else None)
         self.adopted.append(found)
         sharing.append(found)
 
@@ -198,9 +202,11 @@ class Trace:
             for item in sharing:
                 is_view = len(sharing) > 1 or item.tensor._base is not None or _is_part(item.value)
                 if is_view and id(item) in written:
+                    line = next((used.line for used in (item, *sharing) if used.line is not None), None)
                     raise PlaceholderError(
                         f"the step writes to a tensor of the shape {tuple(item.value.shape)}, which is a view of "
-                        "another one, or has one, made before the step: the other would not see it"
+                        "another one, or has one, made before the step: the other would not see it. Make the view in "
+                        f"the step, or write before or after it\n  where the step first uses the view: {line}"
                     )
 
     def settle(self, program: Program, results: Sequence[torch.Tensor]) -> None:
