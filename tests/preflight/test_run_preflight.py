@@ -76,8 +76,14 @@ def test_pages_have_the_graphs_and_no_markup_of_the_script() -> None:
     assert "training step" in text
     empty: dict[str, Any] = {
         **{name: {} for name in ("about", "rates", "wall", "counts", "memory")},
-        **{name: [] for name in ("compiles", "programs", "checkpoints")},
-        **{"steps": {"steps": 0, "slow": []}, "wall_seconds": 1.0, "host_cpu_seconds": 0.0, "plan": ""},
+        **{name: [] for name in ("compiles", "programs", "checkpoints", "transfers")},
+        **{
+            "steps": {"steps": 0, "slow": []},
+            "wall_seconds": 1.0,
+            "host_cpu_seconds": 0.0,
+            "plan": "",
+            "transfers_looked_at": 0,
+        },
     }
     assert "Pre-flight" not in report_page(empty, [])
     assert "<h2>Pre-flight for v5e:1x1</h2><p><b>FITS: 700 B" in report_page(empty, [], found)

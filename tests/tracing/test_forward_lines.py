@@ -16,6 +16,7 @@ import xla_adapters
 from tests.device import DEVICE
 from tests.isolation import isolated, outcome_of
 from tests.support import Loop, unchanged
+from xla_adapters.errors import GraphBreakError
 from xla_adapters.runtime.torch_xla.operators import registration
 
 
@@ -123,6 +124,29 @@ def test_the_backward_names_the_forward(by: str) -> None:
             loop.body()
         assert (counters.compiles, counters.executions) == (0, 1)
     assert not wrong, wrong
+
+
+class ScaledOnTheHost(nn.Module):
+    """Its scale is in a list, so that it does not move with the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.scales = [nn.Parameter(torch.ones(4))]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.scales[0].to(x.device)  # marked
+        return self.layer(x) * scale
+
+
+@isolated
+def test_a_gradient_that_is_copied_to_the_host_is_named() -> None:
+    xla_adapters.initialize()
+    model = ScaledOnTheHost().to(DEVICE)
+    with pytest.raises(GraphBreakError, match="gradient of a tensor on the host") as caught, xla_adapters.step():
+        model(torch.ones(2, 4).to(DEVICE)).sum().backward()
+    assert f"{__file__}:{_marked(ScaledOnTheHost)}" in str(caught.value)
+    assert "model.to(device)" in str(caught.value)
 
 
 @isolated

@@ -221,5 +221,7 @@ def _on_host(names: list[str]) -> str:
 
 
 def _hidden(called: str) -> str:
+    if called == "to":
+        return "the gradient of a tensor on the host, which the step copies to the device: the backward copies it back"
     function = f"{called}, " if called and called != "backward" else ""
     return f"{function}an operation whose result depends on values (a shape, a length)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodWrapperType
 from typing import Any, NamedTuple
 
@@ -100,7 +100,7 @@ class OperationLog:
         # Of calls that made nodes: the first one's number, that after the last one's, and the call.
         self._makers: list[tuple[int, int, Call]] = []
 
-    def call(self, function: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """Notes a call of a torch function that may shape the graph.
 
         Others are attributes, switches, what is computed on the host, and copies from there: inputs of the graph, which
@@ -108,7 +108,7 @@ class OperationLog:
         """
         if type(function) is MethodWrapperType or function in _COPIES or not _is_of_the_device(args, result):
             return
-        if function is torch.Tensor.to and any(value is result for value in args):
+        if function is torch.Tensor.to and args[0] is result and not any(isinstance(v, torch.dtype) for v in args):
             # The tensor was there already.
             return
         inputs = tuple([(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in args])
@@ -156,10 +156,12 @@ class OperationLog:
 
 
 def _is_of_the_device(args: Iterable[Any], result: Any) -> bool:
-    """Whether a call is given tensors of the device, or makes one from none at all."""
+    """Whether a call is given tensors of the device, or makes one from none at all, or one that needs a gradient."""
     given = [tensor for value in args if (tensor := _first_tensor(value)) is not None]
     made = _first_tensor(result)
     device = device_type()
+    if made is not None and made.requires_grad:
+        given.append(made)
     return any(tensor.device.type == device for tensor in given or ([] if made is None else [made]))
 
 

@@ -56,6 +56,10 @@ _WAYS_OUT: dict[str, str] = {
     ),
     "masked_select": _MASK,
     "a boolean index": _MASK,
+    "to": (
+        "move the tensor itself before the training (a parameter moves with its module: model.to(device)), or detach "
+        "it if it needs no gradient"
+    ),
     "nonzero": _POSITIONS,
     "torch.where with one argument": _POSITIONS,
     "unique": _UNIQUE,

@@ -38,6 +38,7 @@ from xla_adapters.runtime.torch_xla.operators import (
     sequences,
     sequences_of_numbers,
     slices,
+    variances,
 )
 from xla_adapters.runtime.torch_xla.operators.host_numbers import TAKE_HOST_NUMBERS, with_host_numbers
 
@@ -97,6 +98,7 @@ _AROUND_BELOW_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **sequences_of_numbers.AROUND_STOCK,
     **extremes.AROUND_STOCK,
     **activations.AROUND_STOCK,
+    **variances.AROUND_STOCK,
 }
 # torch's own decompositions, for operators whose backward is in this list as well, or none is needed.
 _TORCHS = (
