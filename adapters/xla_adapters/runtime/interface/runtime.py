@@ -190,11 +190,11 @@ class Runtime:
 
         The first read starts the runtime, and compiles and runs small graphs to find out.
         """
-        why: str | None = f"the runtime {self.name} cannot trace steps"
+        lacks = "has no lazy tensors, which step replay needs" if self.has_executables else "cannot trace steps"
+        why: str | None = f"the runtime {self.name} {lacks}"
         if self.has_lazy_tensors or self.has_placeholders:
             why = self._why_no_replay(self)
         if why is not None:
             again = "traced again at each call" if self.has_executables else "executed operation by operation"
-            message = f"{why}: steps are {again} instead of being replayed"
-            warnings.warn(message, UserWarning, stacklevel=2)
+            warnings.warn(f"{why}: steps are {again} instead of being replayed", UserWarning, stacklevel=2)
         return why is None
