@@ -274,7 +274,7 @@ class ExecutableCache:
         self.verified += 1
         trusted, plan.trusted = plan.trusted, self.calls() + 1
         plan.due = next_due(plan.replayed, self.verify_every)
-        if verification.agrees and isinstance(outcome, CachedCall):
+        if verification.agrees and not isinstance(outcome, CannotReplay):
             verification.prepared.call.updates = outcome.updates
             return True
         what = verification.difference(scope.returned(), get_runtime())

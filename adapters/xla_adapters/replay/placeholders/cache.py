@@ -120,4 +120,5 @@ class ProgramCache(ExecutableCache):
     def _prepare(self, plan: Any, call: Any, before: Any, spec: CallSpec) -> None:
         plan.prepared = PreparedProgram(call)
         plan.failures = plan.replayed = plan.waited = 0
-        plan.due, plan.trusted = next_due(0, self.verify_every), self.calls()
+        # This call was traced as well.
+        plan.due, plan.trusted = next_due(0, self.verify_every), self.calls() + 1

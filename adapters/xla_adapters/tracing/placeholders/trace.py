@@ -85,7 +85,8 @@ class Trace:
         """
         if self.traced.has(tensor):
             return
-        grad = tensor.grad if tensor.is_leaf else None
+        # A backward adds to it. torch_tpu's `average.copy_(parameter)` gives the parameter's also to the average.
+        grad = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
         with torch.no_grad():
             outermost, *inner = list(self._undo_logs())[::-1]
             if tensor.is_leaf and tensor.requires_grad:
