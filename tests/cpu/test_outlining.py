@@ -106,8 +106,26 @@ def test_layers_and_their_gradients_are_blocks() -> None:
     left = [node.opcode for node in parse(found.module).nodes]
     assert left.count("dot") <= 3
     assert left.count("batch-norm-training") <= 1
-    assert left.count("call") == sum(times for times, _ in found.functions)
+    assert found.loops == found.functions
+    assert left.count("while") == 2
+    # Each takes the results of one iteration.
+    assert left.count("call") == forward[0]
     assert found.instructions > 1.5 * len(left)
+
+
+def small(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return hidden + torch.tanh(hidden @ weight + bias).exp()
+
+
+@isolated
+def test_small_layers_are_called() -> None:
+    started()
+    found = outlined(layers(small, 8))
+    assert found is not None
+    assert found.loops == ()
+    left = [node.opcode for node in parse(found.module).nodes]
+    assert left.count("call") == sum(times for times, _ in found.functions) > 8
+    assert left.count("tanh") <= 2
 
 
 @isolated
@@ -829,4 +847,4 @@ def test_what_is_compiled_in_blocks_is_logged(caplog: pytest.LogCaptureFixture) 
     started()
     with caplog.at_level(logging.INFO, "xla_adapters"):
         assert_the_same(layers(mixed, 8))
-    assert "a graph is compiled in blocks: 461 instructions; outlined functions: 7 times" in caplog.text
+    assert "a graph is compiled in blocks: 553 instructions; outlined functions: 7 times" in caplog.text

@@ -114,7 +114,7 @@ ALSO = {
     "unique_consecutive": "unique",
     "repeat_interleave": "repeat_interleave without output_size",
 }
-ELSEWHERE = {"_ctc_loss", "multinomial"}
+ELSEWHERE = {"_ctc_loss", "multinomial", "to"}
 
 
 def test_each_entry_is_tried_here() -> None:
