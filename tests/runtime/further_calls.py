@@ -134,6 +134,7 @@ FURTHER: dict[str, tuple[tuple[int, ...], dict[str, _Call]]] = {
             "loss of one sample": lambda x: functional.cross_entropy(x[0], _there(x, 3)[0]),
             "loss of one sample, not reduced": lambda x: functional.nll_loss(x[0], _there(x, 3)[0], reduction="none"),
             "sum over no dimension": lambda x: x.sum(()) + x.sum(dim=[]),
+            "sum over no dimension, kept": lambda x: x.sum((), True) + x.sum(dim=[], keepdim=True),
             "8 bits divided": lambda x: ((x * 15).to(torch.int8) / 128 + (x * 15).to(torch.int8) / 300) * x,
             "convolution over time": lambda x: torch.conv_tbc(x[:, None], x.reshape(2, 8, 3), x[0, :3], 1),
             "combinations": lambda x: torch.combinations(x[0]),

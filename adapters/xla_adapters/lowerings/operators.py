@@ -98,9 +98,12 @@ def _addmm_(
 
 def _sum(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """As `torch.sum`, also of all dimensions, for `dim=()`, or of none (torch_xla 2.9: "Value out of range")."""
-    dim = kwargs.get("dim", args[0] if args else None)
-    if (input.ndim == 0 or (isinstance(dim, (list, tuple)) and not dim)) and "out" not in kwargs:
+    if input.ndim == 0 and "out" not in kwargs:
         return torch.sum(input, dtype=kwargs.get("dtype"))
+    if args[:1] in (((),), ([],)):
+        args = (list(range(input.ndim)), *args[1:])
+    elif kwargs.get("dim") in ((), []):
+        kwargs = {**kwargs, "dim": list(range(input.ndim))}
     return torch.sum(input, *args, **kwargs)
 
 

@@ -23,15 +23,14 @@ def _batch_norm(
     running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None,
     training: bool,
-    momentum: float,
-    eps: float,
+    *factors: float,
 ) -> _Tensors:
     """`native_batch_norm` of what is left when about the mean of each channel is subtracted."""
     # Less precise values have no digits left for a deviation that small, and would be rounded once more.
     if not training or running_mean is not None or input.dtype.itemsize < 4 or not input.numel():
-        return stock(input, weight, bias, running_mean, running_var, training, momentum, eps)
+        return stock(input, weight, bias, running_mean, running_var, training, *factors)
     shift = _about_the_mean(input)
-    result, mean, inverse_deviation = stock(input - shift, weight, bias, None, None, training, momentum, eps)
+    result, mean, inverse_deviation = stock(input - shift, weight, bias, None, None, training, *factors)
     return result, mean + shift.reshape(-1).to(mean.dtype), inverse_deviation
 
 
