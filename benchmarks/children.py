@@ -7,6 +7,7 @@ interpreter would need many seconds for the imports.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import signal
@@ -184,6 +185,8 @@ def _be_child(function: Callable[[], Any], output: str, result: str, env: Mappin
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    # Into the child's output. Of the thread that crashed alone: the others run on, and their stacks cannot be read then.
+    faulthandler.enable(file=2, all_threads=False)
     value, error = None, None
     try:
         value = function()
