@@ -21,7 +21,8 @@ _NOT_OF_THE_CORE = ("auto_sharding", "sharding", "safe_checkpoints", "checkpoint
 class XLAArguments:
     """The XLA options for `HfArgumentParser`.
 
-    Parse it beside `TrainingArguments` and pass it to the trainer as `xla_args`.
+    Parse it beside `TrainingArguments` and pass it to the trainer as `xla_args`. The fields are the options of
+    `XLAConfig` and of `XLATrainerMixin`; each has a help text.
 
     Raises:
         ConfigError: a value is not one of those that the help text lists.

@@ -33,7 +33,7 @@ else:
 
 
 class XLATrainerMixin(_Base):
-    """Put it before a class derived from `transformers.Trainer`.
+    """Makes a class derived from `transformers.Trainer` train on XLA devices. Name it first:
 
         class MyTrainer(XLATrainerMixin, SomebodysTrainer): ...
 
@@ -42,16 +42,20 @@ class XLATrainerMixin(_Base):
 
     Args:
         args: positional arguments, as for the class it is mixed into.
-        kwargs: keyword arguments, likewise. The most used options of `XLAConfig` can be given by name.
-        xla_args: the XLA options as a whole, as `XLAArguments` or `XLAConfig`.
+        kwargs: keyword arguments, likewise.
+        xla_args: the XLA options as a whole, as `XLAArguments` or `XLAConfig`, instead of single ones.
+        xla_mode: the option of `XLAConfig`. So are `on_graph_break`, `compile_eval`, `max_graphs`, `on_recompile`,
+            `free_grads`, `accumulation`, `step_replay`, `steps_per_execution` and `rng_algorithm`.
         auto_sharding: shards the model over all devices by the plan with the lowest estimated cost. The batch sizes of
             `TrainingArguments` are those of all devices together (as in transformers under SPMD).
-        sharding: the same by name (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or as a `ShardingConfig`.
+        sharding: how to shard, by name (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or as a `ShardingConfig`, instead
+            of `auto_sharding`. Either needs `xla_adapters.initialize(spmd=True)` before `TrainingArguments` are made.
         safe_checkpoints: checkpoints are committed by a `CheckpointStore` and verified when a run resumes. This is
             the default; False leaves both to transformers, as several processes always do.
         checkpoint: when else to save checkpoints and how, as a `CheckpointConfig` or its options: in the background,
             before the process is ended, after a time, with a deadline for steps that hang.
-        xla_report: notes where the time of a training goes. This is the default; False logs and writes nothing of it.
+        xla_report: records where the time of a training goes, logs it and writes it to `output_dir`. This is the
+            default; False does none of it.
 
     Raises:
         ConfigError: an XLA option is not valid, or given twice.

@@ -23,7 +23,7 @@ class TrainerOptions:
         sharding: how the model is sharded; None trains on one device.
         safe_checkpoints: whether a `CheckpointStore` commits checkpoints.
         checkpoint: when checkpoints are saved, and how.
-        xla_report: whether what the time goes to is recorded, logged and written.
+        xla_report: whether it is recorded, logged and written where the time of a training goes.
     """
 
     config: XLAConfig

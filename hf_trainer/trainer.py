@@ -25,6 +25,9 @@ class Trainer(XLATrainerMixin, transformers.Trainer):
             topology: generation, and chips along each dimension, as `"v5e:2x4"`.
             timeout: seconds for tracing, and for each compile.
 
+        Returns:
+            The report of all steps; `str()` gives it as text, and its `fits` says whether all of them fit.
+
         Raises:
             ConfigError: there is no such slice.
         """
@@ -34,7 +37,7 @@ class Trainer(XLATrainerMixin, transformers.Trainer):
         return preflight(self, topology, timeout=timeout)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`model.generate` with the model on the device: one compiled graph per token.
+        """`model.generate` with the model on the device, which calls one compiled graph for each token.
 
         Args:
             args, kwargs: as for `model.generate`; tensors may be on the host.
@@ -49,7 +52,10 @@ class Trainer(XLATrainerMixin, transformers.Trainer):
 
 
 class Seq2SeqTrainer(XLATrainerMixin, transformers.Seq2SeqTrainer):
-    """`transformers.Seq2SeqTrainer` on XLA devices; `predict_with_generate` runs one graph per token."""
+    """`transformers.Seq2SeqTrainer` on XLA devices: the same arguments, and those of `XLATrainerMixin`.
+
+    `predict_with_generate` calls one compiled graph for each token.
+    """
 
     generate = Trainer.generate
     preflight = Trainer.preflight

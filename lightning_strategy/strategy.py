@@ -60,17 +60,19 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     `checkpoints.trainer.TrainerCheckpoints` and in `connector.plugins.TrainerPlugins`.
 
     Args:
-        config: the XLA options as a whole. The most used options of `XLAConfig` can be given by name instead.
+        config: the XLA options as a whole, instead of single ones.
+        xla_mode: the option of `XLAConfig`. So are `on_graph_break`, `compile_eval`, `max_graphs`, `on_recompile`,
+            `free_grads`, `accumulation`, `rng_algorithm`, `step_replay` and `steps_per_execution`.
         precision: `"32-true"`, `"bf16-true"` or `"bf16-mixed"`; the Trainer's `precision=` does the same.
         auto_sharding: shards the model over all devices of the process, with the plan that is estimated to cost least.
-            A batch of the loader is for all devices together.
-        sharding: a named plan (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or a `ShardingConfig`, instead of
-            `auto_sharding`.
+            A batch of the loader is for all devices together. Without this or `sharding` one device trains.
+        sharding: how to shard, by name (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or as a `ShardingConfig`, instead
+            of `auto_sharding`.
         checkpoint_io: writes and reads checkpoints; it gets them with all tensors on the host.
         checkpoint: when else to save checkpoints and how, as a `CheckpointConfig` or its options: in the background,
             before the process is ended, after a time, with a deadline for steps and saves that hang.
-        xla_report: notes where the time of a fit goes; `"log"` also logs it to the Trainer's loggers, as `xla/...`;
-            False writes nothing of it.
+        xla_report: records where the time of a fit goes and writes it to the Trainer's folder; `"log"` also logs it to
+            the Trainer's loggers, as `xla/...`; False does none of it.
 
     Raises:
         ConfigError: an option is not valid, or given twice.
@@ -208,7 +210,22 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         topology: str,
         timeout: float = 900,
     ) -> RunPreflight:
-        """Compiles the steps of a fit for TPUs that are not there; see `lightning_strategy.preflight`."""
+        """Compiles the steps of a fit for TPUs that are not there: whether they fit, and what bounds them.
+
+        The trainer is constructed once more in another process, with the first samples of the data and without the
+        values of the parameters, and traced there; nothing is run.
+
+        Args:
+            trainer, module, train_dataloaders, val_dataloaders: as for `trainer.fit`.
+            topology: generation, and chips along each dimension, as `"v5e:2x4"`.
+            timeout: seconds for tracing, and for each compile.
+
+        Returns:
+            The report of all steps; `str()` gives it as text, and its `fits` says whether all of them fit.
+
+        Raises:
+            ConfigError: there is no such slice.
+        """
         from lightning_strategy.preflight import preflight
 
         sharded, loaders = self._sharding is not None, (train_dataloaders, val_dataloaders)

@@ -48,7 +48,7 @@ class XLAConfig:
             the model with `torch.compile(backend="openxla")`, which is what runs where it is called outside of steps.
             `"lazy"` is torch_xla's lazy tracing with a sync after each step.
         on_graph_break: what a read, save or sync inside a step does: `"error"` raises an error with the line of your
-            code; `"warn"` executes what is pending, continues, and warns once per line; `"allow"` does the same
+            code; `"warn"` executes what is recorded so far, continues, and warns once per line; `"allow"` does the same
             without a warning.
         compile_eval: whether evaluation and prediction steps are compiled graphs, too.
         max_graphs: how many different graphs a step may compile before `GraphLimitError`; `None` for no limit.
@@ -74,9 +74,8 @@ class XLAConfig:
         steps_form: whether that executable loops over one copy of the step (`"loop"`), or has a copy for each step
             (`"unrolled"`), which takes that many times as long to compile.
         rng_algorithm: the algorithm of random numbers on the device, for the whole process: `"default"` is the
-            device's own; `"auto"` is `"three_fry"` on CPU devices, where it is the fastest (see
-            `xla_adapters.cpu.lowerings.dropout`), else `"default"`. Algorithms draw different numbers. The environment
-            variable `XLA_RNG_BIT_GENERATOR` has priority.
+            device's own; `"auto"` is `"three_fry"` on CPU devices, where it is the fastest, else `"default"`.
+            Algorithms draw different numbers. The environment variable `XLA_RNG_BIT_GENERATOR` has priority.
         profile_steps: the first and the last call of the training step (from 1, each micro batch of an accumulation is
             one) of which a profile is recorded; `None` for no profile. An error, or the end of the run, ends it early.
         profile_signal: the name of a signal, `"SIGUSR1"` or `"SIGUSR2"`: when the process gets it, a profile of the

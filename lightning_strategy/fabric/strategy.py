@@ -59,13 +59,16 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
     `connector.plugins.FabricPlugins`.
 
     Args:
-        config: the XLA options as a whole. Most options of `XLAConfig` can be given by their names instead.
-            The loop decides how gradients are accumulated: a step for each micro batch, or one for all of them.
+        config: the XLA options as a whole, instead of single ones.
+        xla_mode: the option of `XLAConfig`. So are `on_graph_break`, `compile_eval`, `max_graphs`, `on_recompile`,
+            `free_grads` and `rng_algorithm`.
+        accumulation: only the default is possible: your loop decides whether a step is one micro batch or several.
         precision: `"32-true"`, `"bf16-true"` or `"bf16-mixed"`; Fabric's `precision=` does the same.
         auto_sharding: shards the model over all devices of the process; with Fabric there is no data to plan with, and
-            the plan is `"fsdp"`. A batch of the loader is for all devices together.
-        sharding: a named plan (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or a `ShardingConfig`, instead of
-            `auto_sharding`.
+            the plan is `"fsdp"`. A batch of the loader is for all devices together. Without this or `sharding` one
+            device trains.
+        sharding: how to shard, by name (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or as a `ShardingConfig`, instead
+            of `auto_sharding`.
         checkpoint_io: writes and reads checkpoints; it gets them with all tensors on the host.
 
     Raises:

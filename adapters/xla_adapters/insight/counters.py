@@ -53,8 +53,10 @@ class StepCounters:
 def count() -> Iterator[StepCounters]:
     """Counts what happens on the device inside the context.
 
-    It waits for the device at both ends, so do not use it inside a step. The counts are filled in at the exit, also if
-    the block raises.
+    It waits for the device at both ends, so do not use it inside a step.
+
+    Yields:
+        The counts. They are filled in at the exit, also if the block raises.
     """
     runtime = get_runtime()
     counters = StepCounters()

@@ -52,7 +52,10 @@ class StepExecution(Protocol):
 
 @dataclass
 class StepProgram:
-    """A step that is called many times.
+    """A step that is called many times: traces, compiles and replays it, and explains its compiles.
+
+    `CompiledStep` and the trainers are made of it. Use it to adapt another training loop: `open` before the code of the
+    step, `close` after it, `abort` if it raises.
 
     Args:
         name: of the step, for messages and dumps.

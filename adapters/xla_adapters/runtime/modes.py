@@ -27,9 +27,13 @@ def check_mode(xla_mode: str) -> None:
 
 @contextmanager
 def eager(enabled: bool = True) -> Iterator[None]:
-    """Executes operations at once inside the context (or, with `False`, traces them).
+    """Executes operations at once inside the context.
 
-    Nothing is pending in eager mode: where it begins, what was traced before is executed.
+    Where it begins, what was traced before is executed. At the exit the mode is as before.
+
+    Args:
+        enabled: False has torch_xla trace operations outside of steps, too, until a value is read or
+            `torch_xla.sync()` is called.
     """
     get_runtime().device.initialize()
     previous = get_runtime().tracing.eager()
