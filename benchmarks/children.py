@@ -185,7 +185,7 @@ def _be_child(function: Callable[[], Any], output: str, result: str, env: Mappin
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    # Into the child's output. Of the thread that crashed alone: the others run on, and their stacks cannot be read then.
+    # Into the child's output. Of the thread that crashed alone: the stacks of others, which run on, cannot be read.
     faulthandler.enable(file=2, all_threads=False)
     value, error = None, None
     try:

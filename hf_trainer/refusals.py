@@ -8,7 +8,7 @@ import torch
 from transformers import TrainingArguments
 
 from xla_adapters import XLAConfig, get_runtime
-from xla_adapters.errors import RuntimeOrderError, UnsupportedOptionError
+from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.tracing.optimizer_packages import check_supported
 
 
@@ -83,16 +83,26 @@ def _refuse_fused(where: str) -> None:
 
 
 def check_runtime(shards: bool) -> None:
-    """Raises if the process uses SPMD and the trainer does not shard.
+    """Raises if the process uses SPMD, or has several devices, and the trainer does not shard.
 
     Args:
         shards: whether the trainer shards.
 
     Raises:
-        RuntimeOrderError: says what to do.
+        RuntimeOrderError: the process uses SPMD.
+        ConfigError: it has several devices.
     """
-    if not shards and get_runtime().device.is_spmd():
+    device = get_runtime().device
+    if not shards and device.is_spmd():
         raise RuntimeOrderError(
             "the trainer was created without sharding in a process that runs the XLA devices under SPMD: each of the "
             "devices would compute the same. Give auto_sharding=True or sharding=, or use a process without SPMD"
+        )
+    if not shards and (count := device.count_here()) > 1:
+        one = {"TPU": ", or set TPU_VISIBLE_CHIPS=0 to have one", "CPU": ", or set CPU_NUM_DEVICES=1 to have one"}
+        raise ConfigError(
+            f"this process has {count} {device.hardware()} devices, and the trainer was created without sharding: "
+            f"torch_xla counts each device as a process, and this one would wait for the other {count - 1} at the "
+            "first reduction. Give auto_sharding=True, or sharding='fsdp', to train on all of them"
+            f"{one.get(device.hardware(), '')}"
         )

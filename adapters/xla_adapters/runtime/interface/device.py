@@ -57,6 +57,9 @@ class Device(Protocol):
     def count(self) -> int:
         """How many devices all processes have together."""
 
+    def count_here(self) -> int:
+        """How many devices this process drives."""
+
     def is_spmd(self) -> bool:
         """Whether all devices of the process are driven as one. False if the runtime has no SPMD."""
 

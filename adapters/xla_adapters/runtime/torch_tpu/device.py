@@ -93,6 +93,10 @@ class TPUDevice:
         """See `Device`."""
         return self.world_size()
 
+    def count_here(self) -> int:
+        """See `Device`."""
+        return 1
+
     def is_spmd(self) -> bool:
         """See `Device`."""
         return False

@@ -108,6 +108,10 @@ class XLADevice:
         """See `Device`."""
         return int(xr.global_runtime_device_count())
 
+    def count_here(self) -> int:
+        """See `Device`."""
+        return int(xr.addressable_runtime_device_count())
+
     def is_spmd(self) -> bool:
         """See `Device`."""
         return bool(xr.is_spmd())
