@@ -99,10 +99,9 @@ def check_runtime(shards: bool) -> None:
             "devices would compute the same. Give auto_sharding=True or sharding=, or use a process without SPMD"
         )
     if not shards and (count := device.count_here()) > 1:
-        one = {"TPU": ", or set TPU_VISIBLE_CHIPS=0 to have one", "CPU": ", or set CPU_NUM_DEVICES=1 to have one"}
         raise ConfigError(
-            f"this process has {count} {device.hardware()} devices, and the trainer was created without sharding: "
-            f"torch_xla counts each device as a process, and this one would wait for the other {count - 1} at the "
-            "first reduction. Give auto_sharding=True, or sharding='fsdp', to train on all of them"
-            f"{one.get(device.hardware(), '')}"
+            f"this process has {count} devices, and the trainer was created without sharding: torch_xla counts each "
+            f"device as a process, and this one would wait for the other {count - 1} at the first reduction. Give "
+            "auto_sharding=True, or sharding='fsdp', to train on all of them; or have one device: set CPU_NUM_DEVICES=1, "
+            "or on a TPU TPU_VISIBLE_CHIPS=0"
         )
