@@ -188,17 +188,14 @@ class UndoLog:
         The execution reuses the buffers of their old values, so these changes cannot be undone. A gradient that did
         not exist before the step can still be removed.
         """
-        self._tensors = {
-            key: entry
-            for key, entry in self._tensors.items()
-            if entry.on_device and not self._runtime.tracing.is_pending(entry.tensor)
-        }
+        self._tensors = {id(entry.tensor): entry for entry in self.entries() if not self._is_pending(entry)}
         self._optimizers.clear()
         self._modules.clear()
 
     def entries(self) -> list[TensorEntry]:
-        """The recorded tensors on the device."""
-        return [entry for entry in self._tensors.values() if entry.on_device]
+        """The recorded tensors on the device, but not those that a module's move has exchanged for one on the host."""
+        owns = self._runtime.device.owns
+        return [entry for entry in self._tensors.values() if entry.on_device and owns(entry.tensor)]
 
     def leaves(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """The recorded parameters, with their gradients before the step."""
@@ -219,14 +216,15 @@ class UndoLog:
 
     def pending_tensors(self) -> list[torch.Tensor]:
         """The recorded tensors whose new value is not computed yet."""
-        tensors = [entry.tensor for entry in self._tensors.values() if entry.on_device]
-        return [tensor for tensor in tensors if self._runtime.tracing.is_pending(tensor)]
+        return [entry.tensor for entry in self.entries() if self._is_pending(entry)]
+
+    def _is_pending(self, entry: TensorEntry) -> bool:
+        return self._runtime.tracing.is_pending(entry.tensor)
 
     def apply_writes(self) -> None:
         """Applies writes that were made through views to the tensors themselves, while their inputs still exist."""
-        for entry in self._tensors.values():
-            if entry.on_device:
-                self._runtime.values.snapshot(entry.tensor)
+        for entry in self.entries():
+            self._runtime.values.snapshot(entry.tensor)
 
     def restate_dtypes(self) -> None:
         """Gives updated parameters the same dtype node as uploaded ones, so that later steps are the same graph."""
