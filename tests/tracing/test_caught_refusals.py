@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -21,10 +22,8 @@ def _roots(x: Tensor) -> Tensor:
 
 def _go_on(function: Callable[[Tensor], object], x: Tensor) -> Tensor:
     pending = x * 2
-    try:
+    with suppress(RuntimeError):
         function(pending)
-    except RuntimeError:
-        pass
     return (pending * 3).sum()
 
 
@@ -35,10 +34,9 @@ def test_an_operator_on_the_host_has_its_line() -> None:
         with pytest.raises(HostOperatorError) as raised, xla_adapters.step():
             _go_on(_roots, x)
         said = str(raised.value)
-        assert "the operator linalg_cholesky_ex, which torch_xla computes on the host; the code caught the error" in said
+        assert "the operator linalg_cholesky_ex, which torch_xla computes on the host; the code caught" in said
         assert f"{__file__}:" in said
         assert "# marked" in said
-        assert "1 tensor traced" in said or "tensors traced" in said
 
 
 @isolated

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch._functorch import eager_transforms
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 _Tangents = Sequence[torch.Tensor]
-_disallow = eager_transforms.lazy_dynamo_disallow
+_disallow: Callable[..., Any] = eager_transforms.lazy_dynamo_disallow
 
 
 def linearize_without_trace() -> None:
@@ -26,13 +27,13 @@ def linearize_without_trace() -> None:
 def _disallow_or_replace(function: Callable[..., Any]) -> Callable[..., Any]:
     """In place of the function of this name, through which `linearize` calls the tracer."""
     allowed: Callable[..., Any] = _disallow(function)
-    return partial(_traced, allowed) if function is eager_transforms.make_fx else allowed
+    return partial(_traced, allowed) if function is make_fx else allowed
 
 
-def _traced(make_fx: Callable[..., Any], tangents_of: Callable[[_Tangents], Any]) -> Callable[[_Tangents], Any]:
+def _traced(tracer: Callable[..., Any], tangents_of: Callable[[_Tangents], Any]) -> Callable[[_Tangents], Any]:
     def trace(tangents: _Tangents) -> Any:
         if all(tangent.device.type != "xla" for tangent in tangents):
-            return make_fx(tangents_of)(tangents)
+            return tracer(tangents_of)(tangents)
         return _as_graph(lambda *given: tree_leaves(tangents_of(given)), len(tangents))
 
     return trace
