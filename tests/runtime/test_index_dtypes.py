@@ -23,6 +23,7 @@ def _results(device: str) -> list[torch.Tensor]:
 
 @isolated
 def test_they_are_read_and_written_as_on_the_cpu() -> None:
+    xla_adapters.initialize()
     expected = _results("cpu")
     with xla_adapters.eager():
         outside = _results(DEVICE)
