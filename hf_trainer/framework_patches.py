@@ -29,11 +29,6 @@ from xla_adapters.utils import compiling
 from xla_adapters.utils.patching import replaced
 
 
-def _own_batch(tensor: torch.Tensor) -> torch.Tensor:
-    """The result of gathering from one process: the tensor, with the dimension that gathering adds to scalars."""
-    return tensor.clone()[None] if tensor.ndim == 0 else tensor
-
-
 def correct_process_index(args: TrainingArguments) -> None:
     """Gives the only process the index 0 on its host, without which transformers prints and logs nothing.
 
@@ -76,8 +71,8 @@ def trainer_patches() -> Iterator[None]:
             yield
             return
 
-        def gather(tensor: Any) -> Any:
-            return accelerate.utils.operations.recursively_apply(_own_batch, tensor, error_on_other_type=True)
+        def gather(tensors: Any) -> Any:
+            return tensors
 
         def mesh_reduce(tensors: Any, name: str) -> Any:
             return tensors
@@ -86,7 +81,7 @@ def trainer_patches() -> Iterator[None]:
             stack.enter_context(replaced(accelerate.utils.operations, "_tpu_gather", gather))
             stack.enter_context(replaced(transformers.trainer_pt_utils, "nested_xla_mesh_reduce", mesh_reduce))
             for module in _with_gather_object():
-                stack.enter_context(replaced(module, "gather_object", lambda gathered: gathered))
+                stack.enter_context(replaced(module, "gather_object", gather))
             stack.enter_context(replaced(accelerate.accelerator, "reduce", _reduced_in_one_process))
             yield
 

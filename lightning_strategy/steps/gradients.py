@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from xla_adapters import get_runtime
@@ -18,13 +19,17 @@ _OWN_PACKAGES = ("lightning.", "lightning_strategy.")
 
 
 def nobody_sees_grads(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether no user code runs between the update and the next `zero_grad`.
+    """Whether no code but the step's own looks at gradients between the update and the next `zero_grad`.
 
     If so, the step may set the gradients to None: they are no outputs of its graph then.
     """
     if any(is_overridden(hook, module) for hook in _HOOKS):
         return False
-    return not any(_defines(callback, hook) for callback in trainer.callbacks for hook in _HOOKS)  # type: ignore[attr-defined]
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    # Its last epoch, for batch norms, has no backward, but one more update, with the gradients of the last batch.
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+        return False
+    return not any(_defines(callback, hook) for callback in callbacks for hook in _HOOKS)
 
 
 def accumulated(trainer: Trainer, module: LightningModule) -> dict[str, torch.Tensor]:

@@ -407,3 +407,22 @@ def test_save_strategies(strategy: str, tmp_path: Any) -> None:
     assert steps_of(run.trainer).train.graphs == 1, run.explain()
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
         assert (folder / saved[0] / name).is_file()
+
+
+class _MeanOnly(Classifier):
+    """Predicts a number for each sample, and one for the batch."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Any]:
+        results: dict[str, Any] = super().forward(x, labels)
+        return {"loss": results["loss"], "logits": (results["logits"], results["logits"].mean())}
+
+
+@isolated
+def test_predictions_without_dimensions_stay_so() -> None:
+    data = vector_samples(4)
+    with on_cpu(_MeanOnly(), None, eval_dataset=data) as trainer:
+        expected = trainer.predict(data).predictions
+    actual = _trainer(_MeanOnly(), data).predict(data).predictions
+    assert [part.shape for part in actual] == [part.shape for part in expected]
+    assert actual[1].shape == ()
+    assert_close([float(actual[1])], [float(expected[1])], 1e-6)

@@ -102,3 +102,17 @@ def test_back_and_in_other_dtypes() -> None:
     assert model.inner.second is model.first
     assert model.head.weight.dtype == torch.float32
     assert model.to("meta").head.weight is model.embedding.weight
+
+
+@isolated
+def test_a_module_that_is_made_and_moved_in_a_step() -> None:
+    xla_adapters.initialize()
+    model = nn.Sequential(nn.Linear(3, 3).to("xla"))
+    for _ in range(2):
+        with xla_adapters.step():
+            model[0] = nn.Linear(3, 2).to("xla")
+            model[0].weight.data.fill_(2.0)
+            result = model(torch.ones(2, 3, device="xla")).sum() - 2 * model[0].bias.sum()
+            result.backward()
+        assert result.item() == pytest.approx(24.0, abs=1e-5)
+        assert torch.equal(model[0].weight.grad.cpu(), torch.full((2, 3), 2.0))

@@ -66,6 +66,18 @@ def _hook(training: Training) -> None:
     training.model.first.register_forward_hook(lambda module, args, output: output * 2)
 
 
+def _gradient_hook(training: Training) -> None:
+    training.model.first.weight.register_hook(lambda gradient: gradient * 2)
+
+
+def _update_hook(training: Training) -> None:
+    def double(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for leaf in optimizer.param_groups[0]["params"]:
+            leaf.grad.mul_(2)
+
+    training.optimizer.register_step_pre_hook(double)
+
+
 def _decay(training: Training) -> None:
     training.optimizer.param_groups[0]["weight_decay"] = 0.0
 
@@ -90,6 +102,8 @@ CHANGES: dict[str, tuple[Callable[[Training], Any], str, str]] = {
     "rate": (lambda training: setattr(training.model.dropout, "p", 0.3), "in dropout: 0.1 -> 0.3", "self.dropout"),
     "frozen": (lambda training: training.model.first.requires_grad_(False), "Linear are frozen now", "self.first"),
     "hook": (_hook, "Linear has 1 hooks now; it had 0", "self.first"),
+    "gradient hook": (_gradient_hook, "Linear has 1 hooks now; it had 0", "self.first"),
+    "update hook": (_update_hook, "the step of AdamW has 1 hooks now; it had 0", "self.optimizer.step()"),
     "autocast": (_with("autocast", True), "Net runs under autocast to bfloat16 now", "self.model(batch)"),
     "option": (_decay, "AdamW changed: weight_decay: 0.01 -> 0.0", "self.optimizer.step()"),
     "optimizer": (_sgd, "the optimizer is SGD now; it was AdamW", "self.optimizer.step()"),

@@ -38,12 +38,15 @@ def _train(make: Any, device: str, replay: Any) -> list[float]:
 
     call: Any = step if device == "cpu" else CompiledStep(step, config=XLAConfig(step_replay=replay))
     losses = []
+    compiles: list[int] = []
     for number in range(6):
         inputs = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(number))
         with xla_adapters.count() as counters:
             losses.append(call(inputs))
-        if device == DEVICE and number > 1:
-            assert (counters.compiles, counters.executions) == (0, 1)
+        if device == DEVICE:
+            compiles.append(counters.compiles)
+    # What torch_xla traces in the first step is no part of its graph.
+    assert not any(compiles[1:]), compiles
     return [float(loss) for loss in losses]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchvision.ops.roi_align import _roi_align, roi_align
 
 import xla_adapters
 from tests.device import DEVICE
@@ -70,6 +71,8 @@ def _whole(x: Tensor) -> Tensor:
 
 
 _Function = Callable[[Tensor], Tensor]
+# The image's number, and a box.
+_REGIONS = torch.tensor([[0.0, 1, 1, 6, 5], [0, 0, 2, 7, 7]])
 # The entry, what cannot be a part of the graph, and the same as the entry says. Both take a tensor of shape (8, 8).
 PAIRS: dict[str, list[tuple[_Function, _Function]]] = {
     "_fft_r2c": [(_rfft, _rfft_by_matrix)],
@@ -97,6 +100,12 @@ PAIRS: dict[str, list[tuple[_Function, _Function]]] = {
     "unique": [(lambda x: x + x.round().unique().numel(), lambda x: x + _how_many(x))],
     "bincount": [(lambda x: x.sum() * _whole(x).bincount(), lambda x: x.sum() * F.one_hot(_whole(x), 4).sum(0))],
     "one_hot": [(lambda x: x.sum() * F.one_hot(_whole(x)), lambda x: x.sum() * F.one_hot(_whole(x), 4))],
+    "torchvision::roi_align": [
+        (
+            lambda x: roi_align(x[None, None], _REGIONS.to(x.device), 3, sampling_ratio=2),
+            lambda x: _roi_align(x[None, None], _REGIONS.to(x.device), 1.0, 3, 3, 2, False),
+        )
+    ],
     "repeat_interleave without output_size": [
         (
             lambda x: x.repeat_interleave(_index(x)[0], 0),
@@ -111,10 +120,11 @@ ALSO = {
     "linalg_solve_triangular": "linalg_cholesky_ex",
     "linalg_eig": "linalg_cholesky_ex",
     "inverse": "linalg_inv",
+    "torchvision::_roi_align_backward": "torchvision::roi_align",
     "unique_consecutive": "unique",
     "repeat_interleave": "repeat_interleave without output_size",
 }
-ELSEWHERE = {"_ctc_loss", "multinomial", "to"}
+ELSEWHERE = {"_ctc_loss", "multinomial", "to", "torchvision::nms"}
 
 
 def test_each_entry_is_tried_here() -> None:

@@ -41,6 +41,7 @@ LENGTH_REMEDY = (
     "give it the same number in each step: a list that grows makes a graph for each length; keep a tensor of fixed "
     "size and write into it (memory[torch.tensor([place], device=x.device)] = value), or clear the list between steps"
 )
+HOOKS_REMEDY = "register hooks before the training, and keep them"
 ORDER_REMEDY = "go through them in one order: a list, or sorted(...), and not a set"
 ONE_DTYPE_REMEDY = "use one dtype: convert the model and the data before the training; each dtype is a graph of its own"
 UPDATED_REMEDY = (

@@ -14,7 +14,7 @@ from xla_adapters.tracing.forward_lines import failed_call, line_by_name, refuse
 from xla_adapters.tracing.library_reads import LibraryReads, library_reads
 from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.undo_log import UndoLog
-from xla_adapters.utils.location import location_of, location_of_line
+from xla_adapters.utils.location import Location, current_location, location_of, location_of_line
 
 
 class GraphBreaks:
@@ -39,6 +39,8 @@ class GraphBreaks:
         self._compiles = 0
         self._on_host: dict[str, int] = {}
         self._profiler_scopes = ProfilerScopes(policy, runtime)
+        # The first call that was refused: its name and line. If its error is caught, the step goes on.
+        self._refused: tuple[str, Location | None] | None = None
         self.found = False
         self.flushed = False
         self.executing = False
@@ -98,6 +100,15 @@ class GraphBreaks:
         """As `on_read`, for an operation whose result has a shape that depends on the tensor's values."""
         self.on_read(what, tensor, BreakKind.HIDDEN_EXECUTION)
 
+    def on_refusal(self, called: str) -> None:
+        """The runtime has refused to execute for a call of torch; its error is about to be raised.
+
+        Args:
+            called: the name of torch's function.
+        """
+        if self._refused is None:
+            self._refused = called.strip("_"), current_location()
+
     def meet(self, kind: BreakKind, what: str) -> None:
         """Reports a break that the caller is about to cause, and executes what is pending.
 
@@ -139,6 +150,8 @@ class GraphBreaks:
             operations: what the step called.
         """
         tracing = self._runtime.tracing
+        if self._refused is not None and tracing.is_lost_value(error):
+            return self._policy.error(self._caught(self._refused, self._new_host_operators()))
         if not tracing.is_forbidden_execution(error):
             return None
         names, pending = self._new_host_operators(), tracing.pending_count()
@@ -199,7 +212,9 @@ class GraphBreaks:
         names = [] if self.found or self.flushed else self._new_host_operators()
         compiled = self._runtime.counters.compile_totals()[0] > self._compiles
         pending = self._runtime.tracing.pending_count() if names or compiled else 0
-        if names:
+        if names and self._refused is not None:
+            self._policy.tell(self._caught(self._refused, names))
+        elif names:
             self._policy.tell(
                 Break(
                     kind=BreakKind.HOST_OPERATOR,
@@ -213,6 +228,22 @@ class GraphBreaks:
         elif compiled and not self.found and self._policy.mode == "warn":
             what = "an operation read a value inside C++, where its line cannot be told"
             self._policy.tell(Break(kind=BreakKind.HIDDEN_EXECUTION, what=what, location=None, pending=pending))
+
+    def _caught(self, refused: tuple[str, Location | None], names: list[str]) -> Break:
+        """What was refused, while the code went on with the step.
+
+        Args:
+            refused: name and line of the call.
+            names: of the operators that were about to be computed on the host.
+        """
+        called, location = refused
+        return Break(
+            kind=BreakKind.HOST_OPERATOR if names else BreakKind.HIDDEN_EXECUTION,
+            what=f"{_on_host(names) if names else _hidden(called)}; the code caught the error and went on",
+            location=location,
+            pending=self._runtime.tracing.pending_count(),
+            operators=(*names, called),
+        )
 
 
 def _on_host(names: list[str]) -> str:

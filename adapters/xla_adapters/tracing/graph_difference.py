@@ -11,6 +11,7 @@ import torch
 from xla_adapters.tracing.difference import (
     DTYPE_REMEDY,
     FORM_REMEDY,
+    HOOKS_REMEDY,
     KEPT_REMEDY,
     LENGTH_REMEDY,
     ONE_DTYPE_REMEDY,
@@ -205,7 +206,7 @@ def _of_module(theirs: ModuleCall, mine: ModuleCall) -> Difference:
         remedy = "use the same dtype in each step: autocast is on in all or in none"
     elif theirs.hooks != mine.hooks:
         cause = f"{name} has {mine.hooks} hooks now; it had {theirs.hooks}"
-        remedy = "register hooks before the training, and keep them"
+        remedy = HOOKS_REMEDY
     else:
         return _of_path(theirs, mine)
     return Difference(cause=cause, where=where, remedy=remedy)
@@ -237,6 +238,9 @@ def _of_update(theirs: Update, mine: Update) -> Difference | None:
             f"{name} updates {mine.updated} parameters now; it updated {theirs.updated}: the others have no gradient"
         )
         return Difference(cause=cause, where=line_of(mine), remedy=UPDATED_REMEDY)
+    elif theirs.hooks != mine.hooks:
+        cause = f"the step of {name} has {mine.hooks} hooks now; it had {theirs.hooks}"
+        return Difference(cause=cause, where=line_of(mine), remedy=HOOKS_REMEDY)
     elif theirs.options != mine.options:
         changed = (
             next(

@@ -44,7 +44,7 @@ class ModuleCall(NamedTuple):
     Attributes:
         kind: the module's class.
         training: its mode.
-        hooks: how many hooks are called around it.
+        hooks: how many hooks are called around it, and with the gradients of its own parameters.
         needed: of each of its own parameters, whether it gets a gradient.
         present: of each, whether it has one.
         autocast: the dtype of the autocast that is on; None if none is.
@@ -70,6 +70,7 @@ class Update(NamedTuple):
         rates: the learning rate of each group.
         numbers: those of all its options, with the rates.
         updated: how many parameters have a gradient.
+        hooks: how many hooks are called around it.
         file, line: where, with torch's own code skipped.
     """
 
@@ -78,6 +79,7 @@ class Update(NamedTuple):
     rates: tuple[Any, ...]
     numbers: tuple[float, ...]
     updated: int
+    hooks: int
     file: str
     line: int
 
@@ -137,6 +139,7 @@ class OperationLog:
             # `functional_call` puts results in the place of parameters: torch warns where their gradient is looked at.
             present = tuple([parameter.is_leaf and parameter.grad is not None for parameter in own])
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
+        hooks += sum([len(found) for leaf in own for found in _hooks_of(leaf) if found])
         autocast = torch.get_autocast_dtype(device_type()) if torch.is_autocast_enabled(device_type()) else None
         self.entries.append(ModuleCall(type(module), module.training, hooks, needed, present, autocast, *_place()))
 
@@ -152,7 +155,13 @@ class OperationLog:
         rates = _plain(group.get("lr") for group in optimizer.param_groups)
         with torch._C.DisableTorchFunction():
             updated = sum([leaf.grad is not None for group in optimizer.param_groups for leaf in group["params"]])
-        self.entries.append(Update(type(optimizer), tuple(options), rates, tuple(numbers), updated, *_place()))
+        hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+        self.entries.append(Update(type(optimizer), tuple(options), rates, tuple(numbers), updated, hooks, *_place()))
+
+
+def _hooks_of(leaf: torch.Tensor) -> tuple[Any, Any]:
+    """Those of a tensor that are called with its gradient, and when that has been accumulated; each may be None."""
+    return leaf._backward_hooks, leaf._post_accumulate_grad_hooks
 
 
 def _is_of_the_device(args: Iterable[Any], result: Any) -> bool:

@@ -110,6 +110,7 @@ class StepMode(TorchFunctionMode):
         undo_log: gets the tensors that are about to be written.
         on_read: called with the name of the call and the tensor before a value is read on the host.
         on_dynamic: the same, before an operation whose result has a shape that depends on values.
+        on_refusal: called with the name of a call for which the runtime has refused to execute.
         operations: gets every call that was made.
         answers: answers reads of known libraries; None if there are none.
     """
@@ -119,6 +120,7 @@ class StepMode(TorchFunctionMode):
         undo_log: UndoLog,
         on_read: Callable[[str, torch.Tensor], None],
         on_dynamic: Callable[[str, torch.Tensor], None],
+        on_refusal: Callable[[str], None],
         operations: OperationLog,
         answers: Answers | None = None,
     ) -> None:
@@ -129,8 +131,10 @@ class StepMode(TorchFunctionMode):
         self._indices = IndexCheck(notes=answers is None)
         self._on_read = on_read
         self._on_dynamic = on_dynamic
+        self._on_refusal = on_refusal
         self._writes: dict[_CALL, bool] = {}
         runtime = get_runtime()
+        self._is_refusal = runtime.tracing.is_forbidden_execution
         self._type = runtime.device.torch_device().type
         self._spmd = runtime.device.is_spmd()
         self._lowerings = {**LOWERINGS, **grouped_products(), **(NORMS | ATTENTION if self._spmd else {})}
@@ -146,6 +150,8 @@ class StepMode(TorchFunctionMode):
         try:
             return self._call(func, args, kwargs)
         except RuntimeError as error:
+            if self._is_refusal(error):
+                self._on_refusal(getattr(func, "__name__", ""))
             mixed = host_tensor_error(func, args, kwargs, self._type) if _is_about_devices(error) else None
             if mixed is None:
                 raise

@@ -358,8 +358,8 @@ class StepScope:
 
     def start_recording(self, undo_log: UndoLog) -> None:
         """Starts recording writes to tensors in an undo log, and reporting reads."""
-        breaks = self._breaks
-        self._mode = StepMode(undo_log, breaks.on_read, breaks.on_dynamic, self.operations, breaks.answers)
+        told = (self._breaks.on_read, self._breaks.on_dynamic, self._breaks.on_refusal)
+        self._mode = StepMode(undo_log, *told, self.operations, self._breaks.answers)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     @at_edge

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,22 @@ class TensorEntry:
     def former(self) -> torch.Tensor:
         """The value before the step, as the step's graph reads it."""
         return self.value if self.twin is None else self.twin
+
+
+@dataclass
+class _LeafEntry:
+    """A parameter that the step uses.
+
+    Attributes:
+        leaf: returns it, or None if it is gone.
+        kept: the parameter itself; None if the step has made it. A reference would make what is gone before the end
+            of the step (as what torch_xla's `scan` is traced with) an output of the graph.
+        grad: its gradient before the step.
+    """
+
+    leaf: weakref.ref[torch.Tensor]
+    kept: torch.Tensor | None
+    grad: torch.Tensor | None
 
 
 @dataclass
@@ -76,7 +93,7 @@ class UndoLog:
         self._enclosing = enclosing
         self._spmd = runtime.device.is_spmd()
         self._tensors: dict[int, TensorEntry] = {}
-        self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._leaves: dict[int, _LeafEntry] = {}
         self._modules: dict[int, _ModuleEntry] = {}
         self._optimizers: dict[int, _OptimizerEntry] = {}
 
@@ -122,7 +139,8 @@ class UndoLog:
 
     def record_leaf(self, leaf: torch.Tensor) -> None:
         """Records a parameter that the step uses, and its gradient."""
-        if id(leaf) in self._leaves or is_fake(leaf):
+        known = self._leaves.get(id(leaf))
+        if (known is not None and known.leaf() is leaf) or is_fake(leaf):
             return
         if leaf._base is not None and not torch.is_grad_enabled():
             # A view made without gradients counts as a leaf (in the forward of an autograd function, say) and gets no
@@ -132,12 +150,13 @@ class UndoLog:
         self.record(leaf)
         if grad is not None:
             self.record(grad)
-        self._leaves[id(leaf)] = (leaf, grad)
+        is_new = self._runtime.device.owns(leaf) and self._runtime.tracing.is_pending(leaf)
+        self._leaves[id(leaf)] = _LeafEntry(weakref.ref(leaf), None if is_new else leaf, grad)
 
     def record_enclosing_leaves(self) -> None:
         """Records the leaves of enclosing steps: a backward is about to change their gradients."""
         for enclosing in self.chain()[1:]:
-            for leaf, _ in list(enclosing._leaves.values()):
+            for leaf, _ in enclosing.leaves():
                 self.record_leaf(leaf)
 
     def record_module(self, module: torch.nn.Module) -> None:
@@ -188,21 +207,19 @@ class UndoLog:
         The execution reuses the buffers of their old values, so these changes cannot be undone. A gradient that did
         not exist before the step can still be removed.
         """
-        self._tensors = {
-            key: entry
-            for key, entry in self._tensors.items()
-            if entry.on_device and not self._runtime.tracing.is_pending(entry.tensor)
-        }
+        self._tensors = {id(entry.tensor): entry for entry in self.entries() if not self._is_pending(entry)}
         self._optimizers.clear()
         self._modules.clear()
 
     def entries(self) -> list[TensorEntry]:
-        """The recorded tensors on the device."""
-        return [entry for entry in self._tensors.values() if entry.on_device]
+        """The recorded tensors on the device, but not those that a module's move has exchanged for one on the host."""
+        owns = self._runtime.device.owns
+        return [entry for entry in self._tensors.values() if entry.on_device and owns(entry.tensor)]
 
     def leaves(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """The recorded parameters, with their gradients before the step."""
-        return list(self._leaves.values())
+        found = ((entry.leaf(), entry.grad) for entry in self._leaves.values())
+        return [(leaf, grad) for leaf, grad in found if leaf is not None]
 
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that stepped."""
@@ -219,14 +236,15 @@ class UndoLog:
 
     def pending_tensors(self) -> list[torch.Tensor]:
         """The recorded tensors whose new value is not computed yet."""
-        tensors = [entry.tensor for entry in self._tensors.values() if entry.on_device]
-        return [tensor for tensor in tensors if self._runtime.tracing.is_pending(tensor)]
+        return [entry.tensor for entry in self.entries() if self._is_pending(entry)]
+
+    def _is_pending(self, entry: TensorEntry) -> bool:
+        return self._runtime.tracing.is_pending(entry.tensor)
 
     def apply_writes(self) -> None:
         """Applies writes that were made through views to the tensors themselves, while their inputs still exist."""
-        for entry in self._tensors.values():
-            if entry.on_device:
-                self._runtime.values.snapshot(entry.tensor)
+        for entry in self.entries():
+            self._runtime.values.snapshot(entry.tensor)
 
     def restate_dtypes(self) -> None:
         """Gives updated parameters the same dtype node as uploaded ones, so that later steps are the same graph."""
@@ -246,7 +264,7 @@ class UndoLog:
         output of the graph in addition to the view. Cloning adds no operation to the executable.
         """
         with torch.no_grad():
-            for leaf, before in self._leaves.values():
+            for leaf, before in self.leaves():
                 grad = leaf.grad
                 if grad is None or grad is before or not self._runtime.device.owns(grad):
                     continue
@@ -272,7 +290,7 @@ class UndoLog:
 
     def free_grads(self) -> None:
         """Sets the gradients of all recorded parameters to None."""
-        for leaf, _ in self._leaves.values():
+        for leaf, _ in self.leaves():
             leaf.grad = None
 
     def merge_into(self, outer: UndoLog) -> None:
@@ -280,7 +298,9 @@ class UndoLog:
         for key, entry in self._tensors.items():
             outer._tensors.setdefault(key, entry)
         for key, leaf in self._leaves.items():
-            outer._leaves.setdefault(key, leaf)
+            known = outer._leaves.get(key)
+            if known is None or known.leaf() is None:
+                outer._leaves[key] = leaf
         for key, optimizer in self._optimizers.items():
             outer._optimizers.setdefault(key, optimizer)
         for key, module in self._modules.items():
@@ -322,7 +342,7 @@ class UndoLog:
         for module in self._modules.values():
             module.module._buffers.clear()
             module.module._buffers.update(module.buffers)
-        for leaf, grad in self._leaves.values():
+        for leaf, grad in self.leaves():
             leaf.grad = grad
         with torch.no_grad():
             restored = []

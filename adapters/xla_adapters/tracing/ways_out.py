@@ -35,6 +35,11 @@ _REPEAT = (
     "look the rows up, with a fixed number n of them: x[torch.searchsorted(repeats.cumsum(0), "
     "torch.arange(n, device=x.device), right=True)]"
 )
+_NMS = "call it after the step, with the boxes and scores that the step returns: how many it keeps depends on them"
+_ROI_ALIGN = (
+    "torchvision has it in torch's operators, too: torchvision.ops.roi_align._roi_align(input, rois, spatial_scale, "
+    "height, width, sampling_ratio, aligned), where rois has the image's number before each box"
+)
 
 # By torch's name of the operator without its overload, or the name of the call.
 _WAYS_OUT: dict[str, str] = {
@@ -66,6 +71,9 @@ _WAYS_OUT: dict[str, str] = {
     "unique_consecutive": _UNIQUE,
     "bincount": "F.one_hot(x, n).sum(0), with the number n of values",
     "one_hot": "give num_classes",
+    "torchvision::nms": _NMS,
+    "torchvision::roi_align": _ROI_ALIGN,
+    "torchvision::_roi_align_backward": _ROI_ALIGN,
     "repeat_interleave": _REPEAT,
     "repeat_interleave without output_size": _REPEAT,
 }

@@ -45,6 +45,9 @@ class Tracing(Protocol):
     def is_forbidden_execution(self, error: BaseException) -> bool:
         """Whether an error is the refusal to execute while that is not allowed."""
 
+    def is_lost_value(self, error: BaseException) -> bool:
+        """Whether an error says that a tensor has no value any more, as a refused execution may leave it."""
+
     def graph_name(self) -> str:
         """The name that graphs get in dumps and debug output."""
 

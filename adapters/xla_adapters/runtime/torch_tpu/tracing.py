@@ -46,6 +46,10 @@ class TPUTracing:
         """See `Tracing`."""
         return isinstance(error, RuntimeError) and any(text in str(error) for text in _READS)
 
+    def is_lost_value(self, error: BaseException) -> bool:
+        """See `Tracing`; a placeholder keeps its place."""
+        return False
+
     def graph_name(self) -> str:
         """See `Tracing`."""
         return self._name

@@ -18,6 +18,7 @@ from xla_adapters.runtime.module_moves import keep_parameters_when_moved
 from xla_adapters.runtime.torch_xla.compile_cache import CompileCache
 from xla_adapters.runtime.torch_xla.compile_memory import COMPILE_MEMORY
 from xla_adapters.runtime.torch_xla.compiler_flags import keep_nan
+from xla_adapters.runtime.torch_xla.linearization import linearize_without_trace
 from xla_adapters.runtime.torch_xla.operators import complete_autocast, register_kernels
 from xla_adapters.runtime.torch_xla.random_numbers import seed_with_torch
 from xla_adapters.runtime.torch_xla.scans import run_scans_in_eager_mode
@@ -77,6 +78,7 @@ class XLADevice:
         complete_autocast()
         register_kernels()
         keep_parameters_when_moved("xla")
+        linearize_without_trace()
         run_scans_in_eager_mode()
         count_tpus_without_asking()
         seed_with_torch(had_started=had_started)

@@ -54,6 +54,10 @@ class XLATracing:
         """See `Tracing`."""
         return isinstance(error, RuntimeError) and "Unexpected execution happens inside" in str(error)
 
+    def is_lost_value(self, error: BaseException) -> bool:
+        """See `Tracing`."""
+        return isinstance(error, RuntimeError) and has_neither(error)
+
     def graph_name(self) -> str:
         """See `Tracing`."""
         return str(_C._get_current_graph_name())

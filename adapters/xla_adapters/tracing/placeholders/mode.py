@@ -42,7 +42,7 @@ class PlaceholderMode(StepMode):
     Args:
         trace: gets the tensors.
         undo_log: gets the tensors that are about to be written.
-        on_read, on_dynamic, operations, answers: as for `StepMode`.
+        on_read, on_dynamic, on_refusal, operations, answers: as for `StepMode`.
 
     Attributes:
         lifting: of the update that is under way, if one is.
@@ -54,10 +54,11 @@ class PlaceholderMode(StepMode):
         undo_log: UndoLog,
         on_read: Callable[[str, torch.Tensor], None],
         on_dynamic: Callable[[str, torch.Tensor], None],
+        on_refusal: Callable[[str], None],
         operations: OperationLog,
         answers: Answers | None = None,
     ) -> None:
-        super().__init__(undo_log, on_read, on_dynamic, operations, answers)
+        super().__init__(undo_log, on_read, on_dynamic, on_refusal, operations, answers)
         self._trace = trace
         self._is_inner = len(undo_log.chain()) > 1
         self.lifting: Lifting | None = None

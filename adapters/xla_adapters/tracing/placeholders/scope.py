@@ -79,9 +79,8 @@ class PlaceholderScope(StepScope):
             self._trace = Trace(self._runtime, self.undo_logs)
             self._trace.begin()
         breaks = self._breaks
-        self._mode = PlaceholderMode(
-            self._trace, undo_log, breaks.on_read, breaks.on_dynamic, self.operations, breaks.answers
-        )
+        told = (breaks.on_read, breaks.on_dynamic, breaks.on_refusal)
+        self._mode = PlaceholderMode(self._trace, undo_log, *told, self.operations, breaks.answers)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def pause_recording(self) -> None:

@@ -161,6 +161,8 @@ def _multilabel_margin(self: torch.Tensor, target: torch.Tensor, reduction: int)
 
 # torch's own formulas for the gradients call other kernels.
 KERNELS: Mapping[str, Callable[..., Any]] = {
+    # The tangent of what does not depend on the arguments, in `torch.func.jvp`.
+    "_efficientzerotensor": torch.zeros,
     "complex": _complex,
     "polar": _polar,
     "index_reduce": _index_reduce,

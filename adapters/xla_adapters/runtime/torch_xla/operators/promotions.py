@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -61,6 +61,16 @@ def _shifted_number(stock: _Stock, self: int, other: torch.Tensor) -> torch.Tens
     return stock(self, other).to(torch.result_type(self, other))
 
 
+def _norm(stock: Callable[..., Sequence[torch.Tensor]], input: torch.Tensor, *args: Any) -> Sequence[torch.Tensor]:
+    """`native_layer_norm` and the like with weights of a wider dtype: computed in it, and rounded to the input's."""
+    weights = (value.dtype for value in args if isinstance(value, torch.Tensor))
+    wide = reduce(torch.promote_types, weights, input.dtype)
+    if wide is input.dtype:
+        return stock(input, *args)
+    result, *statistics = stock(input.to(wide), *args)
+    return result.to(input.dtype), *statistics
+
+
 # Their first argument is torch_xla's kernel.
 AROUND_STOCK: dict[str, Callable[..., torch.Tensor]] = {
     **dict.fromkeys(("maximum", "minimum", "clamp.Tensor", "clamp_min.Tensor", "clamp_max.Tensor"), _in_one_dtype),
@@ -68,3 +78,5 @@ AROUND_STOCK: dict[str, Callable[..., torch.Tensor]] = {
     **dict.fromkeys((f"bitwise_{name}.Scalar" for name in ("and", "or", "xor")), _bitwise),
     **dict.fromkeys((f"bitwise_{side}_shift.Scalar_Tensor" for side in ("left", "right")), _shifted_number),
 }
+# The same, with operators that have a backward.
+AROUND_DIFFERENTIABLE = dict.fromkeys(("native_layer_norm", "native_group_norm"), _norm)

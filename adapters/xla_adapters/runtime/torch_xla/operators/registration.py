@@ -57,6 +57,7 @@ _AROUND_DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
     **pooling.AROUND_STOCK,
     **maximum_pooling.AROUND_STOCK,
     **padding.AROUND_STOCK,
+    **promotions.AROUND_DIFFERENTIABLE,
 }
 _ABOVE_AUTOGRAD: Mapping[str, Callable[..., Any]] = {
     **embeddings.KERNELS,

@@ -1,4 +1,4 @@
-"""Reductions of what is written to one place, and the backward of `masked_scatter`."""
+"""Reductions of what is written to one place, the backward of `masked_scatter`, and indices of several dtypes."""
 
 from __future__ import annotations
 
@@ -61,6 +61,19 @@ def _masked_scatter_backward(grad: torch.Tensor, mask: torch.Tensor, sizes: Sequ
     return torch.narrow_copy(flat, 0, 0, elements).reshape(sizes)
 
 
+def _indexed(
+    stock: Callable[..., torch.Tensor], self: torch.Tensor, indices: Sequence[torch.Tensor | None], *args: Any
+) -> torch.Tensor:
+    """`index.Tensor` and `index_put_`, also where one index has 32 bits and another 64."""
+    wholes = {index.dtype for index in indices if index is not None} - {torch.bool, torch.uint8}
+    if len(wholes) > 1:
+        indices = [index.long() if index is not None and index.dtype in wholes else index for index in indices]
+    return stock(self, indices, *args)
+
+
 KERNELS: dict[str, Callable[..., Any]] = {"masked_scatter_backward": _masked_scatter_backward}
 # Their first argument is torch_xla's kernel.
-AROUND_STOCK: dict[str, Callable[..., Any]] = {"scatter_reduce.two": _scatter_reduce}
+AROUND_STOCK: dict[str, Callable[..., Any]] = {
+    "scatter_reduce.two": _scatter_reduce,
+    **dict.fromkeys(("index.Tensor", "index_put_"), _indexed),
+}
