@@ -102,6 +102,6 @@ def check_runtime(shards: bool) -> None:
         raise ConfigError(
             f"this process has {count} devices, and the trainer was created without sharding: torch_xla counts each "
             f"device as a process, and this one would wait for the other {count - 1} at the first reduction. Give "
-            "auto_sharding=True, or sharding='fsdp', to train on all of them; or have one device: set CPU_NUM_DEVICES=1, "
+            "auto_sharding=True, or sharding='fsdp', to train on all of them; or have one device by CPU_NUM_DEVICES=1, "
             "or on a TPU TPU_VISIBLE_CHIPS=0"
         )
