@@ -10,12 +10,17 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from transformers import Trainer
 
-from hf_trainer.generation import compiled_generation
+from hf_trainer.generation import compiled_generation, generate
+from hf_trainer.step_driver import StepDriver
 from xla_adapters import StepProgram
 from xla_adapters.runtime.modes import eager
+from xla_adapters.runtime.transfers import uploading
+from xla_adapters.tracing.deferred_numbers import make_plain
 from xla_adapters.tracing.library_reads import LibraryReads, answering, reads_of_packages
+from xla_adapters.utils.compiling import as_if_compiling
 from xla_adapters.utils.patching import replaced
 
 # Packages whose reads inside a step are for their logs, or for a decision that they make again in each step.
@@ -28,10 +33,14 @@ def library_of(cls: type) -> str | None:
     return package if package in _PACKAGES else None
 
 
+def libraries_of(trainer: Trainer) -> set[str]:
+    """The known packages that the classes of a trainer are defined in."""
+    return {package for cls in type(trainer).__mro__ if (package := library_of(cls)) is not None}
+
+
 def reads_of(trainer: Trainer) -> LibraryReads | None:
     """The reads that the steps of a trainer answer; None if it uses no known library."""
-    packages = {package for cls in type(trainer).__mro__ if (package := library_of(cls)) is not None}
-    return reads_of_packages(packages, trainer.model)
+    return reads_of_packages(libraries_of(trainer), trainer.model)
 
 
 @contextmanager
@@ -70,6 +79,15 @@ def _nan_maximum(tensor: torch.Tensor) -> torch.Tensor:
     return -_nan_minimum(-tensor)
 
 
+def before_log(trainer: Trainer) -> None:
+    """Makes the numbers that a known library keeps in the trainer plain ones: it may give them to code in C."""
+    if libraries_of(trainer):
+        for name, value in vars(trainer).items():
+            # Public ones are the user's: arguments, data sets.
+            if name.startswith("_") and name != "_xla":
+                make_plain(value)
+
+
 def generates_batches(trainer: Trainer) -> bool:
     """Whether a known library makes the batch of a step by generating, as for GRPO: that is no part of the step."""
     for cls in type(trainer).__mro__:
@@ -89,6 +107,32 @@ def generating(trainer: Trainer, model: torch.nn.Module, program: StepProgram) -
         program: runs and explains the graphs of the model.
     """
     with eager(False), compiled_generation(trainer.model, model, program):
+        yield
+
+
+@contextmanager
+def generating_apart(trainer: Trainer, steps: StepDriver) -> Iterator[None]:
+    """Inside the context, `generate` of a known library's trainer is no part of the open step, which goes on after it.
+
+    For trainers that generate in their `training_step`, as for online DPO and on-policy distillation.
+
+    Args:
+        trainer: the trainer.
+        steps: have the open step.
+    """
+    model: Any = trainer.model
+    if not libraries_of(trainer) or not hasattr(model, "generate"):
+        yield
+        return
+    own = model.generate
+
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        with steps.between_parts(), replaced(model, "generate", own), as_if_compiling(False):
+            generated = generate(model, *args, program=steps.generation, **kwargs)
+        with uploading():
+            return send_to_device(generated, trainer.args.device)
+
+    with replaced(model, "generate", apart):
         yield
 
 

@@ -147,7 +147,9 @@ class Answers:
         allowed = self._runtime.tracing.execution_allowed()
         self._runtime.tracing.set_execution_allowed(True)
         try:
-            return function(*args, **kwargs)
+            # A selection may be called outside of the step's mode, which would make another one of it.
+            with torch._C.DisableTorchFunction():
+                return function(*args, **kwargs)
         finally:
             self._runtime.tracing.set_execution_allowed(allowed)
 
