@@ -1,4 +1,4 @@
-"""Libraries of trainers that are known: TRL, whose trainers read metrics in `compute_loss` in order to log them."""
+"""Libraries of trainers that are known: TRL and sentence-transformers, which read values in the middle of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from hf_trainer.generation import compiled_generation, generate
 from hf_trainer.step_driver import StepDriver
-from xla_adapters import StepProgram
+from xla_adapters import StepProgram, get_runtime
 from xla_adapters.runtime.modes import eager
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.tracing.deferred_numbers import make_plain
@@ -24,7 +24,7 @@ from xla_adapters.utils.compiling import as_if_compiling
 from xla_adapters.utils.patching import replaced
 
 # Packages whose reads inside a step are for their logs, or for a decision that they make again in each step.
-_PACKAGES = ("trl",)
+_PACKAGES = ("trl", "sentence_transformers")
 
 
 def library_of(cls: type) -> str | None:
@@ -48,10 +48,16 @@ def reads_answered(trainer: Trainer) -> Iterator[None]:
     """Inside the context, steps answer the reads of the libraries that a trainer uses.
 
     Those of `nanmin` and `nanmax`, by which TRL computes metrics of GRPO, decide whether there is a number at all.
-    They are replaced by others that decide on the device.
+    They are replaced by others that decide on the device. The losses of sentence-transformers that compute embeddings
+    twice (`CachedMultipleNegativesRankingLoss`) put back the random numbers of the device, too.
     """
     reads = reads_of(trainer)
     with ExitStack() as stack:
+        cached = sys.modules.get("sentence_transformers.base.losses.gradcache")
+        if reads is not None and cached is not None and not get_runtime().has_placeholders:
+            context = _random_context(cached.RandContext)
+            for module in _importing(cached, "RandContext"):
+                stack.enter_context(replaced(module, "RandContext", context))
         if reads is not None and (utils := sys.modules.get("trl.trainer.utils")) is not None:
             for name, extreme in (("nanmin", _nan_minimum), ("nanmax", _nan_maximum)):
                 for module in _importing(utils, name):
@@ -66,6 +72,31 @@ def _importing(utils: ModuleType, name: str) -> list[ModuleType]:
     package = utils.__name__.partition(".")[0]
     loaded = [module for at, module in list(sys.modules.items()) if at.startswith(f"{package}.")]
     return [module for module in loaded if function is not None and vars(module).get(name) is function]
+
+
+def _random_context(base: Any) -> type:
+    """A class derived from the `RandContext` of sentence-transformers, for the random numbers of an XLA device."""
+    random = get_runtime().random
+
+    class DeviceRandomContext(base):  # type: ignore[misc]
+        """Puts back the random state from when it was made, inside the context."""
+
+        def __init__(self, *tensors: torch.Tensor) -> None:
+            # Not with the tensors: it would look for a `torch.xla` that has their random state.
+            super().__init__()
+            self._position = random.position()
+            self._present: Any = None
+
+        def __enter__(self) -> None:
+            super().__enter__()
+            self._present = random.seed()
+            random.set_seed(self._position)
+
+        def __exit__(self, *error: object) -> None:
+            random.set_seed(self._present)
+            super().__exit__(*error)
+
+    return DeviceRandomContext
 
 
 def _nan_minimum(tensor: torch.Tensor) -> torch.Tensor:

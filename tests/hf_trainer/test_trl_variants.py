@@ -52,10 +52,13 @@ class OnlineDPO(XLATrainerMixin, online_dpo.OnlineDPOTrainer):
 
 
 class Greedy(gkd.GKDTrainer):
-    """Generates the same on each device."""
+    """Generates the same on each device, and learns from the same teacher."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        teacher = llama()
+        for parameter in teacher.parameters():
+            torch.nn.init.uniform_(parameter, -0.05, 0.05)
+        super().__init__(*args, teacher_model=teacher, **kwargs)
         self.generation_config.do_sample = False
 
 
@@ -101,9 +104,10 @@ def test_a_sync_before_reads_is_left_out() -> None:
     """ORPO syncs the device where torch_xla is installed. There it also pads to `max_length`: others do by rows."""
     run, expected = both(ORPO, orpo.ORPOConfig, llama, rows_of(preference), args={"max_length": 32})
     assert_one_execution(run)
-    for mine, theirs in zip(run.trainer.state.log_history, expected, strict=True):
-        for name in ("loss", "nll_loss", "log_odds_ratio", "rewards/margins"):
-            assert mine.get(name) == pytest.approx(theirs.get(name), rel=1e-5, abs=1e-5)
+    for name in ("loss", "nll_loss", "log_odds_ratio", "rewards/margins"):
+        theirs = [entry[name] for entry in expected if name in entry]
+        assert len(theirs) == 4
+        assert run.logged(name) == pytest.approx(theirs, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -142,13 +146,14 @@ def test_a_selection_that_decides() -> None:
 @isolated
 def test_online_dpo() -> None:
     """It generates in `training_step`, and decodes there: the step goes on afterwards."""
-    args = {"max_new_tokens": 4, "max_length": 24, "top_k": 1, "max_steps": 2}
+    # Both completions of a prompt are the same, so gradients are zero but for rounding.
+    args = {"max_new_tokens": 4, "max_length": 24, "top_k": 1, "max_steps": 2, "adam_epsilon": 1e-3}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", GraphBreakWarning)
         run, expected = both(
             OnlineDPO, online_dpo.OnlineDPOConfig, llama, rows_of(_prompt), args=args, reward_funcs=_length
         )
-    assert_logs_are_equal(run, expected, tolerance=1e-4)
+    assert_logs_are_equal(run, expected)
 
 
 def _chat(index: int) -> dict[str, Any]:
@@ -165,12 +170,8 @@ def test_distillation_on_what_the_model_generates() -> None:
         "{% if add_generation_prompt %}a:{% endif %}"
     )
 
-    teacher = llama()
-    for parameter in teacher.parameters():
-        torch.nn.init.uniform_(parameter, -0.05, 0.05)
     args = {"lmbda": 1.0, "max_new_tokens": 4, "max_length": 48, "max_steps": 2}
-    options = {"processing_class": chat, "teacher_model": teacher}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", GraphBreakWarning)
-        run, expected = both(GKD, gkd.GKDConfig, llama, rows_of(_chat), args=args, **options)
+        run, expected = both(GKD, gkd.GKDConfig, llama, rows_of(_chat), args=args, processing_class=chat)
     assert_logs_are_equal(run, expected)
