@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from hf_trainer.framework_patches import as_if_compiling
 from hf_trainer.generation import compiled_generation
 from hf_trainer.inputs import Inputs
+from hf_trainer.libraries import generates_batches, generating, libraries_of, prepared
 from hf_trainer.replay import call_spec, obstacle_within
 from hf_trainer.session import Session
 from hf_trainer.step_driver import StepDriver
@@ -103,12 +104,18 @@ class Evaluation:
         """
         trainer = self._trainer
         method = trainer.prediction_step
+        # A preference is two rows of TRL's batches.
+        may_have_pairs = bool(libraries_of(trainer))
+        rows_per_sample = 0
 
         def prediction_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal rows_per_sample
             loss, logits, labels = method(model, inputs, *args, **kwargs)
-            samples = find_batch_size(inputs)
-            if loss is not None and samples is not None:
-                return BatchLoss(loss, samples), logits, labels
+            rows = find_batch_size(inputs)
+            if loss is not None and rows is not None:
+                if not rows_per_sample:
+                    rows_per_sample = max(1, rows // trainer.args.eval_batch_size) if may_have_pairs else 1
+                return BatchLoss(loss, rows // rows_per_sample), logits, labels
             return loss, logits, labels
 
         # On the instance: only the loop gets it. A user's override that calls `super()` gets the loss as it is.
@@ -123,6 +130,10 @@ class Evaluation:
         """As `Trainer.prediction_step`, compiled as one graph under `compile_eval`."""
         with self._inputs.staying_on_host(False):
             spec = None
+            generated = generates_batches(self._trainer)
+            if generated:
+                with generating(self._trainer, model, self._steps.generation):
+                    inputs = self._trainer._prepare_inputs(inputs)
             if self.is_compiled and self._may_replay():
                 inputs = self._inputs.before_step(inputs)
                 spec = self._call_spec(model, inputs, (prediction_loss_only, repr((args, kwargs))))
@@ -137,7 +148,7 @@ class Evaluation:
                 if self.is_compiled:
                     phase = "evaluation, loss only" if prediction_loss_only else "evaluation"
                     self._steps.begin_evaluation_step(inputs, phase, spec)
-                with as_if_compiling():
+                with as_if_compiling(), prepared(self._trainer) if generated else nullcontext():
                     results: tuple[Any, Any, Any] = self._steps.evaluation.outputs(compute)
                 if self.is_compiled:
                     self._steps.evaluation.close()

@@ -43,6 +43,11 @@ def correct_process_index(args: TrainingArguments) -> None:
         state.local_process_index = 0
 
 
+def _as_it_is(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """As `accelerate.utils.pad_across_processes`, which sends shapes to the device and back to compare them."""
+    return tensor
+
+
 def _reduced_in_one_process(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """As `accelerate.utils.reduce`, which syncs the device twice."""
     return accelerate.utils.operations.recursively_apply(
@@ -56,7 +61,8 @@ def trainer_patches() -> Iterator[None]:
 
     - Batches are read by `DeviceLoader`.
     - In one process, gathers return their argument. Unpatched, each logged loss is pickled through a rendezvous
-      (10 operations, 7 transfers), and objects that are no tensors are refused. Reductions return a copy.
+      (10 operations, 7 transfers), and objects that are no tensors are refused. Reductions return a copy. Nothing is
+      padded to the shapes of other processes.
     - `is_lomo_available` and `torch.cuda.is_available` are looked up once per run. Unpatched, optimizers search for
       the package and for CUDA's library in each step.
     """
@@ -83,6 +89,7 @@ def trainer_patches() -> Iterator[None]:
             for module in _with_gather_object():
                 stack.enter_context(replaced(module, "gather_object", gather))
             stack.enter_context(replaced(accelerate.accelerator, "reduce", _reduced_in_one_process))
+            stack.enter_context(replaced(accelerate.accelerator, "pad_across_processes", _as_it_is))
             yield
 
 

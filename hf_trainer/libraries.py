@@ -1,4 +1,4 @@
-"""Libraries of trainers that are known: TRL, whose trainers read metrics in `compute_loss` in order to log them."""
+"""Libraries of trainers that are known: TRL and sentence-transformers, which read values in the middle of a step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from transformers import Trainer
 
-from hf_trainer.generation import compiled_generation
-from xla_adapters import StepProgram
+from hf_trainer.generation import compiled_generation, generate
+from hf_trainer.step_driver import StepDriver
+from xla_adapters import StepProgram, get_runtime
 from xla_adapters.runtime.modes import eager
+from xla_adapters.runtime.transfers import uploading
+from xla_adapters.tracing.deferred_numbers import make_plain
 from xla_adapters.tracing.library_reads import LibraryReads, answering, reads_of_packages
+from xla_adapters.utils.compiling import as_if_compiling
 from xla_adapters.utils.patching import replaced
 
 # Packages whose reads inside a step are for their logs, or for a decision that they make again in each step.
-_PACKAGES = ("trl",)
+_PACKAGES = ("trl", "sentence_transformers")
 
 
 def library_of(cls: type) -> str | None:
@@ -28,10 +33,14 @@ def library_of(cls: type) -> str | None:
     return package if package in _PACKAGES else None
 
 
+def libraries_of(trainer: Trainer) -> set[str]:
+    """The known packages that the classes of a trainer are defined in."""
+    return {package for cls in type(trainer).__mro__ if (package := library_of(cls)) is not None}
+
+
 def reads_of(trainer: Trainer) -> LibraryReads | None:
     """The reads that the steps of a trainer answer; None if it uses no known library."""
-    packages = {package for cls in type(trainer).__mro__ if (package := library_of(cls)) is not None}
-    return reads_of_packages(packages, trainer.model)
+    return reads_of_packages(libraries_of(trainer), trainer.model)
 
 
 @contextmanager
@@ -39,10 +48,16 @@ def reads_answered(trainer: Trainer) -> Iterator[None]:
     """Inside the context, steps answer the reads of the libraries that a trainer uses.
 
     Those of `nanmin` and `nanmax`, by which TRL computes metrics of GRPO, decide whether there is a number at all.
-    They are replaced by others that decide on the device.
+    They are replaced by others that decide on the device. The losses of sentence-transformers that compute embeddings
+    twice (`CachedMultipleNegativesRankingLoss`) put back the random numbers of the device, too.
     """
     reads = reads_of(trainer)
     with ExitStack() as stack:
+        cached = sys.modules.get("sentence_transformers.base.losses.gradcache")
+        if reads is not None and cached is not None and not get_runtime().has_placeholders:
+            context = _random_context(cached.RandContext)
+            for module in _importing(cached, "RandContext"):
+                stack.enter_context(replaced(module, "RandContext", context))
         if reads is not None and (utils := sys.modules.get("trl.trainer.utils")) is not None:
             for name, extreme in (("nanmin", _nan_minimum), ("nanmax", _nan_maximum)):
                 for module in _importing(utils, name):
@@ -59,6 +74,31 @@ def _importing(utils: ModuleType, name: str) -> list[ModuleType]:
     return [module for module in loaded if function is not None and vars(module).get(name) is function]
 
 
+def _random_context(base: Any) -> type:
+    """A class derived from the `RandContext` of sentence-transformers, for the random numbers of an XLA device."""
+    random = get_runtime().random
+
+    class DeviceRandomContext(base):  # type: ignore[misc]
+        """Puts back the random state from when it was made, inside the context."""
+
+        def __init__(self, *tensors: torch.Tensor) -> None:
+            # Not with the tensors: it would look for a `torch.xla` that has their random state.
+            super().__init__()
+            self._position = random.position()
+            self._present: Any = None
+
+        def __enter__(self) -> None:
+            super().__enter__()
+            self._present = random.seed()
+            random.set_seed(self._position)
+
+        def __exit__(self, *error: object) -> None:
+            random.set_seed(self._present)
+            super().__exit__(*error)
+
+    return DeviceRandomContext
+
+
 def _nan_minimum(tensor: torch.Tensor) -> torch.Tensor:
     """As `trl.trainer.utils.nanmin`: the least number, or NaN if there is none."""
     missing = tensor.isnan()
@@ -68,6 +108,15 @@ def _nan_minimum(tensor: torch.Tensor) -> torch.Tensor:
 def _nan_maximum(tensor: torch.Tensor) -> torch.Tensor:
     """As `trl.trainer.utils.nanmax`."""
     return -_nan_minimum(-tensor)
+
+
+def before_log(trainer: Trainer) -> None:
+    """Makes the numbers that a known library keeps in the trainer plain ones: it may give them to code in C."""
+    if libraries_of(trainer):
+        for name, value in vars(trainer).items():
+            # Public ones are the user's: arguments, data sets.
+            if name.startswith("_") and name != "_xla":
+                make_plain(value)
 
 
 def generates_batches(trainer: Trainer) -> bool:
@@ -89,6 +138,32 @@ def generating(trainer: Trainer, model: torch.nn.Module, program: StepProgram) -
         program: runs and explains the graphs of the model.
     """
     with eager(False), compiled_generation(trainer.model, model, program):
+        yield
+
+
+@contextmanager
+def generating_apart(trainer: Trainer, steps: StepDriver) -> Iterator[None]:
+    """Inside the context, `generate` of a known library's trainer is no part of the open step, which goes on after it.
+
+    For trainers that generate in their `training_step`, as for online DPO and on-policy distillation.
+
+    Args:
+        trainer: the trainer.
+        steps: have the open step.
+    """
+    model: Any = trainer.model
+    if not libraries_of(trainer) or not hasattr(model, "generate"):
+        yield
+        return
+    own = model.generate
+
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        with steps.between_parts(), replaced(model, "generate", own), as_if_compiling(False):
+            generated = generate(model, *args, program=steps.generation, **kwargs)
+        with uploading():
+            return send_to_device(generated, trainer.args.device)
+
+    with replaced(model, "generate", apart):
         yield
 
 

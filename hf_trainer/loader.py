@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import transformers.trainer
 from accelerate import DistributedType, PartialState
 from accelerate import skip_first_batches as skip_by_sampler
+from accelerate.utils import send_to_device
 
 from xla_adapters.data.workers import generators_of, renew_workers
 from xla_adapters.runtime.rng import ReadingStream
+from xla_adapters.runtime.transfers import uploading
 from xla_adapters.utils.host_random import HostRandom
 
 
@@ -109,8 +113,9 @@ class DeviceLoader:
 
     accelerate's class reads the dataset in a background thread, which swallows the dataset's exceptions (the epoch
     ends early and looks normal), syncs the device at each batch, and keeps the last-batch flag in thread-local state
-    where the evaluation loop does not see it. This class reads batches in the thread that trains and leaves them on
-    the host; the step moves them to the device while it is traced. Use `dataloader_num_workers` to read in parallel.
+    where the evaluation loop does not see it. This class reads batches in the thread that trains, and leaves those for
+    transformers' loops on the host; the step moves them to the device while it is traced. Other loops get them on the
+    device. Use `dataloader_num_workers` to read in parallel.
 
     Args:
         dataloader: accelerate's prepared loader.
@@ -132,6 +137,15 @@ class DeviceLoader:
             loader.pin_memory = False
 
     def __iter__(self) -> Iterator[Any]:
+        if sys._getframe(1).f_globals.get("__name__") == transformers.trainer.__name__:
+            return self._batches()
+        return map(self._on_device, self._batches())
+
+    def _on_device(self, batch: Any) -> Any:
+        with uploading():
+            return send_to_device(batch, self.device)
+
+    def _batches(self) -> Iterator[Any]:
         self.position.begin(self.dataloader, self.skipped)
         batches = iter(self.dataloader)
         while True:

@@ -13,6 +13,7 @@ from hf_trainer import torch_tpu
 from hf_trainer.arguments import XLAArguments
 from hf_trainer.bridge import Bridge
 from hf_trainer.framework_patches import correct_process_index, trainer_patches
+from hf_trainer.libraries import before_log
 from hf_trainer.optimizers import OptimizerChoice
 from hf_trainer.options import TrainerOptions
 from hf_trainer.preparation import bfloat16_autocast, prepare_for_xla
@@ -261,6 +262,7 @@ class XLATrainerMixin(_Base):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As `Trainer.log`; under `report_to`, those of the training also say what its time goes to."""
         self._xla.report.add_to(logs)
+        before_log(self)
         super().log(logs, *args, **kwargs)
 
     def _maybe_log_save_evaluate(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from xla_adapters.replay.call_spec import CallSpec
 
 _HINT = " (a TrainerCallback may in on_step_end, on_log and on_evaluate)"
 _EVAL_HINT = f"{_HINT[:-1]}; compile_eval=False evaluates operation by operation, where everything may be read)"
-_TRAIN_STREAM, _EVAL_STREAM = 0, 1
+_TRAIN_STREAM, _EVAL_STREAM, _REST_STREAM = 0, 1, 2
 
 
 class StepDriver:
@@ -41,6 +41,8 @@ class StepDriver:
         self.generation = StepProgram("generate", other_config, hint=_EVAL_HINT)
         self._micro_step = 0
         self._eval_step = 0
+        # How to go on with the present step.
+        self._rest: dict[str, Any] = {}
         # `replay_works` runs a self-test, which compiles. It should not run in the first step.
         self.may_replay = config.may_replay and self._runtime.replay_works
 
@@ -95,7 +97,18 @@ class StepDriver:
             return
         phase = "update" if updates or self.config.accumulation == "unrolled" else "accumulate"
         facts = {"gradients": "absent" if first else "present", "model mode": "train" if training else "eval"}
+        self._rest = {"inputs": inputs, "phase": phase, "seed": replace(seed, stream=_REST_STREAM), "facts": facts}
         self.train.open(inputs=inputs, phase=phase, seed=seed, facts=facts, replay=replay)
+
+    @contextmanager
+    def between_parts(self) -> Iterator[None]:
+        """For what a step does not trace, in its middle: executes what it has traced, and goes on at the exit."""
+        if not self.train.is_open:
+            yield
+            return
+        self.train.close()
+        yield
+        self.train.open(**self._rest)
 
     def around_micro_step(self) -> AbstractContextManager[Any]:
         """The context for forward and backward of a micro batch."""

@@ -12,7 +12,7 @@ from transformers.trainer_pt_utils import find_batch_size
 
 from hf_trainer.framework_patches import as_if_compiling
 from hf_trainer.inputs import Inputs
-from hf_trainer.libraries import generates_batches, generating, prepared
+from hf_trainer.libraries import generates_batches, generating, generating_apart, prepared
 from hf_trainer.loss_check import checked_loss
 from hf_trainer.loss_sum import LossSum
 from hf_trainer.placement import model_of
@@ -73,6 +73,8 @@ class TrainingSteps:
         spec = None
         generated = generates_batches(trainer)
         if generated:
+            # As the method of the base class does before it prepares the batch. An evaluation has changed the mode.
+            model.train()
             with generating(trainer, model, steps.generation):
                 inputs = trainer._prepare_inputs(inputs)
         if self._may_replay():
@@ -93,6 +95,7 @@ class TrainingSteps:
             stack.enter_context(steps.around_micro_step())
             stack.enter_context(as_if_compiling())
             stack.enter_context(checked_loss(trainer))
+            stack.enter_context(generating_apart(trainer, steps))
             if generated:
                 stack.enter_context(prepared(trainer))
             loss: torch.Tensor = self._base.training_step(

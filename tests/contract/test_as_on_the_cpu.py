@@ -7,6 +7,7 @@ import inspect
 import accelerate.accelerator
 import accelerate.state
 import accelerate.utils.operations
+import pytest
 import safetensors.torch
 import torch
 import transformers.modeling_utils
@@ -57,3 +58,23 @@ def test_what_accelerate_does_otherwise_on_xla() -> None:
     assert "NotImplementedError" in inspect.getsource(accelerate.utils.operations.gather_object)
     assert vars(accelerate.accelerator)["gather_object"] is accelerate.utils.operations.gather_object
     assert 'os.environ.get("LOCAL_RANK", -1)' in inspect.getsource(accelerate.state)
+
+
+def test_padding_to_other_processes() -> None:
+    """`pad_across_processes` is replaced where the accelerator looks it up: one process has no other shapes."""
+    assert vars(accelerate.accelerator)["pad_across_processes"] is accelerate.utils.operations.pad_across_processes
+    assert "return pad_across_processes(" in inspect.getsource(accelerate.Accelerator.pad_across_processes)
+
+
+def test_the_loops_that_read_batches_on_the_host() -> None:
+    """`DeviceLoader` knows them by their module."""
+    assert "iter(train_dataloader)" in inspect.getsource(transformers.trainer)
+    assert "in enumerate(dataloader)" in inspect.getsource(transformers.trainer)
+
+
+def test_losses_that_put_back_random_numbers() -> None:
+    """`RandContext` of sentence-transformers is replaced by a class derived from it."""
+    gradcache = pytest.importorskip("sentence_transformers.base.losses.gradcache")
+    context = gradcache.RandContext()
+    assert isinstance(context.fwd_gpu_devices, list)
+    assert {"__enter__", "__exit__"} <= vars(gradcache.RandContext).keys()

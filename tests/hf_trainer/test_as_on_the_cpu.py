@@ -269,3 +269,34 @@ def test_a_plain_module_with_tied_weights_is_saved(tmp_path: Path) -> None:
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert torch.equal(again.model.head.weight.cpu(), trainer.model.head.weight.cpu())
     assert again.model.head.weight is again.model.embedding.weight
+
+
+class Probing(TrainerCallback):
+    """Evaluates by a loop of its own, as many callbacks do."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.losses: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        with torch.no_grad():
+            for batch in self.trainer.get_eval_dataloader():
+                self.losses.append(float(model(**batch)["loss"]))
+
+
+@isolated
+def test_a_loader_that_a_callback_reads_has_its_batches_on_the_device() -> None:
+    data, options = vector_samples(16), {"eval_dataset": vector_samples(6, seed=1)}
+    theirs, mine = Probing(), Probing()
+    with on_cpu(Classifier(), data, callbacks=[theirs], **options) as trainer:
+        theirs.trainer = trainer
+        trainer.train()
+    made = hf_trainer.Trainer(model=Classifier(), args=arguments(), train_dataset=data, callbacks=[mine], **options)
+    mine.trainer = made
+    made.train()
+    assert len(theirs.losses) == 8
+    assert_close(mine.losses, theirs.losses)
+    # The trainer's own loops leave them on the host, from where the step takes them.
+    with xla_adapters.count() as counts:
+        made.evaluate()
+    assert counts.eager_ops == 0

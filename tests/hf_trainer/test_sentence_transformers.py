@@ -12,10 +12,12 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
+import xla_adapters
 from hf_trainer import XLATrainerMixin
+from hf_trainer.libraries import reads_answered
 from tests.hf_trainer.scenarios import assert_close, train, without_xla
 from tests.isolation import isolated
-from xla_adapters import get_runtime
+from xla_adapters import GraphBreakWarning, get_runtime
 
 datasets = pytest.importorskip("datasets")
 sentence_transformers = pytest.importorskip("sentence_transformers")
@@ -58,10 +60,13 @@ def _arguments(**options: Any) -> Any:
     )
 
 
-def _trainer(kind: Any, device: str, **options: Any) -> Any:
+def _trainer(kind: Any, device: str, loss_of: Any = None, label: bool = False, **options: Any) -> Any:
     model = _model(device)
-    rows = [{"anchor": f"q{index:02d}", "positive": f"answer {index:02d}"} for index in range(16)]
-    loss = losses.MultipleNegativesRankingLoss(model)
+    rows: list[dict[str, Any]] = [
+        {"anchor": f"q{index:02d}", "positive": f"answer {index:02d}"} | ({"label": index % 2} if label else {})
+        for index in range(16)
+    ]
+    loss = (loss_of or losses.MultipleNegativesRankingLoss)(model)
     return kind(model=model, args=_arguments(**options), train_dataset=datasets.Dataset.from_list(rows), loss=loss)
 
 
@@ -80,3 +85,56 @@ def test_encode_after_a_training() -> None:
     assert model.device.type == "xla"
     np.testing.assert_allclose(model.encode(_TEXTS), expected, atol=1e-4)
     np.testing.assert_allclose(model.encode(_TEXTS, convert_to_tensor=True).cpu().numpy(), expected, atol=1e-4)
+
+
+@isolated
+def test_a_loss_that_computes_embeddings_twice() -> None:
+    """It looks which columns of the batch are used: the host knows that."""
+
+    def loss_of(model: Any) -> Any:
+        return losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)
+
+    get_runtime().device.initialize()
+    with without_xla():
+        stock = _trainer(_Stock, "cpu", loss_of, use_cpu=True)
+        stock.train()
+    run = train(_trainer(_Trainer, "xla", loss_of))
+    assert_close(run.losses, [entry["loss"] for entry in stock.state.log_history if "loss" in entry], tolerance=1e-4)
+    assert [step.executions for step in run.steps] == [1] * len(run.steps), run.explain()
+
+
+@pytest.mark.slow
+@isolated
+def test_a_loss_that_selects_pairs_by_their_distance() -> None:
+    """The step is executed in parts, and that is told once per line."""
+    get_runtime().device.initialize()
+    with without_xla():
+        stock = _trainer(_Stock, "cpu", losses.OnlineContrastiveLoss, label=True, use_cpu=True)
+        stock.train()
+    with pytest.warns(GraphBreakWarning, match="in compute_loss_from_embeddings"):
+        run = train(_trainer(_Trainer, "xla", losses.OnlineContrastiveLoss, label=True))
+    assert_close(run.losses, [entry["loss"] for entry in stock.state.log_history if "loss" in entry], tolerance=1e-4)
+
+
+@isolated
+def test_the_second_computation_draws_the_same_numbers() -> None:
+    gradcache = pytest.importorskip("sentence_transformers.base.losses.gradcache")
+    theirs = gradcache.RandContext
+    trainer = _trainer(_Trainer, "xla")
+    drawn = []
+    ones = torch.ones(64, device="xla")
+    with reads_answered(trainer):
+        for _ in range(2):
+            with xla_adapters.step():
+                context = gradcache.RandContext(ones)
+                first, second = torch.nn.functional.dropout(ones), torch.nn.functional.dropout(ones)
+                with context:
+                    again = torch.nn.functional.dropout(ones)
+                third = torch.nn.functional.dropout(ones)
+            drawn.append([value.cpu() for value in (first, second, third, again)])
+    assert gradcache.RandContext is theirs
+    for first, second, third, again in drawn:
+        assert torch.equal(first, again)
+        assert not torch.equal(first, second)
+        assert not torch.equal(second, third)
+    assert not torch.equal(drawn[0][0], drawn[1][0])

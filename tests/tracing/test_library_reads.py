@@ -19,9 +19,9 @@ import xla_adapters
 from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.support import Loop
-from xla_adapters import DiscardedTensorError, GraphBreakWarning, TensorReadError
+from xla_adapters import DeviceSyncError, DiscardedTensorError, GraphBreakWarning, TensorReadError
 from xla_adapters.runtime.uploads import note_upload
-from xla_adapters.tracing.deferred_numbers import DeferredNumber
+from xla_adapters.tracing.deferred_numbers import DeferredNumber, make_plain
 from xla_adapters.tracing.library_reads import LibraryReads, answering
 
 _LIBRARY = """
@@ -63,6 +63,14 @@ def decide(loss):
 def selected(values, labels):
     mask = labels != -100
     return values[mask].sum(), values[mask].mean(), values[mask].max()
+
+def above(values, limit):
+    chosen = values[values > limit].float()
+    return chosen.sum() + values[values > limit].max() + chosen.clamp(max=values[values > limit])[0]
+
+def sync_and_log(metrics, loss, sync):
+    sync()
+    metrics.append(loss.item())
 
 def without_loops(edges):
     return edges[:, edges[0] != edges[1]]
@@ -313,3 +321,46 @@ def test_what_the_host_may_not_know_is_read_from_the_device(tmp_path: Path) -> N
             assert isinstance(number, DeferredNumber)
             if function is library.after_a_hidden_write:
                 assert number == 7
+
+
+@isolated
+def test_a_selection_by_computed_values_splits_the_step(tmp_path: Path) -> None:
+    library, reads = _library(tmp_path)
+    values = torch.tensor([1.0, -2.0, 3.0, 0.5])
+    expected = library.above(values, 0.75)
+    on_device = values.to(DEVICE)
+    with answering(reads), pytest.warns(GraphBreakWarning, match="in above"), xla_adapters.step():
+        found = library.above(on_device * 1, 0.75)
+    assert float(found) == float(expected)
+
+
+@isolated
+def test_a_sync_of_a_library_is_left_out(tmp_path: Path) -> None:
+    torch_xla = pytest.importorskip("torch_xla")
+    library, reads = _library(tmp_path)
+    loop = _loop()
+    metrics: list[Any] = []
+    with answering(reads), xla_adapters.count() as counts, xla_adapters.step():
+        library.sync_and_log(metrics, loop.body(), torch_xla.sync)
+    assert counts.executions == 1
+    with answering(reads), pytest.raises(DeviceSyncError), xla_adapters.step():
+        loop.body()
+        torch_xla.sync()
+    assert float(metrics[0]) > 0
+
+
+@isolated
+def test_numbers_are_made_plain_once_they_are_known(tmp_path: Path) -> None:
+    library, reads = _library(tmp_path)
+    loop = _loop()
+    metrics: list[Any] = []
+    with answering(reads), xla_adapters.step():
+        library.log(metrics, loop.body())
+        kept = {"train": {"loss": metrics, "other": ["text", 1]}}
+        assert make_plain(kept) is kept
+        # The step is open: it is not split for them.
+        assert isinstance(metrics[0], DeferredNumber)
+    make_plain(kept)
+    assert [type(number) for number in metrics] == [float, float]
+    assert torch.tensor(metrics).mean().item() == pytest.approx(sum(metrics) / 2)
+    assert kept["train"]["other"] == ["text", 1]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import sys
 
+import torch
+import typing_extensions
+
 from xla_adapters.utils.location import Location, current_location, location_of
 
 
@@ -55,3 +58,17 @@ def test_a_line_in_a_library_says_who_called_it() -> None:
     assert location.called_from.filename == __file__
     assert location.called_from.lineno == sys._getframe().f_lineno - 5
     assert "called from" in str(location)
+
+
+def test_the_wrapper_of_deprecated_functions_is_passed_over() -> None:
+    found: list[Location | None] = []
+
+    @typing_extensions.deprecated("as torch_xla's sync functions are", category=None)
+    def deprecated() -> None:
+        # What a plain function of torch_xla sees: its own lines are passed over.
+        namespace: dict[str, object] = {"found": found, "current_location": current_location}
+        exec(compile("found.append(current_location())", torch.__file__, "exec"), namespace)
+
+    deprecated()
+    assert found[0] is not None
+    assert found[0].filename == __file__

@@ -10,7 +10,7 @@ import torch
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.uploads import note_upload
 from xla_adapters.tracing.deferred_numbers import DeferredNumbers
-from xla_adapters.tracing.library_reads import LibraryReads, MaskedSelection
+from xla_adapters.tracing.library_reads import LibraryReads, MaskedSelection, with_selections
 from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.nested_values import replaced
 
@@ -147,7 +147,9 @@ class Answers:
         allowed = self._runtime.tracing.execution_allowed()
         self._runtime.tracing.set_execution_allowed(True)
         try:
-            return function(*args, **kwargs)
+            # A selection may be called outside of the step's mode, which would make another one of it.
+            with torch._C.DisableTorchFunction():
+                return function(*with_selections(args), **with_selections(kwargs))
         finally:
             self._runtime.tracing.set_execution_allowed(allowed)
 

@@ -327,6 +327,24 @@ class DeferredNumber:
         return function(*map(_plain, args), **{name: _plain(value) for name, value in (kwargs or {}).items()})
 
 
+def make_plain(kept: Any) -> Any:
+    """Replaces deferred numbers whose step has ended, in lists and dictionaries, by the numbers.
+
+    Args:
+        kept: a value; its lists and dictionaries are changed in place.
+
+    Returns:
+        The value, or the number.
+    """
+    if isinstance(kept, DeferredNumber):
+        return kept if kept.is_open() else kept.value()
+    if isinstance(kept, (dict, list)):
+        for place, value in list(kept.items() if isinstance(kept, dict) else enumerate(kept)):
+            if isinstance(value, (DeferredNumber, dict, list)):
+                kept[place] = make_plain(value)
+    return kept
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, DeferredNumber):
         return value.value()

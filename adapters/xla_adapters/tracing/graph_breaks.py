@@ -119,14 +119,19 @@ class GraphBreaks:
         self.found = True
         self.flush()
 
-    def on_runtime_event(self, event: RuntimeEvent, subject: object) -> None:
+    def on_runtime_event(self, event: RuntimeEvent, subject: object) -> bool:
         """User code or a library syncs, waits for the device, or opens or closes a profiler scope.
+
+        Returns:
+            Whether that is to happen. A known library syncs before it reads; its reads are answered without that.
 
         Raises:
             GraphBreakError: the subclass for the kind, under `on_graph_break="error"`.
         """
         if self.executing:
-            return
+            return True
+        if event is RuntimeEvent.SYNC and self._reads is not None and self._reads.reader() is not None:
+            return False
         if event is RuntimeEvent.PROFILER_ENTER:
             self._profiler_scopes.enter(subject)
         elif event is RuntimeEvent.PROFILER_EXIT:
@@ -141,6 +146,7 @@ class GraphBreaks:
             self._policy.meet(kind, what, self._runtime)
             if event is RuntimeEvent.SYNC:
                 self.flush()
+        return True
 
     def translate(self, error: BaseException, operations: OperationLog) -> GraphBreakError | None:
         """The error to raise in place of the runtime's for an execution that it refused; `None` for other errors.

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from xla_adapters.tracing.host_values import HostValues
-from xla_adapters.utils.location import Location, current_location
+from xla_adapters.utils.location import Location, is_plumbing, stack_frames
 
 # Their layers look at the integers of the batch (which edges are loops) before they compute with the rest of it.
 _OF_LAYERS = ("torch_geometric",)
+# A tokenizer of transformers reads what it is given to decode. Who gives it is the reader.
+_PASSING_ON = ("/transformers/tokenization_utils_base.py", "/transformers/utils/generic.py")
 
 
 class LibraryReads:
@@ -48,10 +50,14 @@ def _prefixes(folders: list[str]) -> tuple[str, ...]:
 
 
 def _location_in(prefixes: tuple[str, ...]) -> Location | None:
-    location = current_location()
-    if location is None or not str(Path(location.filename).resolve()).startswith(prefixes):
-        return None
-    return location
+    for frame in stack_frames(sys._getframe(1)):
+        filename = frame.f_code.co_filename
+        if is_plumbing(filename) or filename.endswith(_PASSING_ON):
+            continue
+        if not str(Path(filename).resolve()).startswith(prefixes):
+            return None
+        return Location(filename=filename, lineno=frame.f_lineno, function=frame.f_code.co_name, is_user_code=False)
+    return None
 
 
 def reads_of_packages(packages: Iterable[str], model: torch.nn.Module | None) -> LibraryReads | None:
@@ -152,7 +158,7 @@ class MaskedSelection:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = _selected(args), _selected(kwargs or {})
+        args, kwargs = with_selections(args), with_selections(kwargs or {})
         return function(*args, **kwargs)
 
 
@@ -162,7 +168,7 @@ def _add_operators() -> None:
     for name in names.split():
 
         def operate(self: MaskedSelection, *args: Any, _name: str = f"__{name}__") -> Any:
-            return getattr(self.selected(), _name)(*_selected(args))
+            return getattr(self.selected(), _name)(*with_selections(args))
 
         setattr(MaskedSelection, f"__{name}__", operate)
 
@@ -170,11 +176,12 @@ def _add_operators() -> None:
 _add_operators()
 
 
-def _selected(value: Any) -> Any:
+def with_selections(value: Any) -> Any:
+    """A value with what `MaskedSelection`s in it select in their places."""
     if isinstance(value, MaskedSelection):
         return value.selected()
     if isinstance(value, (list, tuple)):
-        return type(value)(_selected(item) for item in value)
+        return type(value)(with_selections(item) for item in value)
     if isinstance(value, dict):
-        return {name: _selected(item) for name, item in value.items()}
+        return {name: with_selections(item) for name, item in value.items()}
     return value

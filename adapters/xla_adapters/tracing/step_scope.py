@@ -391,9 +391,8 @@ class StepScope:
         """
         self._breaks.meet(kind, what)
 
-    def _on_runtime_event(self, event: RuntimeEvent, subject: object) -> None:
-        if self.is_current:
-            self._breaks.on_runtime_event(event, subject)
+    def _on_runtime_event(self, event: RuntimeEvent, subject: object) -> bool:
+        return not self.is_current or self._breaks.on_runtime_event(event, subject)
 
     def flush(self) -> None:
         """Executes all that is pending, so that the rest of the step need not compute it again."""

@@ -18,6 +18,8 @@ _TYPED_IN = ("<stdin>", "<ipython-input-")
 # Packages through which a read passes on its way down; the cause is never there.
 _PLUMBING = ("torch", "torch_xla", "torch_tpu", "numpy", "_pytest", "pluggy", "accelerate", "safetensors")
 _plumbing_prefixes: list[str] = [f"{site}/{package}/" for site in _SITE for package in _PLUMBING]
+# Its `deprecated` wraps functions of torch_xla.
+_plumbing_prefixes += [f"{site}/typing_extensions.py" for site in _SITE]
 _framework_prefixes: list[str] = [_OWN_FOLDER + "/"]
 
 

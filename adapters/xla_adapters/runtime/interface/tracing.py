@@ -107,10 +107,10 @@ class Tracing(Protocol):
 
     # ---- what others do --------------------------------------------------------------------------
 
-    def intercept(self, notify: Callable[[RuntimeEvent, object], None]) -> AbstractContextManager[None]:
+    def intercept(self, notify: Callable[[RuntimeEvent, object], bool]) -> AbstractContextManager[None]:
         """A context in which syncs, waits and profiler scopes are reported before they happen.
 
         Args:
-            notify: called with the event and the first argument of the call, if any. What it raises reaches the
-                caller, and the call does not happen.
+            notify: called with the event and the first argument of the call, if any; returns whether the call is to
+                happen. What it raises reaches the caller, and the call does not happen.
         """

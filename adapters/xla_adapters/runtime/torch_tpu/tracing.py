@@ -106,13 +106,13 @@ class TPUTracing:
     # ---- what others do --------------------------------------------------------------------------
 
     @contextmanager
-    def intercept(self, notify: Callable[[RuntimeEvent, object], None]) -> Iterator[None]:
+    def intercept(self, notify: Callable[[RuntimeEvent, object], bool]) -> Iterator[None]:
         """See `Tracing`."""
 
         def reporting(call: Callable[..., Any]) -> Callable[..., Any]:
             def reported(*args: Any, **kwargs: Any) -> Any:
-                notify(RuntimeEvent.WAIT, args[0] if args else None)
-                return call(*args, **kwargs)
+                happens = notify(RuntimeEvent.WAIT, args[0] if args else None)
+                return call(*args, **kwargs) if happens else None
 
             return reported
 

@@ -16,13 +16,12 @@ _SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
 
 
 @contextmanager
-def intercepted(notify: Callable[[RuntimeEvent, object], None]) -> Iterator[None]:
+def intercepted(notify: Callable[[RuntimeEvent, object], bool]) -> Iterator[None]:
     """See `Tracing.intercept`."""
 
     def reporting(event: RuntimeEvent, call: Callable[..., Any]) -> Callable[..., Any]:
         def reported(*args: Any, **kwargs: Any) -> Any:
-            notify(event, args[0] if args else None)
-            return call(*args, **kwargs)
+            return call(*args, **kwargs) if notify(event, args[0] if args else None) else None
 
         return reported
 

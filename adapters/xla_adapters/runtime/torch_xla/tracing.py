@@ -136,7 +136,7 @@ class XLATracing:
         if tensors:
             _C._xla_optimization_barrier_([torch._from_functional_tensor(tensor) for tensor in tensors])
 
-    def intercept(self, notify: Callable[[RuntimeEvent, object], None]) -> AbstractContextManager[None]:
+    def intercept(self, notify: Callable[[RuntimeEvent, object], bool]) -> AbstractContextManager[None]:
         """See `Tracing`."""
         return intercepted(notify)
 
