@@ -166,8 +166,11 @@ class Solution:
     def _constraints(
         self, module: str, spec: Spec, made: Spec | None, of: Literal["output", "input"] = "output"
     ) -> Iterator[ActivationPlan]:
+        # The gradient of a value that is gathered is scattered by GSPMD itself: as soon as the sum is computed.
+        holds = self.rules.fabric.topology.holds_gradients and MODEL in used_axes(spec)
+        gradient = made if holds and made != spec else None
         for name in self.skeleton.originals(module):
-            yield ActivationPlan(module=name, spec=spec, of=of, gradient=None if made == spec else made)
+            yield ActivationPlan(module=name, spec=spec, of=of, gradient=gradient)
 
     def _made(self, operand: Operand, lying: Mapping[int, State] | None = None) -> Spec | None:
         """The layout in which what makes a value needs its gradient; None if a view has another shape for it.
