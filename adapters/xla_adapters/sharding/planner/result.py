@@ -173,13 +173,16 @@ class Solution:
             yield ActivationPlan(module=name, spec=spec, of=of, gradient=gradient)
 
     def _made(self, operand: Operand, lying: Mapping[int, State] | None = None) -> Spec | None:
-        """The layout in which what makes a value needs its gradient; None if a view has another shape for it.
+        """The layout in which what makes a value needs its gradient; None if it needs none.
 
         Without a constraint on the gradient GSPMD computes those of what comes before in the layout of the value's
         users: those of scores of attention, which are larger, by samples. Or it gathers the value from all devices.
         """
         assert operand.source is not None
         strategy = self.strategy(operand.source)
+        if strategy.scatters and self.graph.operators[operand.source].target == "embedding":
+            # No product is computed from the gradient of a lookup: GSPMD chooses how it is added up.
+            return None
         state = None if strategy.scatters else strategy.output
         state = (lying or {}).get(operand.source, state)
         seen = seen_as(self.rules, operand, state)
