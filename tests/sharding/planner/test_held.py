@@ -102,7 +102,7 @@ def test_both_are_evaluated_as_they_run(name: str, compiled: dict[str, PlanResul
 @isolated
 @pytest.mark.parametrize("kind", ["v5e", "cpu"])
 def test_on_tpus_a_gradient_returns_to_the_layout_of_what_makes_its_value(kind: str) -> None:
-    """`down_proj` adds up products of parts, and scatters the sum over samples: it needs its gradient of all of them."""
+    """`down_proj` adds up products of parts, and scatters the sum: it needs the gradient of all samples."""
     model, batch = preflight_models.build("llama-1b", 2)
     plans = plan_model(
         model, batch, mesh=Mesh.data_and_model(2, 4), devices=8, config=ShardingConfig(),

@@ -30,8 +30,8 @@ class Topology:
             that only products use is gathered, and an activation is kept for them, in half the bytes of float32.
             Products whose result is scattered over all devices are loops that send one shard more than there are.
         recomputes: whether what element-wise operators give is computed again in the backward, not kept.
-        holds_gradients: whether a constraint that splits a value otherwise than it is made constrains its gradient, too;
-            the steps of XLA's CPU backend then send more.
+        holds_gradients: whether a constraint that splits a value otherwise than it is made constrains its gradient,
+            too; the steps of XLA's CPU backend then send more.
 
     Raises:
         ConfigError: a figure is not positive.
