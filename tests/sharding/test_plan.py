@@ -31,7 +31,7 @@ Edit = Callable[[dict[str, Any]], None]
             batch=("data", "experts"),
             activations=(
                 ActivationPlan(module="layer", spec=("data", None)),
-                ActivationPlan(module="layer", spec=(None, "model"), of="input"),
+                ActivationPlan(module="layer", spec=(None, "model"), of="input", gradient=("data", None)),
             ),
         ),
     ],
@@ -69,6 +69,19 @@ def test_a_file_from_before_inputs_were_held_is_read(tmp_path: Path) -> None:
             del entry["used"]
 
     assert ShardingPlan.load(edited(tmp_path, edit)) == make_plan()
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"spec": ["data", None], "gradient": ["rows", None]}, "layers.0: the mesh has no axis 'rows'"),
+        ({"spec": ["data", None], "gradent": [None, None]}, "unexpected keyword argument 'gradent'"),
+        ({"gradient": ["data", None]}, "spec"),
+    ],
+)
+def test_a_constraint_that_makes_no_sense_is_refused(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ShardingPlan.load(edited(tmp_path, lambda values: values["activations"].update({"model.layers.0": entry})))
 
 
 def set_parameter(**entries: Any) -> Edit:

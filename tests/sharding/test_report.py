@@ -127,11 +127,13 @@ def test_what_modules_take_and_what_is_put_together_for_them_is_listed() -> None
         activations=(
             *plan.activations,
             ActivationPlan(module="model.layers.0.up", spec=("data", None, "model"), of="input"),
+            ActivationPlan(module="model.embed", spec=("data", None), of="input", gradient=("data", "model")),
         ),
     ).report()
     assert "gathered before use: model.layers.{0-3}.down.weight" in text
     assert row(text, "model.layers.{0-3} ") == ["model.layers.{0-3}", "(data, -, -)"]
     assert row(text, "model.layers.0.up ") == ["model.layers.0.up", "(data, -, model)"]
+    assert row(text, "model.embed ") == ["model.embed", "(data, -), gradient (data, model)"]
     assert "what the module takes" in text
     assert "what the module takes" not in plan.report()
 

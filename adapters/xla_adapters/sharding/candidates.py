@@ -46,7 +46,14 @@ def distinct(plans: Sequence[ShardingPlan]) -> list[ShardingPlan]:
     found: dict[Any, ShardingPlan] = {}
     for plan in plans:
         stored = tuple(tiles_of(plan.mesh, spec) for item in plan.parameters for spec in (item.spec, item.spec_in_use))
-        held = tuple((entry.module, entry.of, tiles_of(plan.mesh, entry.spec)) for entry in plan.activations)
+        held = tuple(
+            (
+                entry.module,
+                entry.of,
+                *(tiles_of(plan.mesh, spec) for spec in (entry.spec, entry.gradient or entry.spec)),
+            )
+            for entry in plan.activations
+        )
         found.setdefault((stored, tiles_of(plan.mesh, (plan.batch,)), held), plan)
     return list(found.values())
 

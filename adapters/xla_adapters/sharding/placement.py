@@ -156,13 +156,15 @@ class Placement:
 
     def _constraint(self, entry: ActivationPlan) -> Callable[[Any], Any]:
         tiles = tiles_of(self.plan.mesh, entry.spec)
+        gradient = tiles if entry.gradient is None else tiles_of(self.plan.mesh, entry.gradient)
 
         def constrain(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or value.ndim != len(entry.spec) or not value.is_floating_point():
                 return value
-            if any(size % count for size, count in zip(value.shape, tiles.counts, strict=True)):
-                return value
-            return self._runtime.spmd.constrain(value, tiles)
+            for asked in (tiles, gradient):
+                if any(size % count for size, count in zip(value.shape, asked.counts, strict=True)):
+                    return value
+            return self._runtime.spmd.constrain(value, tiles, gradient=gradient)
 
         return constrain
 

@@ -52,7 +52,9 @@ class ShardingPlan(PlanData):
                     self.mesh.check(entry.name, entry.shape, spec)
         self.mesh.check_axes("batch", (self.batch,))
         for constraint in self.activations:
-            self.mesh.check_axes(f"{constraint.of} of {constraint.module}", constraint.spec)
+            for spec in (constraint.spec, constraint.gradient):
+                if spec is not None:
+                    self.mesh.check_axes(f"{constraint.of} of {constraint.module}", spec)
 
     def report(self, *, width: int = 110) -> str:
         """The plan and its costs as text; see `report.report`."""
@@ -67,7 +69,7 @@ class ShardingPlan(PlanData):
         values = {"format": FORMAT, **dataclasses.asdict(self)}
         values["parameters"] = {entry.pop("name"): entry for entry in values["parameters"]}
         for kind, key in _CONSTRAINTS.items():
-            values[key] = {entry.module: entry.spec for entry in self.activations if entry.of == kind}
+            values[key] = {entry.module: _constraint(entry) for entry in self.activations if entry.of == kind}
         Path(path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -110,10 +112,10 @@ class ShardingPlan(PlanData):
             for name, entry in values.pop("parameters").items()
         )
         activations = tuple(
-            ActivationPlan(module=module, spec=as_spec(spec), of=kind)
+            _activation(module, entry, kind)
             for kind, key in _CONSTRAINTS.items()
             # Older files have no constraints of inputs.
-            for module, spec in (values.pop(key) if kind == "output" else values.pop(key, {})).items()
+            for module, entry in (values.pop(key) if kind == "output" else values.pop(key, {})).items()
         )
         predicted, measured = values.pop("predicted"), values.pop("measured")
         if predicted is not None:
@@ -134,6 +136,17 @@ class ShardingPlan(PlanData):
             ),
             **values,
         )
+
+
+def _constraint(entry: ActivationPlan) -> Any:
+    """As it is saved: its spec, or two if its gradient has another."""
+    return entry.spec if entry.gradient is None else {"spec": entry.spec, "gradient": entry.gradient}
+
+
+def _activation(module: str, entry: Any, of: Literal["output", "input"]) -> ActivationPlan:
+    if not isinstance(entry, dict):
+        return ActivationPlan(module=module, spec=as_spec(entry), of=of)
+    return ActivationPlan(module=module, of=of, **{name: as_spec(spec) for name, spec in entry.items()})
 
 
 def _measurement(values: dict[str, Any] | None) -> Measurement | None:

@@ -48,11 +48,13 @@ class ActivationPlan:
         module: its name as in `named_modules()`.
         spec: of the first output or argument; ignored if the rank differs.
         of: whether it is for the output or the input.
+        gradient: of its gradient in the backward, if that is needed in another layout.
     """
 
     module: str
     spec: Spec
     of: Literal["output", "input"] = "output"
+    gradient: Spec | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

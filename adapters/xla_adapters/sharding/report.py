@@ -106,7 +106,8 @@ def _activations(plan: PlanData, width: int) -> list[str]:
         by_spec: dict[str, list[str]] = {}
         for entry in plan.activations:
             if entry.of == kind:
-                by_spec.setdefault(render(entry.spec), []).append(entry.module)
+                back = f", gradient {render(entry.gradient)}" if entry.gradient is not None else ""
+                by_spec.setdefault(render(entry.spec) + back, []).append(entry.module)
         rows = [[_folded_names(modules), spec] for spec, modules in by_spec.items()]
         if rows:
             lines += table([what, "split over"], rows, width=width)

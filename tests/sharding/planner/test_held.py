@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import preflight_models
 from benchmarks.sharding_models import build
 from hf_trainer.framework_patches import as_if_compiling
 from tests.isolation import isolated
 from xla_adapters.sharding import ActivationPlan, Mesh, ParameterPlan, ShardingConfig, ShardingPlan
 from xla_adapters.sharding.measure import PlanResult, measure_plans
-from xla_adapters.sharding.mesh import DATA, Spec
+from xla_adapters.sharding.mesh import DATA, Spec, used_axes
 from xla_adapters.sharding.planner import Topology, evaluate, plan_model
 from xla_adapters.sharding.planner.costs import Fabric
 from xla_adapters.sharding.planner.graph import Operand, Operator
@@ -96,6 +97,22 @@ def test_both_are_evaluated_as_they_run(name: str, compiled: dict[str, PlanResul
     measurement = compiled[name].measurement
     assert measurement is not None
     assert said.wire_bytes == pytest.approx(measurement.wire_bytes, rel=0.02)
+
+
+@isolated
+@pytest.mark.parametrize("kind", ["v5e", "cpu"])
+def test_on_tpus_a_gradient_returns_to_the_layout_of_what_makes_its_value(kind: str) -> None:
+    """`down_proj` adds up products of parts, and scatters the sum: it needs the gradient of all samples."""
+    model, batch = preflight_models.build("llama-1b", 2)
+    plans = plan_model(
+        model, batch, mesh=Mesh.data_and_model(2, 4), devices=8, config=ShardingConfig(),
+        topology=Topology.preset(kind), around=as_if_compiling,
+    )  # fmt: skip
+    held = [item for plan in plans for item in plan.activations if item.gradient is not None]
+    assert all("model" in used_axes(item.spec) and item.gradient != item.spec for item in held)
+    rows: Spec = ((DATA, "model"), None, None)
+    down = {item.gradient for item in held if item.module.endswith("down_proj") and item.spec == rows}
+    assert down == ({(DATA, None, None)} if kind == "v5e" else set())
 
 
 @isolated

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from xla_adapters.sharding.mesh import DATA, MODEL, DimSpec, Mesh, Spec, used_axes, without
 from xla_adapters.sharding.plan_data import ActivationPlan, PlanCost
@@ -147,24 +148,45 @@ class Solution:
         )
         modules = _modules(self.skeleton) if split else {layer.name for layer in self.skeleton.layers}
         taken = self._taken()
-        found: dict[str, Spec] = {}
+        found: list[ActivationPlan] = []
         for module, operand in sorted(self.graph.outputs.items()):
             if module in modules and operand.source is not None:
                 spec = self._spec(operand, taken)
                 if any(spec):
-                    found.update(dict.fromkeys(self.skeleton.originals(module), spec))
+                    found += self._constraints(module, spec, self._made(operand))
         fixed = held(self.graph, self.folded, self.skeleton)
         present = {source: state for source, state in taken.items() if self.folded.operators.of(source) in fixed}
-        entering: dict[str, Spec] = {}
         for module, operand in sorted(self.graph.inputs.items()) if split else ():
             if module in modules:
                 wanted = self._wanted(module, operand, present)
                 if wanted is not None:
-                    entering.update(dict.fromkeys(self.skeleton.originals(module), wanted))
-        return (
-            *(ActivationPlan(module=module, spec=spec) for module, spec in sorted(found.items())),
-            *(ActivationPlan(module=module, spec=spec, of="input") for module, spec in sorted(entering.items())),
-        )
+                    found += self._constraints(module, wanted, self._made(operand, present), of="input")
+        return tuple(sorted(found, key=lambda entry: (entry.of == "input", entry.module)))
+
+    def _constraints(
+        self, module: str, spec: Spec, made: Spec | None, of: Literal["output", "input"] = "output"
+    ) -> Iterator[ActivationPlan]:
+        # The gradient of a value that is gathered is scattered by GSPMD itself: as soon as the sum is computed.
+        holds = self.rules.fabric.topology.holds_gradients and MODEL in used_axes(spec)
+        gradient = made if holds and made != spec else None
+        for name in self.skeleton.originals(module):
+            yield ActivationPlan(module=name, spec=spec, of=of, gradient=gradient)
+
+    def _made(self, operand: Operand, lying: Mapping[int, State] | None = None) -> Spec | None:
+        """The layout in which what makes a value needs its gradient; None if it needs none.
+
+        Without a constraint on the gradient GSPMD computes those of what comes before in the layout of the value's
+        users: those of scores of attention, which are larger, by samples. Or it gathers the value from all devices.
+        """
+        assert operand.source is not None
+        strategy = self.strategy(operand.source)
+        if strategy.scatters and self.graph.operators[operand.source].target == "embedding":
+            # No product is computed from the gradient of a lookup: GSPMD chooses how it is added up.
+            return None
+        state = None if strategy.scatters else strategy.output
+        state = (lying or {}).get(operand.source, state)
+        seen = seen_as(self.rules, operand, state)
+        return None if seen is None and state is not None else self._lying(operand, seen)
 
     def _wanted(self, module: str, operand: Operand, lying: Mapping[int, State]) -> Spec | None:
         """The spec in which a module needs a value; None if that is its present one, or if it needs several."""

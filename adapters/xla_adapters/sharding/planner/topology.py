@@ -30,6 +30,8 @@ class Topology:
             that only products use is gathered, and an activation is kept for them, in half the bytes of float32.
             Products whose result is scattered over all devices are loops that send one shard more than there are.
         recomputes: whether what element-wise operators give is computed again in the backward, not kept.
+        holds_gradients: whether a constraint that splits a value otherwise than it is made constrains its gradient,
+            too; the steps of XLA's CPU backend then send more.
 
     Raises:
         ConfigError: a figure is not positive.
@@ -48,6 +50,7 @@ class Topology:
     gathers_again: bool = True
     rounds_products: bool = True
     recomputes: bool = True
+    holds_gradients: bool = True
 
     def __post_init__(self) -> None:
         figures = {
@@ -105,6 +108,7 @@ _PRESETS = {
             gathers_again=False,
             rounds_products=False,
             recomputes=False,
+            holds_gradients=False,
         ),
         Topology(name="v4", flops=275e12, memory_bandwidth=1.2e12, memory_bytes=32 * _GIB, bandwidth=9e10),
         Topology(name="v5e", flops=197e12, memory_bandwidth=8.19e11, memory_bytes=16 * _GIB, bandwidth=9e10),
