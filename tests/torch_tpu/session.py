@@ -50,9 +50,6 @@ LEFT_OUT: dict[str, str] = {
     ),
     "test_rfc_stories.py::test_a_profiler_scope_across_the_edge": "it tests the profiler of torch_xla",
     "test_rfc_stories.py::test_leaving_the_loop_early": _LAZY,
-    "test_optimizers.py::test_learning_rates_of_zero_and_one": (
-        "its parameters are in float64, for which numbers of an optimizer are constants of the program"
-    ),
     "test_optimizers.py::test_a_stale_optimizer_is_told_once": (
         "a step with an optimizer of parameters that were moved away raises a PlaceholderError there"
     ),

@@ -185,6 +185,7 @@ class PlaceholderCapture(PlaceholderScope):
             targets=targets,
             kept=kept,
             roles=self._roles_of,
+            chunks=trace.numbers.chunks,
             draws=program.draws,
             before=[(leaf, grad is not None) for leaf, grad in leaves],
             dropped=[leaf for leaf, grad in leaves if grad is not None and leaf.grad is None],
