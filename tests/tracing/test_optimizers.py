@@ -154,7 +154,7 @@ def test_host_reading_optimizers_run_eagerly_and_say_so_once(name: str) -> None:
     ("weight_decay", "compiles"),
     [
         (0.0, 1),
-        # A known defect: a rate of exactly 0 together with weight decay is still a graph of its own, once, with torch_xla.
+        # A known defect with torch_xla: a rate of exactly 0 together with weight decay is a graph of its own, once.
         (0.01, 1 if ON_TORCH_TPU else 2),
     ],
 )
