@@ -89,17 +89,18 @@ class ProgramVerification:
 class ProgramCache(ExecutableCache):
     """An `ExecutableCache` of programs of placeholders."""
 
-    # Whether calls have differed in which gradients were there, as those of a user's own accumulation do.
-    _by_gradients: bool = False
+    # How often calls have differed in which gradients were there. The first call of many trainings does, once; those
+    # of a user's own accumulation do again and again.
+    _by_gradients: int = 0
 
     def _gradients(self, spec: CallSpec) -> Hashable:
-        if not self._by_gradients:
+        if self._by_gradients < 2:
             return ()
         return tuple(leaf.grad is not None for module in spec.modules for leaf in module.parameters())
 
     def note(self, reason: str) -> None:
         """See `ExecutableCache`."""
-        self._by_gradients = self._by_gradients or reason.startswith(OTHER_GRADIENTS)
+        self._by_gradients += reason.startswith(OTHER_GRADIENTS)
         super().note(reason)
 
     def _uncaptured(self, plan: Any, spec: CallSpec, **options: Any) -> PlaceholderScope:
