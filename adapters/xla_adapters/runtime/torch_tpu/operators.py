@@ -91,9 +91,9 @@ def part_copies() -> None:
                     by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
     for tensors in by_storage.values():
         if all(_is_whole(tensor) for tensor in tensors):
-            value = _apart(tensors[0].detach())
+            value = tensors[0].detach().clone()
             for tensor in tensors:
-                tensor.data = value.view(tensor.shape)
+                tensor.data = value if tensor.shape == value.shape else value.view(tensor.shape)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
