@@ -106,6 +106,8 @@ _shared: list[str] = []
 _left_out: dict[str, str] = {}
 
 
+# After those that a mark leaves out.
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what does not run on TorchTPU, and all where the device cannot be had."""
     for item in items:
