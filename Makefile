@@ -12,7 +12,7 @@ TPU_BIN := $(TPU_VENV)/bin
 TPU_STAMP := $(TPU_VENV)/.installed
 
 .PHONY: demo demo-digits demo-lightning test test-apart test-rest test-slow test-untuned test-untuned-apart test-untuned-rest \
-	test-torch-tpu bench-torch-tpu lint docs bench dashboard clean
+	test-torch-tpu test-torch-tpu-apart test-torch-tpu-rest bench-torch-tpu lint docs bench dashboard clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.byte_lm
@@ -58,10 +58,19 @@ test-untuned-rest:
 ON_BOTH := $(addprefix tests/,tracing/test_exceptions.py tracing/test_rfc_stories.py tracing/test_step_scope.py \
 	tracing/test_optimizers.py tracing/test_nesting.py replay/test_replay.py replay/test_replay_optimizers.py \
 	replay/test_replay_batch_in_writes.py replay/test_replay_guards.py replay/test_replay_hidden.py \
-	replay/test_replay_reads.py replay/test_replaced_code.py hf_trainer/test_training.py lightning_strategy/test_training.py)
+	replay/test_replay_reads.py replay/test_replaced_code.py $(addprefix lightning_strategy/,test_training.py test_loops.py))
+ON_BOTH_APART := $(addprefix tests/,replay/test_reachable_changes.py \
+	$(addprefix hf_trainer/test_,training.py evaluation.py resume.py safe_checkpoints.py checkpoint_options.py) \
+	$(addprefix lightning_strategy/test_,checkpoints.py checkpoint_options.py))
 
 # On XLA:CPU, which stands in for the TPU; without a C compiler they are skipped.
 test-torch-tpu: $(TPU_STAMP)
+	+$(MAKE) --no-print-directory -j2 --output-sync=target test-torch-tpu-apart test-torch-tpu-rest
+
+test-torch-tpu-apart:
+	$(TPU_BIN)/python -m pytest $(ON_BOTH_APART)
+
+test-torch-tpu-rest:
 	$(TPU_BIN)/python -m pytest tests/torch_tpu $(ON_BOTH)
 
 bench-torch-tpu: $(TPU_STAMP)

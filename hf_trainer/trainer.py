@@ -30,6 +30,7 @@ class Trainer(XLATrainerMixin, transformers.Trainer):
 
         Raises:
             ConfigError: there is no such slice.
+            UnsupportedOptionError: the runtime is TorchTPU.
         """
         # Late: trainings need none of it.
         from hf_trainer.preflight import preflight

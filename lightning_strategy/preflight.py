@@ -92,7 +92,7 @@ def preflight(
 
     Raises:
         ConfigError: there is no such slice.
-        UnsupportedOptionError: there are several loaders.
+        UnsupportedOptionError: there are several loaders, or the runtime is TorchTPU.
     """
     accumulated = trainer.accumulate_grad_batches
     loaders = _first(train_dataloaders, accumulated), _first(val_dataloaders, 1)

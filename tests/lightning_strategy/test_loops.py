@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Timer
 
 import xla_adapters
 from lightning_strategy import XLAEagerStrategy
+from tests.device import ON_TORCH_TPU
 from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import (
     BATCH,
@@ -415,8 +416,8 @@ def test_augmentation_on_the_device_repeats() -> None:
     assert len({round(loss, 4) for loss in first.module.losses}) == 12
     plain = fit(Classifier, XLAEagerStrategy())
     assert (first.counters.compiles, first.counters.executions) == (1, 12)
-    # Each batch costs one more execution, before its step.
-    assert first.counters.eager_ops - plain.counters.eager_ops == 12
+    # Each batch costs one more execution, before its step; on TorchTPU one of each operation.
+    assert first.counters.eager_ops - plain.counters.eager_ops == 12 * (9 if ON_TORCH_TPU else 1)
 
 
 class Centers(Classifier):
@@ -430,7 +431,7 @@ def test_transform_on_the_device_agrees_with_the_cpu() -> None:
     ours, plain = fit_both(Centers, validation=lambda: loader(2, seed=1))
     without = fit(Classifier, XLAEagerStrategy(), validation=lambda: loader(2, seed=1))
     assert (ours.counters.compiles, ours.counters.executions) == (2, 12 + 4)
-    assert ours.counters.eager_ops - without.counters.eager_ops == 12 + 4
+    assert ours.counters.eager_ops - without.counters.eager_ops == (12 + 4) * (6 if ON_TORCH_TPU else 1)
     assert_logged_close(ours, plain)
 
 

@@ -38,6 +38,9 @@ def is_started() -> bool:
 _OPERATOR = "it needs an operator or a kernel that torch_tpu, or the stand-in for a TPU, does not have"
 _LAZY = "it tests lazy tensors, which torch_tpu does not have"
 _SPMD = "it tests sharding, which this package does with torch_xla only"
+_DATASETS = "it needs the package datasets, which is not in this environment"
+_ALGORITHM = "torch_tpu draws random numbers with one algorithm only"
+_HOST = "it is about the data on the host, and takes long; other kinds of data run"
 # Tests of the other folders that do not run on TorchTPU, by the end of their name, and why.
 LEFT_OUT: dict[str, str] = {
     "test_exceptions.py::test_a_graph_that_does_not_compile": "it makes torch_xla's compiler fail",
@@ -47,9 +50,6 @@ LEFT_OUT: dict[str, str] = {
     ),
     "test_rfc_stories.py::test_a_profiler_scope_across_the_edge": "it tests the profiler of torch_xla",
     "test_rfc_stories.py::test_leaving_the_loop_early": _LAZY,
-    "test_optimizers.py::test_learning_rates_of_zero_and_one": (
-        "its parameters are in float64, for which numbers of an optimizer are constants of the program"
-    ),
     "test_optimizers.py::test_a_stale_optimizer_is_told_once": (
         "a step with an optimizer of parameters that were moved away raises a PlaceholderError there"
     ),
@@ -86,6 +86,19 @@ LEFT_OUT: dict[str, str] = {
     "lightning_strategy/test_training.py::test_gradients_zeroed_in_place_by_the_user[False-2]": (
         "gradients that are kept from step to step (free_grads=False) are refused"
     ),
+    "hf_trainer/test_safe_checkpoints.py::test_other_random_numbers_are_shown": _ALGORITHM,
+    "lightning_strategy/test_checkpoint_options.py::test_other_random_numbers_are_shown": _ALGORITHM,
+    "lightning_strategy/test_checkpoint_options.py::test_what_cannot_take_effect_raises": _SPMD,
+    **{
+        f"lightning_strategy/test_checkpoint_options.py::test_the_data_goes_on[{kind}]": reason
+        for kind, reason in (
+            ("datasets", _DATASETS),
+            ("streaming datasets", _DATASETS),
+            ("generator", _HOST),
+            ("drawing", _HOST),
+            ("several", _HOST),
+        )
+    },
     "lightning_strategy/test_training.py::test_language_model_of_huggingface_with_an_attention_mask": _OPERATOR,
 }
 _HERE = Path(__file__).parent
@@ -93,6 +106,8 @@ _shared: list[str] = []
 _left_out: dict[str, str] = {}
 
 
+# After those that a mark leaves out.
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what does not run on TorchTPU, and all where the device cannot be had."""
     for item in items:

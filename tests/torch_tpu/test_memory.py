@@ -239,3 +239,22 @@ def test_an_index_that_is_read_is_an_error_with_the_line() -> None:
     assert caught.value.filename == __file__
     assert get_runtime().counters.metrics().executions == 0
     assert table.sum().item() == 0
+
+
+@isolated
+def test_copies_from_before_the_start_keep_their_values() -> None:
+    """torch_tpu lets them share a buffer, which a step that is given it would delete."""
+    net = nn.Linear(4, 4).to("tpu")
+    best, average = copy.deepcopy(net), net.weight.detach().clone()
+    alias, before = net.weight.detach(), net.weight.detach().cpu()
+    xla_adapters.initialize()
+    assert alias.data_ptr() == net.weight.data_ptr()
+    for _ in range(2):
+        with xla_adapters.step(), torch.no_grad():
+            net.weight.add_(1.0)
+    with xla_adapters.step(), torch.no_grad():
+        net.weight.mul_(2.0)
+        best.weight.sub_(1.0)
+    assert torch.equal(average.cpu(), before)
+    assert torch.equal(best.weight.detach().cpu(), before - 1)
+    assert torch.equal(net.weight.detach().cpu(), (before + 2) * 2)

@@ -154,8 +154,8 @@ def test_host_reading_optimizers_run_eagerly_and_say_so_once(name: str) -> None:
     ("weight_decay", "compiles"),
     [
         (0.0, 1),
-        # A known defect: a rate of exactly 0 together with weight decay is still a graph of its own, once.
-        (0.01, 2),
+        # A known defect with torch_xla: a rate of exactly 0 together with weight decay is a graph of its own, once.
+        (0.01, 1 if ON_TORCH_TPU else 2),
     ],
 )
 def test_learning_rates_of_zero_and_one(weight_decay: float, compiles: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from xla_adapters.preflight import script_process
+from xla_adapters.preflight.run import check_runtime
 from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.preflight.script import preflight_process
 from xla_adapters.preflight.target import Target
@@ -57,7 +58,9 @@ def preflight_run(
 
     Raises:
         ConfigError: there is no such slice.
+        UnsupportedOptionError: the runtime is TorchTPU.
     """
+    check_runtime()
     target = Target.parse(topology)
     try:
         data = pickle.dumps((target.generation, sharded, pack(RunJob(model=model, batch=samples, plans=(), run=run))))

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from xla_adapters.errors import ConfigError
+from xla_adapters.errors import ConfigError, UnsupportedOptionError
 from xla_adapters.preflight.compiler import CompiledModule, check_compiler, compile_module
 from xla_adapters.preflight.job import OPTIMIZERS, InBfloat16, StepJob
 from xla_adapters.preflight.live_values import largest_values, memory_of
@@ -18,6 +18,7 @@ from xla_adapters.preflight.report import Attempt, PreflightReport, StepTime
 from xla_adapters.preflight.target import Target
 from xla_adapters.preflight.trace_process import TracingError, trace_in_process
 from xla_adapters.preflight.traced_step import TracedStep
+from xla_adapters.runtime import runtime_name
 from xla_adapters.sharding.candidates import collective_seconds
 from xla_adapters.sharding.config import Scheme, ShardingConfig
 from xla_adapters.sharding.mesh import Mesh
@@ -93,12 +94,29 @@ def preflight(
 
     Raises:
         ConfigError: libtpu is not installed or does not know the slice, or an option cannot work.
+        UnsupportedOptionError: the runtime is TorchTPU.
     """
+    check_runtime()
     check_target(target)
     report = _compiled(load, options, target, timeout)
     if report.fits or not alternatives or not report.out_of_memory:
         return report
     return dataclasses.replace(report, attempts=tuple(_attempts(load, options, target, timeout)))
+
+
+def check_runtime() -> None:
+    """Raises if steps cannot be traced for other devices.
+
+    Raises:
+        UnsupportedOptionError: the runtime of this process is TorchTPU.
+        ConfigError: no runtime is installed.
+    """
+    if runtime_name() == "torch_tpu":
+        raise UnsupportedOptionError(
+            "preflight: steps are traced for TPUs that are not there with torch_xla only, and this environment has "
+            'torch_tpu. Make the pre-flight in another one (pip install "xla-adapters[xla,preflight]"): the '
+            "script can be the same"
+        )
 
 
 def check_target(target: Target) -> None:

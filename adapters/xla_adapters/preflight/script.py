@@ -16,7 +16,7 @@ from xla_adapters.hlo.cost import cost_of
 from xla_adapters.preflight import script_process
 from xla_adapters.preflight.compiler import compile_module
 from xla_adapters.preflight.report import PreflightReport
-from xla_adapters.preflight.run import check_target, report_on
+from xla_adapters.preflight.run import check_runtime, check_target, report_on
 from xla_adapters.preflight.run_preflight import Estimate, RunPreflight
 from xla_adapters.preflight.script_process import Traced
 from xla_adapters.preflight.target import Compiler, Target
@@ -54,6 +54,7 @@ def preflight_script(
 
     Raises:
         ConfigError: libtpu does not know the slice.
+        UnsupportedOptionError: the runtime is TorchTPU.
     """
     request = {"command": list(command), "sharding": sharding, "generation": target.generation}
     return preflight_process(
@@ -80,7 +81,11 @@ def preflight_process(
         target: the slice.
         write_request: writes what the tracing process reads into a folder.
         timeout, shows_output: as there.
+
+    Raises:
+        UnsupportedOptionError: the runtime is TorchTPU.
     """
+    check_runtime()
     missing = _missing_compiler(target)
     with tempfile.TemporaryDirectory(prefix="xla-adapters-preflight-") as name:
         folder = Path(name)

@@ -130,7 +130,7 @@ class ExecutableCache:
         """
         runtime = get_runtime()
         settle("another step begins", but=self.group)
-        plan = self._plan_of((key, environment()))
+        plan = self._plan_of((key, environment(), self._gradients(spec)))
         if plan.failures >= _ATTEMPTS:
             # The scope must make the same graph as those before, including which numbers share an input.
             return self._uncaptured(plan, spec, seed=seed, **options)
@@ -156,6 +156,10 @@ class ExecutableCache:
                 verification = next_call
         settle("a step is traced")
         return self._capture(plan, spec, verification, seed, options)
+
+    def _gradients(self, spec: CallSpec) -> Hashable:
+        """Which gradients are there, where calls with others are other calls."""
+        return ()
 
     def _replay(
         self, plan: _Plan, prepared: PreparedCall, spec: CallSpec, seed: StepSeed | None, runtime: Runtime

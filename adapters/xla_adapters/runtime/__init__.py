@@ -26,6 +26,7 @@ __all__ = [
     "get_runtime",
     "initialize",
     "prepare",
+    "runtime_name",
     "switch_eager",
     "using_runtime",
 ]
@@ -43,6 +44,15 @@ def get_runtime() -> Runtime:
     if _runtime is None:
         _runtime = make_runtime(installed_runtime())
     return _runtime
+
+
+def runtime_name() -> str:
+    """The name of the runtime that `get_runtime` returns, which is not imported for it.
+
+    Raises:
+        ConfigError: none is installed, or both are and none was chosen.
+    """
+    return installed_runtime() if _runtime is None else _runtime.name
 
 
 def _choose(name: str) -> None:

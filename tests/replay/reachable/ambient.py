@@ -15,6 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.device import DEVICE
+
 _COMPUTED = (torch.nn.functional.linear, torch.nn.functional.cross_entropy, torch.nn.functional.mse_loss)
 _OTHERS = {
     torch.ops.aten.tanh.default: torch.ops.aten.sigmoid.default,
@@ -48,7 +50,7 @@ def _seed_all() -> None:
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "autocast entered": lambda: torch.autocast("xla", dtype=torch.bfloat16),
+    "autocast entered": lambda: torch.autocast(DEVICE, dtype=torch.bfloat16),
     "saved_tensors_hooks entered": lambda: torch.autograd.graph.saved_tensors_hooks(_halved, _same),
     "TorchFunctionMode entered": _HalvedFunctions,
     "TorchDispatchMode entered": _OtherOperators,

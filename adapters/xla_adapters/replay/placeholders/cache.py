@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.executable_cache import ExecutableCache
 from xla_adapters.replay.placeholders.capture import Outcome, PlaceholderCapture
-from xla_adapters.replay.placeholders.recorded_call import PreparedProgram
+from xla_adapters.replay.placeholders.recorded_call import OTHER_GRADIENTS, PreparedProgram
 from xla_adapters.replay.replayed_call import ReplayedCall
 from xla_adapters.replay.verification import next_due
 from xla_adapters.runtime import Runtime
@@ -88,6 +88,20 @@ class ProgramVerification:
 @dataclass
 class ProgramCache(ExecutableCache):
     """An `ExecutableCache` of programs of placeholders."""
+
+    # How often calls have differed in which gradients were there. The first call of many trainings does, once; those
+    # of a user's own accumulation do again and again.
+    _by_gradients: int = 0
+
+    def _gradients(self, spec: CallSpec) -> Hashable:
+        if self._by_gradients < 2:
+            return ()
+        return tuple(leaf.grad is not None for module in spec.modules for leaf in module.parameters())
+
+    def note(self, reason: str) -> None:
+        """See `ExecutableCache`."""
+        self._by_gradients += reason.startswith(OTHER_GRADIENTS)
+        super().note(reason)
 
     def _uncaptured(self, plan: Any, spec: CallSpec, **options: Any) -> PlaceholderScope:
         # Not a plain `PlaceholderScope`: its program would have other arguments for the numbers of updates.

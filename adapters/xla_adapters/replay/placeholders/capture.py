@@ -174,9 +174,8 @@ class PlaceholderCapture(PlaceholderScope):
             targets[made[id(held)]].append(slot)
         kept = {name: self._leaves(value, slots, program) for name, value in self._kept.items()}
         returned = {leaf for value in kept.values() for leaf in value.leaves if isinstance(leaf, int)}
-        for index in range(len(program.changed), len(targets)):
-            if not targets[index] and index not in returned:
-                raise CannotReplay("a tensor that the step makes is kept somewhere that is not known")
+        if any(not targets[index] and index not in returned for index in range(len(program.changed), len(targets))):
+            raise CannotReplay("a tensor that the step makes is kept somewhere that is not known")
         batch = set(map(id, self._spec.batch))
         leaves = [(leaf, grad) for leaf, grad in log.leaves() if id(leaf) not in batch]
         return RecordedCall(
@@ -185,6 +184,7 @@ class PlaceholderCapture(PlaceholderScope):
             targets=targets,
             kept=kept,
             roles=self._roles_of,
+            chunks=trace.numbers.chunks,
             draws=program.draws,
             before=[(leaf, grad is not None) for leaf, grad in leaves],
             dropped=[leaf for leaf, grad in leaves if grad is not None and leaf.grad is None],

@@ -19,6 +19,9 @@ from xla_adapters.runtime.interface.placeholders import Run
 from xla_adapters.tracing.placeholders.numbers import uploaded_numbers
 from xla_adapters.tracing.placeholders.trace import is_plain, plain
 
+# How such a reason begins.
+OTHER_GRADIENTS = "a gradient is"
+
 
 @dataclass(frozen=True)
 class HostOptimizers:
@@ -42,6 +45,7 @@ class RecordedCall:
         targets: for each result the slots that get it.
         kept: the values that the step returns, by name.
         roles: for each number that the program reads its position among those of the updates.
+        chunks: how these numbers are packed; see `TraceNumbers`.
         draws: whether it moves the random stream.
         before: the leaves, and whether they have a gradient before the step.
         dropped: leaves that have no gradient after the step.
@@ -61,6 +65,7 @@ class RecordedCall:
     targets: list[list[Slot]]
     kept: dict[str, Kept]
     roles: list[int]
+    chunks: list[tuple[int, torch.dtype]]
     draws: bool
     before: list[tuple[torch.Tensor, bool]]
     dropped: list[torch.Tensor]
@@ -93,6 +98,9 @@ class RecordedCall:
 
     def difference(self, other: RecordedCall) -> str | None:
         """How this call differs from an earlier one, in words; None if a replay of one is a replay of the other."""
+        theirs_before = {id(leaf): was_there for leaf, was_there in other.before}
+        if any(theirs_before.get(id(leaf), was_there) is not was_there for leaf, was_there in self.before):
+            return f"{OTHER_GRADIENTS} there, or absent, other than in the call before"
         if self.program != other.program:
             return "the program is another one than in the call before"
         if self.identity != other.identity:
@@ -203,7 +211,7 @@ class PreparedProgram:
                 return change
         for leaf, was_there in call.before:
             if (leaf.grad is not None) is not was_there:
-                return f"a gradient is {'absent' if was_there else 'there'}, other than when the step was traced"
+                return f"{OTHER_GRADIENTS} {'absent' if was_there else 'there'}, other than when the step was traced"
         return self._replaced_data(tensors)
 
     def _places_now(self, tensors: CallTensors) -> tuple[list[int], list[bool]]:
@@ -240,7 +248,7 @@ class PreparedProgram:
     def run(self, tensors: CallTensors, numbers: list[float], runtime: Runtime) -> Sequence[torch.Tensor]:
         """Runs the program; returns its results."""
         if numbers != self._numbers:
-            self._numbers, self._uploads = numbers, uploaded_numbers(numbers, runtime)
+            self._numbers, self._uploads = numbers, uploaded_numbers(numbers, self.call.chunks, runtime)
         inputs = self._inputs.tensors(tensors)
         for index in self._to_check:
             inputs[index] = plain(inputs[index])

@@ -12,7 +12,7 @@ from torch_tpu._internal.device import _device_ops_backend as _backend
 
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.runtime.module_moves import keep_parameters_when_moved
-from xla_adapters.runtime.torch_tpu.operators import mend_operators
+from xla_adapters.runtime.torch_tpu.operators import mend_operators, part_copies
 from xla_adapters.runtime.tuning import DEFAULT_TUNING, Tuning
 
 TYPE = "tpu"
@@ -50,6 +50,7 @@ class TPUDevice:
         if self._device is not None:
             return
         _loader.load()
+        was_used = self.started()
         if torch._C._get_privateuse1_backend_name() != TYPE:
             raise RuntimeOrderError("torch_tpu found no TPU, so that torch has no device 'tpu'")
         other = unknown_version()
@@ -63,6 +64,8 @@ class TPUDevice:
         keep_parameters_when_moved(TYPE)
         if other is None:
             mend_operators()
+            if was_used:
+                part_copies()
         self._device = torch.device(TYPE, 0)
 
     def use_compile_cache(self, folder: str) -> None:

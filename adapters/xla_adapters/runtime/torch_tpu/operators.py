@@ -9,6 +9,7 @@ Batch norm leaves the running statistics as they are.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -74,6 +75,29 @@ def mend_operators() -> Library:
         for function in (clone, _to_copy, copy_, _foreach_copy_, native_batch_norm):
             library.impl(function.__name__, function, _KEY, with_keyset=True, allow_override=True)
     return library
+
+
+def part_copies() -> None:
+    """Gives all tensors of the device that live buffers of their own, with one launch for each.
+
+    For copies from before `mend_operators`: torch_tpu does not tell which share a buffer. Tensors of one storage go on
+    sharing it; a storage of which there is a view keeps its buffer.
+    """
+    by_storage: dict[int, list[torch.Tensor]] = {}
+    for item in gc.get_objects():
+        if type(item) in (torch.Tensor, torch.nn.Parameter) and item.device.type == _TYPE:
+            for tensor in (item, item.grad if item.is_leaf else None):
+                if tensor is not None and tensor.device.type == _TYPE:
+                    by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    for tensors in by_storage.values():
+        if all(_is_whole(tensor) for tensor in tensors):
+            value = tensors[0].detach().clone()
+            for tensor in tensors:
+                tensor.data = value if tensor.shape == value.shape else value.view(tensor.shape)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _apart(source: torch.Tensor) -> torch.Tensor:

@@ -59,10 +59,12 @@ class Lifting:
         named = [key for key, value in kwargs.items() if _is_number(value)]
         roles = [self._next(float(value)) for value in (*(args[i] for i in given), *(kwargs[k] for k in named))]
         first = args[0] if args else None
-        if not roles or not isinstance(first, torch.Tensor) or first.dtype == torch.float64:
+        if not roles or not isinstance(first, torch.Tensor):
             self.fixed.update(role for role, _ in roles)
             return func(*args, **kwargs)
-        entries = [self._entry(*role) for role in roles]
+        # As precise as what it is used with.
+        dtype = torch.float64 if first.dtype == torch.float64 else torch.get_default_dtype()
+        entries = [self._entry(*role, dtype) for role in roles]
         values = list(args)
         for index, entry in zip(given, entries, strict=False):
             values[index] = entry
@@ -82,10 +84,10 @@ class Lifting:
             return len(self._entries) + len(self.fixed) + (1 << 32), value
         return role
 
-    def _entry(self, role: int, value: float) -> torch.Tensor:
+    def _entry(self, role: int, value: float, dtype: torch.dtype) -> torch.Tensor:
         if role not in self._entries:
             self.arguments[role] = len(self._numbers.values)
-            self._entries[role] = self._numbers.add(value)
+            self._entries[role] = self._numbers.add(value, dtype)
         return self._entries[role]
 
     def finish(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from xla_adapters.runtime import Runtime
@@ -18,35 +20,42 @@ class TraceNumbers:
 
     Attributes:
         values: in the order in which they were added.
+        chunks: for each argument, how many numbers it holds, and its dtype.
         stand_ins: the arguments that hold them.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.values: list[float] = []
+        self.chunks: list[tuple[int, torch.dtype]] = []
         self.stand_ins: list[torch.Tensor] = []
         self._entries: list[torch.Tensor] = []
 
-    def add(self, value: float) -> torch.Tensor:
+    def add(self, value: float, dtype: torch.dtype) -> torch.Tensor:
         """A number as a tensor of no dimension; called in a trace."""
-        position = len(self.values) % _CHUNK
-        if not position:
-            stand_in = self._runtime.placeholders.stand_in(torch.empty(_CHUNK))
+        count, of_last = self.chunks[-1] if self.chunks else (_CHUNK, dtype)
+        if count == _CHUNK or of_last != dtype:
+            count = 0
+            stand_in = self._runtime.placeholders.stand_in(torch.empty(_CHUNK, dtype=dtype))
             self.stand_ins.append(stand_in)
+            self.chunks.append((0, dtype))
             self._entries = list(stand_in.clone().unbind(0))
+        self.chunks[-1] = count + 1, dtype
         self.values.append(value)
-        return self._entries[position]
+        return self._entries[count]
 
     def uploads(self) -> list[torch.Tensor]:
         """The values of the arguments."""
-        return uploaded_numbers(self.values, self._runtime)
+        return uploaded_numbers(self.values, self.chunks, self._runtime)
 
 
-def uploaded_numbers(values: list[float], runtime: Runtime) -> list[torch.Tensor]:
-    """The arguments for these numbers: one transfer for each 64 of them."""
-    found = []
-    for begin in range(0, len(values), _CHUNK):
-        chunk = values[begin : begin + _CHUNK]
-        host = torch.tensor(chunk + [0.0] * (_CHUNK - len(chunk)), dtype=torch.get_default_dtype())
+def uploaded_numbers(
+    values: list[float], chunks: Sequence[tuple[int, torch.dtype]], runtime: Runtime
+) -> list[torch.Tensor]:
+    """The arguments for these numbers: one transfer for each of `TraceNumbers.chunks`."""
+    found, begin = [], 0
+    for count, dtype in chunks:
+        host = torch.tensor(values[begin : begin + count] + [0.0] * (_CHUNK - count), dtype=dtype)
         found.append(runtime.transfers.to_device(host))
+        begin += count
     return found

@@ -16,6 +16,9 @@ from xla_adapters.tracing.placeholders.program import Program, returned_values, 
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.location import Location, current_location
 
+# What torch_tpu says of a tensor that a trace reads and that is no argument of its program.
+_NOT_GIVEN = "was not provided"
+
 
 @dataclass(eq=False)
 class Adopted:
@@ -132,6 +135,18 @@ class Trace:
         Raises:
             PlaceholderError: it reads a tensor that has no placeholder, or writes to memory that two tensors share.
         """
+        try:
+            return self._program(leaves)
+        except RuntimeError as error:
+            if _NOT_GIVEN not in str(error):
+                raise
+            form = str(error).rpartition("not provided: ")[2].strip()
+            raise PlaceholderError(
+                f"the step reads a tensor of the form {form} that no function of torch was given in it: was it saved "
+                "for a backward before the step? The step was discarded; parameters are as before it"
+            ) from error
+
+    def _program(self, leaves: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> Program:
         placeholders = self._runtime.placeholders
         arguments = [item.stand_in for item in self.adopted] + self.numbers.stand_ins
         made = self._made(leaves)
@@ -142,9 +157,17 @@ class Trace:
             results.append(self._random())
         if not results:
             return Program(self._runtime, text="", arguments=[], results=[], changed=[], made=[], draws=False)
-        text = self._text(results, arguments)
-        if self._leave_out(unused_arguments(text)):
-            return self.program(leaves)
+        text = placeholders.text(results, arguments)
+        unused = unused_arguments(text)
+        if unused:
+            adopted, values = self._leave_out(unused)
+            try:
+                return self._program(leaves)
+            except RuntimeError as error:
+                if _NOT_GIVEN not in str(error):
+                    raise
+                # The trace needs their shapes. So they are arguments of which nothing is computed.
+                self._take_back(adopted, values)
         returned = returned_values(text)
         changed = [index for index in range(len(self.adopted)) if returned[index] != f"%arg{index}"]
         given = [index for index in range(len(results)) if index in changed or index >= len(self.adopted)]
@@ -152,7 +175,7 @@ class Trace:
         if shared:
             for index in shared:
                 results[index] = _copied(results[index])
-            text = self._text(results, arguments)
+            text = placeholders.text(results, arguments)
         self._check_memory(changed)
         return Program(
             self._runtime,
@@ -164,30 +187,32 @@ class Trace:
             draws=draws,
         )
 
-    def _leave_out(self, unused: set[int]) -> bool:
-        """Whether tensors had placeholders whose values the step did not use: they have none any more.
+    def _leave_out(self, unused: set[int]) -> tuple[list[Adopted], list[torch.Tensor]]:
+        """Tensors that had placeholders whose values the step did not use have none any more.
 
         Otherwise the first step, which finds no gradients that it drops, would be another program.
+
+        Returns:
+            What `_take_back` needs.
         """
-        left = [item for index, item in enumerate(self.adopted) if index in unused]
-        for item in left:
+        adopted, values = self.adopted, [item.tensor.detach() for item in self.adopted]
+        self.adopted = [item for index, item in enumerate(adopted) if index not in unused]
+        for index in unused:
+            item = adopted[index]
             for tensor in (item.tensor, *item.twins):
                 tensor.data = item.value.detach()
-            self.adopted.remove(item)
             self._by_memory[item.value.untyped_storage()._cdata].remove(item)
-        return bool(left)
+        return adopted, values
 
-    def _text(self, results: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> str:
-        try:
-            return self._runtime.placeholders.text(results, arguments)
-        except RuntimeError as error:
-            if "was not provided" not in str(error):
-                raise
-            form = str(error).rpartition("not provided: ")[2].strip()
-            raise PlaceholderError(
-                f"the step reads a tensor of the form {form} that no function of torch was given in it: was it saved "
-                "for a backward before the step? The step was discarded; parameters are as before it"
-            ) from error
+    def _take_back(self, adopted: list[Adopted], values: list[torch.Tensor]) -> None:
+        """They have placeholders again."""
+        here = set(map(id, self.adopted))
+        for item, value in zip(adopted, values, strict=True):
+            if id(item) not in here:
+                for tensor in (item.tensor, *item.twins):
+                    tensor.data = value
+                self._by_memory[item.value.untyped_storage()._cdata].append(item)
+        self.adopted = adopted
 
     def _made(self, leaves: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> list[torch.Tensor]:
         """The tensors without a value that code can use after the step."""
