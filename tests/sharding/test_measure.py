@@ -33,7 +33,7 @@ from xla_adapters.sharding.measure import (
 )
 from xla_adapters.sharding.measure.job import Job, pack, unpack
 from xla_adapters.sharding.measure.plan_cache import digest_of_step
-from xla_adapters.sharding.plan_data import CollectiveCost
+from xla_adapters.sharding.plan_data import ActivationPlan, CollectiveCost
 from xla_adapters.sharding.sharder import make_plan
 from xla_adapters.sharding.templates import template
 
@@ -316,6 +316,15 @@ def test_results_are_named_by_where_everything_lies() -> None:
     digests = [digest_of_step(model, batch(), recipe(model, *which)) for which in (("dp", 8, 1), ("fsdp", 8, 1))]
     assert len({*digests, digest_of_step(model, {"inputs": torch.zeros(8, WIDTH)}, recipe(model, "dp", 8, 1))}) == 3
     assert digests[0] == digest_of_step(Net(), batch(), recipe(Net(), "dp", 8, 1))
+    plan = dataclasses.replace(
+        recipe(model, "dp", 8, 1), activations=(ActivationPlan(module="up", spec=("data", None)),)
+    )
+    held = dataclasses.replace(plan.activations[0], gradient=(None, "data"))
+    others = {
+        digest_of_step(model, batch(), dataclasses.replace(plan, activations=(one,)))
+        for one in (held, *plan.activations)
+    }
+    assert len({digests[0], *others}) == 3
 
 
 def candidate(name: str, seconds: float, memory: float) -> Candidate:

@@ -93,7 +93,14 @@ def digest_of(
 def digest_of_step(model: torch.nn.Module, batch: Any, plan: ShardingPlan, compiler: str = "cpu") -> str:
     """A hash of all that a measurement depends on: model structure, shapes, versions, tile assignments, compiler."""
     stored = [tiles_of(plan.mesh, spec) for entry in plan.parameters for spec in (entry.spec, entry.spec_in_use)]
-    held = [(entry.module, entry.of, tiles_of(plan.mesh, entry.spec)) for entry in plan.activations]
+    held = [
+        (
+            entry.module,
+            entry.of,
+            *(tiles_of(plan.mesh, spec) for spec in (entry.spec, entry.gradient) if spec is not None),
+        )
+        for entry in plan.activations
+    ]
     # The mesh is part of it, because results list collectives by names of its axes.
     return _digest(_step(model, batch), stored, held, tiles_of(plan.mesh, (plan.batch,)), repr(plan.mesh), compiler)
 
