@@ -17,11 +17,15 @@ def live_tensors() -> list[torch.Tensor]:
     # There may be millions: a look at each one's type, and no Python for those that are no tensors.
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor) and not _has_no_value(kind)}
     tensors: list[torch.Tensor] = list(compress(objects, map(kinds.__contains__, map(type, objects))))
+    with torch._C.DisableTorchFunction():
+        tensors = [tensor for tensor in tensors if _is_on_device(tensor)]
+    # Another thread may be destroying a tensor meanwhile, without the GIL: if its object became owned, it would be freed
+    # twice.
+    tensors = [tensor for tensor in tensors if tensor._use_count()]  # type: ignore[attr-defined]
     for tensor in tensors:
         # Of a tensor that only C++ holds, this is the object that it will be seen as again: it must be owned.
         tensor._fix_weakref()  # type: ignore[attr-defined]
-    with torch._C.DisableTorchFunction():
-        return [tensor for tensor in tensors if _is_on_device(tensor)]
+    return tensors
 
 
 def _has_no_value(kind: type[torch.Tensor]) -> bool:
