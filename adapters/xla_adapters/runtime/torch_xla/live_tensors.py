@@ -19,8 +19,7 @@ def live_tensors() -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = list(compress(objects, map(kinds.__contains__, map(type, objects))))
     with torch._C.DisableTorchFunction():
         tensors = [tensor for tensor in tensors if _is_on_device(tensor)]
-    # Another thread may be destroying a tensor meanwhile, without the GIL: if its object became owned, it would be freed
-    # twice.
+    # Others are being destroyed by other threads, without the GIL: one whose object became owned would be freed twice.
     tensors = [tensor for tensor in tensors if tensor._use_count()]  # type: ignore[attr-defined]
     for tensor in tensors:
         # Of a tensor that only C++ holds, this is the object that it will be seen as again: it must be owned.
