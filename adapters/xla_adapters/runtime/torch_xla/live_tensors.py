@@ -19,12 +19,16 @@ def live_tensors() -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = list(compress(objects, map(kinds.__contains__, map(type, objects))))
     with torch._C.DisableTorchFunction():
         tensors = [tensor for tensor in tensors if _is_on_device(tensor)]
-    # Others are being destroyed by other threads, without the GIL: one whose object became owned would be freed twice.
-    tensors = [tensor for tensor in tensors if tensor._use_count()]  # type: ignore[attr-defined]
-    for tensor in tensors:
-        # Of a tensor that only C++ holds, this is the object that it will be seen as again: it must be owned.
-        tensor._fix_weakref()  # type: ignore[attr-defined]
-    return tensors
+    return [tensor for tensor in tensors if _owned(tensor)]
+
+
+def _owned(tensor: torch.Tensor) -> bool:
+    """Whether it will live on. Others are being destroyed by other threads: with an owner they would be freed twice."""
+    if not tensor._use_count():  # type: ignore[attr-defined]
+        return False
+    # Of a tensor that only C++ holds, this is the object that it will be seen as again: it must be owned.
+    tensor._fix_weakref()  # type: ignore[attr-defined]
+    return True
 
 
 def _has_no_value(kind: type[torch.Tensor]) -> bool:
