@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +17,7 @@ from xla_adapters.sharding.mesh import Mesh
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.plan_data import Alternative, CollectiveCost, PlanCost
 from xla_adapters.sharding.planner.topology import Topology
-from xla_adapters.sharding.tiling import tiles_of
+from xla_adapters.sharding.tiling import tiles_of_plan
 
 logger = logging.getLogger("xla_adapters")
 
@@ -43,18 +43,9 @@ class Candidate:
 
 def distinct(plans: Sequence[ShardingPlan]) -> list[ShardingPlan]:
     """The plans without duplicates: plans with equal tile assignments, even if their meshes have other axis names."""
-    found: dict[Any, ShardingPlan] = {}
+    found: dict[Hashable, ShardingPlan] = {}
     for plan in plans:
-        stored = tuple(tiles_of(plan.mesh, spec) for item in plan.parameters for spec in (item.spec, item.spec_in_use))
-        held = tuple(
-            (
-                entry.module,
-                entry.of,
-                *(tiles_of(plan.mesh, spec) for spec in (entry.spec, entry.gradient or entry.spec)),
-            )
-            for entry in plan.activations
-        )
-        found.setdefault((stored, tiles_of(plan.mesh, (plan.batch,)), held), plan)
+        found.setdefault(tiles_of_plan(plan), plan)
     return list(found.values())
 
 

@@ -18,7 +18,7 @@ from xla_adapters.sharding.config import ShardingConfig
 from xla_adapters.sharding.measure.results import PlanResult
 from xla_adapters.sharding.mesh import Spec
 from xla_adapters.sharding.plan import FORMAT, ShardingPlan
-from xla_adapters.sharding.tiling import tiles_of
+from xla_adapters.sharding.tiling import tiles_of_plan
 
 _RESULTS = "measured.json"
 
@@ -92,17 +92,8 @@ def digest_of(
 
 def digest_of_step(model: torch.nn.Module, batch: Any, plan: ShardingPlan, compiler: str = "cpu") -> str:
     """A hash of all that a measurement depends on: model structure, shapes, versions, tile assignments, compiler."""
-    stored = [tiles_of(plan.mesh, spec) for entry in plan.parameters for spec in (entry.spec, entry.spec_in_use)]
-    held = [
-        (
-            entry.module,
-            entry.of,
-            *(tiles_of(plan.mesh, spec) for spec in (entry.spec, entry.gradient) if spec is not None),
-        )
-        for entry in plan.activations
-    ]
     # The mesh is part of it, because results list collectives by names of its axes.
-    return _digest(_step(model, batch), stored, held, tiles_of(plan.mesh, (plan.batch,)), repr(plan.mesh), compiler)
+    return _digest(_step(model, batch), tiles_of_plan(plan), repr(plan.mesh), compiler)
 
 
 def _step(model: torch.nn.Module, batch: Any) -> tuple[Any, ...]:
