@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 _Tensor = torch.Tensor
 _Call = Callable[[_Tensor], _Tensor]
 _ROWS = (6, 8)
+_REDUCTIONS: tuple[Callable[..., _Tensor], ...] = (
+    *(torch.sum, torch.mean, torch.nansum, torch.nanmean, torch.linalg.vector_norm, torch.norm),
+)
+_SPREADS: tuple[Callable[..., Any], ...] = (torch.std_mean, torch.var_mean)
 
 
 def _with_mask(write: Callable[[_Tensor, _Tensor], object], length: int = 8) -> _Call:
@@ -133,8 +138,21 @@ FURTHER: dict[str, tuple[tuple[int, ...], dict[str, _Call]]] = {
             "softmax of a number": lambda x: x[0, 0].softmax(0) + x[0, 1].log_softmax(-1) + x[0, 2],
             "loss of one sample": lambda x: functional.cross_entropy(x[0], _there(x, 3)[0]),
             "loss of one sample, not reduced": lambda x: functional.nll_loss(x[0], _there(x, 3)[0], reduction="none"),
-            "sum over no dimension": lambda x: x.sum(()) + x.sum(dim=[]),
-            "sum over no dimension, kept": lambda x: x.sum((), True) + x.sum(dim=[], keepdim=True),
+            "reductions over no dimension": lambda x: torch.stack(
+                [*(reduce(x, dim=()) for reduce in _REDUCTIONS), x.sum(axis=()), x.sum(()), x.mean(dim=[])]
+            ),
+            "reductions over no dimension, kept": lambda x: torch.stack(
+                [*(reduce(x, dim=[], keepdim=True) for reduce in _REDUCTIONS), x.sum((), True)]
+            ),
+            "spreads over no dimension": lambda x: torch.stack(
+                [
+                    found
+                    for spread in _SPREADS
+                    for found in (*spread(x.detach(), dim=()), *spread(x[0, 0], dim=0, correction=0))
+                ]
+            ),
+            "reductions of a scalar": lambda x: torch.stack([reduce(x[0, 0], dim=0) for reduce in _REDUCTIONS]),
+            "a dimension of numpy's": lambda x: x.sum(np.int64(0)) + x.mean(dim=np.int64(0)),
             "8 bits divided": lambda x: ((x * 15).to(torch.int8) / 128 + (x * 15).to(torch.int8) / 300) * x,
             "convolution over time": lambda x: torch.conv_tbc(x[:, None], x.reshape(2, 8, 3), x[0, :3], 1),
             "combinations": lambda x: torch.combinations(x[0]),

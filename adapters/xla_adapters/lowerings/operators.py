@@ -96,34 +96,12 @@ def _addmm_(
     return input.copy_(_addmm(input, mat1, mat2, beta=beta, alpha=alpha))
 
 
-def _sum(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """As `torch.sum`, also of all dimensions, for `dim=()`, or of none (torch_xla 2.9: "Value out of range")."""
-    if input.ndim == 0 and "out" not in kwargs:
-        return torch.sum(input, dtype=kwargs.get("dtype"))
-    if args[:1] in (((),), ([],)):
-        args = (list(range(input.ndim)), *args[1:])
-    elif kwargs.get("dim") in ((), []):
-        kwargs = {**kwargs, "dim": list(range(input.ndim))}
-    return torch.sum(input, *args, **kwargs)
-
-
-def _mean(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """As `torch.mean`, also for a scalar with `dim` given."""
-    if input.ndim == 0 and "out" not in kwargs:
-        return torch.mean(input, dtype=kwargs.get("dtype"))
-    return torch.mean(input, *args, **kwargs)
-
-
 LOWERINGS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.norm: _norm,
     torch.Tensor.norm: _norm,
     torch.norm_except_dim: _norm_except_dim,
     torch._weight_norm: _weight_norm,
     torch.nn.functional.normalize: _normalize,
-    torch.sum: _sum,
-    torch.Tensor.sum: _sum,
-    torch.mean: _mean,
-    torch.Tensor.mean: _mean,
     torch.addmm: _addmm,
     torch.Tensor.addmm: _addmm,
     torch.Tensor.addmm_: _addmm_,

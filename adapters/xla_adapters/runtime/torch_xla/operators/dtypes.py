@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+
+from xla_adapters.runtime.torch_xla.operators.few_elements import reduced
 
 
 def _where(
@@ -36,6 +39,11 @@ def _mean(
     return stock(self if dtype is None else self.to(dtype), *args, dtype=dtype)
 
 
+def _mean_along(stock: Callable[..., torch.Tensor], self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    result: torch.Tensor = reduced(partial(_mean, stock), self, *args, **options)
+    return result
+
+
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {
     "masked_fill.Scalar": _masked_fill,
     "masked_fill.Tensor": _masked_fill,
@@ -43,5 +51,6 @@ KERNELS: dict[str, Callable[..., torch.Tensor]] = {
 # Their first argument is torch_xla's kernel.
 AROUND_STOCK: dict[str, Callable[..., torch.Tensor]] = {
     "where.self": _where,
-    **dict.fromkeys(("mean", "mean.dim"), _mean),
+    "mean": _mean,
+    "mean.dim": _mean_along,
 }

@@ -1,6 +1,7 @@
 """Inputs of no dimensions or of no elements, which torch_xla 2.9 refuses ("Value out of range").
 
-torch takes a tensor of no dimensions for one of a single dimension with one element.
+torch takes a tensor of no dimensions for one of a single dimension with one element. A reduction over `dim=()` is one
+over all dimensions, where torch_xla returns the values as they are.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ import torch
 from torch._decomp import decomposition_table
 
 _Stock = Callable[..., Any]
-# `mean` and `sum`, which are called more often, are lowered in steps; see `xla_adapters.lowerings`.
 _ALONG_A_DIMENSION = (
     *("prod.dim_int", "topk", "kthvalue", "sort", "sort.stable"),
-    *("any.dim", "any.dims", "all.dim", "all.dims", "std.correction", "var.correction"),
-    *("var_mean.correction", "flip", "_softmax", "_log_softmax"),
+    *("any.dim", "any.dims", "all.dim", "all.dims", "flip", "_softmax", "_log_softmax"),
 )
+_REDUCTIONS = ("sum.dim_IntList", "std.correction", "var.correction", "std_mean.correction", "var_mean.correction")
 
 _SCATTERS = ("scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_add")
 
@@ -28,6 +28,20 @@ def _with_a_dimension(stock: _Stock, self: torch.Tensor, *args: Any, **kwargs: A
         return stock(self, *args, **kwargs)
     results = stock(self.reshape(1), *args, **kwargs)
     return results.reshape(()) if isinstance(results, torch.Tensor) else tuple(one.reshape(()) for one in results)
+
+
+def reduced(stock: _Stock, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Along dimensions, which are the first of the other arguments; all if there are none."""
+    if not self.ndim:
+        return _with_a_dimension(stock, self, *args, **kwargs)
+    if args and args[0] is not None and not args[0]:
+        args = (list(range(self.ndim)), *args[1:])
+    return stock(self, *args, **kwargs)
+
+
+def _vector_norm(stock: _Stock, self: torch.Tensor, ord: float = 2, *args: Any, **kwargs: Any) -> Any:
+    """`linalg_vector_norm`."""
+    return reduced(lambda values, *rest, **others: stock(values, ord, *rest, **others), self, *args, **kwargs)
 
 
 def _backward_with_a_dimension(
@@ -158,6 +172,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
 # Kernels whose first argument is torch_xla's own.
 AROUND_STOCK: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_ALONG_A_DIMENSION, _with_a_dimension),
+    **dict.fromkeys(_REDUCTIONS, reduced),
+    "linalg_vector_norm": _vector_norm,
     **dict.fromkeys(("index_fill.int_Scalar", "index_fill.int_Tensor"), _index_fill),
     **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _backward_with_a_dimension),
     "nll_loss_forward": _one_loss,
