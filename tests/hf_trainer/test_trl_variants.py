@@ -88,14 +88,19 @@ def test_evaluation_weighs_preferences_by_samples() -> None:
     assert_logs_are_equal(run, expected)
 
 
+def _of_preferences(trainer: Any, config: Any, evaluated: int, **args: Any) -> None:
+    rows = rows_of(preference)
+    run, expected = both(
+        trainer, config, llama, rows, args={**_EVALUATES, **args}, eval_dataset=rows.select(range(evaluated))
+    )
+    assert_logs_are_equal(run, expected)
+    assert_one_execution(run)
+
+
 @isolated
 def test_metrics_that_are_averaged_by_torch() -> None:
     """CPO gives its list of numbers to `torch.tensor`, which takes only floats."""
-    args = {**_EVALUATES, "logging_steps": 2, "max_length": 32}
-    rows = rows_of(preference)
-    run, expected = both(CPO, cpo.CPOConfig, llama, rows, args=args, eval_dataset=rows.select(range(4)))
-    assert_logs_are_equal(run, expected)
-    assert_one_execution(run)
+    _of_preferences(CPO, cpo.CPOConfig, 4, logging_steps=2, max_length=32)
 
 
 @pytest.mark.slow
@@ -114,11 +119,7 @@ def test_a_sync_before_reads_is_left_out() -> None:
 @isolated
 def test_reference_computed_before_the_training() -> None:
     """By a loop of TRL's own over a loader that accelerate prepared."""
-    args = {**_EVALUATES, "precompute_ref_log_probs": True}
-    rows = rows_of(preference)
-    run, expected = both(DPO, trl.DPOConfig, llama, rows, args=args, eval_dataset=rows.select(range(6)))
-    assert_logs_are_equal(run, expected)
-    assert_one_execution(run)
+    _of_preferences(DPO, trl.DPOConfig, 6, precompute_ref_log_probs=True)
 
 
 @pytest.mark.slow
