@@ -178,3 +178,7 @@ def _devices(options: argparse.Namespace) -> int:
     if ":" not in options.topology:
         raise ConfigError("give --mesh, --devices, or the slice in --topology, as in --topology v5p:2x2x2")
     return Target.parse(options.topology).devices
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -206,3 +207,8 @@ def test_a_module_of_the_present_folder_is_found(
 def test_arguments_that_cannot_be_read(wrong: list[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--model", "m:f", "--devices", "4", "--batch", "8", *wrong])
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "xla_adapters.cli", "explain"]
+    assert "ConfigError" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
