@@ -75,24 +75,12 @@ def preflight(
     sharded: bool,
     timeout: float,
 ) -> RunPreflight:
-    """Says whether the steps of a fit compile for a slice of TPUs, fit their memory, and what bounds them.
-
-    The Trainer is constructed once more in another process, with a copy of the strategy, its accumulation, clipping and
-    the callbacks that are not Lightning's own, with the first samples of the loaders and without the values of the
-    module's parameters. It is traced there; nothing is run.
+    """See `XLAEagerStrategy.preflight`.
 
     Args:
         strategy: of the trainer.
-        trainer: as it will fit.
-        module: on any device.
-        train_dataloaders, val_dataloaders: one loader each, as for `Trainer.fit`; None where the module has its own.
-        topology: generation, and chips along each dimension, as `"v5e:2x4"`.
         sharded: whether the strategy shards.
-        timeout: seconds for tracing, and for each compile.
-
-    Raises:
-        ConfigError: there is no such slice.
-        UnsupportedOptionError: there are several loaders, or the runtime is TorchTPU.
+        trainer, module, train_dataloaders, val_dataloaders, topology, timeout: as there.
     """
     accumulated = trainer.accumulate_grad_batches
     loaders = _first(train_dataloaders, accumulated), _first(val_dataloaders, 1)

@@ -213,10 +213,12 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         """Compiles the steps of a fit for TPUs that are not there: whether they fit, and what bounds them.
 
         The trainer is constructed once more in another process, with the first samples of the data and without the
-        values of the parameters, and traced there; nothing is run.
+        values of the parameters, and traced there; nothing is run. It gets a copy of the strategy, the accumulation and
+        clipping, and the callbacks that are not Lightning's own.
 
         Args:
-            trainer, module, train_dataloaders, val_dataloaders: as for `trainer.fit`.
+            trainer, module: as for the fit; the module may be on any device.
+            train_dataloaders, val_dataloaders: one loader each; None where the module has its own.
             topology: generation, and chips along each dimension, as `"v5e:2x4"`.
             timeout: seconds for tracing, and for each compile.
 
@@ -225,6 +227,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
 
         Raises:
             ConfigError: there is no such slice.
+            UnsupportedOptionError: there are several loaders, or the runtime is TorchTPU.
         """
         from lightning_strategy.preflight import preflight
 
