@@ -20,6 +20,7 @@ from xla_adapters.runtime.transfers import upload_scalar
 from xla_adapters.tracing.answers import NO_ANSWER, Answers
 from xla_adapters.tracing.host_tensors import host_tensor_error
 from xla_adapters.tracing.index_check import IndexCheck
+from xla_adapters.tracing.mixed_products import refuse_mixed_dtypes
 from xla_adapters.tracing.operation_log import OperationLog, next_node
 from xla_adapters.tracing.profile_spans import BACKWARD, SPANS
 from xla_adapters.tracing.undo_log import UndoLog
@@ -161,6 +162,7 @@ class StepMode(TorchFunctionMode):
         called = func
         self._operations.first_node = next_node()
         self._indices.check(func, args, kwargs)
+        refuse_mixed_dtypes(func, args, kwargs)
         if func in self._lowerings and args and _is_on_device(args[0]):
             func = self._lowerings[func]
         if func in READS:
