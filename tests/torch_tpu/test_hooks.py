@@ -95,7 +95,8 @@ def test_python_gets_the_gradient_of_a_loss_that_torch_tpu_differentiates_itself
         def train() -> torch.Tensor:
             weight.grad = None
             loss = nn.functional.cross_entropy(twice(inputs @ weight), classes)
-            loss.backward()
+            (slope,) = torch.autograd.grad(loss, weight, create_graph=True)
+            (loss + slope.square().sum()).backward()
             return loss.detach()
 
         step = wrap(train)
