@@ -62,6 +62,53 @@ def test_a_backward_in_python_writes_what_it_writes_on_the_cpu(
         weight.grad = None
 
 
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+def _by_function(logits: torch.Tensor) -> torch.Tensor:
+    return _Twice.apply(logits)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _by_hook(logits: torch.Tensor) -> torch.Tensor:
+    logits.register_hook(lambda grad: grad * 2)
+    return logits * 2
+
+
+@isolated
+@pytest.mark.parametrize("wrap", [xla_adapters.step, xla_adapters.CompiledStep])
+@pytest.mark.parametrize("twice", [_by_function, _by_hook])
+def test_python_gets_the_gradient_of_a_loss_that_torch_tpu_differentiates_itself(
+    twice: Callable[[torch.Tensor], torch.Tensor], wrap: Callable[[Any], Any]
+) -> None:
+    def gradients(device: str, wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        weight, inputs = nn.Parameter(torch.randn(3, 4).to(device)), torch.randn(5, 3).to(device)
+        classes = torch.arange(5, device=device) % 4
+
+        def train() -> torch.Tensor:
+            weight.grad = None
+            loss = nn.functional.cross_entropy(twice(inputs @ weight), classes)
+            (slope,) = torch.autograd.grad(loss, weight, create_graph=True)
+            (loss + slope.square().sum()).backward()
+            return loss.detach()
+
+        step = wrap(train)
+        found = [step().cpu() for _ in range(3)]
+        assert weight.grad is not None
+        return [*found, weight.grad.cpu()]
+
+    expected = gradients("cpu", lambda train: train)
+    xla_adapters.initialize()
+    torch.testing.assert_close(gradients("tpu", wrap), expected, rtol=1e-5, atol=1e-6)
+
+
 @isolated
 def test_a_read_in_a_hook_is_an_error_with_the_line() -> None:
     xla_adapters.initialize()

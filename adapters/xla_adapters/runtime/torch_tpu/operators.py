@@ -20,6 +20,8 @@ import torch
 from torch.library import Library, get_kernel
 from torch_tpu._internal.execution_mode import execution_mode_impl as _modes
 
+from xla_adapters.runtime.torch_tpu.second_derivatives import mend_second_derivatives
+
 _TYPE, _KEY = "tpu", "PrivateUse1"
 _RECORD = _modes._EagerMode.INTERNAL_COMPILE_FX_GRAPH
 
@@ -74,6 +76,7 @@ def mend_operators() -> Library:
         warnings.simplefilter("ignore")
         for function in (clone, _to_copy, copy_, _foreach_copy_, native_batch_norm):
             library.impl(function.__name__, function, _KEY, with_keyset=True, allow_override=True)
+        mend_second_derivatives(library)
     return library
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -33,6 +35,8 @@ _MAY_COPY: frozenset[_CALL] = frozenset({_Tensor.to, _Tensor.type, getattr(_Tens
 # Calls that run the autograd engine, and what runs it in them.
 _DIFFERENTIATES: frozenset[_CALL] = frozenset({_Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _RUN = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+# In the names of the nodes of functions that are written in C++.
+_FUNCTION_IN_CPP = "CppNode<"
 _UPLOADS: frozenset[_CALL] = frozenset({*FROM_NUMBERS, *_MAY_COPY, _Tensor.new_tensor, torch.asarray})
 
 
@@ -108,7 +112,8 @@ class PlaceholderMode(StepMode):
         """
         self._adopt((*args, *kwargs.values()))
         outputs: Any = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
-        self._adopt(leaves_of(outputs))
+        nodes = list(_nodes_of(outputs))
+        self._adopt(node.variable for node in nodes if hasattr(node, "variable"))
         self.undo_log.record_enclosing_leaves()
 
         def run(*given: Any, **options: Any) -> Any:
@@ -116,7 +121,7 @@ class PlaceholderMode(StepMode):
             for tensor in tree_leaves(given):
                 if isinstance(tensor, _Tensor):
                     self._trace.traced.add(tensor)
-            with self, _Results(self._trace):
+            with self, _Results(self._trace), _adding_results_of(nodes, self._trace):
                 return _RUN(*given, **options)
 
         with replaced(torch.autograd, "_engine_run_backward", run):
@@ -228,8 +233,8 @@ class _Results(TorchDispatchMode):
         return result
 
 
-def leaves_of(outputs: torch.Tensor | Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The leaves to which a backward of these tensors adds gradients."""
+def _nodes_of(outputs: torch.Tensor | Sequence[torch.Tensor]) -> Iterator[Node]:
+    """The nodes that a backward of these tensors can come to."""
     waiting = [tensor.grad_fn for tensor in ([outputs] if isinstance(outputs, _Tensor) else outputs)]
     seen: set[object] = set()
     while waiting:
@@ -237,10 +242,28 @@ def leaves_of(outputs: torch.Tensor | Sequence[torch.Tensor]) -> Iterator[torch.
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
+        yield node
         waiting.extend(function for function, _ in node.next_functions)
+
+
+@contextmanager
+def _adding_results_of(nodes: Iterable[Node], trace: Trace) -> Iterator[None]:
+    """Adds the gradients that functions written in C++ compute: `_Results` does not see them.
+
+    torch_tpu has such functions for some operators (the cross entropy), whose backward does not call the dispatcher.
+    """
+
+    def add(gradients: Sequence[torch.Tensor | None], given: object) -> None:
+        with torch._C.DisableTorchFunction():
+            for gradient in gradients:
+                if gradient is not None and _has_storage(gradient):
+                    trace.traced.add(gradient)
+
+    with ExitStack() as hooks:
+        for node in nodes:
+            if _FUNCTION_IN_CPP in node.name():
+                hooks.callback(node.register_hook(add).remove)
+        yield
 
 
 def _blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
