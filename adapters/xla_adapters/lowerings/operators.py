@@ -96,12 +96,38 @@ def _addmm_(
     return input.copy_(_addmm(input, mat1, mat2, beta=beta, alpha=alpha))
 
 
+def _summing(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """As a sum of torch's, also of all dimensions, for `dim=()`, or of none (torch_xla 2.9: "Value out of range").
+
+    No kernel: that of sums belongs to the device (`xla_adapters.cpu`), or to the user.
+    """
+
+    def summed(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if input.ndim == 0 and "out" not in kwargs:
+            return function(input, dtype=kwargs.get("dtype"))
+        if args and _is_empty(args[0]):
+            args = (list(range(input.ndim)), *args[1:])
+        for name in ("dim", "axis"):
+            if _is_empty(kwargs.get(name)):
+                kwargs = {**kwargs, name: list(range(input.ndim))}
+        return function(input, *args, **kwargs)
+
+    return summed
+
+
+def _is_empty(dims: Any) -> bool:
+    return isinstance(dims, (tuple, list)) and not dims
+
+
 LOWERINGS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.norm: _norm,
     torch.Tensor.norm: _norm,
     torch.norm_except_dim: _norm_except_dim,
     torch._weight_norm: _weight_norm,
     torch.nn.functional.normalize: _normalize,
+    **dict.fromkeys((torch.sum, torch.Tensor.sum), _summing(torch.sum)),
+    **dict.fromkeys((torch.nansum, torch.Tensor.nansum), _summing(torch.nansum)),
+    **dict.fromkeys((torch.nanmean, torch.Tensor.nanmean), _summing(torch.nanmean)),
     torch.addmm: _addmm,
     torch.Tensor.addmm: _addmm,
     torch.Tensor.addmm_: _addmm_,

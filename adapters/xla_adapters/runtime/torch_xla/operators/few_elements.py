@@ -17,7 +17,8 @@ _ALONG_A_DIMENSION = (
     *("prod.dim_int", "topk", "kthvalue", "sort", "sort.stable"),
     *("any.dim", "any.dims", "all.dim", "all.dims", "flip", "_softmax", "_log_softmax"),
 )
-_REDUCTIONS = ("sum.dim_IntList", "std.correction", "var.correction", "std_mean.correction", "var_mean.correction")
+# `sum`, which has a kernel for CPU devices, is lowered in steps; see `xla_adapters.lowerings`.
+_REDUCTIONS = ("std.correction", "var.correction", "std_mean.correction", "var_mean.correction")
 
 _SCATTERS = ("scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_add")
 
