@@ -17,6 +17,7 @@ from hf_trainer.mixin import XLATrainerMixin
 from hf_trainer.optimizers import innermost
 from hf_trainer.options import TrainerOptions
 from hf_trainer.placement import model_of
+from hf_trainer.torch_tpu import give_device_to_accelerate
 from xla_adapters.preflight.live_run import preflight_run
 from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.scripts.put_in import Hand
@@ -57,6 +58,7 @@ class _Again:
         trainer._xla = Bridge(trainer, super(XLATrainerMixin, trainer), self.options)
         arguments = dict(self.arguments)
         arguments["args"].output_dir, arguments["args"].report_to = str(hand.folder / "output"), []
+        give_device_to_accelerate(arguments["args"])
         with trainer_patches():
             transformers.Trainer.__init__(
                 trainer, model, train_dataset=samples["train"], eval_dataset=samples["evaluation"], **arguments

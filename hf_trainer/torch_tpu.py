@@ -10,6 +10,7 @@ from typing import Any
 
 import accelerate.accelerator
 import torch
+from accelerate import PartialState
 from transformers import TrainingArguments
 
 from hf_trainer.loader import DeviceLoader
@@ -43,8 +44,11 @@ def give_device_to_accelerate(args: TrainingArguments) -> None:
             f"{args.world_size} processes were launched: with TorchTPU xla-adapters trains in one; start the script "
             "without torchrun or accelerate launch"
         )
-    state = args.distributed_state
-    if state is None or state.device == args.device:
+    if args.distributed_state is None:
+        return
+    # Not that of the arguments: of arguments from another process it is a copy.
+    state = PartialState()
+    if state.device == args.device:
         return
     _say(state.device, args.device)
     state.device = args.device

@@ -29,8 +29,7 @@ class Trainer(XLATrainerMixin, transformers.Trainer):
             The report of all steps; `str()` gives it as text, and its `fits` says whether all of them fit.
 
         Raises:
-            ConfigError: there is no such slice.
-            UnsupportedOptionError: the runtime is TorchTPU.
+            ConfigError: there is no such slice, or what traces with TorchTPU is not installed.
         """
         # Late: trainings need none of it.
         from hf_trainer.preflight import preflight

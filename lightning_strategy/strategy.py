@@ -226,8 +226,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
             The report of all steps; `str()` gives it as text, and its `fits` says whether all of them fit.
 
         Raises:
-            ConfigError: there is no such slice.
-            UnsupportedOptionError: there are several loaders, or the runtime is TorchTPU.
+            ConfigError: there is no such slice, or what traces with TorchTPU is not installed.
+            UnsupportedOptionError: there are several loaders.
         """
         from lightning_strategy.preflight import preflight
 

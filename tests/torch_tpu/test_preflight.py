@@ -1,44 +1,193 @@
-"""A pre-flight on TorchTPU, which has no tensors without memory, is refused before anything is traced."""
+"""A pre-flight on TorchTPU: steps are traced without a device, and compiled by libtpu for TPUs that are not there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 import hf_trainer
+import xla_adapters
 from lightning_strategy import XLAEagerStrategy
 from tests.isolation import isolated
 from tests.torch_tpu.models import arguments, gpt2, texts
 from xla_adapters import cli
-from xla_adapters.errors import UnsupportedOptionError
+from xla_adapters.errors import ConfigError
+from xla_adapters.hlo.donors import with_donors
+from xla_adapters.preflight import script_process, trace_process
+from xla_adapters.preflight.script_process import Traced
+from xla_adapters.preflight.step_capture import EVALUATION, TRAINING
+from xla_adapters.preflight.target import Target
+from xla_adapters.preflight.trace_process import environment_for
+from xla_adapters.runtime.torch_tpu.placeholders import TPUPlaceholders
 
-_REFUSED = "traced for TPUs that are not there with torch_xla only"
+MICRO_BATCH = "micro batch without an update (train_step)"
+TRANSFORMERS = """
+import sys, tempfile
+from pathlib import Path
+from transformers import Trainer
+from tests.torch_tpu.models import arguments, gpt2, texts
+
+folder = Path(tempfile.mkdtemp())
+options = {"gradient_accumulation_steps": 2, "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+args = arguments(folder, per_device_eval_batch_size=2, **options)
+Trainer(model=gpt2(dropout=0.1), args=args, train_dataset=texts(16), eval_dataset=texts(2)).train()
+"""
+LOOP = """
+import torch, xla_adapters
+
+xla_adapters.initialize()
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 8)).to("tpu")
+optimizer = torch.optim.AdamW(model.parameters())
+assert torch.tensor(1.0, device="tpu").add(1).item() == 2
+print(model[0].weight.norm().shape)
+for _ in range(2):
+    with xla_adapters.step():
+        loss = model(torch.zeros(16, 64).to("tpu")).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
 
 
-def _of_a_trainer(folder: Path) -> object:
-    trainer = hf_trainer.Trainer(model=gpt2(), args=arguments(folder), train_dataset=texts(8))
-    return trainer.preflight("v5e:1x1")
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+
+    def training_step(self, batch: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Sequence[torch.Tensor], index: int) -> None:
+        self.log("val", torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def _of_a_strategy(folder: Path) -> object:
+def traced(folder: Path, script: str) -> Traced:
+    """What tracing a script gives."""
+    (folder / "train.py").write_text(script)
+    (folder / script_process.REQUEST).write_text(
+        f'{{"command": ["{folder / "train.py"}"], "sharding": null, "generation": "v5e"}}'
+    )
+    command = [sys.executable, "-m", script_process.__name__, str(folder)]
+    subprocess.run(command, env=environment_for(1), check=True, timeout=240)
+    found = pickle.loads((folder / script_process.ANSWER).read_bytes())
+    assert isinstance(found, Traced)
+    return found
+
+
+def operations(text: str) -> list[str]:
+    """The operations of a program with the types of their results, in order; not where they come from."""
+    found = re.findall(r"= \"?(\w+\.\w+|call)\b.*?-> (.*)|= (stablehlo\.\w+)\b.*?: (tensor<[^>]*>)", text)
+    return [" ".join(filter(None, groups)).partition(" loc(")[0] for groups in found]
+
+
+@isolated
+def test_the_programs_are_those_of_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preflight = traced(tmp_path, TRANSFORMERS)
+    assert preflight.problem == ""
+    assert [step.kind for step in preflight.steps] == [TRAINING, MICRO_BATCH, EVALUATION]
+    trained: list[str] = []
+    compiled = TPUPlaceholders.compile
+
+    def compile(self, results, arguments, donated, name):  # type: ignore[no-untyped-def]
+        trained.append(self.text(results, arguments))
+        return compiled(self, results, arguments, donated, name)
+
+    monkeypatch.setattr(TPUPlaceholders, "compile", compile)
+    args = arguments(
+        tmp_path, gradient_accumulation_steps=2, max_steps=1, eval_strategy="steps", eval_steps=1,
+        per_device_eval_batch_size=2,
+    )  # fmt: skip
+    hf_trainer.Trainer(model=gpt2(dropout=0.1), args=args, train_dataset=texts(16), eval_dataset=texts(2)).train()
+    micro_batch, training, evaluation = map(operations, trained)
+    for step, expected in zip(preflight.steps, (training, micro_batch, evaluation), strict=True):
+        assert len(expected) > 50
+        assert operations(step.module.decode()) == expected
+
+
+@isolated
+def test_arguments_have_names_and_what_is_updated_is_donated(tmp_path: Path) -> None:
+    (step,) = traced(tmp_path, LOOP).steps
+    batch = next(name for name in step.names.values() if name.startswith("copied at "))
+    assert batch.endswith("train.py:11")
+    names = {*step.names.values()} - {batch}
+    assert len(names) == 12
+    assert {"0.weight", "exp_avg of 0.weight"} < names
+    signature = step.module.decode().partition("func.func @main(")[2].partition(") -> ")[0]
+    donors = {int(number) for number in re.findall(r"%arg(\d+): [^%]*jax\.buffer_donor", signature)}
+    assert {step.names[number] for number in donors} == names
+
+
+@isolated
+def test_of_a_trainer(tmp_path: Path) -> None:
+    trainer = hf_trainer.Trainer(model=gpt2(), args=arguments(tmp_path), train_dataset=texts(8))
+    report = trainer.preflight("v5e:1x1")
+    assert report.fits, str(report)
+    assert len(report.graphs) == 1
+    assert report.graphs[0].memory is not None
+    assert report.graphs[0].memory.aliased > 0.9 * report.graphs[0].memory.outputs
+    assert trainer.state.global_step == 0
+
+
+@isolated
+def test_of_a_strategy(tmp_path: Path) -> None:
     strategy = XLAEagerStrategy()
-    trainer = pl.Trainer(strategy=strategy, max_steps=1, logger=False, default_root_dir=folder)
-    return strategy.preflight(trainer, pl.LightningModule(), DataLoader(texts(8)), topology="v5e:1x1")
+    trainer = pl.Trainer(strategy=strategy, max_steps=1, logger=False, default_root_dir=tmp_path)
+    loader = DataLoader([(torch.randn(8), torch.tensor(number % 2)) for number in range(8)], batch_size=4)
+    report = strategy.preflight(trainer, Module(), loader, loader, topology="v6e:2x2")
+    assert report.fits, str(report)
+    assert [graph.step for graph in report.graphs] == [
+        f"{kind}, on one of 4 devices" for kind in (TRAINING, EVALUATION)
+    ]
 
 
-@pytest.mark.parametrize("preflight", [_of_a_trainer, _of_a_strategy])
 @isolated
-def test_of_a_training_that_is_set_up(preflight: Callable[[Path], object], tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedOptionError, match=_REFUSED):
-        preflight(tmp_path)
+def test_of_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(LOOP)
+    assert cli.main(["preflight", "--topology", "v5e:1x1", "train.py"]) == 0
+    assert "FITS" in capfd.readouterr().out
+    (tmp_path / "train.py").write_text(LOOP.replace(".norm().shape", ".norm().item()"))
+    assert cli.main(["preflight", "--topology", "v5e:1x1", "train.py"]) == 2
+    said = capfd.readouterr().out
+    assert ".item() reads a tensor that has no value in a pre-flight" in said
+    assert "train.py:8" in said
 
 
-@pytest.mark.parametrize("what", [(__file__,), ("--model", "config.json", "--batch", "8x16")])
 @isolated
-def test_of_the_command(what: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["preflight", "--topology", "v5e:1x1", *what]) == 2
-    assert _REFUSED in capfd.readouterr().err
+def test_of_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    gpt2().config.to_json_file(tmp_path / "config.json", use_diff=False)
+    command = ["preflight", "--topology", "v5e:1x1", "--model", str(tmp_path / "config.json"), "--batch", "4x12"]
+    assert cli.main([*command, "--dtype", "bf16-mixed"]) == 0
+    said = capfd.readouterr().out
+    assert "one device, adamw, bf16-mixed" in said
+    assert "FITS" in said
+    assert cli.main([*command, "--sharding", "fsdp"]) == 2
+    assert "with TorchTPU each process has one device" in capfd.readouterr().err
+
+
+@isolated
+def test_without_the_plugin_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    xla_adapters.initialize()
+    monkeypatch.setattr(trace_process, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install .*preflight-torch-tpu"):
+        environment_for(Target.parse("v5e:1x1").devices)
+
+
+def test_donors_are_written_into_the_signature() -> None:
+    text = b"module {\n  func.func @main(%arg0: tensor<2xf32>, %arg1: tensor<f32>) -> (tensor<f32>) {\n"
+    found = with_donors(text, [1])
+    assert b"(%arg0: tensor<2xf32>, %arg1: tensor<f32> {jax.buffer_donor = true}) -> (tensor<f32>)" in found

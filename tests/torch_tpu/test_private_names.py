@@ -10,6 +10,7 @@ from torch_tpu import _loader
 from torch_tpu._internal.compile import tpu_torch_compile
 from torch_tpu._internal.device import _device_ops_backend
 from torch_tpu._internal.execution_mode import execution_mode_impl
+from torch_tpu._internal.utils import hardware
 
 from tests.isolation import isolated
 
@@ -46,6 +47,28 @@ def test_a_trace_of_placeholders_becomes_an_executable() -> None:
     (found,) = tpu_torch_compile.make_compiled_runner(compiled.executable)([value, other])
     assert found.tolist() == [2.0] * 3
     assert other.tolist() == [1.0] * 2
+
+
+@isolated
+def test_a_program_is_made_without_values_and_says_its_lines() -> None:
+    """`placeholder`, and `push_enable_tracebacks` for `serialize_mlir_text`."""
+    tpu_torch_compile.push_enable_tracebacks(True)
+    argument = tpu_torch_compile.placeholder([1 << 20, 1 << 20], torch.float32)
+    assert (argument.device.type, argument.shape, argument.dtype) == ("tpu", (1 << 20, 1 << 20), torch.float32)
+    assert argument.detach().untyped_storage()._cdata == argument.untyped_storage()._cdata
+    execution_mode_impl._push_eager_mode(_RECORD)
+    try:
+        module = tpu_torch_compile.build_mlir([argument.sin()], [argument])
+    finally:
+        execution_mode_impl._pop_eager_mode()
+    text = tpu_torch_compile.serialize_mlir_text(module, enable_debug_info=True)
+    assert "test_private_names.py" in text
+
+
+def test_the_number_of_tpus_is_asked_by_its_name() -> None:
+    """`torch_tpu._internal.utils.hardware.get_tpu_device_count`, which a process that only traces replaces."""
+    assert "hardware.get_tpu_device_count()" in inspect.getsource(_loader)
+    assert isinstance(hardware.get_tpu_device_count(), int)
 
 
 @isolated

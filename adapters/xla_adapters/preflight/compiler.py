@@ -15,7 +15,7 @@ from typing import Any
 
 from xla_adapters.preflight import libtpu_process
 from xla_adapters.preflight.live_values import memory_of
-from xla_adapters.preflight.target import Compiler, Target
+from xla_adapters.preflight.target import Compiler, ModuleForm, Target
 from xla_adapters.sharding.hlo import HloStats, read_hlo
 
 # What torch_xla 2.9 sets on a host with TPUs (`torch_xla._setup_libtpu_flags`), so that the same program is compiled.
@@ -115,13 +115,20 @@ class CompiledModule:
 
 
 def compile_module(
-    module: bytes, target: Target, *, timeout: float = 900, generate_code: bool = True
+    module: bytes,
+    target: Target,
+    *,
+    form: ModuleForm = "hlo",
+    timeout: float = 900,
+    generate_code: bool = True,
 ) -> CompiledModule:
-    """Compiles a module for all devices of a slice, which the program is partitioned over (SPMD).
+    """Compiles a module for a slice.
 
     Args:
-        module: an HloModuleProto, annotated with shardings.
+        module: a program.
         target: the slice.
+        form: `"hlo"`, an HloModuleProto of torch_xla that is annotated with shardings: it is partitioned over all
+            devices (SPMD). Or `"mlir"`, the text of an MLIR module of TorchTPU, for one of them.
         timeout: seconds after which the compiler is stopped.
         generate_code: False stops the compiler when it has optimised the program and assigned memory, which takes a
             small part of its time. The collectives and the memory of values are known then; the size of the program
@@ -130,7 +137,7 @@ def compile_module(
     Raises:
         ConfigError: libtpu or pypjrt is not installed.
     """
-    return _ask(target, module, timeout, generate_code)
+    return _ask(target, module, form, timeout, generate_code)
 
 
 def check_compiler(target: Target) -> CompiledModule:
@@ -139,18 +146,20 @@ def check_compiler(target: Target) -> CompiledModule:
     Raises:
         ConfigError: libtpu or pypjrt is not installed.
     """
-    return _ask(target, None, 60, True)
+    return _ask(target, None, "hlo", 60, True)
 
 
-def _ask(target: Target, module: bytes | None, timeout: float, generate_code: bool) -> CompiledModule:
+def _ask(target: Target, module: bytes | None, form: ModuleForm, timeout: float, generate_code: bool) -> CompiledModule:
     compiler = Compiler.find()
-    request = {"library": str(compiler.library), "topology": str(target), "options": dict(target.options)}
+    options = dict(target.options)
+    request = {"library": str(compiler.library), "topology": str(target), "options": options, "form": form}
     with tempfile.TemporaryDirectory(prefix="xla-adapters-") as name:
         folder = Path(name)
         (folder / libtpu_process.REQUEST).write_text(json.dumps({**request, "compile": module is not None}))
         (folder / libtpu_process.MODULE).write_bytes(module or b"")
         begun = time.monotonic()
-        ended = _run(folder, target, timeout, generate_code)
+        flags = _flags(target, os.environ.get("LIBTPU_INIT_ARGS", ""), form)
+        ended = _run(folder, flags, timeout, generate_code)
         answered = folder / libtpu_process.ANSWER
         answer = json.loads(answered.read_text()) if answered.is_file() else {}
         if ended is None:
@@ -160,12 +169,12 @@ def _ask(target: Target, module: bytes | None, timeout: float, generate_code: bo
         return _read(answer, folder, target, f"libtpu {compiler.version}")
 
 
-def _run(folder: Path, target: Target, timeout: float, generate_code: bool) -> str | None:
+def _run(folder: Path, flags: str, timeout: float, generate_code: bool) -> str | None:
     """Runs the process; how it ended, for the case that it has not answered. None: stopped before it generated code."""
     environment = {
         **{name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"},
         **_ENVIRONMENT,
-        "LIBTPU_INIT_ARGS": _flags(target, os.environ.get("LIBTPU_INIT_ARGS", "")),
+        "LIBTPU_INIT_ARGS": flags,
         "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text",
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
     }
@@ -208,8 +217,10 @@ def _assigned(folder: Path) -> dict[str, int]:
     return {f"{kind}_size_in_bytes": size for kind, size in sizes.items()}
 
 
-def _flags(target: Target, given: str) -> str:
-    """The flags of libtpu: the user's, then those that torch_xla adds."""
+def _flags(target: Target, given: str, form: ModuleForm) -> str:
+    """The flags of libtpu: the user's, and for a program of torch_xla those that torch_xla adds."""
+    if form == "mlir":
+        return given
     names = {flag.lstrip("-").partition("=")[0] for flag in given.split()}
     added = {**_FLAGS, **(_FLAGS_V5 if target.generation in ("v5e", "v5p") else {})}
     return " ".join([*given.split(), *(f"--{name}={value}" for name, value in added.items() if name not in names)])

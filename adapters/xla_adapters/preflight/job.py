@@ -11,6 +11,7 @@ import torch
 
 from xla_adapters.sharding.measure.job import Job
 from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.utils.device_type import device_type
 
 MakeOptimizer = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -48,7 +49,7 @@ class InBfloat16:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """The context."""
-        with self.around(), torch.autocast("xla", dtype=torch.bfloat16):
+        with self.around(), torch.autocast(device_type(), dtype=torch.bfloat16):
             yield
 
 

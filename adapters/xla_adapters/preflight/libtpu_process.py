@@ -3,8 +3,8 @@
 It is a process of its own, because libtpu ends its process on some errors, and must not be loaded beside torch_xla. It
 imports the standard library and pypjrt (PJRT's C API through ctypes) only, so that it starts in 0.2 s.
 
-FOLDER has `request.json` and `module.pb` (an HloModuleProto); `answer.json` is written there. The
-process that starts this one sets `XLA_FLAGS=--xla_dump_to`, and reads XLA's dump.
+FOLDER has `request.json` and `module.pb` (an HloModuleProto, or the text of an MLIR module); `answer.json` is written
+there. The process that starts this one sets `XLA_FLAGS=--xla_dump_to`, and reads XLA's dump.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _main(folder: Path) -> None:
             # The compiler may be stopped before it ends.
             (folder / ANSWER).write_text(json.dumps(answer))
             begun = time.monotonic()
-            executable = _compiled(plugin, topology, (folder / MODULE).read_bytes(), len(devices))
+            executable = _compiled(plugin, topology, (folder / MODULE).read_bytes(), request["form"], len(devices))
             answer["seconds"] = time.monotonic() - begun
             statistics = _asked(plugin, "PJRT_Executable_GetCompiledMemoryStats", executable)
             answer["memory"] = {
@@ -53,21 +53,25 @@ def _main(folder: Path) -> None:
     (folder / ANSWER).write_text(json.dumps(answer))
 
 
-def _compiled(plugin: Any, topology: Any, module: bytes, devices: int) -> int:
-    """The executable's address. The options are those that torch_xla gives under SPMD."""
+def _compiled(plugin: Any, topology: Any, module: bytes, form: str, devices: int) -> int:
+    """The executable's address. For all devices the options are those that torch_xla gives under SPMD."""
     import pypjrt
 
-    options = pypjrt.CompileOptions(
-        num_partitions=devices, use_spmd_partitioning=True, allow_spmd_sharding_propagation_to_output=[True]
-    ).encode(plugin.abi)
+    partitioned = {
+        "num_partitions": devices,
+        "use_spmd_partitioning": True,
+        "allow_spmd_sharding_propagation_to_output": [True],
+    }
+    options = pypjrt.CompileOptions(**(partitioned if form == "hlo" else {})).encode(plugin.abi)
     # These are read through their addresses: they must live until the call returns.
-    code, form, encoded = (ctypes.create_string_buffer(data, len(data)) for data in (module, b"hlo", options))
+    named = form.encode()
+    code, name, encoded = (ctypes.create_string_buffer(data, len(data)) for data in (module, named, options))
     program = plugin.args(
         "PJRT_Program",
         code=ctypes.addressof(code),
         code_size=len(module),
-        format=ctypes.addressof(form),
-        format_size=len(b"hlo"),
+        format=ctypes.addressof(name),
+        format_size=len(named),
     )
     arguments = plugin.args(
         "PJRT_Compile_Args",

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from xla_adapters.preflight import script_process
-from xla_adapters.preflight.run import check_runtime
 from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.preflight.script import preflight_process
 from xla_adapters.preflight.target import Target
@@ -57,10 +56,8 @@ def preflight_run(
         timeout: seconds for tracing, and for each compile.
 
     Raises:
-        ConfigError: there is no such slice.
-        UnsupportedOptionError: the runtime is TorchTPU.
+        ConfigError: there is no such slice, or what traces with TorchTPU is not installed.
     """
-    check_runtime()
     target = Target.parse(topology)
     try:
         data = pickle.dumps((target.generation, sharded, pack(RunJob(model=model, batch=samples, plans=(), run=run))))

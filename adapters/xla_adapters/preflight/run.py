@@ -28,6 +28,9 @@ from xla_adapters.sharding.planner import Topology
 from xla_adapters.sharding.sharder import make_plan
 
 Dtype = Literal["float32", "bfloat16", "bf16-mixed"]
+NO_SHARDING = (
+    "sharding: with TorchTPU each process has one device, and this package shards with torch_xla only; leave it out"
+)
 # Loads a model on the meta device, for a batch of so many samples of such a length: model, batch, context.
 Load = Callable[[int, int | None], tuple[torch.nn.Module, Any, Around]]
 
@@ -73,8 +76,8 @@ class StepOptions:
     def describe(self, plan: ShardingPlan | None) -> str:
         """The step in one line."""
         batch = f"{self.rows}" + ("" if self.length is None else f"x{self.length}")
-        sharding = self.sharding if plan is None else f"{plan.name} on {plan.mesh}"
-        parts = [self.name, f"batch {batch}", f"sharding {sharding}", self.optimizer, self.dtype]
+        sharding = f"sharding {self.sharding if plan is None else f'{plan.name} on {plan.mesh}'}"
+        parts = [self.name, f"batch {batch}", sharding if can_shard() else "one device", self.optimizer, self.dtype]
         return ", ".join([*parts, *(["gradient checkpointing"] if self.gradient_checkpointing else [])])
 
 
@@ -94,9 +97,10 @@ def preflight(
 
     Raises:
         ConfigError: libtpu is not installed or does not know the slice, or an option cannot work.
-        UnsupportedOptionError: the runtime is TorchTPU.
+        UnsupportedOptionError: the runtime is TorchTPU, and a sharding is asked for.
     """
-    check_runtime()
+    if (options.sharding != "auto" or options.mesh is not None) and not can_shard():
+        raise UnsupportedOptionError(NO_SHARDING)
     check_target(target)
     report = _compiled(load, options, target, timeout)
     if report.fits or not alternatives or not report.out_of_memory:
@@ -104,19 +108,13 @@ def preflight(
     return dataclasses.replace(report, attempts=tuple(_attempts(load, options, target, timeout)))
 
 
-def check_runtime() -> None:
-    """Raises if steps cannot be traced for other devices.
+def can_shard() -> bool:
+    """Whether a step can be cut over several devices, on the runtime in use.
 
     Raises:
-        UnsupportedOptionError: the runtime of this process is TorchTPU.
         ConfigError: no runtime is installed.
     """
-    if runtime_name() == "torch_tpu":
-        raise UnsupportedOptionError(
-            "preflight: steps are traced for TPUs that are not there with torch_xla only, and this environment has "
-            'torch_tpu. Make the pre-flight in another one (pip install "xla-adapters[xla,preflight]"): the '
-            "script can be the same"
-        )
+    return runtime_name() != "torch_tpu"
 
 
 def check_target(target: Target) -> None:
@@ -152,7 +150,7 @@ def _attempts(load: Load, options: StepOptions, target: Target, timeout: float) 
 
 def _changes(options: StepOptions) -> Iterator[tuple[str, dict[str, Any]]]:
     """Changes by which a step needs less memory, in words and as options: what costs least comes first."""
-    if options.sharding != "fsdp":
+    if options.sharding != "fsdp" and can_shard():
         yield "sharding fsdp (same results, other collectives)", {"sharding": "fsdp", "mesh": None}
     if not options.gradient_checkpointing:
         yield "gradient checkpointing (same results, a second forward)", {"gradient_checkpointing": True}
@@ -178,10 +176,12 @@ def _compiled(load: Load, options: StepOptions, target: Target, timeout: float) 
         traced = trace_in_process(job, timeout=timeout)
     except TracingError as error:
         return PreflightReport(step=step, topology=str(target), problem=f"it cannot be traced: {error}")
-    return report_of(step, traced, compile_module(traced.module, target, timeout=timeout), plan)
+    return report_of(step, traced, compile_module(traced.module, target, form=traced.form, timeout=timeout), plan)
 
 
 def _plan(model: torch.nn.Module, batch: Any, around: Around, options: StepOptions, target: Target) -> ShardingPlan:
+    if not can_shard():
+        return make_plan(model, ShardingConfig(scheme="dp"), 1, example=lambda: batch, around=around)
     if isinstance(options.sharding, ShardingPlan):
         config = ShardingConfig(plan=options.sharding)
     else:

@@ -11,12 +11,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from xla_adapters.errors import ConfigError
+from xla_adapters.errors import ConfigError, UnsupportedOptionError
 from xla_adapters.hlo.cost import cost_of
 from xla_adapters.preflight import script_process
 from xla_adapters.preflight.compiler import compile_module
 from xla_adapters.preflight.report import PreflightReport
-from xla_adapters.preflight.run import check_runtime, check_target, report_on
+from xla_adapters.preflight.run import NO_SHARDING, can_shard, check_target, report_on
 from xla_adapters.preflight.run_preflight import Estimate, RunPreflight
 from xla_adapters.preflight.script_process import Traced
 from xla_adapters.preflight.target import Compiler, Target
@@ -53,9 +53,11 @@ def preflight_script(
         shows_output: whether what the script prints is shown.
 
     Raises:
-        ConfigError: libtpu does not know the slice.
-        UnsupportedOptionError: the runtime is TorchTPU.
+        ConfigError: libtpu does not know the slice, or what traces with TorchTPU is not installed.
+        UnsupportedOptionError: the runtime is TorchTPU, and a sharding is asked for.
     """
+    if sharding is not None and not can_shard():
+        raise UnsupportedOptionError(NO_SHARDING)
     request = {"command": list(command), "sharding": sharding, "generation": target.generation}
     return preflight_process(
         shlex.join(command),
@@ -83,9 +85,8 @@ def preflight_process(
         timeout, shows_output: as there.
 
     Raises:
-        UnsupportedOptionError: the runtime is TorchTPU.
+        ConfigError: as there.
     """
-    check_runtime()
     missing = _missing_compiler(target)
     with tempfile.TemporaryDirectory(prefix="xla-adapters-preflight-") as name:
         folder = Path(name)
@@ -136,9 +137,13 @@ def report_traced(what: str, target: Target, traced: Traced, *, timeout: float, 
 
 def _compiled(traced: Traced, target: Target, timeout: float) -> list[PreflightReport]:
     mesh = traced.plan.mesh if traced.plan is not None else Mesh.data_and_model(1, 1)
-    sharding = "" if traced.plan is None else f", sharding {traced.plan.name} on {mesh}"
+    sharding = "" if target.devices == 1 else f", on one of {target.devices} devices"
+    if traced.plan is not None:
+        sharding = f", sharding {traced.plan.name} on {mesh}"
     return [
-        report_on(f"{step.kind}{sharding}", step, compile_module(step.module, target, timeout=timeout), mesh)
+        report_on(
+            f"{step.kind}{sharding}", step, compile_module(step.module, target, form=step.form, timeout=timeout), mesh
+        )
         for step in traced.steps
     ]
 
@@ -147,7 +152,8 @@ def _estimates(traced: Traced, target: Target) -> tuple[Estimate, ...]:
     found = []
     peak = Topology.preset(target.generation).flops
     for step in traced.steps:
-        flops = cost_of(step.module).flops
+        # Counted in an HLO module only.
+        flops = cost_of(step.module).flops if step.form == "hlo" else None
         share = None if flops is None else flops / target.devices
         seconds = None if share is None else share / peak
         found.append(Estimate(step=step.kind, argument_bytes=step.argument_bytes, flops=share, seconds=seconds))
@@ -155,7 +161,7 @@ def _estimates(traced: Traced, target: Target) -> tuple[Estimate, ...]:
 
 
 def _unsharded(traced: Traced, target: Target) -> str:
-    if traced.plan is not None or target.devices == 1 or not traced.steps:
+    if traced.plan is not None or target.devices == 1 or not traced.steps or not can_shard():
         return ""
     return (
         f"the training is not sharded and uses one device, and {target} has {target.devices}: shard it (sharding= or "

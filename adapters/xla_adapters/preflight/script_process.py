@@ -104,7 +104,8 @@ def trace(
         spmd: whether the training is sharded in any case.
         puts_in: whether trainers are changed when they are constructed.
     """
-    traced, capture = Traced(), StepCapture()
+    traced, capture = Traced(), make_capture()
+    get_runtime().abstract.prepare()
     # As an import of an adapter would, before another library starts the runtime.
     prepare()
     if spmd or sharding is not None:
@@ -140,6 +141,17 @@ def trace(
         traced.problem, traced.in_output = _without_update(capture), capture.failure is None
     (folder / ANSWER).write_bytes(pickle.dumps(traced))
     return traced
+
+
+def make_capture() -> StepCapture:
+    """What takes the graphs of steps on the runtime in use."""
+    if get_runtime().has_placeholders:
+        from xla_adapters.preflight.placeholder_capture import PlaceholderStepCapture
+
+        return PlaceholderStepCapture()
+    from xla_adapters.preflight.lazy_capture import LazyStepCapture
+
+    return LazyStepCapture()
 
 
 def _without_update(capture: StepCapture) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
+from typing import Literal
 
 from xla_adapters.errors import ConfigError
 
@@ -19,9 +20,14 @@ _DEVICES_PER_CHIP = {"tpu7x": 2}
 # torch_xla drives both cores of a v4 as one device (TPU_MEGACORE).
 _OPTIONS = {"v4": {"chip_config_name": "megacore_dense"}}
 INSTALL = 'pip install "xla-adapters[preflight]"'
+INSTALL_FOR_TORCH_TPU = 'pip install "xla-adapters[preflight-torch-tpu]"'
 # Names of accelerators, as v5litepod-8: the generation, and how many of what the number counts are one chip.
 _ACCELERATOR = re.compile(r"(v4|v5litepod|v5e|v5p|v6e|tpu7x)-(\d+)")
 _COUNTED_PER_CHIP = {"v4": 2, "v5p": 2, "tpu7x": 2}
+
+
+# Of a program: see `compile_module`.
+ModuleForm = Literal["hlo", "mlir"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,16 +12,21 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
-from xla_adapters.errors import MODEL_FAILURES, XLAAdapterError
+from xla_adapters.errors import MODEL_FAILURES, ConfigError, XLAAdapterError
 from xla_adapters.preflight.job import StepJob
-from xla_adapters.preflight.traced_step import TracedStep, trace_step
-from xla_adapters.runtime import get_runtime
+from xla_adapters.preflight.target import INSTALL_FOR_TORCH_TPU
+from xla_adapters.preflight.traced_step import TracedStep
+from xla_adapters.runtime import get_runtime, runtime_name
 from xla_adapters.sharding.measure import MeasuringError
 from xla_adapters.sharding.measure.job import pack, unpack
 from xla_adapters.utils.location import described
 
+# A package of the extra "preflight-torch-tpu".
+_PLUGIN = "xla_plugins.xla_cpu_pjrt"
 _JOB, _ANSWER = "job.pickle", "answer_{}.pickle"
 
 
@@ -86,8 +91,13 @@ def environment_for(devices: int) -> dict[str, str]:
     """The environment of a process that traces for devices that are no CPUs.
 
     Args:
-        devices: how many it sees.
+        devices: how many it sees; with TorchTPU always one.
+
+    Raises:
+        ConfigError: with TorchTPU, the plugin that stands in for a TPU is not installed.
     """
+    if runtime_name() == "torch_tpu":
+        return _environment_of_torch_tpu()
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "PT_XLA"))},
         "PJRT_DEVICE": "CPU",
@@ -102,8 +112,39 @@ def environment_for(devices: int) -> dict[str, str]:
     }
 
 
+def _environment_of_torch_tpu() -> dict[str, str]:
+    # The parent first, which `find_spec` would import.
+    spec = find_spec(_PLUGIN) if find_spec(_PLUGIN.partition(".")[0]) is not None else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"with TorchTPU a step is traced on a PJRT plugin that stands in for a TPU: {INSTALL_FOR_TORCH_TPU}"
+        )
+    return {
+        **os.environ,
+        # Nothing is computed with it. A TPU of this host may be in use.
+        "TPU_LIBRARY_PATH": str(Path(spec.submodule_search_locations[0]) / "xla_cpu_pjrt.so"),
+        # Otherwise it waits for minutes for a server that only Google's machines have.
+        "TPU_SKIP_MDS_QUERY": "1",
+        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+
+
+def _tracer() -> Callable[[StepJob], TracedStep]:
+    """Starts the runtime; what traces a step with it."""
+    runtime = get_runtime()
+    runtime.abstract.prepare()
+    if runtime.has_placeholders:
+        from xla_adapters.preflight.placeholder_step import trace_step as trace
+    else:
+        from xla_adapters.preflight.traced_step import trace_step as trace
+
+        runtime.device.initialize(spmd=True)
+    return trace
+
+
 def _main(folder: Path) -> None:
-    get_runtime().device.initialize(spmd=True)
+    trace = _tracer()
     data = (folder / _JOB).read_bytes()
     for number, plan in enumerate(unpack(data).plans):
         # Its model is moved to the device: another plan gets another copy.
@@ -111,7 +152,7 @@ def _main(folder: Path) -> None:
         assert isinstance(job, StepJob)
         answer: TracedStep | str
         try:
-            answer = trace_step(dataclasses.replace(job, plans=(plan,)))
+            answer = trace(dataclasses.replace(job, plans=(plan,)))
         except (*MODEL_FAILURES, XLAAdapterError) as error:
             traceback.print_exc()
             answer = described(error)

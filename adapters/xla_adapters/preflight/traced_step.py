@@ -13,6 +13,7 @@ from torch.utils import _pytree
 from xla_adapters.hlo.annotations import annotate, sharding
 from xla_adapters.preflight.abstract_runtime import Shardings, abstract_runtime
 from xla_adapters.preflight.job import StepJob
+from xla_adapters.preflight.target import ModuleForm
 from xla_adapters.runtime import Runtime, TileAssignment, get_runtime, using_runtime
 from xla_adapters.runtime.modes import eager
 from xla_adapters.runtime.transfers import uploading
@@ -30,13 +31,15 @@ class TracedStep:
     """A training step, ready to be compiled.
 
     Attributes:
-        module: a serialized HloModuleProto with the shardings of parameters and results, and what is donated.
+        module: a serialized HloModuleProto, or the text of an MLIR module, with the shardings of parameters and
+            results, and what is donated.
         names: what each parameter of the module is, by its number: `"lm_head.weight"`, `"exp_avg of lm_head.weight"`,
             `"batch.input_ids"`. Parameters that are single numbers (the learning rate, ...) have no name.
         seconds: time of tracing and lowering.
         kind: which step of a training it is, in words.
         argument_bytes: of parameters, state and batch on one device, without padding; 0 if not counted.
         batch: of all devices, in words; empty if not known.
+        form: of the module.
     """
 
     module: bytes
@@ -45,6 +48,7 @@ class TracedStep:
     kind: str = "training step"
     argument_bytes: int = 0
     batch: str = ""
+    form: ModuleForm = "hlo"
 
 
 def trace_step(job: StepJob) -> TracedStep:

@@ -14,6 +14,9 @@ class AbstractTensors(Protocol):
     Such a tensor can be traced like any other; whatever executes with it fails.
     """
 
+    def prepare(self) -> None:
+        """Makes a device known that is not there, in a process that only traces: before the runtime starts."""
+
     def placeholder(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor on the device, without memory."""
 
@@ -25,6 +28,6 @@ class AbstractTensors(Protocol):
             inputs: tensors with a value, or without memory.
 
         Returns:
-            A serialized HloModuleProto, and the number of each input's parameter (None if the graph does not read it).
-            Shardings of tensors without memory are not in it.
+            A serialized HloModuleProto, or the text of an MLIR module, and the number of each input's parameter (None
+            if the graph does not read it). Shardings of tensors without memory, and donations, are not in it.
         """

@@ -6,6 +6,7 @@ What is private in `torch_tpu` is pinned by `tests/torch_tpu`.
 from __future__ import annotations
 
 from xla_adapters.runtime.interface import Runtime
+from xla_adapters.runtime.torch_tpu.abstract_tensors import TPUAbstractTensors
 from xla_adapters.runtime.torch_tpu.counters import TPUCounters
 from xla_adapters.runtime.torch_tpu.device import TPUDevice, unknown_version
 from xla_adapters.runtime.torch_tpu.placeholders import TPUPlaceholders
@@ -32,6 +33,7 @@ def make_runtime() -> Runtime:
         counters=counters,
         why_no_replay=_why_no_replay,
         placeholders=placeholders if unknown_version() is None else None,
+        abstract=TPUAbstractTensors(),
     )
 
 

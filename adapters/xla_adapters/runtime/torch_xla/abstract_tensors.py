@@ -27,6 +27,9 @@ _TYPES = {
 class XLAAbstractTensors:
     """`AbstractTensors` on torch_xla."""
 
+    def prepare(self) -> None:
+        """See `AbstractTensors`; a CPU is always there."""
+
     def placeholder(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """See `AbstractTensors`."""
         found: torch.Tensor = _C._xla_create_placeholder_tensor(Shape.create(_TYPES[dtype], tuple(shape)).shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from xla_adapters.tracing.modules import ModuleGuard
 from xla_adapters.tracing.placeholders.lifting import Lifting
 from xla_adapters.tracing.placeholders.mode import PlaceholderMode
 from xla_adapters.tracing.placeholders.program import Program
-from xla_adapters.tracing.placeholders.trace import Trace
+from xla_adapters.tracing.placeholders.trace import Adopted, Trace
 from xla_adapters.tracing.scope_report import NOTHING_COMPILED, CompileMeter, ScopeReport
 from xla_adapters.tracing.step_scope import StepScope
 from xla_adapters.tracing.undo_log import UndoLog
@@ -50,6 +51,11 @@ class PlaceholderScope(StepScope):
         self._singles: list[tuple[dict[str, Any], Any]] = []
         self._stream_before: torch.Tensor | None = None
         self._host_before: torch.Tensor | None = None
+
+    @property
+    def adopted(self) -> Sequence[Adopted]:
+        """The tensors that have placeholders in the present trace, in the order of the program's arguments."""
+        return [] if self._trace is None else self._trace.adopted
 
     # ---- tracing -------------------------------------------------------------------------------
 
