@@ -11,7 +11,7 @@ from torch import nn
 
 import xla_adapters
 from tests.isolation import isolated
-from xla_adapters import CompiledStep, runtime
+from xla_adapters import CompiledStep, UnsupportedOptionError, runtime
 
 
 def _losses(device: str, *, compiled: bool) -> list[float]:
@@ -47,3 +47,5 @@ def test_it_says_so_and_trains_operation_by_operation(monkeypatch: pytest.Monkey
     ]
     assert counts.executions == 0
     assert counts.eager_ops > 5
+    with pytest.raises(UnsupportedOptionError, match="tensors without memory"):
+        _ = xla_adapters.get_runtime().abstract

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -57,24 +57,48 @@ class Shardings:
         return self._runtime.lazy.handles([tensor])[0]
 
 
-class _Delegate:
-    """A part of the runtime some of whose methods are replaced in subclasses."""
+class Abstract(Protocol):
+    """Makes tensors without memory, and knows them."""
 
-    def __init__(self, part: Any, shardings: Shardings) -> None:
+    def make(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A new one."""
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is one."""
+
+
+class Delegate:
+    """A part of the runtime some of whose methods are replaced in subclasses.
+
+    Args:
+        part: of the runtime.
+    """
+
+    def __init__(self, part: Any) -> None:
         self._part = part
-        self._shardings = shardings
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._part, name)
 
 
-class _AbstractTransfers(_Delegate):
+class AbstractTransfers(Delegate):
+    """`Transfers` whose copies on the device have no memory, except those of single numbers.
+
+    Args:
+        part: of the runtime.
+        abstract: makes them.
+    """
+
+    def __init__(self, part: Any, abstract: Abstract) -> None:
+        super().__init__(part)
+        self._abstract = abstract
+
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Only single numbers are copied: steps read nothing else while they are traced."""
         if tensor.ndim == 0 and tensor.device.type != "meta":
             copy: torch.Tensor = self._part.to_device(tensor)
             return copy
-        made = self._shardings.make(tensor.shape, tensor.dtype)
+        made = self._abstract.make(tensor.shape, tensor.dtype)
         if tensor.device.type == "cpu":
             # What the batch alone determines (the largest label, say) is computed on the host, as in a training.
             note_upload(tensor, made)
@@ -82,15 +106,19 @@ class _AbstractTransfers(_Delegate):
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Placeholders are zeros there: what reads them knows that values do not matter (buffers sent to a process)."""
-        real = [tensor for tensor in tensors if not self._shardings.knows(tensor)]
+        real = [tensor for tensor in tensors if not self._abstract.knows(tensor)]
         copies = iter(self._part.to_host(real))
         return [
-            torch.zeros(tensor.shape, dtype=tensor.dtype) if self._shardings.knows(tensor) else next(copies)
+            torch.zeros(tensor.shape, dtype=tensor.dtype) if self._abstract.knows(tensor) else next(copies)
             for tensor in tensors
         ]
 
 
-class _AbstractSpmd(_Delegate):
+class _AbstractSpmd(Delegate):
+    def __init__(self, part: Any, shardings: Shardings) -> None:
+        super().__init__(part)
+        self._shardings = shardings
+
     def shard(self, tensor: torch.Tensor, tiles: TileAssignment) -> None:
         if not self._shardings.cut(tensor, tiles):
             self._part.shard(tensor, tiles)
@@ -112,9 +140,9 @@ class _AbstractSpmd(_Delegate):
         return self._shardings.make(tensor.shape, tensor.dtype, tiles)
 
 
-class _AbstractTracing(_Delegate):
-    def __init__(self, part: Any, shardings: Shardings, finish_step: Callable[[], None]) -> None:
-        super().__init__(part, shardings)
+class _AbstractTracing(Delegate):
+    def __init__(self, part: Any, finish_step: Callable[[], None]) -> None:
+        super().__init__(part)
         self._finish_step = finish_step
 
     def finish_step(self) -> None:
@@ -131,12 +159,12 @@ def abstract_runtime(runtime: Runtime, *, finish_step: Callable[[], None] | None
     shardings = Shardings(runtime)
     tracing = runtime.tracing
     if finish_step is not None:
-        tracing = cast(Tracing, _AbstractTracing(tracing, shardings, finish_step))
+        tracing = cast(Tracing, _AbstractTracing(tracing, finish_step))
     changed = Runtime(
         name=runtime.name,
         dynamo_backend=runtime.dynamo_backend,
         device=runtime.device,
-        transfers=cast(Transfers, _AbstractTransfers(runtime.transfers, shardings)),
+        transfers=cast(Transfers, AbstractTransfers(runtime.transfers, shardings)),
         tracing=tracing,
         values=runtime.values,
         executables=runtime.executables,

@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.hlo.donors import with_donors
+from xla_adapters.preflight.abstract_runtime import AbstractTransfers, Delegate
 from xla_adapters.preflight.step_capture import StepCapture, named_tensors
 from xla_adapters.preflight.traced_step import TracedStep
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.interface import Random, Transfers
 from xla_adapters.runtime.interface.placeholders import Placeholders, Run
-from xla_adapters.runtime.uploads import note_upload
 from xla_adapters.tracing.placeholders.scope import PlaceholderScope
 from xla_adapters.tracing.step_mode import READS
 from xla_adapters.tracing.step_scope import current_scope, in_step
@@ -47,10 +47,10 @@ class PlaceholderStepCapture(StepCapture):
             name=runtime.name,
             dynamo_backend=runtime.dynamo_backend,
             device=runtime.device,
-            transfers=cast(Transfers, _Transfers(runtime.transfers, self._valueless)),
+            transfers=cast(Transfers, AbstractTransfers(runtime.transfers, self._valueless)),
             tracing=runtime.tracing,
             values=runtime.values,
-            random=cast(Random, _Random(runtime.random, self._valueless)),
+            random=cast(Random, _Random(runtime.random)),
             counters=runtime.counters,
             why_no_replay=lambda _: None,
             placeholders=cast(Placeholders, _Placeholders(runtime.placeholders, self._valueless, self._taken)),
@@ -117,7 +117,7 @@ class _Valueless(TorchFunctionMode):
         self._note(made)
         return made
 
-    def has(self, value: object) -> bool:
+    def knows(self, value: object) -> bool:
         """Whether it is one."""
         return (
             isinstance(value, torch.Tensor)
@@ -134,7 +134,7 @@ class _Valueless(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.to and (made := self._copied(*args, **kwargs)) is not None:
             return made
-        if in_step() or not any(map(self.has, tree_leaves((args, kwargs)))):
+        if in_step() or not any(map(self.knows, tree_leaves((args, kwargs)))):
             return func(*args, **kwargs)
         if func in READS:
             raise UnsupportedOptionError(
@@ -151,51 +151,20 @@ class _Valueless(TorchFunctionMode):
         return result
 
 
-class _Delegate:
-    """A part of the runtime some of whose methods are replaced in subclasses."""
-
-    def __init__(self, part: Any, valueless: _Valueless) -> None:
-        self._part = part
-        self._valueless = valueless
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._part, name)
-
-
-class _Random(_Delegate):
+class _Random(Delegate):
     def set_seed(self, seed: int) -> None:
         """Values do not matter."""
 
 
-class _Transfers(_Delegate):
-    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.ndim == 0 and tensor.device.type != "meta":
-            copy: torch.Tensor = self._part.to_device(tensor)
-            return copy
-        made = self._valueless.make(tensor.shape, tensor.dtype)
-        if tensor.device.type == "cpu":
-            # What the batch alone determines (the largest label, say) is computed on the host, as in a training.
-            note_upload(tensor, made)
-        return made
-
-    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Zeros for those without a value: what reads them knows that values do not matter."""
-        return [
-            torch.zeros(tensor.shape, dtype=tensor.dtype)
-            if self._valueless.has(tensor)
-            else self._part.to_host([tensor])[0]
-            for tensor in tensors
-        ]
-
-
-class _Placeholders(_Delegate):
+class _Placeholders(Delegate):
     def __init__(self, part: Any, valueless: _Valueless, take: Callable[..., Run]) -> None:
-        super().__init__(part, valueless)
+        super().__init__(part)
+        self._valueless = valueless
         self._take = take
 
     def set_random_state(self, state: torch.Tensor) -> None:
         """The stream stays where it is in place of getting a state without a value."""
-        if not self._valueless.has(state):
+        if not self._valueless.knows(state):
             self._part.set_random_state(state)
 
     def compile(

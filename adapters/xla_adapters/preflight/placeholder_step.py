@@ -9,10 +9,9 @@ from xla_adapters.config import XLAConfig
 from xla_adapters.preflight.job import StepJob
 from xla_adapters.preflight.placeholder_capture import PlaceholderStepCapture
 from xla_adapters.preflight.step_capture import TRAINING
-from xla_adapters.preflight.traced_step import TracedStep
+from xla_adapters.preflight.traced_step import TracedStep, move_attributes, run_step
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import get_runtime
-from xla_adapters.sharding.measure.compiled_step import loss_of
 
 
 def trace_step(job: StepJob) -> TracedStep:
@@ -25,26 +24,15 @@ def trace_step(job: StepJob) -> TracedStep:
     with capture.capturing(), capture.taking(TRAINING):
         device = get_runtime().device.torch_device()
         job.model.to(device)
-        _move_attributes(job.model, device)
+        move_attributes(job.model, lambda tensor: tensor.to(device))
         batch = _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), job.batch)
         optimizer = job.optimizer([value for value in job.model.parameters() if value.requires_grad])
         program.open(inputs=batch)
         try:
-            with job.around():
-                loss = loss_of(job.model(**batch) if isinstance(batch, dict) else job.model(*batch))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            loss = run_step(job, batch, optimizer)
             program.close()
+            del loss
         finally:
             program.abort()
     (step,) = capture.steps
     return step
-
-
-def _move_attributes(model: torch.nn.Module, device: torch.device) -> None:
-    """Copies tensors on the meta device that modules hold as plain attributes (rotary frequencies, ...)."""
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, torch.Tensor) and value.device.type == "meta":
-                setattr(module, name, value.to(device))

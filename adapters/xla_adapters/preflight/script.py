@@ -137,12 +137,12 @@ def report_traced(what: str, target: Target, traced: Traced, *, timeout: float, 
 
 def _compiled(traced: Traced, target: Target, timeout: float) -> list[PreflightReport]:
     mesh = traced.plan.mesh if traced.plan is not None else Mesh.data_and_model(1, 1)
-    sharding = "" if target.devices == 1 else f", on one of {target.devices} devices"
+    where = "" if target.devices == 1 else f", on one of {target.devices} devices"
     if traced.plan is not None:
-        sharding = f", sharding {traced.plan.name} on {mesh}"
+        where = f", sharding {traced.plan.name} on {mesh}"
     return [
         report_on(
-            f"{step.kind}{sharding}", step, compile_module(step.module, target, form=step.form, timeout=timeout), mesh
+            f"{step.kind}{where}", step, compile_module(step.module, target, form=step.form, timeout=timeout), mesh
         )
         for step in traced.steps
     ]

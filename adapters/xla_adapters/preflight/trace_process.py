@@ -121,7 +121,7 @@ def _environment_of_torch_tpu() -> dict[str, str]:
         )
     return {
         **os.environ,
-        # Nothing is computed with it. A TPU of this host may be in use.
+        # Not the TPU of this host, if it has one: it may be in use.
         "TPU_LIBRARY_PATH": str(Path(spec.submodule_search_locations[0]) / "xla_cpu_pjrt.so"),
         # Otherwise it waits for minutes for a server that only Google's machines have.
         "TPU_SKIP_MDS_QUERY": "1",

@@ -63,7 +63,7 @@ def trace_step(job: StepJob) -> TracedStep:
     with using_runtime(runtime), eager(True):
         placement = Placement(job.plan, runtime)
         placement.move_model(job.model)
-        _move_attributes(job.model, shardings)
+        move_attributes(job.model, lambda tensor: shardings.make(tensor.shape, tensor.dtype))
         batch = _pytree.tree_map_only(torch.Tensor, runtime.transfers.to_device, job.batch)
         placement.place_batch(batch)
         optimizer = job.optimizer([value for value in job.model.parameters() if value.requires_grad])
@@ -88,11 +88,7 @@ def _traced(
         scope = StepScope(name="preflight step")
         scope.open()
         try:
-            with job.around():
-                loss = loss_of(job.model(**batch) if isinstance(batch, dict) else job.model(*batch))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            loss = run_step(job, batch, optimizer)
             outputs = pending_results(runtime)
             module, numbers = runtime.abstract.lower(list(outputs.values()), list(before.values()))
             # An update has the sharding of what it updates, and takes its memory.
@@ -104,6 +100,7 @@ def _traced(
             tiles = {name: shardings.of(tensor) for name, tensor in before.items() if shardings.knows(tensor)}
         finally:
             scope.abort()
+    del loss
     places = {name: number for name, number in zip(before, numbers, strict=True) if number is not None}
     annotated = annotate(
         module,
@@ -116,6 +113,16 @@ def _traced(
         {places[name] for name in updated.values() if name in places},
     )
     return annotated, {number: name for name, number in places.items()}
+
+
+def run_step(job: StepJob, batch: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Forward, loss, backward and update. Returns the loss: a result of the step's graph if the caller holds it."""
+    with job.around():
+        loss = loss_of(job.model(**batch) if isinstance(batch, dict) else job.model(*batch))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
 
 
 def pending_results(runtime: Runtime) -> dict[int, torch.Tensor]:
@@ -163,12 +170,12 @@ def described_batch(batch: Any) -> str:
     return ", ".join(found[:_LISTED]) + (f" and {len(found) - _LISTED} more" if len(found) > _LISTED else "")
 
 
-def _move_attributes(model: torch.nn.Module, shardings: Shardings) -> None:
+def move_attributes(model: torch.nn.Module, moved: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replaces tensors on the meta device that modules hold as plain attributes (rotary frequencies, ...)."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, torch.Tensor) and value.device.type == "meta":
-                setattr(module, name, shardings.make(value.shape, value.dtype))
+                setattr(module, name, moved(value))
 
 
 def encoded(tiles: TileAssignment | None) -> bytes:

@@ -5,7 +5,7 @@ The device would accept some of them, and fail others when the graph is compiled
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_adapters.utils.device_type import device_type
+from xla_adapters.utils.nested_values import replaced, tensors_in
 
 _Tensor = torch.Tensor
 _NAMES = ("matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "addmm", "addmv", "addbmm", "baddbmm")
@@ -49,31 +50,15 @@ def refuse_mixed_dtypes(function: Callable[..., Any], args: tuple[Any, ...], kwa
     compared = _PRODUCTS.get(function)
     if compared is None:
         return
-    given = [*islice(_tensors((args, kwargs)), compared)]
+    given = [*islice(tensors_in((args, kwargs)), compared)]
     if len({tensor.dtype for tensor in given}) < 2 or any(tensor.device.type != device_type() for tensor in given):
         return
     if torch.is_autocast_enabled(device_type()):
         return
     # One number in the shape of each argument: torch looks at the dtypes before it computes.
     with _disable_current_modes(), torch.no_grad():
-        function(*_on_the_host(args), **_on_the_host(kwargs))
+        function(*replaced(args, _on_the_host), **replaced(kwargs, _on_the_host))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, _Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
-def _on_the_host(value: Any) -> Any:
-    if isinstance(value, _Tensor):
-        return torch.zeros((), dtype=value.dtype).expand(value.shape)
-    if isinstance(value, (list, tuple)):
-        return [_on_the_host(item) for item in value] if isinstance(value, list) else tuple(map(_on_the_host, value))
-    if isinstance(value, dict):
-        return {name: _on_the_host(item) for name, item in value.items()}
-    return value
+def _on_the_host(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)

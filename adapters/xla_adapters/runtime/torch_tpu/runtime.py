@@ -22,6 +22,7 @@ def make_runtime() -> Runtime:
     counters = TPUCounters(device)
     tracing = TPUTracing()
     placeholders = TPUPlaceholders(device, counters)
+    is_known = unknown_version() is None
     return Runtime(
         name="torch_tpu",
         dynamo_backend="tpu",
@@ -32,8 +33,8 @@ def make_runtime() -> Runtime:
         random=TPURandom(device, placeholders),
         counters=counters,
         why_no_replay=_why_no_replay,
-        placeholders=placeholders if unknown_version() is None else None,
-        abstract=TPUAbstractTensors(),
+        placeholders=placeholders if is_known else None,
+        abstract=TPUAbstractTensors() if is_known else None,
     )
 
 
