@@ -5,7 +5,8 @@
 // - The memory kinds of an executable's outputs, which torch_tpu asks for when it compiles. XLA:CPU does not implement
 //   the question. There is one kind, "device".
 //
-// It counts what passes through, for `stand_in.counts()`.
+// It counts what passes through, for `stand_in.counts()`, and has launches fail as on a device without free memory, for
+// `stand_in.fail_launch()`.
 //
 // The header may be older than both sides, so nothing here depends on the size that it gives a struct.
 
@@ -21,6 +22,8 @@
 static const PJRT_Api* target;
 
 atomic_long shim_compiles, shim_executions, shim_transfers_to_device, shim_transfers_to_host;
+// The launch that fails: 1 is the next one; 0 is none.
+atomic_long shim_fails_at;
 
 #define COUNTED(function, counter)                                \
   static PJRT_Error* counted_##function(function##_Args* args) { \
@@ -29,9 +32,36 @@ atomic_long shim_compiles, shim_executions, shim_transfers_to_device, shim_trans
   }
 
 COUNTED(PJRT_Client_Compile, shim_compiles)
-COUNTED(PJRT_LoadedExecutable_Execute, shim_executions)
 COUNTED(PJRT_Client_BufferFromHostBuffer, shim_transfers_to_device)
 COUNTED(PJRT_Buffer_ToHostBuffer, shim_transfers_to_host)
+
+// An error that the target makes, with another code and message.
+static _Atomic(PJRT_Error*) full;
+
+static PJRT_Error* execute(PJRT_LoadedExecutable_Execute_Args* args) {
+  if (atomic_load(&shim_fails_at) > 0 && atomic_fetch_sub(&shim_fails_at, 1) == 1) {
+    PJRT_Executable_NumOutputs_Args refused = {.struct_size = 0};
+    full = target->PJRT_Executable_NumOutputs(&refused);
+    return full;
+  }
+  atomic_fetch_add(&shim_executions, 1);
+  return target->PJRT_LoadedExecutable_Execute(args);
+}
+
+static void error_message(PJRT_Error_Message_Args* args) {
+  static const char text[] = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.";
+  target->PJRT_Error_Message(args);
+  if (args->error == full) {
+    args->message = text;
+    args->message_size = strlen(text);
+  }
+}
+
+static PJRT_Error* error_code(PJRT_Error_GetCode_Args* args) {
+  PJRT_Error* error = target->PJRT_Error_GetCode(args);
+  if (args->error == full) args->code = PJRT_Error_Code_RESOURCE_EXHAUSTED;
+  return error;
+}
 
 static PJRT_Error* create_client(PJRT_Client_Create_Args* args) {
   const PJRT_NamedValue* callers = args->create_options;
@@ -96,7 +126,9 @@ const PJRT_Api* GetPjrtApi(void) {
   memcpy(api, target, target->struct_size);
   api->PJRT_Client_Create = create_client;
   api->PJRT_Client_Compile = counted_PJRT_Client_Compile;
-  api->PJRT_LoadedExecutable_Execute = counted_PJRT_LoadedExecutable_Execute;
+  api->PJRT_LoadedExecutable_Execute = execute;
+  api->PJRT_Error_Message = error_message;
+  api->PJRT_Error_GetCode = error_code;
   api->PJRT_Client_BufferFromHostBuffer = counted_PJRT_Client_BufferFromHostBuffer;
   api->PJRT_Buffer_ToHostBuffer = counted_PJRT_Buffer_ToHostBuffer;
   api->PJRT_Executable_OutputMemoryKinds = output_memory_kinds;

@@ -43,8 +43,20 @@ class Counts:
 
 def counts() -> Counts:
     """The calls so far; the device must have been used."""
-    library = ctypes.CDLL(os.environ["TPU_LIBRARY_PATH"])
-    return Counts(*(ctypes.c_long.in_dll(library, f"shim_{field.name}").value for field in fields(Counts)))
+    return Counts(*(_number(field.name).value for field in fields(Counts)))
+
+
+def fail_launch(number: int = 1) -> None:
+    """Has one of the coming launches fail, as if the device had no memory for it.
+
+    Args:
+        number: which one; 1 is the next.
+    """
+    _number("fails_at").value = number
+
+
+def _number(name: str) -> ctypes.c_long:
+    return ctypes.c_long.in_dll(ctypes.CDLL(os.environ["TPU_LIBRARY_PATH"]), f"shim_{name}")
 
 
 def obstacle() -> str | None:

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 import hf_trainer
 import xla_adapters
+from tests.device import ON_TORCH_TPU
 from tests.hf_trainer.scenarios import (
     Classifier,
     Sample,
@@ -37,7 +38,8 @@ from xla_adapters import GraphLimitError, TensorReadError, get_runtime
 def _patchable() -> dict[str, Any]:
     """Everything the trainer replaces while it runs."""
     return {
-        "MpDeviceLoaderWrapper": accelerate.data_loader.MpDeviceLoaderWrapper,
+        # accelerate has it only if torch_xla is installed.
+        "MpDeviceLoaderWrapper": vars(accelerate.data_loader).get("MpDeviceLoaderWrapper"),
         "_tpu_gather": accelerate.utils.operations._tpu_gather,
         "nested_xla_mesh_reduce": transformers.trainer_pt_utils.nested_xla_mesh_reduce,
         "_is_compiling_flag": torch.compiler._is_compiling_flag,
@@ -357,23 +359,37 @@ def test_max_graphs_counts_graphs() -> None:
     assert len(two_shapes.losses) == 6
 
 
+def _before_each_execution(act: Callable[[], None], step_replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = get_runtime()
+    assert runtime.replay_works
+
+    def acting(execute: Callable[..., Any]) -> Callable[..., Any]:
+        def executed(*args: Any, **options: Any) -> Any:
+            act()
+            return execute(*args, **options)
+
+        return executed
+
+    if ON_TORCH_TPU:
+        compile_ = runtime.placeholders.compile
+        monkeypatch.setattr(runtime.placeholders, "compile", lambda *args: acting(compile_(*args)))
+        return
+    part, execution = (runtime.executables, "run") if step_replay else (runtime.tracing, "finish_step")
+    monkeypatch.setattr(part, execution, acting(getattr(part, execution)))
+
+
 @isolated
 @pytest.mark.parametrize("step_replay", [False, True])
 @pytest.mark.parametrize("runs_out_at", [0, 2])
 def test_auto_find_batch_size(runs_out_at: int, step_replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Running out of memory discards the step and halves the batch."""
-    runtime = get_runtime()
-    part, execution = (runtime.executables, "run") if step_replay else (runtime.tracing, "finish_step")
-    execute = getattr(part, execution)
     trainer: Any = None
 
-    def run_if_it_fits(*args: Any, **options: Any) -> Any:
+    def run_if_it_fits() -> None:
         if trainer._train_batch_size > 4 and trainer.state.global_step == runs_out_at:
             raise RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.")
-        return execute(*args, **options)
 
-    assert runtime.replay_works
-    monkeypatch.setattr(part, execution, run_if_it_fits)
+    _before_each_execution(run_if_it_fits, step_replay, monkeypatch)
     options = {"train_sampling_strategy": "sequential", "max_steps": 4}
     trainer = hf_trainer.Trainer(
         model=Classifier(),
@@ -395,7 +411,12 @@ def test_auto_find_batch_size(runs_out_at: int, step_replay: bool, monkeypatch: 
 
 
 @isolated
-@pytest.mark.parametrize(("execution", "step_replay"), [("tracing.finish_step", False), ("executables.compile", True)])
+@pytest.mark.parametrize(
+    ("execution", "step_replay"),
+    [("placeholders.compile", False), ("placeholders.compile", True)]
+    if ON_TORCH_TPU
+    else [("tracing.finish_step", False), ("executables.compile", True)],
+)
 def test_out_of_memory_without_auto_find_batch_size(
     execution: str, step_replay: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,11 @@ LEFT_OUT: dict[str, str] = {
     "lightning_strategy/test_training.py::test_gradients_zeroed_in_place_by_the_user[False-2]": (
         "gradients that are kept from step to step (free_grads=False) are refused"
     ),
+    "hf_trainer/test_errors_in_steps.py::test_read_inside_the_step_works_under_warn": (
+        "nothing of a step can be executed before its end"
+    ),
+    "hf_trainer/test_errors_in_steps.py::test_an_update_that_is_interrupted_in_a_replayed_step"
+    "[_accelerator_graph_capture_health_check]": "torch 2.13 does not call it in a replayed update",
     "hf_trainer/test_safe_checkpoints.py::test_other_random_numbers_are_shown": _ALGORITHM,
     "lightning_strategy/test_checkpoint_options.py::test_other_random_numbers_are_shown": _ALGORITHM,
     "lightning_strategy/test_checkpoint_options.py::test_what_cannot_take_effect_raises": _SPMD,

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 import xla_adapters
+from benchmarks.torch_tpu import stand_in
 from tests.isolation import isolated
 from xla_adapters import CompiledStep, GraphBreakError, UnsupportedOptionError, get_runtime
-from xla_adapters.errors import PlaceholderError
+from xla_adapters.errors import DeviceOutOfMemoryError, PlaceholderError
+from xla_adapters.tracing.placeholders.program import executables_of_the_process
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -258,3 +260,32 @@ def test_copies_from_before_the_start_keep_their_values() -> None:
     assert torch.equal(average.cpu(), before)
     assert torch.equal(best.weight.detach().cpu(), before - 1)
     assert torch.equal(net.weight.detach().cpu(), (before + 2) * 2)
+
+
+@isolated
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_program_that_does_not_fit_leaves_everything_as_before(compiled: bool) -> None:
+    def program(number: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, optimizer = _model("tpu")
+        model.append(nn.Dropout(0.5))
+        step: Step = (CompiledStep if compiled else xla_adapters.step)(_step(model, optimizer))
+        for at in range(4):
+            inputs = _inputs(at, "cpu")[: 8 if at < 3 else 4].to("tpu")
+            if at == number:
+                before = _values(model)
+                torch.accelerator.synchronize()
+                stand_in.fail_launch()
+                with pytest.raises(DeviceOutOfMemoryError, match="parameters are as before"):
+                    step(inputs)
+                assert all(map(torch.equal, before, _values(model)))
+            step(inputs)
+        return _values(model)
+
+    xla_adapters.initialize()
+    # The first launch of each program: that of the step, and that of a batch of another size.
+    expected = program(9)
+    executables_of_the_process.cache_clear()
+    assert all(map(torch.equal, expected, program(0)))
+    executables_of_the_process.cache_clear()
+    assert all(map(torch.equal, expected, program(3)))

@@ -365,3 +365,33 @@ def _with_closure(net: nn.Module, optimizer: torch.optim.Optimizer) -> Train:
         return optimizer.step(closure).detach()  # type: ignore[arg-type]
 
     return train
+
+
+@isolated
+def test_a_parameter_that_is_frozen_while_it_has_a_gradient() -> None:
+    def program(device: str, wrap: Callable[..., Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def train(inputs: torch.Tensor) -> torch.Tensor:
+            loss = model(inputs).square().mean()
+            # As Lightning does, which looks at the gradients of all parameters.
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = None
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        step, losses = wrap(train), []
+        for at in range(8):
+            if at == 4:
+                model[0].weight.requires_grad_(False)
+            losses.append(step(torch.full((3, 4), 0.5 + at).to(device)).cpu())
+        return [*losses, *(parameter.detach().cpu() for parameter in model.parameters())]
+
+    expected = program("cpu", lambda function: function)
+    xla_adapters.initialize()
+    for wrap in (xla_adapters.step, CompiledStep):
+        torch.testing.assert_close(program("tpu", wrap), expected, rtol=0, atol=1e-5)

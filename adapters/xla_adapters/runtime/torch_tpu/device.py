@@ -145,4 +145,5 @@ class TPUDevice:
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """See `Device`."""
-        return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+        # torch_tpu writes the first letter of an error within another one small.
+        return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error).upper()

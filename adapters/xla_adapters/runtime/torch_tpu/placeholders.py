@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch_tpu._internal.compile import tpu_torch_compile as _compiler
 from torch_tpu._internal.execution_mode import execution_mode_impl as _modes
+from torch_tpu._internal.sync import sync as _sync
 
 from xla_adapters.runtime.interface import Device
 from xla_adapters.runtime.interface.placeholders import Run
@@ -105,11 +106,32 @@ class TPUPlaceholders:
                 module_name=name,
             )
         self._counters.compiled(time.perf_counter() - began)
-        run, counters = _compiler.make_compiled_runner(compiled.executable), self._counters
+        return _Executable(_compiler.make_compiled_runner(compiled.executable), self._counters)
 
-        def execute(values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            counters.executions += 1
-            found: Sequence[torch.Tensor] = run(values)
-            return found
 
-        return execute
+class _Executable:
+    """A compiled program.
+
+    Args:
+        run: launches it.
+        counters: count the runs.
+    """
+
+    def __init__(self, run: Run, counters: TPUCounters) -> None:
+        self._run = run
+        self._counters = counters
+        self._has_run = False
+
+    def __call__(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Launches it; returns the results.
+
+        A launch that fails is reported when a result is read, by when the step counts as done. A program for which the
+        device has not enough memory fails in its first launch, so that one is waited for. Its arguments are still there
+        if it failed.
+        """
+        self._counters.executions += 1
+        results: Sequence[torch.Tensor] = self._run(values)
+        if not self._has_run:
+            _sync.synchronize(list(results), wait=True)
+            self._has_run = True
+        return results

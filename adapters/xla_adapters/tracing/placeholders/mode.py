@@ -31,7 +31,9 @@ _TENSOR = vars(torch._C.TensorBase)
 # Calls that need no placeholder. Not `grad`: a gradient from before the step is found with its leaf.
 _WITHOUT_VALUES = METADATA - {_TENSOR["grad"].__get__, _TENSOR["_grad"].__get__}
 # Calls that may copy a tensor, or other data, from the host to the device.
-_MAY_COPY: frozenset[_CALL] = frozenset({_Tensor.to, _Tensor.type, getattr(_Tensor, "tpu", _Tensor.to)})
+_MAY_COPY: frozenset[_CALL] = frozenset(
+    {_Tensor.to, _Tensor.type, _Tensor.type_as, getattr(_Tensor, "tpu", _Tensor.to)}
+)
 # Calls that run the autograd engine, and what runs it in them.
 _DIFFERENTIATES: frozenset[_CALL] = frozenset({_Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _RUN = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
@@ -88,6 +90,12 @@ class PlaceholderMode(StepMode):
         if func is _Tensor.copy_:
             args = self._with_upload(*args, **kwargs)
             kwargs = {}
+        elif func is _Tensor.__setitem__ and _is_scalar(args[2]):
+            target, at, value = args
+            args = (target, at, self._with_upload(target, value)[1])
+        elif func is torch.scalar_tensor:
+            # In a trace torch_tpu would read it.
+            func, kwargs = torch.tensor, {"dtype": torch.get_default_dtype(), **kwargs}
         elif func in _MAY_COPY:
             args, kwargs = _blocking(args, kwargs)
         if func in NORMALISATIONS and any(map(_is_scalar, (*args, *kwargs.values()))):

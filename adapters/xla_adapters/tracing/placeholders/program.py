@@ -53,7 +53,7 @@ class Program:
         Args:
             name: for profiles.
         """
-        known = _executables_of(self.runtime)
+        known = executables_of_the_process(self.runtime)
         if self.key not in known:
             known[self.key] = self.runtime.placeholders.compile(self.results, self.arguments, self.changed, name)
             if len(known) > _KEPT:
@@ -63,7 +63,8 @@ class Program:
 
 
 @cache
-def _executables_of(runtime: Runtime) -> OrderedDict[str, Run]:
+def executables_of_the_process(runtime: Runtime) -> OrderedDict[str, Run]:
+    """Those compiled so far, by key, the one that was used last at the end."""
     return OrderedDict()
 
 

@@ -155,9 +155,9 @@ class PlaceholderScope(StepScope):
             with compile_progress(self.name, self.history, call):
                 run = program.compiled(self.name)
             self._end_trace()
-            values = trace.values(program)
+            results = run(trace.values(program))
             self._breaks.executing = True
-            trace.settle(program, run(values))
+            trace.settle(program, results)
             self._ran(trace, program)
         return meter.report(self.operations)
 

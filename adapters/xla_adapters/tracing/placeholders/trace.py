@@ -88,11 +88,12 @@ class Trace:
         """
         if self.traced.has(tensor):
             return
-        # A backward adds to it. torch_tpu's `average.copy_(parameter)` gives the parameter's also to the average.
-        grad = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
+        # A backward adds to it; that of a parameter which is frozen now is still there. torch_tpu's
+        # `average.copy_(parameter)` gives the parameter's also to the average.
+        grad = tensor.grad if tensor.is_leaf else None
         with torch.no_grad():
             outermost, *inner = list(self._undo_logs())[::-1]
-            if tensor.is_leaf and tensor.requires_grad:
+            if tensor.is_leaf and (tensor.requires_grad or grad is not None):
                 outermost.record_leaf(tensor)
             else:
                 outermost.record(tensor)
