@@ -120,3 +120,36 @@ def test_copies_in_a_batch_that_the_step_writes() -> None:
         return [step(batch, batch.clone() if index < 4 else batch) for index, batch in enumerate(batches)], model
 
     assert alike(body).replays == 0
+
+
+class _TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(batch)))
+
+
+# Calls 0 and 1 are traced, call 2 is the first that can be replayed.
+@pytest.mark.parametrize("at", [1, 2, 3, 6])
+@pytest.mark.parametrize("turned", [False, True], ids=["the same", "transposed"])
+@pytest.mark.parametrize("several", [1, 3])
+@isolated
+def test_weights_that_come_to_share_their_storage_and_cease_to(several: int, turned: bool, at: int) -> None:
+    """Also between the traced steps and the first replay: an executable would update each of them by itself."""
+
+    def body(make: Callable[..., CompiledStep[Any]]) -> Any:
+        model = _TwoLayers().to(DEVICE)
+        step = make(update_of(model, torch.optim.SGD(model.parameters(), 0.1)))
+        losses = []
+        for number in range(16):
+            if number == at:
+                model.second.weight.data = model.first.weight.data.t() if turned else model.first.weight.data
+            if number == at + 6:
+                model.second.weight.data = model.second.weight.data.clone()
+            losses.append(step(torch.linspace(-1, 1, 8).view(2, 4) * (number + 1) / 16))
+        return losses, model
+
+    step = alike(body, steps_per_execution=several)
+    assert step.replays >= 2 or at < 6

@@ -14,7 +14,7 @@ from xla_adapters.replay.guards.snapshot import ModuleSnapshot
 from xla_adapters.replay.number import Number
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
 from xla_adapters.replay.optimizer_update import Update
-from xla_adapters.replay.slots import Kept, Slot
+from xla_adapters.replay.slots import Kept, Slot, is_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,13 @@ class GraphValues:
     targets: list[list[Slot]]
     donated: list[int]
     kept: dict[str, Kept]
+
+    @cached_property
+    def state(self) -> list[torch.Tensor]:
+        """The tensors that the executable reads or writes, each once. Without those of a batch and gradients."""
+        read = [source.owner for source in self.sources if is_state(source)]
+        written = [slot.owner for slots in self.targets for slot in slots if is_state(slot)]
+        return list({id(tensor): tensor for tensor in (*read, *written)}.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +82,7 @@ class CachedCall:
         snapshot: the modules and other objects that the graph depends on.
         updates: the optimizers' host math of this call, or of its last replay.
         unrepeatable: what this call did that a replay cannot do; empty if nothing.
+        sharing: which tensors of the state shared their storage after this call, as `shared_storages`.
         graph: the name of the graph.
         text: the graph itself, if several calls are to be one executable.
         executable: its name; empty until the call was executed.
@@ -88,6 +96,7 @@ class CachedCall:
     snapshot: ModuleSnapshot
     updates: list[Update]
     unrepeatable: str
+    sharing: tuple[int, ...]
     graph: bytes
     text: bytes = b""
     executable: bytes = b""

@@ -16,6 +16,7 @@ from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.graph_slots import GraphSlots
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
+from xla_adapters.replay.held_values import shared_storages
 from xla_adapters.replay.loose_tensors import loose_tensors
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
 from xla_adapters.replay.optimizer_update import Update
@@ -228,17 +229,19 @@ class CaptureScope(CachedScope):
         slots.note(Slot("tensor", owner=tensor) for tensor in (*self._spec.constants, *snapshot.tensors))
         kept = {name: slots.kept(value) for name, value in self._kept.items()}
         (seed,) = self._runtime.lazy.handles([self._seed_input])
+        values = GraphValues(
+            sources=slots.sources(seed, self._update_buffers),
+            targets=slots.targets(kept, self._kept),
+            donated=list(slots.graph.donors),
+            kept=kept,
+        )
         return CachedCall(
-            values=GraphValues(
-                sources=slots.sources(seed, self._update_buffers),
-                targets=slots.targets(kept, self._kept),
-                donated=list(slots.graph.donors),
-                kept=kept,
-            ),
+            values=values,
             gradients=GradientChanges(before=slots.grads, created=slots.created, dropped=slots.dropped),
             host=HostEffects(optimizers=self._optimizers, attributes=slots.host_changes, rebound=slots.rebound),
             snapshot=snapshot,
             updates=self._updates,
             unrepeatable=slots.unrepeatable,
+            sharing=shared_storages(values.state, self._runtime),
             graph=slots.graph.name,
         )

@@ -18,11 +18,13 @@ class HeldValues:
 
     Args:
         tensors: of the state.
+        traced: which of them shared their storage when the step was traced, as `shared_storages`.
         runtime: the runtime.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], runtime: Runtime) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], traced: tuple[int, ...], runtime: Runtime) -> None:
         self._tensors = list(tensors)
+        self._traced = traced
         # Bound here, since each replayed call uses them.
         self._snapshot = runtime.values.snapshot
         self._storage_marks = runtime.lazy.storage_marks
@@ -35,25 +37,25 @@ class HeldValues:
         # Positions of tensors whose present value was not written by `write`.
         self._foreign = set(range(len(self._tensors)))
         self._named: list[int] = []
-        self._distinct: frozenset[int] = frozenset()
-        self._are_distinct = True
+        self._storages_now: frozenset[int] = frozenset()
+        self._as_traced = True
         runtime.shared_buffers.note_writer(self)
 
     def sharing(self, others: Sequence[torch.Tensor]) -> str | None:
-        """Which of the tensors share their storage now though no traced step has seen that, in words; None if none do.
+        """Which tensors share their storage otherwise than in the traced step, in words; None if none do.
 
         Args:
             others: tensors that must be none of these, no view and no alias of one.
         """
         names, _ = self._storage_marks(self._tensors)
         if names != self._named:
-            self._named, self._distinct = names, frozenset(names)
-            self._are_distinct = len(self._distinct) == len(names)
-        # (`p.data = q.data`.) A shared buffer cannot be donated.
-        if names != self._names and not self._are_distinct:
-            return "two tensors of the state have come to share their storage"
+            self._named, self._storages_now = names, frozenset(names)
+            self._as_traced = _groups(names) == self._traced
+        # (`p.data = q.data`.) One executable updates shared tensors together, the other each by itself.
+        if not self._as_traced:
+            return "other tensors of the state share their storage than when the step was traced"
         found, _ = self._storage_marks(others)
-        if not self._distinct.isdisjoint(found):
+        if not self._storages_now.isdisjoint(found):
             return "a tensor of the batch is one of the state"
         return None
 
@@ -97,3 +99,14 @@ class HeldValues:
     def forget_writes(self) -> None:
         """Releases the values that `write` has replaced."""
         self._forget_writes(self._tensors)
+
+
+def shared_storages(tensors: Sequence[torch.Tensor], runtime: Runtime) -> tuple[int, ...]:
+    """For each tensor the position of the first one that has its storage. Equal as long as the same ones share."""
+    names, _ = runtime.lazy.storage_marks(tensors)
+    return _groups(names)
+
+
+def _groups(names: Sequence[int]) -> tuple[int, ...]:
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(name, position) for position, name in enumerate(names))

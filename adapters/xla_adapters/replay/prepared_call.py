@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_, is_not
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 
@@ -15,7 +15,7 @@ from xla_adapters.replay.held_values import HeldValues
 from xla_adapters.replay.number import Number
 from xla_adapters.replay.optimizer_update import Update, numbers_of
 from xla_adapters.replay.run_ahead import RunAhead
-from xla_adapters.replay.slots import CallTensors, Slot
+from xla_adapters.replay.slots import CallTensors, Slot, is_state
 from xla_adapters.runtime import Runtime
 from xla_adapters.tracing.own_buffers import copies_of_taken
 
@@ -42,14 +42,14 @@ class PreparedCall:
         self._fixed = list(fixed)
         self._sources = sources = call.values.sources
         self._donated = call.values.donated
-        read = [(index, source.owner) for index, source in enumerate(sources) if _is_fixed(source)]
-        self._changing = [(index, source) for index, source in enumerate(sources) if not _is_fixed(source)]
+        read = [(index, source.owner) for index, source in enumerate(sources) if is_state(source)]
+        self._changing = [(index, source) for index, source in enumerate(sources) if not is_state(source)]
         slots = [source for _, source in self._changing if isinstance(source, Slot)]
         self._elsewhere = [slot for slot in slots if slot.kind != "batch"]
         targets = [(index, slot) for index, slots in enumerate(call.values.targets) for slot in slots]
-        written = [(index, slot.owner) for index, slot in targets if slot.kind == "tensor"]
-        self._assigned = [(index, slot) for index, slot in targets if slot.kind != "tensor"]
-        self._state = list({id(tensor): tensor for _, tensor in (*read, *written)}.values())
+        written = [(index, slot.owner) for index, slot in targets if is_state(slot)]
+        self._assigned = [(index, slot) for index, slot in targets if not is_state(slot)]
+        self._state = call.values.state
         positions = {id(tensor): position for position, tensor in enumerate(self._state)}
         # For each input the position of its tensor in the state; any for inputs that are no part of the state.
         self._order = [0] * len(sources)
@@ -105,7 +105,7 @@ class PreparedCall:
     def _sharing(self, tensors: CallTensors, runtime: Runtime) -> str | None:
         """Which tensors of the batch and the state share their storage now, in words; None if none do."""
         if self._held is None:
-            self._held = HeldValues(self._state, runtime)
+            self._held = HeldValues(self._state, self.call.sharing, runtime)
         found = self._held.sharing(tensors.batch)
         if found is None and self._elsewhere and tensors.batch:
             names, _ = runtime.lazy.storage_marks(tensors.batch)
@@ -256,7 +256,3 @@ def _have_none(leaves: Iterable[torch.Tensor]) -> bool:
 
 def _form(tensor: torch.Tensor) -> Hashable:
     return tensor.dtype, tensor.shape
-
-
-def _is_fixed(source: Slot | str | Number) -> TypeGuard[Slot]:
-    return isinstance(source, Slot) and source.kind == "tensor"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils._pytree import TreeSpec
@@ -70,6 +70,11 @@ class Slot:
             found = (tensors.batch if self.kind == "batch" else tensors.extras)[int(self.name)]
         assert isinstance(found, torch.Tensor)
         return found
+
+
+def is_state(source: object) -> TypeGuard[Slot]:
+    """Whether this is the location of a tensor that stays the same object: a parameter, say."""
+    return isinstance(source, Slot) and source.kind == "tensor"
 
 
 @dataclass(frozen=True)
