@@ -4,6 +4,8 @@ Copies: a `clone()`, and the target of a `copy_` or a `copy.deepcopy`, has the b
 operation writes into a buffer. The executable of a step does: it is given the buffers of what it changes. With a shared
 one that is an error, or the other tensor loses its value.
 
+They also leave out that an imaginary part of `conj()` is the negative of its memory.
+
 Gradients of embeddings with `sparse=True` have no buffer, and so no step can return them.
 
 Batch norm leaves the running statistics as they are.
@@ -57,13 +59,11 @@ def mend_operators() -> Library:
 
     def _to_copy(keys: Any, source: torch.Tensor, **options: Any) -> Any:
         device = options.get("device")
-        if device is None or device.type == _TYPE:
-            source = _apart(source)
+        source = _apart(source) if device is None or device.type == _TYPE else _negated(source)
         return former["_to_copy"].call_boxed(keys, source, **options)
 
     def copy_(keys: Any, target: torch.Tensor, source: torch.Tensor, *options: Any) -> Any:
-        if target.device.type == _TYPE:
-            source = _apart(source)
+        source = _apart(source) if target.device.type == _TYPE else _negated(source)
         return former["copy_"].call_boxed(keys, target, source, *options)
 
     def _foreach_copy_(
@@ -126,9 +126,18 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 def _apart(source: torch.Tensor) -> torch.Tensor:
     """The value in another buffer; in a trace, where nothing is executed, the tensor itself."""
+    source = _negated(source)
     if _sharing or source.device.type != _TYPE or not source.is_contiguous() or _modes._get_eager_mode() == _RECORD:
         return source
+    if source.is_conj():
+        # Every operator but a copy would first copy it.
+        return _apart(source.conj()).conj()
     return torch.cat([source.unsqueeze(0)]).squeeze(0)
+
+
+def _negated(source: torch.Tensor) -> torch.Tensor:
+    """The value of an imaginary part of `conj()`, which says by a mark that it is the negative of its memory."""
+    return torch.neg(torch._neg_view(source)) if source.is_neg() and source.device.type == _TYPE else source
 
 
 def _update_statistics(batch: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, momentum: float) -> None:
