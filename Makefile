@@ -60,8 +60,8 @@ ON_BOTH := $(addprefix tests/,tracing/test_exceptions.py tracing/test_rfc_storie
 	replay/test_replay_batch_in_writes.py replay/test_replay_guards.py replay/test_replay_hidden.py \
 	replay/test_replay_reads.py replay/test_replaced_code.py $(addprefix lightning_strategy/,test_training.py test_loops.py))
 ON_BOTH_APART := $(addprefix tests/,replay/test_reachable_changes.py \
-	$(addprefix hf_trainer/test_,training.py errors_in_steps.py evaluation.py resume.py safe_checkpoints.py) \
-	hf_trainer/test_checkpoint_options.py \
+	$(addprefix hf_trainer/test_,training.py errors_in_steps.py evaluation.py generation.py resume.py) \
+	$(addprefix hf_trainer/test_,safe_checkpoints.py checkpoint_options.py) \
 	$(addprefix lightning_strategy/test_,checkpoints.py checkpoint_options.py))
 
 # On XLA:CPU, which stands in for the TPU; without a C compiler they are skipped.

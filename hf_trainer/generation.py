@@ -75,10 +75,13 @@ def generate(model: Any, *args: Any, program: StepProgram, **kwargs: Any) -> Any
     """
     args, kwargs = to_host_in_one_transfer((args, kwargs))
     with ExitStack() as stack:
+        # In the config, because a model's own `generate` may hand its arguments on to something else.
+        config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
         if _wants_static_cache(model, kwargs):
-            # In the config, because a model's own `generate` may hand its arguments on to something else.
-            config = kwargs.get("generation_config") or model.generation_config
             stack.enter_context(replaced(config, "cache_implementation", "static"))
+        if config is not None:
+            # On some devices transformers would compile the call of the model by `torch.compile`.
+            stack.enter_context(replaced(config, "disable_compile", True))
         # Outside the model's own graph nothing is executed operation by operation.
         stack.enter_context(eager(False))
         stack.enter_context(torch.no_grad())

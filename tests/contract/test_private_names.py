@@ -29,6 +29,7 @@ _THERE = (
     "torch._C._get_privateuse1_backend_name",
     "torch._C._len_torch_dispatch_stack",
     "torch._foreach_copy_",
+    "torch._neg_view",
     "torch._ops.OpOverload",
     "torch._subclasses.fake_tensor.FakeTensor",
     "torch._subclasses.functional_tensor.FunctionalTensor",

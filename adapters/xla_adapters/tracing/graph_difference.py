@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from xla_adapters.runtime import get_runtime
 from xla_adapters.tracing.difference import (
     DTYPE_REMEDY,
     FORM_REMEDY,
@@ -311,6 +312,9 @@ def _of_numbers(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
     special = [item for item in changed if (item[1] in SPECIAL) != (item[2] in SPECIAL)]
     special += [item for item in changed if name_of(item[0]) not in MAY_BE_INPUTS]
     updates = [(theirs, mine) for theirs, mine in pairs if isinstance(mine, Update)]
+    if get_runtime().has_placeholders:
+        # There no number is an input of the graph.
+        special += changed
     shared = newly_equal(pairs) if not special else None
     if shared is not None:
         return shared

@@ -4,6 +4,10 @@ Copies: a `clone()`, and the target of a `copy_` or a `copy.deepcopy`, has the b
 operation writes into a buffer. The executable of a step does: it is given the buffers of what it changes. With a shared
 one that is an error, or the other tensor loses its value.
 
+They also leave out that an imaginary part of `conj()` is the negative of its memory.
+
+Gradients of embeddings with `sparse=True` have no buffer, and so no step can return them.
+
 Batch norm leaves the running statistics as they are.
 """
 
@@ -11,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -20,10 +24,15 @@ import torch
 from torch.library import Library, get_kernel
 from torch_tpu._internal.execution_mode import execution_mode_impl as _modes
 
+from xla_adapters.runtime.dense_gradients import warn_of_dense_gradients
 from xla_adapters.runtime.torch_tpu.second_derivatives import mend_second_derivatives
 
 _TYPE, _KEY = "tpu", "PrivateUse1"
 _RECORD = _modes._EagerMode.INTERNAL_COMPILE_FX_GRAPH
+
+# Backwards that may return sparse gradients, with the position of the argument that says so.
+_SPARSE = {"embedding_backward": 5, "_embedding_bag_backward": 9}
+_REPLACED = ("clone", "_to_copy", "copy_", "native_batch_norm", *_SPARSE)
 
 _sharing = False
 
@@ -43,20 +52,18 @@ def sharing_copies() -> Iterator[None]:
 def mend_operators() -> Library:
     """Puts the operators right, in steps and out of them. Once in a process."""
     library = Library("aten", "IMPL")
-    former = {name: get_kernel(f"aten::{name}", _KEY) for name in ("clone", "_to_copy", "copy_", "native_batch_norm")}
+    former = {name: get_kernel(f"aten::{name}", _KEY) for name in _REPLACED}
 
     def clone(keys: Any, source: torch.Tensor, **options: Any) -> Any:
         return former["clone"].call_boxed(keys, _apart(source), **options)
 
     def _to_copy(keys: Any, source: torch.Tensor, **options: Any) -> Any:
         device = options.get("device")
-        if device is None or device.type == _TYPE:
-            source = _apart(source)
+        source = _apart(source) if device is None or device.type == _TYPE else _negated(source)
         return former["_to_copy"].call_boxed(keys, source, **options)
 
     def copy_(keys: Any, target: torch.Tensor, source: torch.Tensor, *options: Any) -> Any:
-        if target.device.type == _TYPE:
-            source = _apart(source)
+        source = _apart(source) if target.device.type == _TYPE else _negated(source)
         return former["copy_"].call_boxed(keys, target, source, *options)
 
     def _foreach_copy_(
@@ -76,8 +83,22 @@ def mend_operators() -> Library:
         warnings.simplefilter("ignore")
         for function in (clone, _to_copy, copy_, _foreach_copy_, native_batch_norm):
             library.impl(function.__name__, function, _KEY, with_keyset=True, allow_override=True)
+        for name, position in _SPARSE.items():
+            library.impl(name, _dense_in_steps(former[name], position), _KEY, with_keyset=True, allow_override=True)
         mend_second_derivatives(library)
     return library
+
+
+def _dense_in_steps(former: Any, position: int) -> Callable[..., Any]:
+    """A backward of an embedding whose argument at a position says that the gradient is to be sparse."""
+
+    def backward(keys: Any, *args: Any) -> Any:
+        if args[position] and _modes._get_eager_mode() == _RECORD:
+            warn_of_dense_gradients()
+            args = (*args[:position], False, *args[position + 1 :])
+        return former.call_boxed(keys, *args)
+
+    return backward
 
 
 def part_copies() -> None:
@@ -105,9 +126,18 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 def _apart(source: torch.Tensor) -> torch.Tensor:
     """The value in another buffer; in a trace, where nothing is executed, the tensor itself."""
+    source = _negated(source)
     if _sharing or source.device.type != _TYPE or not source.is_contiguous() or _modes._get_eager_mode() == _RECORD:
         return source
+    if source.is_conj():
+        # Every operator but a copy would first copy it.
+        return _apart(source.conj()).conj()
     return torch.cat([source.unsqueeze(0)]).squeeze(0)
+
+
+def _negated(source: torch.Tensor) -> torch.Tensor:
+    """The value of an imaginary part of `conj()`, which says by a mark that it is the negative of its memory."""
+    return torch.neg(torch._neg_view(source)) if source.is_neg() and source.device.type == _TYPE else source
 
 
 def _update_statistics(batch: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, momentum: float) -> None:

@@ -14,6 +14,8 @@ import torch
 from torch._ops import OpOverload
 from torch.library import Library, get_kernel
 
+from xla_adapters.utils.function_transforms import unwrapped
+
 _KEY = "AutogradPrivateUse1"
 # Their functions save what they are given, so that a weak reference to it lives as long as a backward is possible.
 _LOSSES = (torch.ops.aten.cross_entropy_loss.default, torch.ops.aten.nll_loss_nd.default)
@@ -40,6 +42,10 @@ def _differentiable(operator: OpOverload[..., Any]) -> Callable[..., torch.Tenso
     former = get_kernel(operator.name(), _KEY)
 
     def kernel(keys: Any, *args: Any, **options: Any) -> torch.Tensor:
+        if any(isinstance(value, torch.Tensor) and unwrapped(value) is not value for value in args):
+            # In a transform of `torch.func`, which differentiates the result as often as it likes.
+            whole: torch.Tensor = operator.decompose(*args, **options)
+            return whole
         result: torch.Tensor = former.call_boxed(keys, *args, **options)
         node = result.grad_fn
         if node is None:

@@ -23,6 +23,7 @@ from xla_adapters.tracing.placeholders.trace import Trace
 from xla_adapters.tracing.step_mode import FROM_NUMBERS, MOVES, NORMALISATIONS, READS, StepMode
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.fake_tensors import is_fake
+from xla_adapters.utils.function_transforms import in_transform
 from xla_adapters.utils.patching import replaced
 
 _Tensor = torch.Tensor
@@ -76,6 +77,13 @@ class PlaceholderMode(StepMode):
         if func in _WITHOUT_VALUES or (args and is_fake(args[0])):
             return func(*args, **kwargs)
         self._operations.first_node = next_node()
+        if in_transform():
+            # Its rules are written in Python, and are given what was made in C++.
+            with _Results(self._trace):
+                return self._traced(func, args, kwargs)
+        return self._traced(func, args, kwargs)
+
+    def _traced(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _DIFFERENTIATES:
             return self._differentiate(func, args, kwargs)
         if func is _Tensor.__setitem__ and is_write_by_mask(*args):

@@ -25,6 +25,7 @@ from xla_adapters.tracing.step_scope import StepScope
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.tracing.updates import UpdateGuard
 from xla_adapters.utils.compiling import as_in_one_graph
+from xla_adapters.utils.function_transforms import results_of_transforms
 from xla_adapters.utils.inference import inference_mode_as_no_grad
 
 
@@ -71,6 +72,7 @@ class PlaceholderScope(StepScope):
         for context in (inference_mode_as_no_grad(), checkpointing_on_device(), as_in_one_graph()):
             restores.enter_context(context)
         restores.enter_context(runtime.tracing.intercept(self._on_runtime_event))
+        restores.enter_context(results_of_transforms(self._note_result))
         self._breaks.begin(self.undo_logs)
         self._stream_before, self._host_before = runtime.placeholders.random_state(), torch.get_rng_state()
         if self._seed is not None:
@@ -88,6 +90,11 @@ class PlaceholderScope(StepScope):
         told = (breaks.on_read, breaks.on_dynamic, breaks.on_refusal)
         self._mode = PlaceholderMode(self._trace, undo_log, *told, self.operations, breaks.answers)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def _note_result(self, result: Any) -> None:
+        if self._trace is not None and self._runtime.device.owns(result):
+            with torch._C.DisableTorchFunction():
+                self._trace.traced.note(result)
 
     def pause_recording(self) -> None:
         """Goes on recording: each tensor needs its placeholder, those of an optimizer, too."""

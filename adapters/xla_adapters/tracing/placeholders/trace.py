@@ -14,6 +14,7 @@ from xla_adapters.runtime.traced_tensors import TracedTensors
 from xla_adapters.tracing.placeholders.numbers import TraceNumbers
 from xla_adapters.tracing.placeholders.program import Program, returned_values, unused_arguments
 from xla_adapters.tracing.undo_log import UndoLog
+from xla_adapters.utils.function_transforms import unwrapped
 from xla_adapters.utils.location import Location, current_location
 
 # What torch_tpu says of a tensor that a trace reads and that is no argument of its program.
@@ -88,10 +89,12 @@ class Trace:
         """
         if self.traced.has(tensor):
             return
+        tensor = unwrapped(tensor)
         # A backward adds to it; that of a parameter which is frozen now is still there. torch_tpu's
         # `average.copy_(parameter)` gives the parameter's also to the average.
         grad = tensor.grad if tensor.is_leaf else None
-        with torch.no_grad():
+        # A transform of `torch.func` that is under way would wrap the placeholder, too.
+        with torch.no_grad(), torch._C._DisableFuncTorch():
             outermost, *inner = list(self._undo_logs())[::-1]
             if tensor.is_leaf and (tensor.requires_grad or grad is not None):
                 outermost.record_leaf(tensor)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from xla_adapters.errors import DenseGradientWarning
+from xla_adapters.runtime.dense_gradients import warn_of_dense_gradients
 
 
 def _renorm(self: torch.Tensor, indices: torch.Tensor, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -31,22 +30,6 @@ def _sparse_backward(
         grad, indices, num_weights, padding_idx, scale_grad_by_freq
     )
     return gradient
-
-
-_warned = False
-
-
-def warn_of_dense_gradients() -> None:
-    """Warns once in a process that an embedding with `sparse=True` has dense gradients."""
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            "an embedding with sparse=True: its gradients are dense on XLA devices, which have no sparse tensors. SGD "
-            "computes the same; sparse=False says what happens",
-            DenseGradientWarning,
-            stacklevel=2,
-        )
 
 
 # The first writes in place, which only autograd's kernels may: below them tensors have no memory of their own.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
-from xla_adapters.runtime.torch_xla.operators.embeddings import warn_of_dense_gradients
+from xla_adapters.runtime.dense_gradients import warn_of_dense_gradients
 from xla_adapters.runtime.torch_xla.operators.zero_gradients import with_zero_gradient
 
 _SUM, _MEAN, _MAX = range(3)
