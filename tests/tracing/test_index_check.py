@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import xla_adapters
-from tests.device import DEVICE
+from tests.device import DEVICE, ON_TORCH_TPU
 from tests.isolation import isolated
 from xla_adapters.errors import IndexRangeError
 from xla_adapters.replay.compiled_step import CompiledStep
@@ -98,8 +98,8 @@ def test_a_traced_and_a_replayed_step_name_the_index(lookup: Callable[..., torch
         for number in range(8, 14):
             step(_batch(number))
         _refused(step, _batch(14, bad=ROWS))
-    # This loss, traced again after replays, is another graph; so it is in a verification.
-    assert counts.compiles == (lookup is _entropy)
+    # With torch_xla this loss, traced again after replays, is another graph; so it is in a verification.
+    assert counts.compiles == (lookup is _entropy and not ON_TORCH_TPU)
     assert step.replays > replays
 
 

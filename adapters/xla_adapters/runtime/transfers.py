@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.uploads import note_upload
+from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.nested_values import replaced, tensors_in
 
 _SCALAR_UPLOADS: frozenset[Callable[..., Any]] = frozenset(
@@ -34,11 +35,11 @@ def upload_scalar(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
             # On the host: what the call itself makes on the device would count as a copy of another tensor there.
             return get_runtime().transfers.to_device(function(*host_args, **host_kwargs))
     result = function(*args, **kwargs)
-    if not isinstance(result, torch.Tensor) or result.device.type != "xla":
+    if not isinstance(result, torch.Tensor) or result.device.type != device_type():
         return result
     if isinstance(source, torch.Tensor) and source.device.type == "cpu":
         note_upload(source, result)
-    if result.ndim != 0:
+    if result.ndim != 0 or get_runtime().has_placeholders:
         return result
     if isinstance(source, torch.Tensor):
         if source.device.type != "cpu" or (source.requires_grad and torch.is_grad_enabled()):

@@ -21,6 +21,8 @@ TAKES_TENSORS = ARITHMETIC | {"pow", "rpow", "ipow", "getitem", "where", "lerp",
 TAKES_TENSORS |= {"eq", "ne", "lt", "le", "gt", "ge"}
 # "indexing" is how `getitem` is shown.
 MAY_BE_INPUTS = TAKES_TENSORS - {"getitem"}
+# What makes tensors of numbers: their values are inputs.
+UPLOADS = frozenset(("tensor", "as_tensor", "scalar_tensor", "new_tensor", "asarray"))
 
 
 def newly_equal(pairs: Sequence[tuple[Any, Any]]) -> Difference | None:

@@ -30,7 +30,14 @@ from xla_adapters.tracing.difference import (
     line_of,
     name_of,
 )
-from xla_adapters.tracing.equal_numbers import ARITHMETIC, MAY_BE_INPUTS, SPECIAL, TAKES_TENSORS, newly_equal
+from xla_adapters.tracing.equal_numbers import (
+    ARITHMETIC,
+    MAY_BE_INPUTS,
+    SPECIAL,
+    TAKES_TENSORS,
+    UPLOADS,
+    newly_equal,
+)
 from xla_adapters.tracing.operation_log import Call, ModuleCall, OperationLog, Update
 from xla_adapters.utils.source_text import argument_text
 
@@ -309,16 +316,18 @@ def _of_numbers(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
         for theirs, mine in pairs
         if isinstance(mine, Call) and theirs.numbers != mine.numbers
     ]
-    special = [item for item in changed if (item[1] in SPECIAL) != (item[2] in SPECIAL)]
-    special += [item for item in changed if name_of(item[0]) not in MAY_BE_INPUTS]
     updates = [(theirs, mine) for theirs, mine in pairs if isinstance(mine, Update)]
     if get_runtime().has_placeholders:
-        # There no number is an input of the graph.
-        special += changed
-    shared = newly_equal(pairs) if not special else None
-    if shared is not None:
-        return shared
-    for mine, old, new in special or [item for item in changed if name_of(item[0]) not in ARITHMETIC]:
+        # Only the numbers of updates are inputs there, and those that the step copies to the device.
+        likely = [item for item in changed if name_of(item[0]) not in UPLOADS]
+    else:
+        special = [item for item in changed if (item[1] in SPECIAL) != (item[2] in SPECIAL)]
+        special += [item for item in changed if name_of(item[0]) not in MAY_BE_INPUTS]
+        shared = newly_equal(pairs) if not special else None
+        if shared is not None:
+            return shared
+        likely = special or [item for item in changed if name_of(item[0]) not in ARITHMETIC]
+    for mine, old, new in likely:
         return _of_constant("a Python number", mine, old, new)
     found = (_of_update(theirs, mine) for theirs, mine in updates)
     return next((difference for difference in found if difference is not None), None)

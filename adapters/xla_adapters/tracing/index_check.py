@@ -21,6 +21,7 @@ from xla_adapters.errors import IndexRangeError
 from xla_adapters.runtime.uploads import upload_of
 from xla_adapters.tracing.host_values import HostValues
 from xla_adapters.tracing.library_reads import library_reads
+from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.location import current_location
 
 _Tensor = torch.Tensor
@@ -171,7 +172,7 @@ class IndexCheck:
         if lookup is None:
             return
         indices, low, high, ignored = lookup(args, kwargs)
-        if not isinstance(indices, _Tensor) or indices.dtype not in _INTEGERS or indices.device.type != "xla":
+        if not isinstance(indices, _Tensor) or indices.dtype not in _INTEGERS or indices.device.type != device_type():
             return
         values = self._values.get(indices)
         if values is None:

@@ -15,6 +15,7 @@ from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.lowerings.masks import is_write_by_mask, write_by_mask_
 from xla_adapters.lowerings.operators import norm_with_torchs_variance
 from xla_adapters.runtime import get_runtime
+from xla_adapters.runtime.uploads import note_upload
 from xla_adapters.runtime.waiting_steps import METADATA
 from xla_adapters.tracing.answers import NO_ANSWER, Answers
 from xla_adapters.tracing.operation_log import OperationLog, next_node
@@ -88,6 +89,7 @@ class PlaceholderMode(StepMode):
             return self._differentiate(func, args, kwargs)
         if func is _Tensor.__setitem__ and is_write_by_mask(*args):
             func, args = write_by_mask_, (args[0], [args[1]], args[2])
+        self._indices.check(func, args, kwargs)
         answer = self._check(func, args, kwargs)
         if answer is not NO_ANSWER:
             return answer
@@ -115,10 +117,14 @@ class PlaceholderMode(StepMode):
             args, kwargs = tuple(value for value in args if isinstance(value, _Tensor)), {}
         else:
             result = func(*args, **kwargs)
-        self._note(result, is_upload=func in _UPLOADS and self._may_upload(func, args))
+        is_upload = func in _UPLOADS and self._may_upload(func, args)
+        self._note(result, is_upload=is_upload)
+        if is_upload and args and isinstance(args[0], _Tensor) and self._has_device_tensor((result,)):
+            note_upload(args[0], result)
         self._operations.call(func, args, kwargs, result)
         if self._answers is not None:
             self._answers.note(func, args, kwargs, result)
+        self._indices.note(func, args, kwargs, result)
         return result
 
     def _differentiate(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
