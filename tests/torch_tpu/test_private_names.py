@@ -10,8 +10,10 @@ from torch_tpu import _loader
 from torch_tpu._internal.compile import tpu_torch_compile
 from torch_tpu._internal.device import _device_ops_backend
 from torch_tpu._internal.execution_mode import execution_mode_impl
+from torch_tpu._internal.sync import sync
 from torch_tpu._internal.utils import hardware
 
+from benchmarks.torch_tpu import stand_in
 from tests.isolation import isolated
 
 _RECORD = execution_mode_impl._EagerMode.INTERNAL_COMPILE_FX_GRAPH
@@ -47,6 +49,18 @@ def test_a_trace_of_placeholders_becomes_an_executable() -> None:
     (found,) = tpu_torch_compile.make_compiled_runner(compiled.executable)([value, other])
     assert found.tolist() == [2.0] * 3
     assert other.tolist() == [1.0] * 2
+
+
+@isolated
+def test_waiting_for_a_launch_that_failed_raises() -> None:
+    """`synchronize` of `sync`."""
+    value = torch.ones(3, device="tpu")
+    sync.synchronize([value], wait=True)
+    stand_in.fail_launch()
+    made = value + 1
+    with pytest.raises(RuntimeError, match="(?i)resource_exhausted"):
+        sync.synchronize([made], wait=True)
+    assert value.tolist() == [1.0] * 3
 
 
 @isolated
