@@ -58,7 +58,7 @@ def test_waiting_for_a_launch_that_failed_raises() -> None:
     sync.synchronize([value], wait=True)
     stand_in.fail_launch()
     made = value + 1
-    with pytest.raises(RuntimeError, match="(?i)resource_exhausted"):
+    with pytest.raises(RuntimeError, match=r"(?i)resource_exhausted"):
         sync.synchronize([made], wait=True)
     assert value.tolist() == [1.0] * 3
 
