@@ -1,4 +1,4 @@
-"""`Lifting`: an optimizer's Python numbers become arguments of the program.
+"""`Lifting`: Python numbers of an optimizer, or of a step's own arithmetic, become arguments of the program.
 
 Otherwise a learning rate would be a constant of the program: each value would cost a compile, and a replay would not
 follow the schedule. This covers the operators that `OperatorRecorder` knows: sums, products, quotients, and their
@@ -7,6 +7,7 @@ combinations. A number with another use (an exponent, a clamp) stays a constant.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
 from typing import Any
@@ -25,7 +26,7 @@ LIFTED: dict[str, str] = {
 
 
 class Lifting:
-    """Gives the numbers of one update arguments of the program.
+    """Gives the numbers of one update, or of one call, arguments of the program.
 
     Args:
         numbers: gets the arguments.
@@ -42,12 +43,14 @@ class Lifting:
         self._numbers = numbers
         self._roles: Iterator[tuple[int, float]] | None = None if roles is None else iter(roles)
         self._entries: dict[int, torch.Tensor] = {}
+        # Roles of numbers of which nothing is known. Those of an update are fewer.
+        self._unknown = itertools.count(1 << 32)
         self.obstacle: str | None = None
         self.arguments: dict[int, int] = {}
         self.fixed: set[int] = set()
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls an operator of the update, with arguments of the program in place of its numbers."""
+        """Calls an operator, with arguments of the program in place of its numbers."""
         name = LIFTED.get(getattr(func, "__name__", ""))
         if name is None:
             return func(*args, **kwargs)
@@ -76,12 +79,12 @@ class Lifting:
 
     def _next(self, value: float) -> tuple[int, float]:
         if self._roles is None:
-            return len(self._entries) + len(self.fixed), value
+            return next(self._unknown), value
         role = next(self._roles, None)
         if role is None or role[1] != value:
             self.obstacle = "its update uses other numbers than on stand-ins"
             self._roles = None
-            return len(self._entries) + len(self.fixed) + (1 << 32), value
+            return next(self._unknown), value
         return role
 
     def _entry(self, role: int, value: float, dtype: torch.dtype) -> torch.Tensor:
