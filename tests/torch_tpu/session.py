@@ -80,9 +80,6 @@ LEFT_OUT: dict[str, str] = {
     "lightning_strategy/test_training.py::test_losses_read_behind_each_batch_cost_a_transfer_and_nothing_else": (
         "xla_adapters.count() does not see copies to the host of torch_tpu"
     ),
-    "lightning_strategy/test_training.py::test_gradient_norms_are_logged_from_inside_the_step": (
-        "it makes a tensor of values of the device inside the step, which is an error with torch_tpu"
-    ),
     "lightning_strategy/test_training.py::test_gradients_zeroed_in_place_by_the_user[False-2]": (
         "gradients that are kept from step to step (free_grads=False) are refused"
     ),

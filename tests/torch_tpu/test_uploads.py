@@ -20,6 +20,11 @@ def _item_written(host: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def _stacked(host: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """As Lightning's `grad_norm` makes a tensor of norms."""
+    return torch.tensor([like.sum(), like[0].norm(), host[1], like[1, 2]], device=like.device)
+
+
 UPLOADS: dict[str, _Upload] = {
     "to": lambda host, like: host.to(like.device),
     "to like another": lambda host, like: host.to(like),
@@ -30,6 +35,7 @@ UPLOADS: dict[str, _Upload] = {
     "new_tensor": lambda host, like: like.new_tensor(host.tolist()),
     "scalar_tensor": lambda host, like: torch.scalar_tensor(3, device=like.device),
     "copy_": lambda host, like: torch.empty_like(like).copy_(host),
+    "a list of numbers on the device": _stacked,
     "an item": _item_written,
 }
 

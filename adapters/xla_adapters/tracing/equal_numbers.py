@@ -28,7 +28,7 @@ UPLOADS = frozenset(("tensor", "as_tensor", "scalar_tensor", "new_tensor", "asar
 
 
 def becomes_input(call: Call) -> bool:
-    """Whether numbers of this call that have changed become arguments of the program, where numbers are constants of it.
+    """Whether numbers of this call that have changed become arguments of the program, where they are constants of it.
 
     The tensor must be in a dtype in which a number is as precise as torch takes it.
     """

@@ -180,7 +180,7 @@ class StepMode(TorchFunctionMode):
                 return self._noted(func, args, kwargs, upload_scalar(func, args, kwargs))
         elif func in FROM_NUMBERS:
             if args and is_list_of_device_scalars(args[0]):
-                return _stack(args[0], **kwargs)
+                return stacked_scalars(args[0], **kwargs)
             return self._noted(func, args, kwargs, upload_scalar(func, args, kwargs))
         elif func in NORMALISATIONS:
             self._record_leaves((*args, *kwargs.values()))
@@ -327,7 +327,7 @@ def is_list_of_device_scalars(data: Any) -> bool:
     )
 
 
-def _stack(scalars: Any, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
+def stacked_scalars(scalars: Any, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
     """As `torch.tensor(scalars)`, on the device and without a read."""
     device_of_scalars = next(scalar.device for scalar in scalars if scalar.device.type == device_type())
     stacked = torch.stack([scalar.detach().to(device_of_scalars) for scalar in scalars])

@@ -21,7 +21,15 @@ from xla_adapters.tracing.answers import NO_ANSWER, Answers
 from xla_adapters.tracing.operation_log import OperationLog, next_node
 from xla_adapters.tracing.placeholders.lifting import Lifting
 from xla_adapters.tracing.placeholders.trace import Trace
-from xla_adapters.tracing.step_mode import FROM_NUMBERS, MOVES, NORMALISATIONS, READS, StepMode
+from xla_adapters.tracing.step_mode import (
+    FROM_NUMBERS,
+    MOVES,
+    NORMALISATIONS,
+    READS,
+    StepMode,
+    is_list_of_device_scalars,
+    stacked_scalars,
+)
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.fake_tensors import is_fake
 from xla_adapters.utils.function_transforms import in_transform
@@ -90,6 +98,10 @@ class PlaceholderMode(StepMode):
     def _traced(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _DIFFERENTIATES:
             return self._differentiate(func, args, kwargs)
+        if func in FROM_NUMBERS and args and is_list_of_device_scalars(args[0]):
+            # The calls in it are calls of the step.
+            with self:
+                return stacked_scalars(args[0], **kwargs)
         if func is _Tensor.__setitem__ and is_write_by_mask(*args):
             func, args = write_by_mask_, (args[0], [args[1]], args[2])
         self._indices.check(func, args, kwargs)
