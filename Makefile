@@ -59,7 +59,7 @@ ON_BOTH := $(addprefix tests/,tracing/test_exceptions.py tracing/test_rfc_storie
 	tracing/test_optimizers.py tracing/test_nesting.py tracing/test_index_check.py replay/test_replay.py \
 	replay/test_replay_optimizers.py replay/test_replay_batch_in_writes.py replay/test_replay_guards.py \
 	replay/test_replay_hidden.py replay/test_replay_reads.py replay/test_replaced_code.py \
-	$(addprefix lightning_strategy/,test_training.py test_loops.py))
+	$(addprefix lightning_strategy/test_,training.py loops.py exceptions.py optimization.py))
 ON_BOTH_APART := $(addprefix tests/,replay/test_reachable_changes.py \
 	$(addprefix hf_trainer/test_,training.py errors_in_steps.py evaluation.py generation.py resume.py) \
 	$(addprefix hf_trainer/test_,safe_checkpoints.py checkpoint_options.py index_check.py) \

@@ -13,6 +13,7 @@ import torchmetrics
 
 import xla_adapters
 from lightning_strategy import XLAEagerStrategy
+from tests.device import ON_TORCH_TPU
 from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import BATCH, CLASSES, FEATURES, Classifier, fit, loader, trainer
 from xla_adapters.errors import DiscardedTensorError, GraphLimitError, IndexRangeError, LossError, TensorReadError
@@ -135,7 +136,7 @@ def assert_nothing_left(
     assert after.executions - recorder.before.executions == steps
     assert after.compiles == recorder.before.compiles
     assert runtime.tracing.pending_count() == 0
-    assert not runtime.tracing.eager()
+    assert ON_TORCH_TPU or not runtime.tracing.eager()
     assert runtime.tracing.execution_allowed()
     assert dict(os.environ) == environment
     if not steps:
@@ -220,8 +221,9 @@ def test_a_read_in_the_step_names_its_line() -> None:
     line = Reads.training_step.__code__.co_firstlineno + 3
     assert (caught.value.filename, caught.value.lineno) == (__file__, line)
     assert "on_train_batch_end" in str(caught.value)
-    ours = fit(Reads, XLAEagerStrategy(on_graph_break="allow"), max_epochs=1)
-    assert ours.counters.executions == 7
+    if not ON_TORCH_TPU:
+        ours = fit(Reads, XLAEagerStrategy(on_graph_break="allow"), max_epochs=1)
+        assert ours.counters.executions == 7
 
 
 @isolated
@@ -239,7 +241,7 @@ def test_validation_that_fails() -> None:
     with pytest.raises(ValueError, match="the test's own"):
         run.fit(Fails(), loader(), loader(2))
     assert runtime.tracing.pending_count() == 0
-    assert not runtime.tracing.eager()
+    assert ON_TORCH_TPU or not runtime.tracing.eager()
 
 
 @isolated
