@@ -71,7 +71,6 @@ class StepDriver:
         *,
         step: int,
         updates: bool,
-        training: bool,
         replay: CallSpec | None = None,
     ) -> None:
         """Before the forward pass of a micro batch: opens a step, if none is open.
@@ -80,7 +79,6 @@ class StepDriver:
             inputs: the batch.
             step: index of the optimizer step.
             updates: whether the optimizer steps after this micro batch.
-            training: whether the model is in training mode; mentioned when a compile is explained.
             replay: the description of the call, so that it can be replayed; None to trace it.
         """
         seed = StepSeed(
@@ -96,7 +94,7 @@ class StepDriver:
             self._runtime.random.set_seed(seed.value())
             return
         phase = "update" if updates or self.config.accumulation == "unrolled" else "accumulate"
-        facts = {"gradients": "absent" if first else "present", "model mode": "train" if training else "eval"}
+        facts = {"gradients": "absent" if first else "present"}
         self._rest = {"inputs": inputs, "phase": phase, "seed": replace(seed, stream=_REST_STREAM), "facts": facts}
         self.train.open(inputs=inputs, phase=phase, seed=seed, facts=facts, replay=replay)
 

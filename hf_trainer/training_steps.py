@@ -69,7 +69,6 @@ class TrainingSteps:
         trainer, steps = self._trainer, self._steps
         self._loss_sum.make_donatable()
         self._stats.count_batch(samples=find_batch_size(inputs) or 0, tokens=token_count(inputs))
-        training = model.training
         spec = None
         generated = generates_batches(trainer)
         if generated:
@@ -86,7 +85,6 @@ class TrainingSteps:
             inputs,
             step=trainer.state.global_step,
             updates=trainer.accelerator.gradient_state.sync_gradients,
-            training=training,
             replay=spec,
         )
         if steps.train.is_replaying:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from xla_adapters.tracing.compile_events import CompileEvent, tell
-from xla_adapters.tracing.difference import REMEDY_OF_MODES
 from xla_adapters.tracing.graph_analysis import GraphAnalyses
 from xla_adapters.tracing.graph_difference import common_length, explain_difference
 from xla_adapters.tracing.operation_log import OperationLog
@@ -228,8 +227,7 @@ class GraphHistory:
         before, now = dict(nearest.inputs), dict(signature.inputs)
         changed = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
         if not changed:
-            modes = (dict(call.facts).get("model mode") for call in (nearest, signature))
-            return f"\n  what to do: {_REMEDY_OF_FACTS if len(set(modes)) == 1 else REMEDY_OF_MODES}"
+            return f"\n  what to do: {_REMEDY_OF_FACTS}"
         seen = [
             f"{name} was {', '.join(dict.fromkeys(dict(old.inputs).get(name, 'absent') for old, _ in self.known))}"
             for name in changed
