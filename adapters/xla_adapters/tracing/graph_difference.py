@@ -204,8 +204,8 @@ def _of_new_input(call: Call, before: Any, now: Any) -> Difference:
     return Difference(
         cause=f"a Python number that is a part of the graph changed, in {name_of(call)}: {before!r} -> {now!r}",
         where=line_of(call),
-        remedy="nothing: after one more compile it is an input of the graph, and may change freely (a tensor that the "
-        "step makes, torch.tensor(value, device=x.device), is one from the start)",
+        remedy="nothing: a number that has changed twice is an input of later graphs, and may change freely (a tensor "
+        "that the step makes, torch.tensor(value, device=x.device), is one from the start)",
         is_harmless=True,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,8 +92,8 @@ class GraphHistory:
         seconds: how many seconds that took.
         events: the calls that compiled.
         analyses: what the graphs read, return and compute.
-        changing_numbers: calls whose Python numbers have changed, by the phase and their position in `OperationLog`.
-            Only of runtimes where a program has numbers as constants; see `note_changed_numbers`.
+        changed_numbers: how often the Python numbers of a call have changed, by the phase and the call's position in
+            `OperationLog`. Only of runtimes where a program has numbers as constants; see `changing_numbers.py`.
     """
 
     hashes: set[str] = field(default_factory=set)
@@ -101,7 +102,7 @@ class GraphHistory:
     seconds: float = 0.0
     events: list[CompileEvent] = field(default_factory=list)
     analyses: GraphAnalyses = field(default_factory=GraphAnalyses)
-    changing_numbers: set[tuple[str, int]] = field(default_factory=set)
+    changed_numbers: Counter[tuple[str, int]] = field(default_factory=Counter)
     _phases: set[str] = field(default_factory=set)
 
     def reason(self, signature: StepSignature, operations: OperationLog) -> str:

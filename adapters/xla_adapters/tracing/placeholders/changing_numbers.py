@@ -1,8 +1,8 @@
 """Python numbers of a step's own arithmetic that change from call to call: they become arguments of its program.
 
-Each number is a constant of the program at first. Where two calls differ in a number only, the second one compiles
-another program; in later calls this number is an argument, and may change freely. So an annealed weight of a loss costs
-two more compiles, not one for each value.
+Each number is a constant of the program at first, and a call with another one compiles another program. A number that
+has changed twice is an argument in later calls, and may change freely. So an annealed weight of a loss costs three more
+compiles, not one for each value, and a number that changes once costs one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,21 @@ def note_changed_numbers(history: GraphHistory, signature: StepSignature, operat
         signature: of the call.
         operations: what it did.
     """
+    changed: set[tuple[str, int]] = set()
     for earlier, known in history.known:
         if earlier.phase == signature.phase and not signature.difference(earlier):
-            history.changing_numbers |= {(signature.phase, place) for place in _changed(known, operations)}
+            changed |= {(signature.phase, place) for place in _changed(known, operations)}
+    history.changed_numbers.update(changed)
+
+
+def changing_numbers(history: GraphHistory, phase: str) -> frozenset[int]:
+    """The positions in the log of calls whose numbers are to be arguments of the program.
+
+    Args:
+        history: of the step.
+        phase: of the call.
+    """
+    return frozenset(place for (of, place), times in history.changed_numbers.items() if of == phase and times > 1)
 
 
 def _changed(before: OperationLog, now: OperationLog) -> Iterator[int]:

@@ -16,7 +16,7 @@ from xla_adapters.tracing.discarded import DiscardedTensor
 from xla_adapters.tracing.graph_limit import check_graph
 from xla_adapters.tracing.interrupts import at_edge
 from xla_adapters.tracing.modules import ModuleGuard
-from xla_adapters.tracing.placeholders.changing_numbers import note_changed_numbers
+from xla_adapters.tracing.placeholders.changing_numbers import changing_numbers, note_changed_numbers
 from xla_adapters.tracing.placeholders.lifting import Lifting
 from xla_adapters.tracing.placeholders.mode import PlaceholderMode
 from xla_adapters.tracing.placeholders.program import Program
@@ -89,7 +89,7 @@ class PlaceholderScope(StepScope):
             self._trace.begin()
         breaks = self._breaks
         told = (breaks.on_read, breaks.on_dynamic, breaks.on_refusal)
-        changing = {place for phase, place in self.history.changing_numbers if phase == self.signature.phase}
+        changing = changing_numbers(self.history, self.signature.phase)
         self._mode = PlaceholderMode(self._trace, undo_log, *told, self.operations, breaks.answers, changing)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 

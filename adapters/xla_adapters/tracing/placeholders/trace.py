@@ -91,8 +91,9 @@ class Trace:
             return
         tensor = unwrapped(tensor)
         # A backward adds to it; that of a parameter which is frozen now is still there. torch_tpu's
-        # `average.copy_(parameter)` gives the parameter's also to the average.
-        grad = tensor.grad if tensor.is_leaf else None
+        # `average.copy_(parameter)` gives the parameter's also to the average, which is none.
+        has_own = tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)
+        grad = tensor.grad if tensor.is_leaf and has_own else None
         # A transform of `torch.func` that is under way would wrap the placeholder, too.
         with torch.no_grad(), torch._C._DisableFuncTorch():
             outermost, *inner = list(self._undo_logs())[::-1]
