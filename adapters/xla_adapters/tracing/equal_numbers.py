@@ -6,8 +6,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
 from xla_adapters.tracing.difference import Difference, line_of, name_of
 from xla_adapters.tracing.operation_log import Call, Update
 
@@ -25,15 +23,6 @@ TAKES_TENSORS |= {"eq", "ne", "lt", "le", "gt", "ge"}
 MAY_BE_INPUTS = TAKES_TENSORS - {"getitem"}
 # What makes tensors of numbers: their values are inputs.
 UPLOADS = frozenset(("tensor", "as_tensor", "scalar_tensor", "new_tensor", "asarray"))
-
-
-def becomes_input(call: Call) -> bool:
-    """Whether numbers of this call that have changed become arguments of the program, where they are constants of it.
-
-    The tensor must be in a dtype in which a number is as precise as torch takes it.
-    """
-    first = call.inputs[0] if call.inputs else None
-    return name_of(call) in ARITHMETIC and first is not None and first[1] in (torch.float32, torch.float64)
 
 
 def newly_equal(pairs: Sequence[tuple[Any, Any]]) -> Difference | None:

@@ -36,7 +36,6 @@ from xla_adapters.tracing.equal_numbers import (
     SPECIAL,
     TAKES_TENSORS,
     UPLOADS,
-    becomes_input,
     newly_equal,
 )
 from xla_adapters.tracing.operation_log import Call, ModuleCall, OperationLog, Update
@@ -200,16 +199,6 @@ def _of_constant(kind: str, call: Call, before: Any, now: Any) -> Difference:
     )
 
 
-def _of_new_input(call: Call, before: Any, now: Any) -> Difference:
-    return Difference(
-        cause=f"a Python number that is a part of the graph changed, in {name_of(call)}: {before!r} -> {now!r}",
-        where=line_of(call),
-        remedy="nothing: a number that has changed twice is an input of later graphs, and may change freely (a tensor "
-        "that the step makes, torch.tensor(value, device=x.device), is one from the start)",
-        is_harmless=True,
-    )
-
-
 def _of_module(theirs: ModuleCall, mine: ModuleCall) -> Difference:
     name, where = mine.kind.__name__, line_of(mine)
     if theirs.training != mine.training:
@@ -329,12 +318,8 @@ def _of_numbers(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
     ]
     updates = [(theirs, mine) for theirs, mine in pairs if isinstance(mine, Update)]
     if get_runtime().has_placeholders:
-        # Only the numbers of updates are inputs there, those that the step copies to the device, and those that have
-        # changed before.
-        likely = [item for item in changed if name_of(item[0]) not in UPLOADS and not becomes_input(item[0])]
-        new = next((item for item in changed if becomes_input(item[0])), None)
-        if new is not None and not likely:
-            return _of_new_input(*new)
+        # Only the numbers of updates are inputs there, and those that the step copies to the device.
+        likely = [item for item in changed if name_of(item[0]) not in UPLOADS]
     else:
         special = [item for item in changed if (item[1] in SPECIAL) != (item[2] in SPECIAL)]
         special += [item for item in changed if name_of(item[0]) not in MAY_BE_INPUTS]
@@ -342,8 +327,8 @@ def _of_numbers(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
         if shared is not None:
             return shared
         likely = special or [item for item in changed if name_of(item[0]) not in ARITHMETIC]
-    if likely:
-        return _of_constant("a Python number", *likely[0])
+    for mine, old, new in likely:
+        return _of_constant("a Python number", mine, old, new)
     found = (_of_update(theirs, mine) for theirs, mine in updates)
     return next((difference for difference in found if difference is not None), None)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +28,6 @@ _SPLIT = (
     "a part of the step was executed before its end, so that the rest is a graph of its own\n"
     "  what to do: remove the graph break that a warning names, or the optimizer that runs operation by operation"
 )
-_LIFTED = "Python numbers that have changed are inputs of this graph: from now on they cost no compile"
 # `with step():` makes a new object for each call, so its steps are identified by name.
 _by_name: dict[str, GraphHistory] = {}
 
@@ -92,8 +90,6 @@ class GraphHistory:
         seconds: how many seconds that took.
         events: the calls that compiled.
         analyses: what the graphs read, return and compute.
-        changed_numbers: how often the Python numbers of a call have changed, by the phase and the call's position in
-            `OperationLog`. Only of runtimes where a program has numbers as constants; see `changing_numbers.py`.
     """
 
     hashes: set[str] = field(default_factory=set)
@@ -102,7 +98,6 @@ class GraphHistory:
     seconds: float = 0.0
     events: list[CompileEvent] = field(default_factory=list)
     analyses: GraphAnalyses = field(default_factory=GraphAnalyses)
-    changed_numbers: Counter[tuple[str, int]] = field(default_factory=Counter)
     _phases: set[str] = field(default_factory=set)
 
     def reason(self, signature: StepSignature, operations: OperationLog) -> str:
@@ -121,8 +116,6 @@ class GraphHistory:
         if changes:
             return "; ".join(changes) + self._advice(signature, nearest[0]), True
         before = nearest[1]
-        if operations.lifted > before.lifted:
-            return _LIFTED, False
         longest = max(len(before.entries), len(operations.entries))
         # Numbers alone are no cause then: the optimizer's may be anything.
         if operations.was_split and common_length(before, operations) == longest:

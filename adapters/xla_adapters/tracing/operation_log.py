@@ -91,16 +91,14 @@ class OperationLog:
         entries: in the order of the calls.
         first_node: `next_node()` when the present call of a torch function began.
         was_split: whether a part of the step was executed before its end.
-        lifted: how many calls have arguments of the program in place of their numbers.
     """
 
-    __slots__ = ("_makers", "entries", "first_node", "lifted", "was_split")
+    __slots__ = ("_makers", "entries", "first_node", "was_split")
 
     def __init__(self) -> None:
         self.entries: list[Call | ModuleCall | Update] = []
         self.first_node = 0
         self.was_split = False
-        self.lifted = 0
         # Of calls that made nodes: the first one's number, that after the last one's, and the call.
         self._makers: list[tuple[int, int, Call]] = []
 

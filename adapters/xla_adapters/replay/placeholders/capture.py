@@ -17,10 +17,9 @@ from xla_adapters.replay.guards.snapshot import ModuleSnapshot
 from xla_adapters.replay.loose_tensors import loose_tensors
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
 from xla_adapters.replay.optimizer_update import Update
-from xla_adapters.replay.placeholders.recorded_call import HostOptimizers, RecordedCall, SameNumber
+from xla_adapters.replay.placeholders.recorded_call import HostOptimizers, RecordedCall
 from xla_adapters.replay.safety.allowlist import OPTIMIZERS
 from xla_adapters.replay.slots import Kept, Slot
-from xla_adapters.tracing.placeholders.numbers import TraceNumbers
 from xla_adapters.tracing.placeholders.program import Program
 from xla_adapters.tracing.placeholders.scope import PlaceholderScope
 from xla_adapters.tracing.placeholders.trace import Trace
@@ -184,7 +183,7 @@ class PlaceholderCapture(PlaceholderScope):
             sources=sources,
             targets=targets,
             kept=kept,
-            roles=self._roles_in_order(trace.numbers),
+            roles=self._roles_of,
             chunks=trace.numbers.chunks,
             draws=program.draws,
             before=[(leaf, grad is not None) for leaf, grad in leaves],
@@ -196,13 +195,6 @@ class PlaceholderCapture(PlaceholderScope):
             rebound={slot.key for slot, _ in places},
             forms={index: (program.results[index].shape, program.results[index].dtype) for index in returned},
         )
-
-    def _roles_in_order(self, numbers: TraceNumbers) -> list[int | SameNumber]:
-        of_updates = iter(self._roles_of)
-        return [
-            SameNumber(value) if place in numbers.of_step else next(of_updates)
-            for place, value in enumerate(numbers.values)
-        ]
 
     def _slots(self, snapshot: ModuleSnapshot) -> dict[int, Slot]:
         """The slots of all tensors that the step may read, by `id`."""

@@ -24,17 +24,6 @@ OTHER_GRADIENTS = "a gradient is"
 
 
 @dataclass(frozen=True)
-class SameNumber:
-    """A number of the step's own code.
-
-    Attributes:
-        value: the number.
-    """
-
-    value: float
-
-
-@dataclass(frozen=True)
 class HostOptimizers:
     """What a call does on the host, beside its program.
 
@@ -55,8 +44,7 @@ class RecordedCall:
             device: known to be the same each time, because the step's code may be left out.
         targets: for each result the slots that get it.
         kept: the values that the step returns, by name.
-        roles: for each number that the program reads its position among those of the updates, or the number itself,
-            which is known to be the same each time, as the step's code may be left out.
+        roles: for each number that the program reads its position among those of the updates.
         chunks: how these numbers are packed; see `TraceNumbers`.
         draws: whether it moves the random stream.
         before: the leaves, and whether they have a gradient before the step.
@@ -76,7 +64,7 @@ class RecordedCall:
     sources: list[Slot | torch.Tensor]
     targets: list[list[Slot]]
     kept: dict[str, Kept]
-    roles: list[int | SameNumber]
+    roles: list[int]
     chunks: list[tuple[int, torch.dtype]]
     draws: bool
     before: list[tuple[torch.Tensor, bool]]
@@ -255,7 +243,7 @@ class PreparedProgram:
         for role, value in self._fixed.items():
             if numbers[role] != value:
                 return f"a number of the optimizer that is no input of the program: {value:g} -> {numbers[role]:g}"
-        return [role.value if isinstance(role, SameNumber) else numbers[role] for role in self.call.roles]
+        return [numbers[role] for role in self.call.roles]
 
     def run(self, tensors: CallTensors, numbers: list[float], runtime: Runtime) -> Sequence[torch.Tensor]:
         """Runs the program; returns its results."""

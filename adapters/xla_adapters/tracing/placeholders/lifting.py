@@ -1,4 +1,4 @@
-"""`Lifting`: Python numbers of an optimizer, or of a step's own arithmetic, become arguments of the program.
+"""`Lifting`: an optimizer's Python numbers become arguments of the program.
 
 Otherwise a learning rate would be a constant of the program: each value would cost a compile, and a replay would not
 follow the schedule. This covers the operators that `OperatorRecorder` knows: sums, products, quotients, and their
@@ -26,7 +26,7 @@ LIFTED: dict[str, str] = {
 
 
 class Lifting:
-    """Gives the numbers of one update, or of one call, arguments of the program.
+    """Gives the numbers of one update arguments of the program.
 
     Args:
         numbers: gets the arguments.
@@ -50,7 +50,7 @@ class Lifting:
         self.fixed: set[int] = set()
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls an operator, with arguments of the program in place of its numbers."""
+        """Calls an operator of the update, with arguments of the program in place of its numbers."""
         name = LIFTED.get(getattr(func, "__name__", ""))
         if name is None:
             return func(*args, **kwargs)

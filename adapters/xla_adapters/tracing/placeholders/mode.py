@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -59,7 +59,6 @@ class PlaceholderMode(StepMode):
         trace: gets the tensors.
         undo_log: gets the tensors that are about to be written.
         on_read, on_dynamic, on_refusal, operations, answers: as for `StepMode`.
-        changing: positions in `operations` of calls whose numbers become arguments of the program.
 
     Attributes:
         lifting: of the update that is under way, if one is.
@@ -74,13 +73,11 @@ class PlaceholderMode(StepMode):
         on_refusal: Callable[[str], None],
         operations: OperationLog,
         answers: Answers | None = None,
-        changing: Collection[int] = (),
     ) -> None:
         super().__init__(undo_log, on_read, on_dynamic, on_refusal, operations, answers)
         self._trace = trace
         self._is_inner = len(undo_log.chain()) > 1
         self.lifting: Lifting | None = None
-        self._changing = changing
 
     def __torch_function__(
         self, func: _CALL, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -129,9 +126,6 @@ class PlaceholderMode(StepMode):
         elif self.lifting is not None and self._has_device_tensor((*args, *kwargs.values())):
             result = self.lifting.call(func, args, kwargs)
             # Its numbers are no part of the program, and never why another one is compiled.
-            args, kwargs = tuple(value for value in args if isinstance(value, _Tensor)), {}
-        elif len(self._operations.entries) in self._changing and _is_of_floats(args):
-            result = self._with_numbers(func, args, kwargs)
             args, kwargs = tuple(value for value in args if isinstance(value, _Tensor)), {}
         else:
             result = func(*args, **kwargs)
@@ -200,15 +194,6 @@ class PlaceholderMode(StepMode):
             self._trace.adopt(source, is_upload=True)
         return (target, source, *rest, *options.values())
 
-    def _with_numbers(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a function with arguments of the program in place of its numbers."""
-        numbers = self._trace.numbers
-        lifting = Lifting(numbers, None)
-        result = lifting.call(func, args, kwargs)
-        numbers.of_step.update(lifting.arguments.values())
-        self._operations.lifted += 1
-        return result
-
     def _may_upload(self, func: _CALL, args: tuple[Any, ...]) -> bool:
         return func is _Tensor.new_tensor or not self._has_device_tensor(args[:1])
 
@@ -246,11 +231,6 @@ class PlaceholderMode(StepMode):
         elif isinstance(result, (list, tuple)):
             for item in result:
                 self._note(item, is_upload=is_upload)
-
-
-def _is_of_floats(args: Sequence[Any]) -> bool:
-    """Whether a call is with a tensor in whose dtype a number is as precise as torch takes it."""
-    return bool(args) and isinstance(args[0], _Tensor) and args[0].dtype in (torch.float32, torch.float64)
 
 
 def _is_scalar(value: Any) -> bool:

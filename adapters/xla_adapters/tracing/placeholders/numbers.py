@@ -22,7 +22,6 @@ class TraceNumbers:
         values: in the order in which they were added.
         chunks: for each argument, how many numbers it holds, and its dtype.
         stand_ins: the arguments that hold them.
-        of_step: the positions of those that are no optimizer's.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -30,7 +29,6 @@ class TraceNumbers:
         self.values: list[float] = []
         self.chunks: list[tuple[int, torch.dtype]] = []
         self.stand_ins: list[torch.Tensor] = []
-        self.of_step: set[int] = set()
         self._entries: list[torch.Tensor] = []
 
     def add(self, value: float, dtype: torch.dtype) -> torch.Tensor:

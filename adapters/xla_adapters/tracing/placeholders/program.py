@@ -47,11 +47,6 @@ class Program:
         """Equal for equal programs."""
         return hashlib.sha256(f"{self.changed} {self.text}".encode()).hexdigest()
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether an equal program was compiled before."""
-        return self.key in executables_of_the_process(self.runtime)
-
     def compiled(self, name: str) -> Run:
         """The executable.
 

@@ -16,7 +16,6 @@ from xla_adapters.tracing.discarded import DiscardedTensor
 from xla_adapters.tracing.graph_limit import check_graph
 from xla_adapters.tracing.interrupts import at_edge
 from xla_adapters.tracing.modules import ModuleGuard
-from xla_adapters.tracing.placeholders.changing_numbers import changing_numbers, note_changed_numbers
 from xla_adapters.tracing.placeholders.lifting import Lifting
 from xla_adapters.tracing.placeholders.mode import PlaceholderMode
 from xla_adapters.tracing.placeholders.program import Program
@@ -89,8 +88,7 @@ class PlaceholderScope(StepScope):
             self._trace.begin()
         breaks = self._breaks
         told = (breaks.on_read, breaks.on_dynamic, breaks.on_refusal)
-        changing = changing_numbers(self.history, self.signature.phase)
-        self._mode = PlaceholderMode(self._trace, undo_log, *told, self.operations, breaks.answers, changing)
+        self._mode = PlaceholderMode(self._trace, undo_log, *told, self.operations, breaks.answers)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _note_result(self, result: Any) -> None:
@@ -159,8 +157,6 @@ class PlaceholderScope(StepScope):
                 trace.settle(program, [])
                 self._ran(trace, program)
                 return NOTHING_COMPILED
-            if not program.is_compiled:
-                note_changed_numbers(self.history, self.signature, self.operations)
             check_graph(self.name, self.config, call, self.history, program.key)
             self._before_run(trace, program)
             with compile_progress(self.name, self.history, call):
