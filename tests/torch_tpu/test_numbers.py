@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -82,3 +83,60 @@ def test_a_number_that_the_step_makes_a_tensor_costs_no_compile() -> None:
     with xla_adapters.count() as counted:
         assert losses("tpu") == pytest.approx(expected, rel=1e-5)
     assert counted.compiles == 1
+
+
+@isolated
+def test_a_number_that_changes_is_named_and_a_tensor_of_it_is_an_input(caplog: pytest.LogCaptureFixture) -> None:
+    xla_adapters.initialize()
+    net = _net("tpu")
+    losses = [
+        lambda total, weight: weight * total,
+        lambda total, weight: total + weight,
+        lambda total, weight: torch.tensor(weight, device="tpu") * total,
+    ]
+    for loss_of, told in zip(losses, ("mul: 0.3 -> 0.4", "add: 0.3 -> 0.4", None), strict=True):
+
+        @xla_adapters.step
+        def train(
+            inputs: torch.Tensor, weight: float, loss_of: Callable[[torch.Tensor, float], torch.Tensor] = loss_of
+        ) -> torch.Tensor:
+            return loss_of(net(inputs).square().mean(), weight).detach()
+
+        caplog.clear()
+        for weight in (0.3, 0.4):
+            train(torch.ones(16, 8, device="tpu"), weight)
+        messages = [record.getMessage() for record in caplog.records if "Python number" in record.getMessage()]
+        assert len(messages) == (told is not None)
+        for message in messages:
+            assert f"a Python number that is a part of the graph changed, in {told}" in message
+            assert f"{__file__}:{loss_of.__code__.co_firstlineno}" in message
+
+
+@isolated
+@pytest.mark.parametrize("wrap", [xla_adapters.step, CompiledStep])
+def test_two_numbers_in_one_call_of_an_own_optimizer(wrap: Callable[..., Any]) -> None:
+    class Drifting(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.copy_(torch.add(parameter, 0.5, alpha=group["lr"]) - 0.1 * parameter.grad)
+
+    def weights(device: str) -> list[torch.Tensor]:
+        net = _net(device)
+        optimizer = Drifting(net.parameters(), {"lr": 0.25})
+
+        def train(inputs: torch.Tensor, classes: torch.Tensor) -> None:
+            functional.cross_entropy(net(inputs), classes).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = wrap(train) if device == "tpu" else train
+        for batch in _batches(device, 4):
+            step(*batch)
+            optimizer.param_groups[0]["lr"] /= 2
+        return [parameter.detach().cpu() for parameter in net.parameters()]
+
+    expected = weights("cpu")
+    xla_adapters.initialize()
+    torch.testing.assert_close(weights("tpu"), expected, rtol=0, atol=1e-5)

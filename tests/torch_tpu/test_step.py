@@ -341,33 +341,6 @@ def test_a_further_program_can_be_an_error() -> None:
 
 
 @isolated
-def test_a_number_that_changes_is_named_and_a_tensor_of_it_is_an_input(caplog: pytest.LogCaptureFixture) -> None:
-    xla_adapters.initialize()
-    net = _net("tpu")
-    losses = [
-        lambda total, weight: weight * total,
-        lambda total, weight: total + weight,
-        lambda total, weight: torch.tensor(weight, device="tpu") * total,
-    ]
-    for loss_of, told in zip(losses, ("mul: 0.3 -> 0.4", "add: 0.3 -> 0.4", None), strict=True):
-
-        @xla_adapters.step
-        def train(
-            inputs: torch.Tensor, weight: float, loss_of: Callable[[torch.Tensor, float], torch.Tensor] = loss_of
-        ) -> torch.Tensor:
-            return loss_of(net(inputs).square().mean(), weight).detach()
-
-        caplog.clear()
-        for weight in (0.3, 0.4):
-            train(torch.ones(16, 8, device="tpu"), weight)
-        messages = [record.getMessage() for record in caplog.records if "Python number" in record.getMessage()]
-        assert len(messages) == (told is not None)
-        for message in messages:
-            assert f"a Python number that is a part of the graph changed, in {told}" in message
-            assert f"{__file__}:{loss_of.__code__.co_firstlineno}" in message
-
-
-@isolated
 def test_optimizers_that_read_run_operation_by_operation() -> None:
     results = []
     for device in ("cpu", "tpu"):

@@ -68,9 +68,6 @@ class TPUPlaceholders:
     @contextmanager
     def tracing_random(self) -> Iterator[Callable[[], torch.Tensor]]:
         """See `Placeholders`."""
-        # Eager operations are launched by another thread. What it has not come to would be a part of the trace, and
-        # torch_tpu aborts the process if it is launched meanwhile.
-        _sync.synchronize()
         with sharing_copies():
             stand_in = _compiler.make_export_mode_device_generator(self._generator())
         _compiler.set_export_mode_default_device_generator(stand_in)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch_tpu._internal.sync import sync as _sync
 
 from xla_adapters.runtime.interface import RuntimeEvent
 from xla_adapters.runtime.traced_tensors import TracedTensors
@@ -84,7 +85,8 @@ class TPUTracing:
         raise NotImplementedError
 
     def flush(self) -> None:
-        """See `Tracing`; nothing is pending."""
+        """See `Tracing`; launches what the thread that launches eager operations has not come to."""
+        _sync.synchronize()
 
     def compute(self, tensors: Sequence[torch.Tensor]) -> None:
         """See `Tracing`; nothing is pending."""

@@ -70,6 +70,8 @@ class Trace:
     def begin(self) -> None:
         """Starts recording."""
         placeholders = self._runtime.placeholders
+        # What is pending would be a part of the trace. torch_tpu aborts the process if it is launched meanwhile.
+        self._runtime.tracing.flush()
         self._random = self._contexts.enter_context(placeholders.tracing_random())
         self._random_before = self._random()
         self._contexts.enter_context(placeholders.recording())
