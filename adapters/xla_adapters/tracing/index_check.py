@@ -132,7 +132,7 @@ def _one_hot(args: Sequence[Any], kwargs: dict[str, Any]) -> _Lookup:
 
 
 # By function: the indices, the smallest and the first too large one, and one that is ignored.
-_LOOKUPS: dict[_CALL, Callable[[Sequence[Any], dict[str, Any]], _Lookup]] = {
+LOOKUPS: dict[_CALL, Callable[[Sequence[Any], dict[str, Any]], _Lookup]] = {
     functional.embedding: _embedding,
     functional.cross_entropy: _classes,
     functional.nll_loss: _classes,
@@ -168,7 +168,7 @@ class IndexCheck:
         Raises:
             IndexRangeError: it looks up an index from the batch that is out of range.
         """
-        lookup = _LOOKUPS.get(function)
+        lookup = LOOKUPS.get(function)
         if lookup is None:
             return
         indices, low, high, ignored = lookup(args, kwargs)

@@ -34,7 +34,7 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     functional.scaled_dot_product_attention,
 )
 # How many of the tensors of a call have to agree: the mask of an attention comes after them, and may be of booleans.
-_PRODUCTS = dict.fromkeys(_FUNCTIONS, 3) | {functional.multi_head_attention_forward: 4}
+PRODUCTS = dict.fromkeys(_FUNCTIONS, 3) | {functional.multi_head_attention_forward: 4}
 
 
 def refuse_mixed_dtypes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ def refuse_mixed_dtypes(function: Callable[..., Any], args: tuple[Any, ...], kwa
     Raises:
         RuntimeError: torch's own. Under autocast torch makes the dtypes equal, and nothing is raised.
     """
-    compared = _PRODUCTS.get(function)
+    compared = PRODUCTS.get(function)
     if compared is None:
         return
     given = [*islice(tensors_in((args, kwargs)), compared)]

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from xla_adapters.utils.device_type import device_type
-from xla_adapters.utils.location import is_plumbing
+from xla_adapters.utils.location import is_plumbing, plumbing_files
 
+_CALL = Callable[..., Any]
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
+_new_call: Callable[..., Any] = tuple.__new__
 # Calls that copy numbers from the host.
 _COPIES: frozenset[Callable[..., Any]] = frozenset({torch.tensor, torch.as_tensor, torch.scalar_tensor})
 # The number that the next node of autograd's graph gets in this thread.
@@ -113,11 +116,31 @@ class OperationLog:
         if function is torch.Tensor.to and args[0] is result and not any(isinstance(v, torch.dtype) for v in args):
             # The tensor was there already.
             return
-        inputs = tuple([(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in args])
-        numbers = _plain(args)
+        self.device_call(function, args, kwargs, result)
+
+    def device_call(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Notes a call that computes on the device. It is made for most calls of a step, so it is kept fast."""
+        inputs: list[Any] = []
+        numbers: list[Any] = []
+        for value in args:
+            kind = type(value)
+            if kind is _Tensor or kind is _Parameter:
+                inputs.append((tuple(value.shape), value.dtype))
+                numbers.append(kind.__name__)
+            else:
+                inputs.append((tuple(value.shape), value.dtype) if isinstance(value, _Tensor) else None)
+                numbers.append(value if kind in _PLAIN else _plain((value,))[0])
         if kwargs:
-            numbers += tuple((name, _plain((value,))) for name, value in kwargs.items())
-        call = Call(function, *_place(), numbers, _form(result), inputs)
+            numbers.extend((name, _plain((value,))) for name, value in kwargs.items())
+        form: Any = (tuple(result.shape), result.dtype, result.requires_grad) if type(result) is _Tensor else _form(result)
+        frame = sys._getframe(1)
+        known = plumbing_files
+        while known.get(frame.f_code.co_filename, True):
+            if not is_plumbing(frame.f_code.co_filename) or frame.f_back is None:
+                break
+            frame = frame.f_back
+        place = frame.f_code.co_filename, frame.f_lineno
+        call = _new_call(Call, (function, *place, tuple(numbers), form, tuple(inputs)))
         self.entries.append(call)
         following = next_node()
         if following != self.first_node:
@@ -133,15 +156,22 @@ class OperationLog:
 
     def module(self, module: torch.nn.Module) -> None:
         """Notes that a module is called."""
-        own = [parameter for parameter in module._parameters.values() if parameter is not None]
-        with torch._C.DisableTorchFunction():
-            needed = tuple([parameter.requires_grad for parameter in own])
-            # `functional_call` puts results in the place of parameters: torch warns where their gradient is looked at.
-            present = tuple([parameter.is_leaf and parameter.grad is not None for parameter in own])
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
-        hooks += sum([len(found) for leaf in own for found in _hooks_of(leaf) if found])
-        autocast = torch.get_autocast_dtype(device_type()) if torch.is_autocast_enabled(device_type()) else None
-        self.entries.append(ModuleCall(type(module), module.training, hooks, needed, present, autocast, *_place()))
+        needed: list[bool] = []
+        present: list[bool] = []
+        if module._parameters:
+            with torch._C.DisableTorchFunction():
+                for leaf in module._parameters.values():
+                    if leaf is not None:
+                        needed.append(leaf.requires_grad)
+                        # `functional_call` puts results in the place of parameters: torch warns where their gradient is
+                        # looked at.
+                        present.append(leaf.is_leaf and leaf.grad is not None)
+                        hooks += sum([len(found) for found in _hooks_of(leaf) if found])
+        kind = device_type()
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        entry = ModuleCall(type(module), module.training, hooks, tuple(needed), tuple(present), autocast, *_place())
+        self.entries.append(entry)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes that an optimizer steps."""

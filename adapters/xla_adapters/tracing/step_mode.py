@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import MethodWrapperType
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.transfers import upload_scalar
 from xla_adapters.tracing.answers import NO_ANSWER, Answers
 from xla_adapters.tracing.host_tensors import host_tensor_error
-from xla_adapters.tracing.index_check import IndexCheck
-from xla_adapters.tracing.mixed_products import refuse_mixed_dtypes
+from xla_adapters.tracing.index_check import LOOKUPS, IndexCheck
+from xla_adapters.tracing.mixed_products import PRODUCTS, refuse_mixed_dtypes
 from xla_adapters.tracing.operation_log import OperationLog, next_node
 from xla_adapters.tracing.profile_spans import BACKWARD, SPANS
 from xla_adapters.tracing.undo_log import UndoLog
@@ -28,8 +29,9 @@ from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.fake_tensors import is_fake
 from xla_adapters.utils.torch_modes import leave_function_mode
 
-_Tensor = torch.Tensor
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 _CALL = Callable[..., Any]
+_is_functional: Callable[[Any], bool] = torch._is_functional_tensor
 
 # Calls that need the value of a tensor on the host, whatever their other arguments.
 READS: dict[_CALL, str] = {
@@ -80,10 +82,28 @@ _WRITE_THROUGH: frozenset[_CALL] = frozenset({_Tensor.__setitem__, write_where_,
 NORMALISATIONS: frozenset[_CALL] = frozenset(
     {torch.batch_norm, torch.instance_norm, torch.nn.functional.batch_norm, torch.nn.functional.instance_norm}
 )
+# What a tensor tells without its value.
+ATTRIBUTES: frozenset[_CALL] = frozenset(
+    {
+        *(
+            vars(torch._C.TensorBase)[name].__get__
+            for name in ("shape", "dtype", "device", "ndim", "layout", "is_meta", "is_sparse", "requires_grad", "is_leaf")
+        ),
+        *(_Tensor.size, _Tensor.dim, _Tensor.ndimension, _Tensor.numel, _Tensor.nelement, _Tensor.stride),
+        *(_Tensor.element_size, _Tensor.is_floating_point, _Tensor.is_complex, _Tensor.__len__, _Tensor.__hash__),
+    }
+)
 
-
+# How a call is handled: it asks for an attribute; it computes; it computes unless the index has tensors, or the dtypes
+# differ; it needs a closer look.
+_ATTRIBUTE, _COMPUTES, _INDEXES, _MULTIPLIES, _SPECIAL = range(5)
 # Calls that may shorten rows of the weight, and the position of the argument that asks for it.
 _EMBEDDINGS: dict[_CALL, int] = {torch.nn.functional.embedding: 3, torch.nn.functional.embedding_bag: 3}
+# Tables of the calls that need a closer look, beside lookups and lowerings.
+_SPECIAL_CALLS: tuple[Any, ...] = (
+    *(READS, DYNAMIC, MOVES, FROM_NUMBERS, NORMALISATIONS, _INDEXING, _REPEATS, _EMBEDDINGS),
+    {torch.where},
+)
 
 
 def _renorms(function: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -134,6 +154,7 @@ class StepMode(TorchFunctionMode):
         self._on_dynamic = on_dynamic
         self._on_refusal = on_refusal
         self._writes: dict[_CALL, bool] = {}
+        self._courses: dict[_CALL, int] = {}
         runtime = get_runtime()
         self._is_refusal = runtime.tracing.is_forbidden_execution
         self._type = runtime.device.torch_device().type
@@ -145,18 +166,81 @@ class StepMode(TorchFunctionMode):
     def __torch_function__(
         self, func: _CALL, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if args and is_fake(args[0]):
-            return func(*args, **kwargs)
+        first = args[0] if args else None
+        kind = type(first)
+        is_plain = (kind is _Tensor or kind is _Parameter) and _is_functional(first)
         try:
-            return self._call(func, args, kwargs)
+            if is_plain:
+                course = self._courses.get(func)
+                if course is None:
+                    course = self._courses[func] = self._course(func)
+                if course is _ATTRIBUTE:
+                    return func(*args, **(kwargs or {}))
+                if course is not _SPECIAL and (course is _COMPUTES or self._is_ordinary(course, args, kwargs)):
+                    return self._compute(func, args, kwargs or {})
+            elif args and is_fake(first):
+                return func(*args, **(kwargs or {}))
+            return self._call(func, args, kwargs or {})
         except RuntimeError as error:
             if self._is_refusal(error):
                 self._on_refusal(getattr(func, "__name__", ""))
-            mixed = host_tensor_error(func, args, kwargs, self._type) if _is_about_devices(error) else None
+            mixed = host_tensor_error(func, args, kwargs or {}, self._type) if _is_about_devices(error) else None
             if mixed is None:
                 raise
             raise mixed from error
+
+    def _course(self, func: _CALL) -> int:
+        """How calls of a function are handled, if their first argument is a tensor on the device."""
+        if func in ATTRIBUTES:
+            return _ATTRIBUTE
+        if func is _Tensor.__getitem__:
+            return _INDEXES
+        if (
+            type(func) is MethodWrapperType
+            or func in self._lowerings
+            or func is _Tensor.backward
+            or any(func in table for table in _SPECIAL_CALLS)
+            or func in LOOKUPS
+            or writes_in_place(func)
+        ):
+            return _SPECIAL
+        return _MULTIPLIES if func in PRODUCTS else _COMPUTES
+
+    @staticmethod
+    def _is_ordinary(course: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+        """Whether a call that may need a look at its arguments needs none."""
+        if course is _INDEXES:
+            index = args[1]
+            if type(index) is tuple:
+                return not any(isinstance(part, (_Tensor, list)) for part in index)
+            return not isinstance(index, (_Tensor, list))
+        # A product: of tensors of one dtype.
+        dtype = args[0].dtype
+        return not kwargs and all(value.dtype is dtype for value in args if isinstance(value, _Tensor))
+
+    def _compute(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that neither reads nor writes, unless its keyword arguments say so: nearly all calls of a step."""
+        if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):
+            return self._call(func, args, kwargs)
+        operations = self._operations
+        operations.first_node = next_node()
+        for value in args:
+            kind = type(value)
+            if kind is _Tensor or kind is _Parameter:
+                if value.requires_grad and value.is_leaf:
+                    self.undo_log.record_leaf(value)
+            elif kind is list or kind is tuple or isinstance(value, _Tensor):
+                self._record_leaves((value,))
+        if kwargs:
+            self._record_leaves(kwargs.values())
+        result = func(*args, **kwargs)
+        operations.device_call(func, args, kwargs, result)
+        if type(result) is not _Tensor or not result.dtype.is_floating_point:
+            if self._answers is not None:
+                self._answers.note(func, args, kwargs, result)
+            else:
+                self._indices.note(func, args, kwargs, result)
+        return result
 
     def _call(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         called = func

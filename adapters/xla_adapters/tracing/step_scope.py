@@ -29,6 +29,7 @@ from xla_adapters.tracing.graph_breaks import GraphBreaks
 from xla_adapters.tracing.graph_history import GraphHistory, StepSignature, history_of
 from xla_adapters.tracing.graph_limit import check_pending_graph
 from xla_adapters.tracing.interrupts import InterruptGuard, at_edge
+from xla_adapters.tracing.list_updates import updates_of_lists
 from xla_adapters.tracing.modules import ModuleGuard
 from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.own_buffers import note_updated, own_buffers_for_update
@@ -317,6 +318,8 @@ class StepScope:
         around = (extension.around_step(runtime) for extension in extensions())
         for context in (inference_mode_as_no_grad(), checkpointing_on_device(), as_in_one_graph(), *around):
             restores.enter_context(context)
+        if runtime.has_lazy_tensors:
+            restores.enter_context(updates_of_lists(runtime, self._record_write))
         restores.enter_context(runtime.tracing.intercept(self._on_runtime_event))
         runtime.tracing.set_execution_allowed(not self.forbids_breaks)
         self._breaks.begin(self.undo_logs)
@@ -324,6 +327,10 @@ class StepScope:
         # The present seed is set too: if it is pending (drawn lazily since the last step), this graph would differ.
         runtime.random.set_seed(self._seeds_before[0] if self._seed is None else self._seed.value())
         self.start_recording(self._undo_log)
+
+    def _record_write(self, tensor: torch.Tensor) -> None:
+        if self._mode is not None:
+            self._mode.undo_log.record(tensor)
 
     def _before_tracing(self) -> None:
         """Executes what is pending: it is no part of the step's graph, and stays if the step is discarded."""

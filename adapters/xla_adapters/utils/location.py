@@ -26,7 +26,7 @@ _framework_prefixes: list[str] = [_OWN_FOLDER + "/"]
 def hide_folder(folder: str | Path) -> None:
     """Hides the files below `folder` from reported locations, as those of this package (the adapters call it)."""
     _framework_prefixes.append(str(Path(folder).resolve()) + "/")
-    _plumbing_files.clear()
+    plumbing_files.clear()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +68,15 @@ def _is_library(filename: str) -> bool:
     return _is_made_up(filename) or filename.startswith(_SITE) or filename.startswith(_STDLIB)
 
 
-_plumbing_files: dict[str, bool] = {}
+# What `is_plumbing` has answered so far, by file.
+plumbing_files: dict[str, bool] = {}
 
 
 def is_plumbing(filename: str) -> bool:
     """Whether a file belongs to torch, this package or another library that only passes calls on. Cached."""
-    known = _plumbing_files.get(filename)
+    known = plumbing_files.get(filename)
     if known is None:
-        known = _plumbing_files[filename] = _is_plumbing(filename)
+        known = plumbing_files[filename] = _is_plumbing(filename)
     return known
 
 

@@ -46,6 +46,17 @@ class LazyTensors(Protocol):
     def replace(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """As `Values.write`, given device tensors (as `inner`)."""
 
+    def update(
+        self, tensors: Sequence[torch.Tensor], before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]
+    ) -> None:
+        """Gives tensors values that were computed from their present ones, as an operator in place does.
+
+        Args:
+            tensors: of the device.
+            before: their present values, as `Values.snapshot` returns them.
+            after: the new values, of the same shapes and dtypes.
+        """
+
     def fill(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Gives all pending tensors the values that an executable computed for them. Nothing is pending afterwards.
 

@@ -70,6 +70,18 @@ class XLALazyTensors:
             replace(tensor, value)
             commit(tensor)
 
+    def update(
+        self, tensors: Sequence[torch.Tensor], before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]
+    ) -> None:
+        """See `LazyTensors`."""
+        inner, replace = torch._from_functional_tensor, torch._functionalize_replace
+        commit, propagate = torch._functionalize_commit_update, torch.ops.aten._propagate_xla_data
+        for tensor, old, new in zip(tensors, before, map(inner, after), strict=True):
+            # The sharding, and which input's buffer the value may be written to.
+            propagate(old, new)
+            replace(tensor, new)
+            commit(tensor)
+
     def fill(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """See `LazyTensors`."""
         for tensor, value in zip(tensors, values, strict=True):
