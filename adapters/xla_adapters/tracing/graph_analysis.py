@@ -9,6 +9,8 @@ import torch
 
 from xla_adapters.hlo.cost import cost_of
 from xla_adapters.runtime import Runtime
+from xla_adapters.tracing.graph_difference import common_length
+from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.undo_log import UndoLog
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -64,6 +66,8 @@ class GraphAnalyses:
 
     known: dict[str, GraphAnalysis] = field(default_factory=dict)
     _stateless: dict[Hashable, GraphAnalysis | None] = field(default_factory=dict)
+    # The last call whose graph was looked at: from outside, and what it did.
+    _last: tuple[Hashable, OperationLog, GraphAnalysis] | None = None
 
     def executable(
         self,
@@ -87,15 +91,34 @@ class GraphAnalyses:
             self.known[graph] = _analyse(graph, outputs, undo_log, runtime, donated)
         return self.known[graph]
 
-    def sync(self, key: Hashable, undo_log: UndoLog, runtime: Runtime) -> GraphAnalysis | None:
+    def expected(self, key: Hashable, operations: OperationLog) -> GraphAnalysis | None:
+        """The graph of a call that does the same as the last one that was looked at; None if it does not.
+
+        If the sync compiles all the same, it is another graph. To look at the pending graph costs a twentieth of a step.
+        """
+        if self._last is None or self._last[0] != key:
+            return None
+        _, before, graph = self._last
+        length = len(operations.entries)
+        return graph if len(before.entries) == length == common_length(before, operations) else None
+
+    def sync(
+        self, key: Hashable, operations: OperationLog, undo_log: UndoLog, runtime: Runtime
+    ) -> GraphAnalysis | None:
         """Of the pending graph that a sync is going to execute; None if nothing is pending.
 
         Args:
             key: what is known of the call from outside. A step that changes no state is looked at once for each key,
                 because its outputs must be searched among all tensors of the process.
+            operations: what the call did.
             undo_log: the step's.
             runtime: the runtime.
         """
+        found = self._pending(key, undo_log, runtime)
+        self._last = None if found is None or operations.was_split else (key, operations, found)
+        return found
+
+    def _pending(self, key: Hashable, undo_log: UndoLog, runtime: Runtime) -> GraphAnalysis | None:
         if outputs := undo_log.pending_tensors():
             graph = runtime.tracing.graph_hash(outputs)
             if graph not in self.known:

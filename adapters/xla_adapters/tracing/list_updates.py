@@ -29,7 +29,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @contextmanager
-def updates_of_lists(runtime: Runtime, record: Callable[[torch.Tensor], None]) -> Iterator[None]:
+def updates_of_lists(runtime: Runtime, record: Callable[[torch.Tensor], None]) -> Iterator[set[int]]:
     """Inside the context, optimizers and clipping compute on lists of tensors.
 
     Calls with tensors of other kinds, or with numbers that are tensors, are torch's own.
@@ -37,6 +37,9 @@ def updates_of_lists(runtime: Runtime, record: Callable[[torch.Tensor], None]) -
     Args:
         runtime: the runtime, with lazy tensors.
         record: called with each gradient before it is clipped.
+
+    Yields:
+        The `id` of each parameter that was updated so.
     """
     rules = _Lists(runtime, record)
     with ExitStack() as patches:
@@ -47,7 +50,7 @@ def updates_of_lists(runtime: Runtime, record: Callable[[torch.Tensor], None]) -
         ):
             rule = getattr(rules, name.removeprefix("_"))
             patches.enter_context(replaced(owner, name, _or_else(rule, getattr(owner, name))))
-        yield
+        yield rules.updated
 
 
 class _Unknown(Exception):
@@ -79,6 +82,7 @@ class _Lists:
     def __init__(self, runtime: Runtime, record: Callable[[torch.Tensor], None]) -> None:
         self._runtime = runtime
         self._record = record
+        self.updated: set[int] = set()
 
     # ---- optimizers ------------------------------------------------------------------------------
 
@@ -126,6 +130,7 @@ class _Lists:
             root = torch._foreach_add(torch._foreach_div(torch._foreach_sqrt(largest), root_of), eps_)
             change = torch._foreach_mul(torch._foreach_div(new_mean, root), size)
             self._store(weights, values, _sum(decayed, change))
+            self.updated.update(map(id, weights))
             self._store(means, mean, new_mean)
             self._store(squares, square, new_square)
 
@@ -155,6 +160,7 @@ class _Lists:
                 slope = _sum(slope, torch._foreach_mul(now, kept)) if options["nesterov"] else now
                 self._store(buffer, before, now)
             self._store(weights, values, _sum(values, torch._foreach_mul(slope, size)))
+            self.updated.update(map(id, weights))
 
     # ---- clipping --------------------------------------------------------------------------------
 

@@ -20,12 +20,8 @@ def own_buffers_for_update(undo_log: UndoLog, runtime: Runtime) -> list[torch.Te
     Returns:
         The tensors that the step updates.
     """
-    written, copied = [], []
-    for entry in undo_log.entries():
-        if runtime.tracing.is_pending(entry.tensor):
-            written.append(entry)
-        elif not runtime.values.holds(entry.tensor, entry.value):
-            copied.append(entry.tensor)
+    written, others = undo_log.pending_entries()
+    copied = [entry.tensor for entry in others if not runtime.values.holds(entry.tensor, entry.value)]
     buffers = runtime.shared_buffers if runtime.has_shared_buffers else None
     if buffers is not None and copied:
         # They became copies in this step, and share the buffer of the tensor they were copied from.

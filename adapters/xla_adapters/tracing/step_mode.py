@@ -94,9 +94,12 @@ ATTRIBUTES: frozenset[_CALL] = frozenset(
     }
 )
 
-# How a call is handled: it asks for an attribute; it computes; it computes unless the index has tensors, or the dtypes
-# differ; it needs a closer look.
-_ATTRIBUTE, _COMPUTES, _INDEXES, _MULTIPLIES, _SPECIAL = range(5)
+# How a call is handled: it asks for an attribute; it gets or sets a tensor's gradient or data; it computes; it computes
+# unless the index has tensors, or the dtypes differ; it needs a closer look.
+_ATTRIBUTE, _ACCESSES, _COMPUTES, _INDEXES, _MULTIPLIES, _SPECIAL = range(6)
+_ACCESSED: frozenset[_CALL] = frozenset(
+    {_Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.data.__get__}  # type: ignore[attr-defined]
+)
 # Calls that may shorten rows of the weight, and the position of the argument that asks for it.
 _EMBEDDINGS: dict[_CALL, int] = {torch.nn.functional.embedding: 3, torch.nn.functional.embedding_bag: 3}
 # Tables of the calls that need a closer look, beside lookups and lowerings.
@@ -176,6 +179,8 @@ class StepMode(TorchFunctionMode):
                     course = self._courses[func] = self._course(func)
                 if course is _ATTRIBUTE:
                     return func(*args, **(kwargs or {}))
+                if course is _ACCESSES:
+                    return self._access(func, args)
                 if course is not _SPECIAL and (course is _COMPUTES or self._is_ordinary(course, args, kwargs)):
                     return self._compute(func, args, kwargs or {})
             elif args and is_fake(first):
@@ -193,6 +198,8 @@ class StepMode(TorchFunctionMode):
         """How calls of a function are handled, if their first argument is a tensor on the device."""
         if func in ATTRIBUTES:
             return _ATTRIBUTE
+        if func in _ACCESSED:
+            return _ACCESSES
         if func is _Tensor.__getitem__:
             return _INDEXES
         if (
@@ -205,6 +212,16 @@ class StepMode(TorchFunctionMode):
         ):
             return _SPECIAL
         return _MULTIPLIES if func in PRODUCTS else _COMPUTES
+
+    def _access(self, func: _CALL, args: tuple[Any, ...]) -> Any:
+        """Gets or sets a tensor's gradient, or gets its data."""
+        tensor = args[0]
+        if tensor.requires_grad and tensor.is_leaf:
+            self.undo_log.record_leaf(tensor)
+        result = func(*args)
+        if not tensor.dtype.is_floating_point:
+            self._follow(func, args, {}, result)
+        return result
 
     @staticmethod
     def _is_ordinary(course: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
@@ -236,11 +253,15 @@ class StepMode(TorchFunctionMode):
         result = func(*args, **kwargs)
         operations.device_call(func, args, kwargs, result)
         if type(result) is not _Tensor or not result.dtype.is_floating_point:
-            if self._answers is not None:
-                self._answers.note(func, args, kwargs, result)
-            else:
-                self._indices.note(func, args, kwargs, result)
+            self._follow(func, args, kwargs, result)
         return result
+
+    def _follow(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Follows what the host knows of integers."""
+        if self._answers is not None:
+            self._answers.note(func, args, kwargs, result)
+        else:
+            self._indices.note(func, args, kwargs, result)
 
     def _call(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         called = func
@@ -307,9 +328,7 @@ class StepMode(TorchFunctionMode):
 
     def _noted(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         self._operations.call(func, args, kwargs, result)
-        if self._answers is not None:
-            self._answers.note(func, args, kwargs, result)
-        self._indices.note(func, args, kwargs, result)
+        self._follow(func, args, kwargs, result)
         return result
 
     def _backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -107,6 +107,8 @@ class StepScope:
         self._restores = ExitStack()
         self._seeds_before: tuple[int, torch.Tensor] | None = None
         self._is_open = self._executed = False
+        # `id` of the parameters whose updates say what dtype they have.
+        self._stated: set[int] = set()
 
     @property
     def executed(self) -> bool:
@@ -233,7 +235,7 @@ class StepScope:
             undo_log.free_grads()
         self.stop_recording()
         undo_log.apply_writes()
-        undo_log.restate_dtypes()
+        undo_log.restate_dtypes(self._stated)
         undo_log.detach_new_grads()
         check_pending_graph(self.name, self.config, (self.signature, self.operations), self.history, undo_log, runtime)
         runtime.tracing.set_execution_allowed(True)
@@ -293,8 +295,13 @@ class StepScope:
 
     def _execute(self) -> None:
         """Executes the graph by a sync of the runtime."""
-        self._graph = self.history.analyses.sync(self.signature, self._undo_log, self._runtime)
+        analyses = self.history.analyses
+        expected = analyses.expected(self.signature, self.operations)
+        self._graph = expected or analyses.sync(self.signature, self.operations, self._undo_log, self._runtime)
+        before = self._runtime.counters.compile_totals()[0]
         self._runtime.tracing.finish_step()
+        if expected is not None and self._runtime.counters.compile_totals()[0] > before:
+            self._graph = None
 
     def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when an optimizer is about to compute its update, after forward and backward."""
@@ -319,7 +326,7 @@ class StepScope:
         for context in (inference_mode_as_no_grad(), checkpointing_on_device(), as_in_one_graph(), *around):
             restores.enter_context(context)
         if runtime.has_lazy_tensors:
-            restores.enter_context(updates_of_lists(runtime, self._record_write))
+            self._stated = restores.enter_context(updates_of_lists(runtime, self._record_write))
         restores.enter_context(runtime.tracing.intercept(self._on_runtime_event))
         runtime.tracing.set_execution_allowed(not self.forbids_breaks)
         self._breaks.begin(self.undo_logs)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import torch
@@ -184,8 +186,15 @@ class UndoLog:
         """Records the tensors of an optimizer's state, including those created since `record_optimizer`."""
         for values in optimizer.state.values():
             if isinstance(values, dict):
-                for value in _tensors_in(values.values()):
-                    self.record(value)
+                for value in values.values():
+                    if isinstance(value, torch.Tensor):
+                        self.record(value)
+                    else:
+                        self._record_nested(value)
+
+    def _record_nested(self, value: Any) -> None:
+        for tensor in _tensors_in((value,)):
+            self.record(tensor)
 
     def chain(self) -> list[UndoLog]:
         """This undo log and those of the enclosing steps, the innermost first."""
@@ -236,7 +245,17 @@ class UndoLog:
 
     def pending_tensors(self) -> list[torch.Tensor]:
         """The recorded tensors whose new value is not computed yet."""
-        return [entry.tensor for entry in self.entries() if self._is_pending(entry)]
+        return list(compress(*self._tensors_and_pending()))
+
+    def pending_entries(self) -> tuple[list[TensorEntry], list[TensorEntry]]:
+        """The entries whose new value is not computed yet, and the others."""
+        entries = self.entries()
+        pending = self._runtime.tracing.are_pending([entry.tensor for entry in entries])
+        return list(compress(entries, pending)), list(compress(entries, map(not_, pending)))
+
+    def _tensors_and_pending(self) -> tuple[list[torch.Tensor], list[bool]]:
+        tensors = [entry.tensor for entry in self.entries()]
+        return tensors, self._runtime.tracing.are_pending(tensors)
 
     def _is_pending(self, entry: TensorEntry) -> bool:
         return self._runtime.tracing.is_pending(entry.tensor)
@@ -244,16 +263,22 @@ class UndoLog:
     def apply_writes(self) -> None:
         """Applies writes that were made through views to the tensors themselves, while their inputs still exist."""
         for entry in self.entries():
-            self._runtime.values.snapshot(entry.tensor)
+            self._runtime.values.bring_up_to_date(entry.tensor)
 
-    def restate_dtypes(self) -> None:
-        """Gives updated parameters the same dtype node as uploaded ones, so that later steps are the same graph."""
+    def restate_dtypes(self, stated: Container[int]) -> None:
+        """Gives updated parameters the same dtype node as uploaded ones, so that later steps are the same graph.
+
+        Args:
+            stated: `id` of the parameters that have it already.
+        """
         if not self._runtime.has_lazy_tensors:
             return
         with torch.no_grad():
             for entry in self._optimizers.values():
                 for group in entry.optimizer.param_groups:
                     for value in group["params"]:
+                        if id(value) in stated:
+                            continue
                         if self._runtime.device.owns(value) and self._runtime.tracing.is_pending(value):
                             self._runtime.lazy.restate_dtype(value)
 

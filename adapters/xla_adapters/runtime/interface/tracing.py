@@ -68,6 +68,9 @@ class Tracing(Protocol):
     def is_pending(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the device is pending."""
 
+    def are_pending(self, tensors: Sequence[torch.Tensor]) -> list[bool]:
+        """`is_pending` of each of these tensors of the device; faster than to ask one by one."""
+
     def live_tensors(self) -> list[torch.Tensor]:
         """Every tensor of the device that Python code can reach. Slow (walks all objects): not for every step."""
 

@@ -21,6 +21,9 @@ class Values(Protocol):
         Brings the tensor up to date first, if a view of it was written to.
         """
 
+    def bring_up_to_date(self, tensor: torch.Tensor) -> None:
+        """Applies what was written to views of a tensor of the device."""
+
     def twin(self, snapshot: torch.Tensor) -> torch.Tensor:
         """A second snapshot of the same value, safe from operations that change the first.
 

@@ -76,6 +76,10 @@ class TPUTracing:
         """See `Tracing`."""
         return self.traced is not None and self.traced.has(tensor)
 
+    def are_pending(self, tensors: Sequence[torch.Tensor]) -> list[bool]:
+        """See `Tracing`."""
+        return list(map(self.is_pending, tensors))
+
     def live_tensors(self) -> list[torch.Tensor]:
         """See `Tracing`; those of the trace only."""
         return [] if self.traced is None else self.traced.alive()

@@ -32,6 +32,9 @@ class TPUValues:
         self._tracing.traced.add(value)
         return value
 
+    def bring_up_to_date(self, tensor: torch.Tensor) -> None:
+        """See `Values`; views are always up to date."""
+
     def twin(self, snapshot: torch.Tensor) -> torch.Tensor:
         """See `Values`."""
         return snapshot

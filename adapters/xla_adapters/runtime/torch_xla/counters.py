@@ -11,10 +11,8 @@ from xla_adapters.runtime.interface import CompiledMemory, Metrics
 from xla_adapters.runtime.torch_xla.compile_memory import COMPILE_MEMORY
 
 _NANOSECONDS = 1e-9
-# torch_xla counts each operator that it computes on the host under the operator's name, those of other packages
-# (torchvision's) too, and its own kernels under names of their own.
+# torch_xla counts each operator that it computes on the host under the operator's name.
 _TORCHS = "aten::"
-_OWN = ("xla::", "lazy::")
 _READ = "aten::_local_scalar_dense"
 # torch_xla forgets executables, the least recently used first, when it has this many.
 _EXECUTABLES = 2048
@@ -58,7 +56,7 @@ class XLACounters:
 
     def host_operators(self) -> dict[str, int]:
         """See `Counters`; a read by `.item()` is none."""
-        names = (name for name in xla_metrics.counter_names() if "::" in name and not name.startswith(_OWN))
+        names = xla_metrics.executed_fallback_ops()
         return {
             name.removeprefix(_TORCHS): int(xla_metrics.counter_value(name) or 0) for name in names if name != _READ
         }

@@ -89,6 +89,15 @@ class XLATracing:
         """See `Tracing`."""
         return self._any_pending([tensor])
 
+    def are_pending(self, tensors: Sequence[torch.Tensor]) -> list[bool]:
+        """See `Tracing`."""
+        try:
+            return list(_C._check_tensor_need_materialization(list(tensors)))
+        except RuntimeError as error:
+            if not has_neither(error):
+                raise
+            return list(map(self.is_pending, tensors))
+
     @staticmethod
     def _any_pending(tensors: Sequence[torch.Tensor]) -> bool:
         try:

@@ -28,8 +28,12 @@ class XLAValues:
 
     def snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Values`."""
-        torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
+        torch._functionalize_sync(tensor)  # type: ignore[attr-defined]
         return torch._from_functional_tensor(tensor)
+
+    def bring_up_to_date(self, tensor: torch.Tensor) -> None:
+        """See `Values`."""
+        torch._functionalize_sync(tensor)  # type: ignore[attr-defined]
 
     def twin(self, snapshot: torch.Tensor) -> torch.Tensor:
         """See `Values`; shares the buffer."""
