@@ -13,6 +13,7 @@ from xla_adapters.replay.bound import BoundState
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.pending_graph import PendingGraph, written_slots
+from xla_adapters.tracing.optimizers import needs_no_recording
 from xla_adapters.tracing.step_scope import StepScope
 
 
@@ -31,20 +32,29 @@ class SeparatingScope(StepScope):
         super().__init__(**options)
         self._spec = spec
         self._kept: dict[str, Any] = {}
+        self._separates = False
 
     def keep(self, name: str, value: Any) -> None:
         """Notes a value that the step returns, under a name."""
         self._kept[name] = value
 
     def update_begins(self, optimizer: Optimizer) -> None:
-        """Lets the numbers of the update have inputs of their own."""
+        """Lets the numbers of the update have inputs of their own, unless they have them in updates of lists."""
+        if not needs_no_recording(optimizer):
+            self.on_torchs_update()
+
+    def on_torchs_update(self) -> None:
+        """See `StepScope`."""
+        self._separates = True
         with torch._C.DisableTorchFunction():
             self._runtime.lazy.separate_scalars()
 
     def update_ended(self, optimizer: Optimizer) -> None:
         """Lets the numbers after the update have inputs of their own."""
-        with torch._C.DisableTorchFunction():
-            self._runtime.lazy.separate_scalars()
+        if self._separates:
+            self._separates = False
+            with torch._C.DisableTorchFunction():
+                self._runtime.lazy.separate_scalars()
 
 
 class CachedScope(SeparatingScope):

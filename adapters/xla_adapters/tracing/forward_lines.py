@@ -51,8 +51,8 @@ def refused_function(traceback: TracebackType | None) -> str:
     name = ""
     while traceback is not None:
         frame = traceback.tb_frame
-        if frame.f_code is StepMode._call.__code__:
-            name = getattr(frame.f_locals["called"], "__name__", "").strip("_")
+        if frame.f_code is StepMode.__torch_function__.__code__:
+            name = getattr(frame.f_locals["func"], "__name__", "").strip("_")
         traceback = traceback.tb_next
     return name
 

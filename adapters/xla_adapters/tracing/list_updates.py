@@ -26,10 +26,16 @@ _List = list[torch.Tensor]
 # `torch.optim` has no attributes of these names.
 _ADAM, _SGD = (sys.modules[kind.__module__] for kind in (Adam, SGD))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+# By name: `torch._foreach_add` would read a tensor of no dimensions, to take it for a number.
+_plus: Any = torch.ops.aten._foreach_add.Tensor
+_times: Any = torch.ops.aten._foreach_mul.Tensor
+_over: Any = torch.ops.aten._foreach_div.Tensor
 
 
 @contextmanager
-def updates_of_lists(runtime: Runtime, record: Callable[[torch.Tensor], None]) -> Iterator[set[int]]:
+def updates_of_lists(
+    runtime: Runtime, record: Callable[[torch.Tensor], None], on_torchs_update: Callable[[], None]
+) -> Iterator[set[int]]:
     """Inside the context, optimizers and clipping compute on lists of tensors.
 
     Calls with tensors of other kinds, or with numbers that are tensors, are torch's own.
@@ -37,19 +43,20 @@ def updates_of_lists(runtime: Runtime, record: Callable[[torch.Tensor], None]) -
     Args:
         runtime: the runtime, with lazy tensors.
         record: called with each gradient before it is clipped.
+        on_torchs_update: called before torch's own function computes an update.
 
     Yields:
         The `id` of each parameter that was updated so.
     """
     rules = _Lists(runtime, record)
     with ExitStack() as patches:
-        for owner, name in (
-            (_ADAM, "_single_tensor_adam"),
-            (_SGD, "_single_tensor_sgd"),
-            (torch.nn.utils, "clip_grad_norm_"),
+        for owner, name, on_torchs in (
+            (_ADAM, "_single_tensor_adam", on_torchs_update),
+            (_SGD, "_single_tensor_sgd", on_torchs_update),
+            (torch.nn.utils, "clip_grad_norm_", None),
         ):
             rule = getattr(rules, name.removeprefix("_"))
-            patches.enter_context(replaced(owner, name, _or_else(rule, getattr(owner, name))))
+            patches.enter_context(replaced(owner, name, _or_else(rule, getattr(owner, name), on_torchs)))
         yield rules.updated
 
 
@@ -57,15 +64,21 @@ class _Unknown(Exception):
     """The lists are none that the rules know."""
 
 
-def _or_else(rule: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
+def _or_else(
+    rule: Callable[..., Any], torchs: Callable[..., Any], on_torchs: Callable[[], None] | None
+) -> Callable[..., Any]:
     def computed(first: Any, *args: Any, **kwargs: Any) -> Any:
         # An iterator can be read once.
-        first = first if isinstance(first, torch.Tensor) else list(first)
+        first = first if isinstance(first, (torch.Tensor, list)) else list(first)
+        if isinstance(first, list) and first and first[0].is_meta:
+            # Of an optimizer that computes its numbers without tensors.
+            return torchs(first, *args, **kwargs)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             try:
                 return rule(first, *args, **kwargs)
             except _Unknown:
-                pass
+                if on_torchs is not None:
+                    on_torchs()
         return torchs(first, *args, **kwargs)
 
     return computed
@@ -115,20 +128,20 @@ class _Lists:
                 slope = torch._foreach_neg(slope)
             decayed = values
             if weight_decay and options["decoupled_weight_decay"]:
-                decayed = torch._foreach_mul(values, decay_)
+                decayed = _times(values, decay_)
             elif weight_decay:
-                slope = _sum(slope, torch._foreach_mul(values, decay_))
+                slope = _sum(slope, _times(values, decay_))
             mean, square = self._values(means), self._values(squares)
-            new_mean = _sum(mean, torch._foreach_mul(torch._foreach_sub(slope, mean), mean_of))
-            of_slope = torch._foreach_mul(torch._foreach_mul(slope, slope), square_of)
-            new_square = _sum(torch._foreach_mul(square, square_by), of_slope)
+            new_mean = _sum(mean, _times(torch._foreach_sub(slope, mean), mean_of))
+            of_slope = _times(torch._foreach_mul(slope, slope), square_of)
+            new_square = _sum(_times(square, square_by), of_slope)
             largest = new_square
             if most:
                 before = self._values(most[0])
                 largest = torch._foreach_maximum(before, new_square)
                 self._store(most[0], before, largest)
-            root = torch._foreach_add(torch._foreach_div(torch._foreach_sqrt(largest), root_of), eps_)
-            change = torch._foreach_mul(torch._foreach_div(new_mean, root), size)
+            root = _plus(_over(torch._foreach_sqrt(largest), root_of), eps_)
+            change = _times(torch._foreach_div(new_mean, root), size)
             self._store(weights, values, _sum(decayed, change))
             self.updated.update(map(id, weights))
             self._store(means, mean, new_mean)
@@ -152,14 +165,14 @@ class _Lists:
             if options["maximize"]:
                 slope = torch._foreach_neg(slope)
             if weight_decay:
-                slope = _sum(slope, torch._foreach_mul(values, decay))
+                slope = _sum(slope, _times(values, decay))
             for buffer in rest:
                 before = self._values(buffer)
-                added = torch._foreach_mul(slope, taken) if dampening else slope
-                now = _sum(torch._foreach_mul(before, kept), added)
-                slope = _sum(slope, torch._foreach_mul(now, kept)) if options["nesterov"] else now
+                added = _times(slope, taken) if dampening else slope
+                now = _sum(_times(before, kept), added)
+                slope = _sum(slope, _times(now, kept)) if options["nesterov"] else now
                 self._store(buffer, before, now)
-            self._store(weights, values, _sum(values, torch._foreach_mul(slope, size)))
+            self._store(weights, values, _sum(values, _times(slope, size)))
             self.updated.update(map(id, weights))
 
     # ---- clipping --------------------------------------------------------------------------------
@@ -186,7 +199,7 @@ class _Lists:
         norms = torch._foreach_norm(values, float(norm_type))
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
         factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-        self._store(grads, values, torch._foreach_mul(values, factor))
+        self._store(grads, values, _times(values, factor))
         return total
 
     # ---- lists -----------------------------------------------------------------------------------

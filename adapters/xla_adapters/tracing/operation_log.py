@@ -132,7 +132,9 @@ class OperationLog:
                 numbers.append(value if kind in _PLAIN else _plain((value,))[0])
         if kwargs:
             numbers.extend((name, _plain((value,))) for name, value in kwargs.items())
-        form: Any = (tuple(result.shape), result.dtype, result.requires_grad) if type(result) is _Tensor else _form(result)
+        form: Any = (
+            (tuple(result.shape), result.dtype, result.requires_grad) if type(result) is _Tensor else _form(result)
+        )
         frame = sys._getframe(1)
         known = plumbing_files
         while known.get(frame.f_code.co_filename, True):

@@ -87,7 +87,17 @@ ATTRIBUTES: frozenset[_CALL] = frozenset(
     {
         *(
             vars(torch._C.TensorBase)[name].__get__
-            for name in ("shape", "dtype", "device", "ndim", "layout", "is_meta", "is_sparse", "requires_grad", "is_leaf")
+            for name in (
+                "shape",
+                "dtype",
+                "device",
+                "ndim",
+                "layout",
+                "is_meta",
+                "is_sparse",
+                "requires_grad",
+                "is_leaf",
+            )
         ),
         *(_Tensor.size, _Tensor.dim, _Tensor.ndimension, _Tensor.numel, _Tensor.nelement, _Tensor.stride),
         *(_Tensor.element_size, _Tensor.is_floating_point, _Tensor.is_complex, _Tensor.__len__, _Tensor.__hash__),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
 import torch
@@ -109,6 +109,7 @@ class StepScope:
         self._is_open = self._executed = False
         # `id` of the parameters whose updates say what dtype they have.
         self._stated: set[int] = set()
+        self._lists = ExitStack()
 
     @property
     def executed(self) -> bool:
@@ -325,8 +326,6 @@ class StepScope:
         around = (extension.around_step(runtime) for extension in extensions())
         for context in (inference_mode_as_no_grad(), checkpointing_on_device(), as_in_one_graph(), *around):
             restores.enter_context(context)
-        if runtime.has_lazy_tensors:
-            self._stated = restores.enter_context(updates_of_lists(runtime, self._record_write))
         restores.enter_context(runtime.tracing.intercept(self._on_runtime_event))
         runtime.tracing.set_execution_allowed(not self.forbids_breaks)
         self._breaks.begin(self.undo_logs)
@@ -334,6 +333,12 @@ class StepScope:
         # The present seed is set too: if it is pending (drawn lazily since the last step), this graph would differ.
         runtime.random.set_seed(self._seeds_before[0] if self._seed is None else self._seed.value())
         self.start_recording(self._undo_log)
+
+    def _updates_of_lists(self) -> AbstractContextManager[set[int]]:
+        return updates_of_lists(self._runtime, self._record_write, self.on_torchs_update)
+
+    def on_torchs_update(self) -> None:
+        """Called when torch's own function is about to compute the update of an optimizer of which lists are updated."""
 
     def _record_write(self, tensor: torch.Tensor) -> None:
         if self._mode is not None:
@@ -372,6 +377,8 @@ class StepScope:
 
     def start_recording(self, undo_log: UndoLog) -> None:
         """Starts recording writes to tensors in an undo log, and reporting reads."""
+        # Until the body ends: a capture notes which functions torch's namespaces hold.
+        self._stated = self._lists.enter_context(self._updates_of_lists())
         told = (self._breaks.on_read, self._breaks.on_dynamic, self._breaks.on_refusal)
         self._mode = StepMode(undo_log, *told, self.operations, self._breaks.answers)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
@@ -379,6 +386,7 @@ class StepScope:
     @at_edge
     def stop_recording(self) -> None:
         """Stops recording; `start_recording` starts it again."""
+        self._lists.close()
         if self._mode is not None:
             self._mode.detach()
             self._mode = None
