@@ -14,11 +14,11 @@ from benchmarks import report, zoo
 from benchmarks.children import run_in_child
 from hf_trainer.framework_patches import as_if_compiling
 from xla_adapters import get_runtime
-from xla_adapters.preflight.compiler import compile_module
-from xla_adapters.preflight.job import InBfloat16, StepJob, adamw
-from xla_adapters.preflight.target import Target
-from xla_adapters.preflight.traced_step import TracedStep, trace_step
 from xla_adapters.sharding.templates import default_mesh, template
+from xla_adapters.tools.job import InBfloat16, StepJob, adamw
+from xla_adapters.tools.target import Target
+from xla_adapters.tools.tpu_compiler import compile_module
+from xla_adapters.tools.traced_step import TracedStep, trace_step
 
 WANTED = 38
 

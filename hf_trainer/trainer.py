@@ -9,7 +9,7 @@ import transformers
 
 from hf_trainer import generation
 from hf_trainer.mixin import XLATrainerMixin
-from xla_adapters.preflight.run_preflight import RunPreflight
+from xla_adapters.tools.run_preflight import RunPreflight
 
 
 class Trainer(XLATrainerMixin, transformers.Trainer):

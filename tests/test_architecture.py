@@ -74,9 +74,9 @@ def test_only_the_folder_of_the_cpu_asks_whether_it_is_one() -> None:
     The tables of known traps, of what cannot load executables and of what loses NaN, say of each kind of device what
     goes wrong there.
     """
-    allowed = {"cpu", "sharding", "preflight"}
+    allowed = {"cpu", "sharding", "tools"}
     tables = {
-        "xla_adapters.insight.doctor.traps",
+        "xla_adapters.tools.doctor_traps",
         "xla_adapters.runtime.torch_xla.compile_cache",
         "xla_adapters.runtime.torch_xla.compiler_flags",
     }

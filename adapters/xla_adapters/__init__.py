@@ -1,7 +1,7 @@
 """xla-adapters: runs each PyTorch training step as one XLA graph, compiled once and replayed."""
 
 from xla_adapters import cpu as _cpu  # noqa: F401 (it registers itself)
-from xla_adapters import preflight as _preflight  # noqa: F401 (it registers itself)
+from xla_adapters import tools as _tools  # noqa: F401 (it registers a compiler for TPUs)
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import (
     CheckpointSaveError,

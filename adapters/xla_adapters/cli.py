@@ -18,13 +18,13 @@ import torch
 
 from xla_adapters.checkpoint import commands as checkpoint_commands
 from xla_adapters.errors import ConfigError, XLAAdapterError
-from xla_adapters.insight import commands as insight_commands
 from xla_adapters.insight.explain import entry, explained, text
-from xla_adapters.preflight import commands as preflight_commands
-from xla_adapters.preflight.target import Target
 from xla_adapters.sharding.config import MEASURED_PLANS, Scheme, ShardingConfig, TopologyName
 from xla_adapters.sharding.model_loading import checkpoint_activations, load_model
 from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.tools import commands as insight_commands
+from xla_adapters.tools import preflight_commands as preflight_commands
+from xla_adapters.tools.target import Target
 
 _GIGABYTE = 10**9
 

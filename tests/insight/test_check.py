@@ -14,13 +14,14 @@ import pytest
 from tests.architecture import ROOT
 from tests.isolation import run_in_child
 from xla_adapters.cli import main
-from xla_adapters.insight.check import child, runner
-from xla_adapters.insight.check.facts import (
+from xla_adapters.tools import check_child as child
+from xla_adapters.tools import runner
+from xla_adapters.tools import user_script as put_in
+from xla_adapters.tools.check_facts import (
     Facts,
     StepFacts,
 )
-from xla_adapters.insight.check.report import CLEAN, FAILED, FOUND, CheckReport
-from xla_adapters.scripts import put_in
+from xla_adapters.tools.check_report import CLEAN, FAILED, FOUND, CheckReport
 
 _CLASSES = {
     "transformers.trainer.Trainer": "hf_trainer.check:checked",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from xla_adapters.insight.check.facts import (
+from xla_adapters.tools.check_facts import (
     Compile,
     DtypeUse,
     Facts,
@@ -17,10 +17,10 @@ from xla_adapters.insight.check.facts import (
     StepFacts,
     Told,
 )
-from xla_adapters.insight.check.findings import findings
-from xla_adapters.insight.check.page import page
-from xla_adapters.insight.check.remedies import dtype_remedy, read_remedy
-from xla_adapters.insight.check.report import CheckReport
+from xla_adapters.tools.check_findings import findings
+from xla_adapters.tools.check_page import page
+from xla_adapters.tools.check_remedies import dtype_remedy, read_remedy
+from xla_adapters.tools.check_report import CheckReport
 
 
 @pytest.mark.parametrize(

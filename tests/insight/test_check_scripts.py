@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from xla_adapters.insight.check import runner
+from xla_adapters.tools import check_runner as runner
 
 _SCRIPTS = Path(__file__).with_name("scripts")
 _HF_OPTIONS = "--output_dir out --do_train --do_eval --per_device_train_batch_size 8 --dataloader_num_workers 2"

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from xla_adapters.cli import main
-from xla_adapters.insight.doctor import trials
-from xla_adapters.insight.doctor.report import Examination, Outcome, examine
-from xla_adapters.insight.doctor.system import System, this_system
-from xla_adapters.insight.doctor.traps import TRAPS, traps_of
+from xla_adapters.tools import doctor_trials as trials
+from xla_adapters.tools.doctor import Examination, Outcome, examine
+from xla_adapters.tools.doctor_system import System, this_system
+from xla_adapters.tools.doctor_traps import TRAPS, traps_of
 
 _PAIR = {"torch": "2.9.0", "torch-xla": "2.9.0"}
 

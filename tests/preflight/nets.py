@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from xla_adapters.preflight.job import StepJob, adamw
 from xla_adapters.sharding import Mesh, ShardingPlan
 from xla_adapters.sharding.templates import template
+from xla_adapters.tools.job import StepJob, adamw
 
 ROWS, WIDTH = 16, 128
 needs_libtpu = pytest.mark.skipif(

@@ -12,13 +12,13 @@ from tests.isolation import isolated
 from tests.preflight.nets import WIDTH, Net, job, needs_libtpu, plan_of
 from xla_adapters.cli import main
 from xla_adapters.errors import ConfigError
-from xla_adapters.preflight.compiler import check_compiler, compile_module
-from xla_adapters.preflight.live_values import largest_values, memory_of
-from xla_adapters.preflight.report import Attempt, PreflightReport
-from xla_adapters.preflight.run import check_target, report_of
-from xla_adapters.preflight.target import Compiler, Target
-from xla_adapters.preflight.traced_step import TracedStep, trace_step
 from xla_adapters.runtime import get_runtime
+from xla_adapters.tools.live_values import largest_values, memory_of
+from xla_adapters.tools.preflight import check_target, report_of
+from xla_adapters.tools.preflight_report import Attempt, PreflightReport
+from xla_adapters.tools.target import Compiler, Target
+from xla_adapters.tools.tpu_compiler import check_compiler, compile_module
+from xla_adapters.tools.traced_step import TracedStep, trace_step
 
 ON_FOUR = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_HLO_DEBUG": "1", "XLA_IR_DEBUG": "1"}
 PARAMETERS = sum(parameter.numel() for parameter in Net().parameters())
@@ -51,7 +51,7 @@ def test_slices_are_read_and_counted() -> None:
 
 
 def test_without_libtpu_the_install_line_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xla_adapters.preflight.target.util.find_spec", lambda name: None)
+    monkeypatch.setattr("xla_adapters.tools.target.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'libtpu and pypjrt is not installed: pip install "xla-adapters\[preflight'):
         Compiler.find()
 

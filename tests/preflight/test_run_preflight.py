@@ -21,15 +21,15 @@ from xla_adapters import cli
 from xla_adapters.cli import main
 from xla_adapters.hlo.cost import Cost
 from xla_adapters.insight.report_page import page as report_page
-from xla_adapters.preflight import script
-from xla_adapters.preflight.compiler import DeviceMemory
-from xla_adapters.preflight.page import page
-from xla_adapters.preflight.report import PreflightReport
-from xla_adapters.preflight.run_preflight import RunPreflight
-from xla_adapters.preflight.script import report_traced
-from xla_adapters.preflight.script_process import Traced
-from xla_adapters.preflight.target import INSTALL, Target
-from xla_adapters.preflight.traced_step import TracedStep
+from xla_adapters.tools import script
+from xla_adapters.tools.preflight_page import page
+from xla_adapters.tools.preflight_report import PreflightReport
+from xla_adapters.tools.run_preflight import RunPreflight
+from xla_adapters.tools.script import report_traced
+from xla_adapters.tools.script_process import Traced
+from xla_adapters.tools.target import INSTALL, Target
+from xla_adapters.tools.tpu_compiler import DeviceMemory
+from xla_adapters.tools.traced_step import TracedStep
 
 
 def graph(step: str, arguments: int, temporaries: int, hbm: int = 1000) -> PreflightReport:
@@ -92,7 +92,7 @@ def test_pages_have_the_graphs_and_no_markup_of_the_script() -> None:
 def test_without_libtpu_there_is_an_estimate_and_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = Cost(operations=1, inputs=1, outputs=1, input_bytes=0, output_bytes=0, flops=3 * 10**12)
     monkeypatch.setattr(script, "cost_of", lambda module: cost)
-    monkeypatch.setattr("xla_adapters.preflight.target.util.find_spec", lambda name: None)
+    monkeypatch.setattr("xla_adapters.tools.target.util.find_spec", lambda name: None)
     target = Target.parse("v5e:1x1")
     missing = script._missing_compiler(target)
     assert INSTALL in missing
@@ -176,7 +176,7 @@ def test_a_signal_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
         f"import os, pathlib, time\npathlib.Path({str(began)!r}).write_text(str(os.getpid()))\ntime.sleep(600)\n"
     )
     program = (
-        "import sys; from xla_adapters.preflight import script; from xla_adapters.cli import main; "
+        "import sys; from xla_adapters.tools import script; from xla_adapters.cli import main; "
         "script._missing_compiler = lambda target: 'none'; "
         f"sys.exit(main(['preflight', '--topology', 'v5e:1x1', {str(train)!r}]))"
     )

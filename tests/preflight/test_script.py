@@ -21,16 +21,16 @@ from lightning_strategy import XLAEagerStrategy
 from tests.hlo.modules import donated, operations, parameters, results
 from tests.isolation import isolated, run_in_child
 from tests.preflight.scripts import BATCH_NORM, LIGHTNING, LIGHTNING_CLI, LOOP, TRANSFORMERS
-from xla_adapters.preflight import live_run
-from xla_adapters.preflight.run_preflight import RunPreflight
-from xla_adapters.preflight.script_process import ANSWER, JOB, Traced, trace
-from xla_adapters.preflight.step_capture import EVALUATION, TRAINING
-from xla_adapters.preflight.traced_step import TracedStep
 from xla_adapters.runtime import Runtime, get_runtime
 from xla_adapters.runtime.torch_xla.tracing import XLATracing
-from xla_adapters.scripts import put_in
-from xla_adapters.scripts.running import run_command
 from xla_adapters.sharding.measure.job import unpack
+from xla_adapters.tools import live_run
+from xla_adapters.tools import user_script as put_in
+from xla_adapters.tools.run_preflight import RunPreflight
+from xla_adapters.tools.running import run_command
+from xla_adapters.tools.script_process import ANSWER, JOB, Traced, trace
+from xla_adapters.tools.step_capture import EVALUATION, TRAINING
+from xla_adapters.tools.traced_step import TracedStep
 from xla_adapters.tracing.step_scope import current_scope
 
 ON_FOUR = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_ADAPTERS_CPU_TUNING": "0"}

@@ -9,12 +9,12 @@ from tests.hlo.modules import donated, operations, parameters, results, sharding
 from tests.isolation import isolated
 from tests.preflight.nets import Net, batch, job, plan_of
 from xla_adapters import distribute_module, step
-from xla_adapters.preflight.job import adamw
-from xla_adapters.preflight.traced_step import TracedStep, trace_step
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.torch_xla.tracing import XLATracing
 from xla_adapters.sharding import ShardingConfig
 from xla_adapters.sharding.distribute import place_batch
+from xla_adapters.tools.job import adamw
+from xla_adapters.tools.traced_step import TracedStep, trace_step
 
 ON_FOUR = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
 

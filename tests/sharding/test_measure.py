@@ -20,7 +20,6 @@ from torch import nn
 from tests.isolation import isolated
 from tests.preflight.nets import needs_libtpu
 from xla_adapters.errors import ConfigError
-from xla_adapters.preflight.measuring import tpu_compiler
 from xla_adapters.sharding import Measurement, Mesh, PlanCost, ShardingConfig, ShardingPlan, automatic
 from xla_adapters.sharding.candidates import Candidate, alternatives, cheapest, distinct
 from xla_adapters.sharding.measure import (
@@ -36,6 +35,7 @@ from xla_adapters.sharding.measure.plan_cache import digest_of_step
 from xla_adapters.sharding.plan_data import ActivationPlan, CollectiveCost
 from xla_adapters.sharding.sharder import make_plan
 from xla_adapters.sharding.templates import template
+from xla_adapters.tools.measuring import tpu_compiler
 
 WIDTH, ROWS = 32, 16
 
@@ -219,7 +219,7 @@ def test_plans_are_made_again_for_what_predictions_leave_out(monkeypatch: pytest
 
 def test_without_a_compiler_for_tpus_predictions_decide_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ShardingConfig(topology="v5e:2x4", measure_top_k=1)
-    monkeypatch.setattr("xla_adapters.preflight.target.util.find_spec", lambda name: None)
+    monkeypatch.setattr("xla_adapters.tools.target.util.find_spec", lambda name: None)
     plan = make_plan(Net(), config, 8, example=batch)
     assert plan.measured is None
     (note,) = [note for note in plan.notes if note.startswith("measure_top_k=1: nothing was measured")]

@@ -22,12 +22,12 @@ from tests.torch_tpu.models import arguments, gpt2, texts
 from xla_adapters import cli
 from xla_adapters.errors import ConfigError
 from xla_adapters.hlo.donors import with_donors
-from xla_adapters.preflight import script_process, trace_process
-from xla_adapters.preflight.script_process import Traced
-from xla_adapters.preflight.step_capture import EVALUATION, TRAINING
-from xla_adapters.preflight.target import Target
-from xla_adapters.preflight.trace_process import environment_for
 from xla_adapters.runtime.torch_tpu.placeholders import TPUPlaceholders
+from xla_adapters.tools import script_process, trace_process
+from xla_adapters.tools.script_process import Traced
+from xla_adapters.tools.step_capture import EVALUATION, TRAINING
+from xla_adapters.tools.target import Target
+from xla_adapters.tools.trace_process import environment_for
 
 MICRO_BATCH = "micro batch without an update (train_step)"
 TRANSFORMERS = """
