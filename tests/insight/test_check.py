@@ -15,7 +15,7 @@ from tests.architecture import ROOT
 from tests.isolation import run_in_child
 from xla_adapters.cli import main
 from xla_adapters.tools import check_child as child
-from xla_adapters.tools import runner
+from xla_adapters.tools import check_runner as runner
 from xla_adapters.tools import user_script as put_in
 from xla_adapters.tools.check_facts import (
     Facts,
