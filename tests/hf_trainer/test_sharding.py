@@ -447,12 +447,10 @@ def test_what_the_model_or_the_batch_does_not_divide() -> None:
 
 
 @on_8_devices
-def test_modes_and_partitioners_that_cannot_shard() -> None:
+def test_modes_that_cannot_shard() -> None:
     start()
     with pytest.raises(UnsupportedOptionError, match="dynamo"):
         sharded("gpt2", "dp", xla_mode="eager+dynamo")
-    with pytest.raises(UnsupportedOptionError, match="no pass that shards by itself"):
-        sharded("gpt2", {"auto_sharding": {"partitioner": "alpa", "keep_user_sharding": True}})
     with pytest.raises(RuntimeOrderError, match="without sharding"):
         ours(nn.Linear(2, 2), data("gpt2"))
 

@@ -34,7 +34,7 @@ class Sharder:
     Raises:
         RuntimeOrderError: the runtime was started without SPMD before.
         ConfigError: the mesh in the options needs another number of devices.
-        UnsupportedOptionError: the mode of the steps or the device's compiler does not support an option.
+        UnsupportedOptionError: the mode of the steps does not support sharding.
     """
 
     def __init__(self, config: ShardingConfig, steps: XLAConfig | None = None) -> None:
@@ -53,8 +53,6 @@ class Sharder:
         self._runtime.device.initialize(spmd=True)
         self.devices = self._runtime.device.count()
         config.mesh(self.devices)
-        if config.partitioner == "alpa":
-            raise UnsupportedOptionError(_no_alpa(self._runtime.device.hardware()))
         self._placement: Placement | None = None
 
     @property
@@ -146,18 +144,6 @@ class Sharder:
                 stack.enter_context(self._placement.constraining(model))
                 stack.enter_context(self._placement.resharding_loaded_state(model))
             yield
-
-
-def _no_alpa(hardware: str) -> str:
-    if hardware == "TPU":
-        return (
-            "partitioner='alpa': the XLA compiler for TPU has this pass, and no way was found yet to see what it did "
-            "before it is trusted with a run; leave partitioner at 'planner'"
-        )
-    return (
-        f"partitioner='alpa': the XLA compiler for {hardware} has no pass that shards by itself (it accepts the "
-        "request and shards nothing); leave partitioner at 'planner'"
-    )
 
 
 def make_plan(
