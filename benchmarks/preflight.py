@@ -38,8 +38,8 @@ from xla_adapters.preflight.target import Compiler, Target
 from xla_adapters.sharding import ShardingConfig, ShardingPlan
 from xla_adapters.sharding.config import MEASURED_PLANS
 from xla_adapters.sharding.measure import PlanCompiler, PlanResult
-from xla_adapters.sharding.measure.compilers import register
 from xla_adapters.sharding.measure.plan_cache import digest_of_step
+from xla_adapters.sharding.measure.process import register
 from xla_adapters.sharding.sharder import make_plan
 
 TOPOLOGIES = "v4:2x2x2,v5e:2x4,v5p:2x2x2,v6e:2x4"

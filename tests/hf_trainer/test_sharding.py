@@ -24,8 +24,8 @@ from tests.hf_trainer.sharded_models import MODELS, ROWS, data, model
 from tests.isolation import isolated
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan
-from xla_adapters.sharding.annotated import spec_of
-from xla_adapters.sharding.tiling import tiles_of
+from xla_adapters.sharding.mesh import tiles_of
+from xla_adapters.sharding.sharder import spec_of
 
 STEPS = 6
 on_8_devices = functools.partial(isolated, env={"CPU_NUM_DEVICES": "8"})

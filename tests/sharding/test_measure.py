@@ -22,7 +22,7 @@ from tests.preflight.nets import needs_libtpu
 from xla_adapters.errors import ConfigError
 from xla_adapters.preflight.measuring import tpu_compiler
 from xla_adapters.sharding import Measurement, Mesh, PlanCost, ShardingConfig, ShardingPlan, automatic
-from xla_adapters.sharding.candidates import Candidate, alternatives, cheapest, distinct
+from xla_adapters.sharding.automatic import Candidate, alternatives, cheapest, distinct
 from xla_adapters.sharding.measure import (
     MeasuringError,
     PlanCache,
@@ -31,8 +31,8 @@ from xla_adapters.sharding.measure import (
     compilers,
     measure_plans,
 )
-from xla_adapters.sharding.measure.job import Job, pack, unpack
 from xla_adapters.sharding.measure.plan_cache import digest_of_step
+from xla_adapters.sharding.measure.process import Job, pack, unpack
 from xla_adapters.sharding.plan_data import ActivationPlan, CollectiveCost
 from xla_adapters.sharding.sharder import make_plan
 from xla_adapters.sharding.templates import template

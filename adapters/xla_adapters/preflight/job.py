@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from xla_adapters.sharding.measure.job import Job
+from xla_adapters.sharding.measure.process import Job
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.utils.device_type import device_type
 

@@ -15,7 +15,7 @@ from xla_adapters.preflight.script import preflight_process
 from xla_adapters.preflight.target import Target
 from xla_adapters.scripts.put_in import Hand
 from xla_adapters.sharding.measure import MeasuringError
-from xla_adapters.sharding.measure.job import Job, pack
+from xla_adapters.sharding.measure.process import Job, pack
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from xla_adapters.preflight.target import Target
 from xla_adapters.preflight.trace_process import TracingError, trace_in_process
 from xla_adapters.preflight.traced_step import TracedStep
 from xla_adapters.runtime import runtime_name
-from xla_adapters.sharding.candidates import collective_seconds
+from xla_adapters.sharding.automatic import collective_seconds
 from xla_adapters.sharding.config import Scheme, ShardingConfig
 from xla_adapters.sharding.mesh import Mesh
 from xla_adapters.sharding.model_loading import Around, checkpoint_activations

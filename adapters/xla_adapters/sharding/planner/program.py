@@ -1,10 +1,14 @@
-"""The integer program of a model on one mesh.
+"""The integer program of a model on one mesh, solved by HiGHS through `scipy.optimize.milp`.
 
 There is one choice per operator (its strategy) and per parameter (how it is stored), and a cost for each pair of
 choices of a producer and a user. Instead of products of two choices, the program has flows from the states of the
 producer to those of the user: a transport problem, whose relaxation is tight. Equal layers share their choices, so the
 number of columns does not depend on the number of layers. The formulation follows Alpa (Zheng et al., OSDI 2022),
 section 4.2.
+
+For a model that cannot be captured the order of layers is not known, and a pair of layers that is split in the wrong
+way communicates more than it saves. What works for any model is to split the batch over all devices, and to gather
+split parameters: `formulate_by_parameters`.
 """
 
 from __future__ import annotations
@@ -14,17 +18,135 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_matrix
+
+from xla_adapters.errors import SolverError
 from xla_adapters.sharding.mesh import DATA, MODEL, Mesh, Spec
-from xla_adapters.sharding.planner import storage
-from xla_adapters.sharding.planner.costs import GRADIENTS, Charge
-from xla_adapters.sharding.planner.fold import Folded
-from xla_adapters.sharding.planner.graph import Graph, Operand, Operator
-from xla_adapters.sharding.planner.kept import PRODUCTS, kept_shares
-from xla_adapters.sharding.planner.reshard import reshard, seen_as
-from xla_adapters.sharding.planner.solve import Program
-from xla_adapters.sharding.planner.storage import Parameter
-from xla_adapters.sharding.planner.strategies import Rules, Strategy, strategies_of
-from xla_adapters.sharding.planner.strategies.base import State, Want
+from xla_adapters.sharding.planner.costs import (
+    GRADIENTS,
+    Charge,
+    Fabric,
+    Parameter,
+    data_charges,
+    gather_counts,
+    split_dim,
+    stored_bytes,
+    stored_specs,
+    use_charges,
+)
+from xla_adapters.sharding.planner.graph import Folded, Graph, Operand, Operator
+from xla_adapters.sharding.planner.layouts import Rules, State, Strategy, Want, reshard, seen_as
+from xla_adapters.sharding.planner.memory import PRODUCTS, kept_shares
+from xla_adapters.sharding.planner.strategies import strategies_of
+from xla_adapters.utils.native_output import without_lines
+
+# Relative tolerance of the optimum.
+_GAP = 1e-5
+# The search is limited by nodes and not by time, so that plans are the same on every machine.
+_NODES = 20_000
+
+
+@dataclass(kw_only=True)
+class Program:
+    """An integer linear program. Columns are choices (0 or 1) and flows between choices; each costs seconds and bytes.
+
+    The lists are by column.
+
+    Attributes:
+        seconds: compute and communication.
+        compute: compute alone.
+        charges: collectives, and how often each runs.
+        memory: bytes by kind.
+        integral: whether it is a choice.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    compute: list[float] = field(default_factory=list)
+    charges: list[tuple[tuple[Charge, float], ...]] = field(default_factory=list)
+    memory: list[Mapping[str, float]] = field(default_factory=list)
+    integral: list[bool] = field(default_factory=list)
+    _rows: list[tuple[Sequence[int], Sequence[float], float, float]] = field(default_factory=list)
+
+    def column(
+        self,
+        *,
+        compute: float = 0.0,
+        charges: Sequence[Charge] = (),
+        memory: Mapping[str, float] | None = None,
+        integral: bool = False,
+        times: float = 1.0,
+    ) -> int:
+        """Adds a column, with all costs multiplied by `times`; returns its index."""
+        self.seconds.append(times * (compute + sum(charge.seconds for charge in charges)))
+        self.compute.append(times * compute)
+        self.charges.append(tuple((charge, times) for charge in charges))
+        self.memory.append({kind: times * size for kind, size in (memory or {}).items()})
+        self.integral.append(integral)
+        return len(self.seconds) - 1
+
+    def row(self, terms: Mapping[int, float], low: float, high: float) -> None:
+        """Adds the constraint low <= sum of columns weighted by `terms` <= high."""
+        self._rows.append((list(terms), list(terms.values()), low, high))
+
+    def choose_one(self, columns: Sequence[int]) -> None:
+        """Adds the constraint that exactly one of these columns is chosen."""
+        self.row(dict.fromkeys(columns, 1.0), 1.0, 1.0)
+
+    def solve(self, budget: float | None) -> tuple[float, ...] | None:
+        """The values of all columns in the fastest solution; None if nothing fits the memory budget (bytes).
+
+        Raises:
+            SolverError: the solver failed.
+        """
+        return self._milp(np.asarray(self.seconds), budget)
+
+    def smallest(self) -> tuple[float, ...]:
+        """The values of all columns in the solution that takes the fewest bytes."""
+        values = self._milp(np.asarray(self._bytes()), None)
+        assert values is not None  # Without a budget there is a solution.
+        return values
+
+    def size(self, values: Sequence[float]) -> float:
+        """The bytes that a solution takes, all together."""
+        return float(np.dot(values, self._bytes()))
+
+    def _bytes(self) -> list[float]:
+        return [sum(kinds.values()) for kinds in self.memory]
+
+    def _milp(self, objective: np.ndarray, budget: float | None) -> tuple[float, ...] | None:
+        count = len(self.seconds)
+        rows = list(self._rows)
+        if budget is not None:
+            sizes = {column: size / budget for column, size in enumerate(self._bytes()) if size}
+            rows.append((list(sizes), list(sizes.values()), -np.inf, 1.0))
+        pointers = np.cumsum([0, *(len(columns) for columns, _, _, _ in rows)])
+        matrix = csr_matrix(
+            (
+                np.concatenate([np.asarray(values, dtype=float) for _, values, _, _ in rows]),
+                np.concatenate([np.asarray(columns, dtype=np.int32) for columns, _, _, _ in rows]),
+                pointers,
+            ),
+            shape=(len(rows), count),
+        )
+        # Scaled to about 1 for the solver, plus a small preference for earlier columns, so that ties are reproducible.
+        scale = float(np.sum(objective[np.asarray(self.integral)])) / max(1, sum(self.integral)) or 1.0
+        ties = np.where(self.integral, np.arange(count) / count * 1e-7, 0.0)
+        with without_lines("HighsMipSolverData::"):
+            result = milp(
+                objective / scale + ties,
+                constraints=LinearConstraint(matrix, [row[2] for row in rows], [row[3] for row in rows]),
+                integrality=np.asarray(self.integral, dtype=int),
+                bounds=Bounds(0, 1),
+                options={"mip_rel_gap": _GAP, "node_limit": _NODES},
+            )
+        if result.x is None:
+            if result.status == 2:
+                return None
+            raise SolverError(f"the planner's integer program of {count} columns was not solved: {result.message}")
+        return tuple(float(value) for value in result.x)
+
 
 # The dimension that is split over the model axis, and whether the data axis splits nothing.
 _Stored = tuple[State, bool]
@@ -168,11 +290,11 @@ class _Formulation:
         program = self.problem.program
         columns = []
         fabric = self.rules.fabric
-        for spec in storage.choices(parameter, self._mesh):
-            for gathers in storage.gathering(parameter, spec, fabric):
-                charges = storage.data_charges(parameter, spec, fabric, gathers) * parameter.count
+        for spec in stored_specs(parameter, self._mesh):
+            for gathers in gather_counts(parameter, spec, fabric):
+                charges = data_charges(parameter, spec, fabric, gathers) * parameter.count
                 column = program.column(charges=charges, integral=True)
-                program.memory[column] = storage.memory(parameter, spec, fabric, self.optimizer_bytes, gathers)
+                program.memory[column] = stored_bytes(parameter, spec, fabric, self.optimizer_bytes, gathers)
                 columns.append((spec, column))
         program.choose_one([column for _, column in columns])
         self.problem.stores[parameter.name] = columns
@@ -239,7 +361,7 @@ class _Formulation:
         parameter = self._class_of(operand.parameter)
         left: dict[_Stored, list[int]] = {}
         for spec, column in self.problem.stores[parameter.name]:
-            key = (storage.split_dim(spec, MODEL), storage.split_dim(spec, DATA) is None)
+            key = (split_dim(spec, MODEL), split_dim(spec, DATA) is None)
             left.setdefault(key, []).append(column)
         right: dict[tuple[State, bool], list[int]] = {}
         for strategy, column in self.problem.strategies[operator.index]:
@@ -248,7 +370,7 @@ class _Formulation:
             right.setdefault((used, want.partial), []).append(column)
         flows = {
             (stored, use): self.problem.program.column(
-                charges=storage.use_charges(parameter, stored[0], use[0], use[1], stored[1], self.rules.fabric),
+                charges=use_charges(parameter, stored[0], use[0], use[1], stored[1], self.rules.fabric),
                 times=times,
             )
             for stored in left
@@ -384,3 +506,44 @@ def _rows(operator: Operator, rank: int) -> int:
 
 def _seconds(charges: tuple[Charge, ...]) -> float:
     return sum(charge.seconds for charge in charges)
+
+
+def formulate_by_parameters(
+    parameters: Mapping[str, Parameter], fabric: Fabric, *, rows: int, optimizer_bytes: float | None
+) -> tuple[Problem, bool]:
+    """Writes the program, with choices for parameters only.
+
+    Args:
+        parameters: by name.
+        fabric: the cost of collectives.
+        rows: size of the batch.
+        optimizer_bytes: bytes of optimizer state per element; None for Adam's.
+
+    Returns:
+        The program, and whether the batch is split over the model axis, too.
+    """
+    problem = Problem()
+    spread = fabric.model > 1 and rows % (fabric.data * fabric.model) == 0
+    parts = fabric.data * (fabric.model if spread else 1)
+    for name in sorted(parameters):
+        parameter = parameters[name]
+        # Per row, each element of a weight costs 2 operations in the forward and 4 in the backward.
+        work = 6.0 * rows * parameter.size / parameter.itemsize / parts / fabric.topology.flops
+        columns = []
+        options = [
+            (spec, gathers)
+            for spec in stored_specs(parameter, fabric.mesh)
+            for gathers in gather_counts(parameter, spec, fabric)
+        ]
+        for spec, gathers in options:
+            stored, whole = split_dim(spec, MODEL), split_dim(spec, DATA) is None
+            charges = (
+                *data_charges(parameter, spec, fabric, gathers),
+                *use_charges(parameter, stored, None, spread, whole, fabric),
+            )
+            column = problem.program.column(compute=work, charges=charges, integral=True, times=parameter.count)
+            problem.program.memory[column] = stored_bytes(parameter, spec, fabric, optimizer_bytes, gathers)
+            columns.append((spec, column))
+        problem.program.choose_one([column for _, column in columns])
+        problem.stores[name] = columns
+    return problem, spread
