@@ -32,8 +32,7 @@ from benchmarks.sharding_models import FAMILIES, build  # noqa: E402
 from hf_trainer.framework_patches import as_if_compiling  # noqa: E402
 from xla_adapters.errors import ConfigError  # noqa: E402
 from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan  # noqa: E402
-from xla_adapters.sharding.automatic import state_bytes  # noqa: E402
-from xla_adapters.sharding.candidates import measured  # noqa: E402
+from xla_adapters.sharding.automatic import measured, state_bytes  # noqa: E402
 from xla_adapters.sharding.config import MEASURED_PLANS  # noqa: E402
 from xla_adapters.sharding.measure import PlanCache, compiler_for  # noqa: E402
 from xla_adapters.sharding.planner import Topology, plan_model  # noqa: E402

@@ -27,7 +27,7 @@ from xla_adapters import get_runtime
 from xla_adapters.checkpoint import MANIFEST
 from xla_adapters.errors import CheckpointDamagedError, ConfigError, UnsupportedOptionError
 from xla_adapters.sharding import ShardingConfig
-from xla_adapters.sharding.dtensor import accept_placements
+from xla_adapters.sharding.distribute import accept_placements
 
 
 def parts(scheme: Any) -> XLAEagerStrategy:

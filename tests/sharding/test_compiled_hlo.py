@@ -11,9 +11,9 @@ import pytest
 
 from tests.sharding.hlo_programs import GRID, program
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding.hlo import read_hlo, read_memory_report
-from xla_adapters.sharding.hlo_memory import MemoryReport
-from xla_adapters.sharding.slices import slices
+from xla_adapters.sharding.hlo import read_hlo
+from xla_adapters.sharding.hlo_text import MemoryReport, read_memory_report
+from xla_adapters.sharding.visualize import slices
 
 BUFFERS = """BufferAssignment:
 allocation 0: size 2048, parameter 0, shape |f32[32,16]| at ShapeIndex {}, maybe-live-out:

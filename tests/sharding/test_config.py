@@ -26,7 +26,6 @@ def test_the_defaults() -> None:
         {"scheme": "fsdp"},
         {"scheme": "tp"},
         {"scheme": "2d"},
-        {"partitioner": "alpa"},
         {"partitioner": "planner"},
         {"keep_user_sharding": False},
         {"memory_budget": 1},
@@ -49,10 +48,9 @@ def test_every_option_is_taken_as_it_is(values: dict[str, Any]) -> None:
     [
         ({"scheme": "ddp"}, "scheme='ddp' is not a valid value; valid values: 'auto', 'dp', 'fsdp', 'tp', '2d'"),
         ({"scheme": None}, "scheme=None is not a valid value"),
-        ({"partitioner": "gspmd"}, "partitioner='gspmd' is not .*: 'planner', 'alpa'"),
+        ({"partitioner": "alpa"}, "partitioner='alpa' is not supported: .* give partitioner='planner'"),
         ({"keep_user_sharding": "yes"}, "keep_user_sharding='yes' is not .*: True, False"),
         ({"keep_user_sharding": 1}, "keep_user_sharding=1 is not .*: True, False"),
-        ({"partitioner": "alpa", "scheme": "tp"}, "with scheme='tp' there is nothing to plan"),
         ({"memory_budget": 0}, "memory_budget=0 is not a valid value; valid values: an integer >= 1"),
         ({"memory_budget": 16e9}, "valid values: an integer >= 1"),
         ({"memory_budget": True}, "valid values: an integer >= 1"),
@@ -64,7 +62,7 @@ def test_every_option_is_taken_as_it_is(values: dict[str, Any]) -> None:
         ({"measure_top_k": 1, "scheme": "tp"}, "measure_top_k=1 is for planning; scheme='tp' is a template"),
         ({"plan": "plan.json"}, "plan='plan.json' is not a valid value; .* read a file with ShardingPlan.load"),
         ({"plan": PLAN, "mesh_shape": (1, 8)}, r"mesh_shape=\(1, 8\) is for planning, and plan= is made already"),
-        ({"plan": PLAN, "scheme": "dp"}, "scheme, partitioner and overrides are for planning"),
+        ({"plan": PLAN, "scheme": "dp"}, "scheme and overrides are for planning"),
         ({"memory_budget": 8, "scheme": "fsdp"}, "is a template, which does not look at it: use scheme='auto'"),
         ({"axis_names": ("data",)}, "mesh_shape, which is not given"),
         ({"mesh_shape": (8,)}, r"mesh_shape=\(8,\) needs axis_names="),
@@ -108,16 +106,16 @@ def test_a_mesh_for_other_devices_is_refused() -> None:
         ShardingConfig(mesh_shape=(2, 4)).mesh(4)
 
 
-RFC = {"auto_sharding": {"partitioner": "alpa", "keep_user_sharding": True}}
+RFC = {"auto_sharding": {"partitioner": "planner", "keep_user_sharding": False}}
 
 
-def test_the_dict_of_the_rfc_is_understood_as_it_is() -> None:
-    wanted = ShardingConfig(partitioner="alpa", keep_user_sharding=True)
+def test_the_dict_of_the_rfc_is_understood() -> None:
+    wanted = ShardingConfig(partitioner="planner", keep_user_sharding=False)
     assert ShardingConfig.from_dict(RFC) == wanted
     assert ShardingConfig.resolve(auto_sharding=RFC, sharding=None) == wanted
     assert ShardingConfig.resolve(auto_sharding=RFC["auto_sharding"], sharding=None) == wanted
     assert ShardingConfig.resolve(auto_sharding=None, sharding=RFC) == wanted
-    assert RFC == {"auto_sharding": {"partitioner": "alpa", "keep_user_sharding": True}}
+    assert RFC == {"auto_sharding": {"partitioner": "planner", "keep_user_sharding": False}}
 
 
 @pytest.mark.parametrize(
@@ -125,8 +123,8 @@ def test_the_dict_of_the_rfc_is_understood_as_it_is() -> None:
     [
         ({"auto_sharding": {}, "scheme": "dp"}, "beside 'auto_sharding' there are scheme: put them inside"),
         ({"auto_sharding": False}, "leave the option out"),
-        ({"auto_sharding": "alpa"}, "auto_sharding='alpa' is not a valid value; valid values: True, a dict"),
-        ({"auto_sharding": {"partitionre": "alpa"}}, "unknown sharding option.* partitionre"),
+        ({"auto_sharding": "tp"}, "auto_sharding='tp' is not a valid value; valid values: True, a dict"),
+        ({"auto_sharding": {"partitionre": "planner"}}, "unknown sharding option.* partitionre"),
     ],
 )
 def test_a_wrong_dict_of_that_form_is_refused(values: dict[str, Any], message: str) -> None:

@@ -21,7 +21,7 @@ from xla_adapters.errors import ConfigError, RuntimeOrderError
 from xla_adapters.runtime import get_runtime
 from xla_adapters.sharding import Mesh, ShardingConfig
 from xla_adapters.sharding.distribute import place_batch, plan_of
-from xla_adapters.sharding.tiling import tiles_of
+from xla_adapters.sharding.mesh import tiles_of
 
 ON_8 = {"CPU_NUM_DEVICES": "8"}
 STEPS, ROWS = 5, 32

@@ -22,8 +22,8 @@ from tests.isolation import isolated
 from xla_adapters.errors import ConfigError
 from xla_adapters.runtime import get_runtime
 from xla_adapters.sharding import Mesh
-from xla_adapters.sharding.dtensor import accept_placements, mesh_and_spec, tiles_of_placements
-from xla_adapters.sharding.tiling import tiles_of
+from xla_adapters.sharding.distribute import accept_placements, mesh_and_spec, tiles_of_placements
+from xla_adapters.sharding.mesh import tiles_of
 
 ON_8 = {"CPU_NUM_DEVICES": "8"}
 

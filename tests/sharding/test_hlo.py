@@ -6,8 +6,7 @@ from tests.sharding.hlo_programs import GLOBAL, GRID, program, the_only
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import CollectiveCost, Measurement
 from xla_adapters.sharding.hlo import HloStats, read_hlo, ring_wire_bytes
-from xla_adapters.sharding.hlo_memory import MemoryReport
-from xla_adapters.sharding.hlo_text import bytes_by_dtype, elements
+from xla_adapters.sharding.hlo_text import MemoryReport, bytes_by_dtype, elements
 
 
 @pytest.mark.parametrize(

@@ -18,24 +18,24 @@ import torch
 from torch import nn
 
 from tests.isolation import isolated
-from tests.preflight.nets import needs_libtpu
+from tests.tools.trainings import needs_libtpu
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import Measurement, Mesh, PlanCost, ShardingConfig, ShardingPlan, automatic
-from xla_adapters.sharding.candidates import Candidate, alternatives, cheapest, distinct
+from xla_adapters.sharding.automatic import Candidate, alternatives, cheapest, distinct
 from xla_adapters.sharding.measure import (
     MeasuringError,
     PlanCache,
     PlanCompiler,
     PlanResult,
-    compilers,
     measure_plans,
+    process,
 )
-from xla_adapters.sharding.measure.job import Job, pack, unpack
 from xla_adapters.sharding.measure.plan_cache import digest_of_step
+from xla_adapters.sharding.measure.process import Job, pack, unpack
 from xla_adapters.sharding.plan_data import ActivationPlan, CollectiveCost
 from xla_adapters.sharding.sharder import make_plan
 from xla_adapters.sharding.templates import template
-from xla_adapters.tools.measuring import tpu_compiler
+from xla_adapters.tools.preflight import plan_compiler
 
 WIDTH, ROWS = 32, 16
 
@@ -101,7 +101,7 @@ def test_plans_are_measured_kept_and_compared(tmp_path: Path) -> None:
         assert all(plan.name == "planner" for plan in plans), "recipes are known already"
         return [PlanResult(problem="not now") for _ in plans]
 
-    compilers.measure_plans = unwanted
+    process.measure_plans = unwanted
     assert make_plan(model, ShardingConfig(), 8, example=batch, folder=tmp_path) == plan
     # Another budget is another plan, of steps that are known already.
     least = min(item.measured.memory_bytes for item in plan.alternatives if item.measured is not None)
@@ -219,16 +219,16 @@ def test_plans_are_made_again_for_what_predictions_leave_out(monkeypatch: pytest
 
 def test_without_a_compiler_for_tpus_predictions_decide_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ShardingConfig(topology="v5e:2x4", measure_top_k=1)
-    monkeypatch.setattr("xla_adapters.tools.target.util.find_spec", lambda name: None)
+    monkeypatch.setattr("xla_adapters.tools.tpu_compiler.util.find_spec", lambda name: None)
     plan = make_plan(Net(), config, 8, example=batch)
     assert plan.measured is None
     (note,) = [note for note in plan.notes if note.startswith("measure_top_k=1: nothing was measured")]
     assert "libtpu and pypjrt is not installed" in note
-    monkeypatch.setattr(compilers, "_registered", [])
+    monkeypatch.setattr(process, "_registered", [])
     (note,) = make_plan(Net(), config, 8, example=batch).notes
     assert note.endswith("plans are compiled for CPU devices only")
     with pytest.raises(ConfigError, match="topology v5e:2x2: it has 4 devices, and the mesh 8"):
-        tpu_compiler("v5e:2x2", 8)
+        plan_compiler("v5e:2x2", 8)
 
 
 def test_a_plan_for_tpus_is_what_their_compiler_says_is_fastest_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +249,7 @@ def test_a_plan_for_tpus_is_what_their_compiler_says_is_fastest_and_fits(monkeyp
         ]
 
     compiler = PlanCompiler(name="libtpu", measure=measure)
-    monkeypatch.setattr(compilers, "_registered", [lambda topology, devices: compiler])
+    monkeypatch.setattr(process, "_registered", [lambda topology, devices: compiler])
     plan = make_plan(Net(), ShardingConfig(topology="v5e", measure_top_k=1), 8, example=batch)
     assert plan.name == "fsdp"
     assert plan.measured is not None
@@ -273,7 +273,7 @@ def test_what_is_too_large_without_activations_is_not_compiled(monkeypatch: pyte
         return [PlanResult(measurement=Measurement(wire_bytes=1e6, memory_bytes=1e6)) for _ in plans]
 
     compiler = PlanCompiler(name="libtpu", measure=measure)
-    monkeypatch.setattr(compilers, "_registered", [lambda topology, devices: compiler])
+    monkeypatch.setattr(process, "_registered", [lambda topology, devices: compiler])
     example = (torch.empty(16, 2**15, device="meta"),)
     plan = make_plan(model, ShardingConfig(topology="v5e", measure_top_k=1), 8, example=lambda: example)
     # Parameters and two averages take 26 GB, a v5e has 17.

@@ -5,8 +5,7 @@ import pytest
 from tests.sharding.hlo_programs import GRID, program, the_only
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import Mesh
-from xla_adapters.sharding.hlo import axis_of
-from xla_adapters.sharding.replica_groups import axis_of_pairs, read_groups
+from xla_adapters.sharding.hlo import axis_of, axis_of_pairs, read_groups
 
 
 @pytest.mark.parametrize(

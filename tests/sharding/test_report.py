@@ -8,10 +8,17 @@ import pytest
 from tests.sharding.samples import make_plan
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import ActivationPlan, Measurement, Mesh, ParameterPlan, PlanCost, ShardingPlan
-from xla_adapters.sharding.folding import fold, ranges
-from xla_adapters.sharding.report import bytes_per_device, report
-from xla_adapters.sharding.tables import table
-from xla_adapters.sharding.units import dtype_bytes, human_bytes, human_seconds, ratio
+from xla_adapters.sharding.report import (
+    bytes_per_device,
+    dtype_bytes,
+    fold,
+    human_bytes,
+    human_seconds,
+    ranges,
+    ratio,
+    report,
+    table,
+)
 
 
 def row(text: str, start: str) -> list[str]:

@@ -10,9 +10,21 @@ import pytest
 from tests.sharding.samples import make_plan
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import Mesh, ParameterPlan, ShardingPlan
-from xla_adapters.sharding.colours import LEAST_CONTRAST, PALETTE, colour_of, contrast, label_on
-from xla_adapters.sharding.slices import mesh_grid, slice_numbers, slices, tensor_grid
-from xla_adapters.sharding.visualize import as_html, as_svg, as_text, visualize
+from xla_adapters.sharding.visualize import (
+    LEAST_CONTRAST,
+    PALETTE,
+    as_html,
+    as_svg,
+    as_text,
+    colour_of,
+    contrast,
+    label_on,
+    mesh_grid,
+    slice_numbers,
+    slices,
+    tensor_grid,
+    visualize,
+)
 
 GRID = Mesh.data_and_model(2, 4)
 SVG = "{http://www.w3.org/2000/svg}"

@@ -12,7 +12,7 @@ from tests.isolation import isolated
 from tests.support import Loop
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding import Mesh
-from xla_adapters.sharding.tiling import tiles_of
+from xla_adapters.sharding.mesh import tiles_of
 
 STEPS = 4
 

@@ -1,13 +1,7 @@
-"""The programs of the command line: `check`, `doctor` and `preflight`, and the TPU compiler that `plan` asks, too."""
+"""`check`, `doctor` and `preflight`: each runs scripts, tests or compilers in processes of their own, and reports.
 
-from xla_adapters.sharding.measure.compilers import PlanCompiler, register
-
-
-def _compiler(topology: str, devices: int) -> PlanCompiler:
-    # Imported late: a training that does not compile for absent TPUs needs none of it.
-    from xla_adapters.tools.measuring import tpu_compiler
-
-    return tpu_compiler(topology, devices)
-
-
-register(_compiler)
+commands.py has their options. A user's script runs with changed trainers, and saves nothing (user_script.py).
+check_watch.py is in the process of a checked script; check_findings.py and check_report.py say what was seen.
+preflight.py has steps traced on tensors without memory (trace_process.py, with a `StepCapture` for each runtime) and
+compiled (tpu_compiler.py), and reports (preflight_report.py).
+"""

@@ -1,18 +1,18 @@
-"""`Facts`: what a checked script did, as the child process writes it and the parent reads it."""
+"""`Facts`: what a checked script did; the process that runs it answers with them."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
+import re
 import statistics
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from xla_adapters.utils.location import Location
 
 # How the script ended: `stopped` after the steps that were asked for, `ended` by itself before that, `refused` with an
 # error of this package, `failed` with another one; `running` where its process was ended (the time limit, a crash).
 State = Literal["running", "stopped", "ended", "refused", "failed"]
+_LINE = re.compile(r"(/[^\n:()]*?\.py|[^\s/:()][^\s:()]*\.py|<[^>\n]+>):(\d+)")
 
 
 @dataclass(kw_only=True)
@@ -24,6 +24,18 @@ class Place:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" if self.line else self.file
+
+    @classmethod
+    def of(cls, location: Location | None) -> Place:
+        """The line of the user's code that led to a location."""
+        where = location.called_from or location if location is not None else None
+        return cls() if where is None else cls(file=where.filename, line=where.lineno)
+
+    @classmethod
+    def named_in(cls, message: str) -> Place:
+        """The line that a message names: the last one, which is that of the user's code."""
+        found = _LINE.findall(message)
+        return cls(file=found[-1][0], line=int(found[-1][1])) if found else cls()
 
 
 @dataclass(kw_only=True)
@@ -161,31 +173,3 @@ class Facts:
     def done(self) -> int:
         """How many training steps there were: calls of the step that updated most often."""
         return max((step.updates for step in self.steps.values()), default=0)
-
-    def save(self, path: Path) -> None:
-        """Writes them to a file, atomically: the process may be ended at any time."""
-        beside = path.with_suffix(".new")
-        beside.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
-        os.replace(beside, path)
-
-    @classmethod
-    def load(cls, path: Path) -> Facts:
-        """Reads what `save` wrote."""
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        lists: dict[str, Any] = {
-            "told": Told,
-            "compiles": Compile,
-            "host_operators": HostOperator,
-            "dtypes": DtypeUse,
-            "loaders": LoaderFacts,
-        }
-        for name, kind in lists.items():
-            values[name] = [_made(kind, item) for item in values[name]]
-        values["steps"] = {name: StepFacts(**step) for name, step in values["steps"].items()}
-        made: Facts = _made(cls, values)
-        return made
-
-
-def _made(kind: Any, values: dict[str, Any]) -> Any:
-    places = {name: Place(**values[name]) for name in ("place", "error_place") if name in values}
-    return kind(**(values | places))

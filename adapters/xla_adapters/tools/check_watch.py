@@ -1,34 +1,86 @@
-"""`Watch`: collects what happens in the steps of this process, and ends the script after enough of them."""
+"""The process of `xla-adapters check`: runs a script, and collects what happens in its steps and batches."""
 
 from __future__ import annotations
 
-import re
+import json
+import pickle
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from xla_adapters import errors
 from xla_adapters.config import XLAConfig
+from xla_adapters.errors import XLAAdapterError
 from xla_adapters.replay.program import StepProgram
-from xla_adapters.runtime import Metrics, get_runtime
-from xla_adapters.tools.check_facts import Compile, DtypeUse, Facts, HostOperator, Place, StepFacts, Told
+from xla_adapters.runtime import Metrics, get_runtime, prepare
+from xla_adapters.tools.check_facts import Compile, DtypeUse, Facts, HostOperator, LoaderFacts, Place, StepFacts, Told
+from xla_adapters.tools.user_script import FilesWritten, Hand, put_in, run_command, skipping_saves
 from xla_adapters.tracing.graph_history import GraphHistory, StepSignature
 from xla_adapters.tracing.operation_log import Call, OperationLog, Update
 from xla_adapters.tracing.scope_report import ScopeReport
 from xla_adapters.tracing.step import Step
 from xla_adapters.tracing.step_scope import in_step
-from xla_adapters.utils.location import current_location
-from xla_adapters.utils.patching import replaced
+from xla_adapters.utils.child_process import Asked
+from xla_adapters.utils.location import current_location, location_of
+from xla_adapters.utils.nested_values import tensors_in
+from xla_adapters.utils.patching import wrapped
 
+_MASK, _TOKENS = "attention_mask", "input_ids"
 # Calls of steps that never update (evaluations); with more of them the script is ended, too.
 _OTHER_CALLS = 200
-_LINE = re.compile(r"(/[^\n:()]*?\.py|[^\s/:()][^\s:()]*\.py|<[^>\n]+>):(\d+)")
 # Dtypes that other devices compute in another way than the CPU.
 _DTYPES = {torch.float64, torch.float16, torch.complex64, torch.complex128}
+
+
+def check_requested(asked: Asked) -> None:
+    """What the process of a check does: runs a script, and answers with `Facts` after each step and at the end."""
+    steps, command = json.loads(asked.request)
+    facts = Facts(asked=steps)
+    run(facts, command, asked.folder, lambda: asked.answer(pickle.dumps(facts)))
+
+
+def run(facts: Facts, command: list[str], folder: Path, changed: Callable[[], None]) -> None:
+    """Runs a script until it has done the steps that are asked for.
+
+    Args:
+        facts: to fill in.
+        command: the script and its arguments; or `-m`, a module and its arguments.
+        folder: for temporary files.
+        changed: called when there are new facts.
+    """
+    watch, batches = Watch(facts, changed), Batches(facts)
+    watch.when_training_step_ends = batches.training_step_ended
+    changed()
+    # As an import of an adapter would, before another library starts the runtime.
+    prepare()
+    with ExitStack() as stack:
+        stack.enter_context(watch.watching())
+        stack.enter_context(batches.watching())
+        stack.enter_context(skipping_saves(folder, watch.skip))
+        stack.enter_context(put_in(Hand(folder=folder, change=watch.change, skip=watch.skip)))
+        FilesWritten(facts.written.append)
+        try:
+            run_command(command)
+            facts.state = "ended"
+        except Stop:
+            facts.state = "stopped"
+        except SystemExit as error:
+            facts.state = "ended" if error.code in (None, 0) else "failed"
+            facts.error = f"the script ended with the exit status {error.code}" if facts.state == "failed" else ""
+        except BaseException as error:  # noqa: BLE001 (it is reported)
+            facts.state = "refused" if isinstance(error, XLAAdapterError) else "failed"
+            traceback.print_exception(error)
+            facts.error = f"{type(error).__name__}: {error}"
+            facts.error_place = Place.of(location_of(error.__traceback__))
+    changed()
 
 
 class Stop(BaseException):
@@ -68,9 +120,7 @@ class Watch:
             (OperationLog, "call", self._operation),
             (warnings, "warn", self._warn),
         ]
-        with ExitStack() as stack:
-            for owner, name, wrapped in around:
-                stack.enter_context(replaced(owner, name, wrapped(getattr(owner, name))))
+        with wrapped(*around):
             yield
 
     # ---- what is wrapped -------------------------------------------------------------------------
@@ -146,7 +196,7 @@ class Watch:
             counts = get_runtime().counters.host_operators()
             names = sorted(name for name, count in counts.items() if count > self._host_operators.get(name, 0))
             self._host_operators = counts
-            place = _line_of_user()
+            place = Place.of(current_location())
             if names:
                 # A backward is noted when it begins, other calls when they have ended.
                 self._note_host_operators(names, self._backward or place)
@@ -164,7 +214,7 @@ class Watch:
             kind = type(message) if isinstance(message, Warning) else category
             if kind is not None and kind.__module__ == errors.__name__:
                 text = str(message)
-                told = Told(category=kind.__name__, message=text, place=place_in(text))
+                told = Told(category=kind.__name__, message=text, place=Place.named_in(text))
                 if told not in self.facts.told:
                     self.facts.told.append(told)
             warn(message, category, stacklevel=stacklevel + 1, source=source, **options)
@@ -244,13 +294,107 @@ class Watch:
         self.facts.dtypes.append(DtypeUse(dtype=dtype, what=what, place=place))
 
 
-def _line_of_user() -> Place:
-    location = current_location()
-    where = location.called_from or location if location is not None else None
-    return Place() if where is None else Place(file=where.filename, line=where.lineno)
+class Batches:
+    """Notes facts about every `DataLoader` that is iterated inside of `watching`.
+
+    Args:
+        facts: to fill in.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._known: weakref.WeakKeyDictionary[DataLoader[Any], LoaderFacts] = weakref.WeakKeyDictionary()
+        self._made: weakref.WeakKeyDictionary[DataLoader[Any], Place] = weakref.WeakKeyDictionary()
+        self._last: LoaderFacts | None = None
+        self._padding_id: int | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context in which loaders are watched."""
+        around: list[tuple[Any, str, Callable[[Any], Any]]] = [
+            (DataLoader, "__init__", self._init),
+            (DataLoader, "__iter__", self._iter),
+            (StepProgram, "open", self._open),
+        ]
+        with wrapped(*around):
+            yield
+
+    def training_step_ended(self) -> None:
+        """The loader that gave the last batch feeds training steps."""
+        if self._last is not None:
+            self._last.trains = True
+
+    # ---- what is wrapped -------------------------------------------------------------------------
+
+    def _init(self, init: Callable[..., None]) -> Callable[..., None]:
+        def init_loader(loader: DataLoader[Any], *args: Any, **options: Any) -> None:
+            init(loader, *args, **options)
+            self._made[loader] = Place.of(current_location())
+
+        return init_loader
+
+    def _iter(self, iterate: Callable[[DataLoader[Any]], Any]) -> Callable[[DataLoader[Any]], Any]:
+        def iter_loader(loader: DataLoader[Any]) -> Iterator[Any]:
+            for batch in iterate(loader):
+                self._note(loader, batch)
+                yield batch
+
+        return iter_loader
+
+    def _open(self, opened: Callable[..., None]) -> Callable[..., None]:
+        def open_program(program: StepProgram, **options: Any) -> None:
+            replay = options.get("replay")
+            if self._padding_id is None and replay is not None:
+                self._padding_id = _padding_id(replay.modules)
+            opened(program, **options)
+
+        return open_program
+
+    # ---- what is noted ---------------------------------------------------------------------------
+
+    def _note(self, loader: DataLoader[Any], batch: Any) -> None:
+        facts = self._known.get(loader)
+        rows = next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), 0)
+        if facts is None:
+            facts = LoaderFacts(place=self._made.get(loader, Place()), batch=rows)
+            if isinstance(loader.dataset, Sized):
+                facts.samples = len(loader.dataset)
+                facts.last = _last_batch(facts.samples, len(loader), rows)
+            self._known[loader] = facts
+            self._facts.loaders.append(facts)
+        facts.batches += 1
+        self._last = facts
+        tokens, padding, known_by = _padding(batch, self._padding_id)
+        facts.tokens += tokens
+        facts.padding += padding
+        facts.known_by = known_by or facts.known_by
 
 
-def place_in(message: str) -> Place:
-    """The line that a message names: the last one, which is that of the user's code."""
-    found = _LINE.findall(message)
-    return Place(file=found[-1][0], line=int(found[-1][1])) if found else Place()
+def _last_batch(samples: int, batches: int, rows: int) -> int | None:
+    """Samples in the last batch, if the loader keeps one with fewer than the others."""
+    rest = samples % rows if rows else 0
+    return rest if rest and batches == samples // rows + 1 and batches > 1 else None
+
+
+def _padding(batch: Any, padding_id: int | None) -> tuple[int, int, str]:
+    """Tokens in a batch, how many of them are padding, and what tells."""
+    if not isinstance(batch, Mapping):
+        return 0, 0, ""
+    mask, tokens = batch.get(_MASK), batch.get(_TOKENS)
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        return mask.numel(), int((mask == 0).sum()), _MASK
+    if isinstance(tokens, torch.Tensor) and tokens.ndim == 2 and padding_id is not None:
+        return tokens.numel(), int((tokens == padding_id).sum()), f"padding token {padding_id}"
+    return 0, 0, ""
+
+
+def _padding_id(modules: Any) -> int | None:
+    """The padding token of the model that a step trains, as its configuration or its embedding has it."""
+    for module in modules:
+        given = getattr(getattr(module, "config", None), "pad_token_id", None)
+        if isinstance(given, int):
+            return given
+        for part in module.modules():
+            if isinstance(part, torch.nn.Embedding) and part.padding_idx is not None:
+                return part.padding_idx
+    return None

@@ -1,26 +1,16 @@
-"""The short tests of `doctor`.
-
-A process forked from the command imports the runtime once, and forks again before it has started: its state is per
-process. Tests that need no state of their own share one forked process, and what it has compiled.
-"""
+"""The short tests of `doctor`: each tries a feature, and says what it found."""
 
 from __future__ import annotations
 
 import copy
-import gc
 import importlib
 import json
 import os
-import signal
-import sys
 import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NoReturn
 
 import torch
 
@@ -31,12 +21,8 @@ from xla_adapters.insight.counters import count
 from xla_adapters.replay.compiled_step import CompiledStep
 from xla_adapters.runtime import get_runtime, initialize
 from xla_adapters.sharding.distribute import distribute_module
-from xla_adapters.tools import user_script as put_in
+from xla_adapters.tools.user_script import GROUP
 from xla_adapters.tracing.step import step
-
-# After so many a test is ended.
-_SECONDS = 60
-_KEPT_OUTPUT = 3000
 
 
 def _model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -164,7 +150,7 @@ def several_devices() -> str:
 def adapters() -> str:
     """The adapters whose frameworks are installed can be imported."""
     found = []
-    for package in dict.fromkeys(entry.value.partition(".")[0] for entry in entry_points(group=put_in.GROUP)):
+    for package in dict.fromkeys(entry.value.partition(".")[0] for entry in entry_points(group=GROUP)):
         try:
             importlib.import_module(package)
         except ImportError as error:
@@ -179,104 +165,13 @@ class Skipped(Exception):
     """The feature cannot be tried here; the message says why."""
 
 
-# One after the other in one process.
-TOGETHER: dict[str, Callable[[], str]] = {
+TRIALS: dict[str, Callable[[], str]] = {
     "devices": devices,
     "eager operation": eager_operation,
     "compiled step": compiled_step,
     "read inside a step": read_in_a_step,
     "replay": replay,
     "checkpoint": checkpoints,
+    "several devices": several_devices,
+    "adapters": adapters,
 }
-# Each in a process of its own; they take longer.
-APART: dict[str, Callable[[], str]] = {"several devices": several_devices, "adapters": adapters}
-TRIALS = TOGETHER | APART
-
-
-def run(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Runs tests in a process forked from this one, which must not have started the runtime.
-
-    Where one ends the process, the others are run in a further one.
-
-    Args:
-        names: of the tests.
-
-    Yields:
-        Of each test `name`, `state` ("ok", "failed" or "skipped"), `text`, `seconds`, and `output`, the end of what was
-        printed until a failed one ended.
-    """
-    while names:
-        began = time.perf_counter()
-        with tempfile.TemporaryFile("w+") as results, tempfile.TemporaryFile("w+") as output:
-            process = os.fork()
-            if process == 0:
-                _be_child(names, results.fileno(), output.fileno())
-            status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-            results.seek(0)
-            output.seek(0)
-            found, printed = [json.loads(line) for line in results], output.read()
-        if len(found) < len(names):
-            text = f"its process ended with status {status}"
-            seconds = time.perf_counter() - began - sum(values["seconds"] for values in found)
-            found.append({"name": names[len(found)], "state": "failed", "text": text, "seconds": seconds})
-        for values in found:
-            yield {"output": printed[-_KEPT_OUTPUT:] if values["state"] == "failed" else "", **values}
-        names = names[len(found) :]
-
-
-def _be_child(names: Sequence[str], results: int, output: int) -> NoReturn:
-    _print_to(output)
-    for name in names:
-        began = time.perf_counter()
-        signal.alarm(_SECONDS)
-        try:
-            values = {"state": "ok", "text": TRIALS[name]()}
-        except Skipped as why:
-            values = {"state": "skipped", "text": str(why)}
-        except BaseException as error:  # noqa: BLE001 (it is reported)
-            traceback.print_exc()
-            values = {"state": "failed", "text": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
-        sys.stdout.flush()
-        line = json.dumps({"name": name, "seconds": time.perf_counter() - began, **values})
-        os.write(results, f"{line}\n".encode())
-    # Not the exit handlers of the parent.
-    os._exit(0)
-
-
-def be_process(is_full: bool, results: int, output: int) -> NoReturn:
-    """Makes this process, which was just forked, the one that imports the runtime and runs the tests, and ends it.
-
-    Args:
-        is_full: whether the tests that take longer are run, too.
-        results: a file that gets a line of JSON for each test, as of `run`.
-        output: a file that gets what is printed.
-    """
-    _print_to(output)
-    status = 1
-    try:
-        _import_runtime()
-        for names in (list(TOGETHER), *([name] for name in APART if is_full)):
-            for values in run(names):
-                os.write(results, f"{json.dumps(values)}\n".encode())
-        status = 0
-    except BaseException:  # noqa: BLE001 (it is reported)
-        traceback.print_exc()
-    sys.stdout.flush()
-    os._exit(status)
-
-
-def _import_runtime() -> None:
-    """Imports the runtime's library, which starts nothing.
-
-    The collector would look again and again at what the import makes, a seventh of its time.
-    """
-    gc.disable()
-    get_runtime()
-    gc.enable()
-
-
-def _print_to(output: int) -> None:
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    # The parent's need not write to these.
-    sys.stdout = sys.stderr = open(output, "w", closefd=False)  # noqa: SIM115 (until the end of the process)

@@ -10,15 +10,93 @@ from typing import Any
 
 import torch
 
-from xla_adapters.hlo.annotations import annotate
+from xla_adapters.hlo.annotations import annotate, sharding
 from xla_adapters.runtime import Runtime, TileAssignment
 from xla_adapters.sharding.placement import Placement
 from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.tools.abstract_runtime import Shardings, abstract_runtime
-from xla_adapters.tools.step_capture import StepCapture, named_tensors
-from xla_adapters.tools.traced_step import TracedStep, encoded, pending_results
+from xla_adapters.tools.step_capture import AbstractTransfers, Delegate, StepCapture, TracedStep, named_tensors
 from xla_adapters.tracing.step_scope import StepScope, current_scope
 from xla_adapters.tracing.undo_log import UndoLog
+
+
+class Shardings:
+    """How placeholders are cut. torch_xla annotates tensors with a value only.
+
+    Args:
+        runtime: makes the placeholders.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        # With the placeholders, so that no other gets the same handle.
+        self._made: dict[int, tuple[torch.Tensor, TileAssignment | None]] = {}
+
+    def make(self, shape: Sequence[int], dtype: torch.dtype, tiles: TileAssignment | None = None) -> torch.Tensor:
+        """A new placeholder that is cut so."""
+        tensor = self._runtime.abstract.placeholder(shape, dtype)
+        # As it is now: a step gives `tensor` another value.
+        self._made[self._handle(tensor)] = (self._runtime.values.snapshot(tensor), tiles)
+        return tensor
+
+    def all(self) -> dict[int, torch.Tensor]:
+        """All placeholders, by the handles of their buffers."""
+        return {handle: tensor for handle, (tensor, _) in self._made.items()}
+
+    def cut(self, tensor: torch.Tensor, tiles: TileAssignment) -> bool:
+        """Notes how a placeholder is cut; False if it is none."""
+        handle = self._handle(tensor)
+        if handle in self._made:
+            self._made[handle] = (self._made[handle][0], tiles)
+        return handle in self._made
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is a placeholder."""
+        return self._handle(tensor) in self._made
+
+    def of(self, tensor: torch.Tensor) -> TileAssignment | None:
+        """How a placeholder is cut; None if nobody said so."""
+        return self._made[self._handle(tensor)][1]
+
+    def _handle(self, tensor: torch.Tensor) -> int:
+        """0 of a tensor that is still to be computed."""
+        if self._runtime.tracing.is_pending(tensor):
+            return 0
+        return self._runtime.lazy.handles([tensor])[0]
+
+
+class _AbstractSpmd(Delegate):
+    def __init__(self, part: Any, shardings: Shardings) -> None:
+        super().__init__(part)
+        self._shardings = shardings
+
+    def shard(self, tensor: torch.Tensor, tiles: TileAssignment) -> None:
+        if not self._shardings.cut(tensor, tiles):
+            self._part.shard(tensor, tiles)
+
+    def annotate_whole(self, tensor: torch.Tensor) -> None:
+        if not self._shardings.knows(tensor):
+            self._part.annotate_whole(tensor)
+        elif self._shardings.of(tensor) is None:
+            self._shardings.cut(tensor, TileAssignment(counts=(1,) * tensor.ndim, devices=(0,)))
+
+    def tiles_of(self, tensor: torch.Tensor) -> TileAssignment | None:
+        if not self._shardings.knows(tensor):
+            found: TileAssignment | None = self._part.tiles_of(tensor)
+            return found
+        tiles = self._shardings.of(tensor)
+        return tiles if tiles is not None and tiles.number > 1 else None
+
+    def upload_sharded(self, tensor: torch.Tensor, tiles: TileAssignment) -> torch.Tensor:
+        return self._shardings.make(tensor.shape, tensor.dtype, tiles)
+
+
+class _AbstractTracing(Delegate):
+    def __init__(self, part: Any, finish_step: Callable[[], None]) -> None:
+        super().__init__(part)
+        self._finish_step = finish_step
+
+    def finish_step(self) -> None:
+        self._finish_step()
 
 
 class LazyStepCapture(StepCapture):
@@ -31,8 +109,14 @@ class LazyStepCapture(StepCapture):
         self._on_device: dict[int, str] = {}
 
     def _abstract(self, stack: ExitStack) -> Runtime:
-        runtime, self._shardings = abstract_runtime(self._runtime, finish_step=self._finish_step)
-        return runtime
+        runtime = self._runtime
+        self._shardings = Shardings(runtime)
+        return runtime.with_parts(
+            transfers=AbstractTransfers(runtime.transfers, self._shardings),
+            tracing=_AbstractTracing(runtime.tracing, self._finish_step),
+            spmd=_AbstractSpmd(runtime.spmd, self._shardings),
+            is_abstract=True,
+        )
 
     def _placeholder(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._shardings.make(shape, dtype)
@@ -61,9 +145,14 @@ class LazyStepCapture(StepCapture):
 
     def _finish_step(self) -> None:
         scope = current_scope()
-        outputs = pending_results(self._runtime)
+        outputs: dict[int, torch.Tensor] = {}
+        for tensor in self._runtime.tracing.live_tensors():
+            if self._runtime.tracing.is_pending(tensor):
+                outputs.setdefault(self._runtime.lazy.tensor_number(tensor), tensor)
         if scope is None or not outputs:
             return
+        # In the order in which a sync takes them.
+        outputs = dict(sorted(outputs.items()))
         undo_log = scope.undo_logs()[-1]
         updates = bool(undo_log.optimizers())
         tiles = self._take(scope, undo_log, outputs, self._kind(scope, updates=updates))
@@ -104,8 +193,8 @@ class LazyStepCapture(StepCapture):
         places = {handle: number for handle, number in zip(inputs, numbers, strict=True) if number is not None}
         annotated = annotate(
             module,
-            {number: encoded(shardings.of(inputs[h])) for h, number in places.items() if shardings.knows(inputs[h])},
-            {position: encoded(tiles[number]) for position, number in enumerate(outputs) if updated.get(number)},
+            {number: _encoded(shardings.of(inputs[h])) for h, number in places.items() if shardings.knows(inputs[h])},
+            {position: _encoded(tiles[number]) for position, number in enumerate(outputs) if updated.get(number)},
             {places[handle] for handle in held.values() if handle in places},
         )
         names = self._named(undo_log, inputs)
@@ -148,3 +237,8 @@ def _bytes(tensor: torch.Tensor, shardings: Shardings) -> int:
     counts = tiles.counts if tiles is not None else (1,) * tensor.ndim
     sizes = (-(-size // count) for size, count in zip(tensor.shape, counts, strict=True))
     return math.prod(sizes) * tensor.element_size()
+
+
+def _encoded(tiles: TileAssignment | None) -> bytes:
+    """As an OpSharding; empty if the tensor is whole on each device."""
+    return b"" if tiles is None else sharding(tiles.counts, tiles.devices)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -14,11 +14,8 @@ from torch.utils._pytree import tree_leaves
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.hlo.donors import with_donors
 from xla_adapters.runtime import Runtime
-from xla_adapters.runtime.interface import Random, Transfers
-from xla_adapters.runtime.interface.placeholders import Placeholders, Run
-from xla_adapters.tools.abstract_runtime import AbstractTransfers, Delegate
-from xla_adapters.tools.step_capture import StepCapture, named_tensors
-from xla_adapters.tools.traced_step import TracedStep
+from xla_adapters.runtime.interface.placeholders import Run
+from xla_adapters.tools.step_capture import AbstractTransfers, Delegate, StepCapture, TracedStep, named_tensors
 from xla_adapters.tracing.placeholders.scope import PlaceholderScope
 from xla_adapters.tracing.step_mode import READS
 from xla_adapters.tracing.step_scope import current_scope, in_step
@@ -43,18 +40,10 @@ class PlaceholderStepCapture(StepCapture):
         runtime.device.initialize()
         self._valueless = _Valueless(runtime, self._copied)
         stack.enter_context(self._valueless)
-        return Runtime(
-            name=runtime.name,
-            dynamo_backend=runtime.dynamo_backend,
-            device=runtime.device,
-            transfers=cast(Transfers, AbstractTransfers(runtime.transfers, self._valueless)),
-            tracing=runtime.tracing,
-            values=runtime.values,
-            random=cast(Random, _Random(runtime.random)),
-            counters=runtime.counters,
-            why_no_replay=lambda _: None,
-            placeholders=cast(Placeholders, _Placeholders(runtime.placeholders, self._valueless, self._taken)),
-            abstract=runtime.abstract,
+        return runtime.with_parts(
+            transfers=AbstractTransfers(runtime.transfers, self._valueless),
+            random=_Random(runtime.random),
+            placeholders=_Placeholders(runtime.placeholders, self._valueless, self._taken),
             is_abstract=True,
         )
 

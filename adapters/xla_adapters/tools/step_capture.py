@@ -1,36 +1,122 @@
-"""`StepCapture`: takes the graphs of a script's steps in place of executing them, on placeholders without memory."""
+"""`StepCapture`: takes the graphs of a training's steps in place of executing them, on tensors without memory."""
 
 from __future__ import annotations
 
 import gc
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import Runtime, get_runtime, using_runtime
+from xla_adapters.runtime.uploads import note_upload
 from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.tools.traced_step import TracedStep, described_batch, named_batch
+from xla_adapters.tools.tpu_compiler import ModuleForm
 from xla_adapters.tracing.step_scope import StepScope
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.location import line_of_caller
-from xla_adapters.utils.patching import replaced
+from xla_adapters.utils.patching import wrapped
 
 TRAINING, EVALUATION = "training step", "evaluation step"
 # A training that never updates is ended after so many steps.
 _WITHOUT_UPDATE = 200
+# Tensors of a batch that are named in a description.
+_LISTED = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedStep:
+    """A step, ready to be compiled.
+
+    Attributes:
+        module: a serialized HloModuleProto, or the text of an MLIR module, with the shardings of parameters and
+            results, and what is donated.
+        names: what each parameter of the module is, by its number: `"lm_head.weight"`, `"exp_avg of lm_head.weight"`,
+            `"batch.input_ids"`. Parameters that are single numbers (the learning rate, ...) have no name.
+        seconds: time of tracing and lowering.
+        kind: which step of a training it is, in words.
+        argument_bytes: of parameters, state and batch on one device, without padding.
+        batch: of all devices, in words; empty if not known.
+        form: of the module.
+    """
+
+    module: bytes
+    names: dict[int, str]
+    seconds: float
+    kind: str = TRAINING
+    argument_bytes: int = 0
+    batch: str = ""
+    form: ModuleForm = "hlo"
 
 
 class Taken(BaseException):
     """Leaves a loop whose graphs are taken. No `Exception`, so that nobody handles it."""
 
 
+class Abstract(Protocol):
+    """Makes tensors without memory, and knows them."""
+
+    def make(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A new one."""
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is one."""
+
+
+class Delegate:
+    """A part of the runtime some of whose methods are replaced in subclasses.
+
+    Args:
+        part: of the runtime.
+    """
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+class AbstractTransfers(Delegate):
+    """`Transfers` whose copies on the device have no memory, except those of single numbers.
+
+    Args:
+        part: of the runtime.
+        abstract: makes them.
+    """
+
+    def __init__(self, part: Any, abstract: Abstract) -> None:
+        super().__init__(part)
+        self._abstract = abstract
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Only single numbers are copied: steps read nothing else while they are traced."""
+        if tensor.ndim == 0 and tensor.device.type != "meta":
+            copy: torch.Tensor = self._part.to_device(tensor)
+            return copy
+        made = self._abstract.make(tensor.shape, tensor.dtype)
+        if tensor.device.type == "cpu":
+            # What the batch alone determines (the largest label, say) is computed on the host, as in a training.
+            note_upload(tensor, made)
+        return made
+
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Placeholders are zeros there: what reads them knows that values do not matter (buffers sent to a process)."""
+        real = [tensor for tensor in tensors if not self._abstract.knows(tensor)]
+        copies = iter(self._part.to_host(real))
+        return [
+            torch.zeros(tensor.shape, dtype=tensor.dtype) if self._abstract.knows(tensor) else next(copies)
+            for tensor in tensors
+        ]
+
+
 class StepCapture(ABC):
-    """Traces a script on placeholders. What it replaces is put back at the exit of `capturing`.
+    """Traces a training on placeholders. What it replaces is put back at the exit of `capturing`.
 
     The graph of a step is taken where it would be executed, and its results become placeholders. So loops go on, as
     long as they read nothing from the device.
@@ -71,8 +157,7 @@ class StepCapture(ABC):
         ]
         with ExitStack() as stack:
             stack.enter_context(using_runtime(self._abstract(stack)))
-            for owner, name, wrapped in around:
-                stack.enter_context(replaced(owner, name, wrapped(vars(owner).get(name) or getattr(owner, name))))
+            stack.enter_context(wrapped(*around))
             yield
 
     @contextmanager
@@ -194,3 +279,25 @@ def _root_modules() -> list[torch.nn.Module]:
     parts = {id(child) for module in found for child in module._modules.values() if child is not None}
     roots = [module for module in found if id(module) not in parts]
     return sorted(roots, key=lambda module: sum(1 for _ in module.parameters()))
+
+
+def named_batch(value: Any, path: str) -> Iterable[tuple[str, torch.Tensor]]:
+    """The tensors of a batch with their names in it."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from named_batch(item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from named_batch(item, f"{path}[{index}]")
+
+
+def described_batch(batch: Any) -> str:
+    """The tensors of a batch with their shapes: `"input_ids 8x128, labels 8x128"`."""
+    found = [
+        f"{name.removeprefix('batch').removeprefix('.')} {'x'.join(map(str, tensor.shape))}".strip()
+        for name, tensor in named_batch(batch, "batch")
+        if tensor.ndim
+    ]
+    return ", ".join(found[:_LISTED]) + (f" and {len(found) - _LISTED} more" if len(found) > _LISTED else "")

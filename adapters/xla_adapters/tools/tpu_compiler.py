@@ -1,22 +1,38 @@
-"""`compile_module`: compiles an HLO module for a slice of TPUs that is not there, in a process of its own."""
+"""`compile_module`: compiles a program for a slice of TPUs that is not there, with libtpu, in a process of its own."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-import subprocess
-import sys
+import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import metadata, util
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.hlo import HloStats, read_hlo
 from xla_adapters.tools import libtpu_process
-from xla_adapters.tools.live_values import memory_of
-from xla_adapters.tools.target import Compiler, ModuleForm, Target
+from xla_adapters.utils.child_process import python_path, run_python
+
+_FORM = re.compile(r"(v4|v5e|v5p|v6e|tpu7x):(\d+(?:x\d+)*)")
+# Generations whose links are a torus of three dimensions; those of the others have two.
+_CUBES = ("v4", "v5p", "tpu7x")
+# A chip of tpu7x is two devices.
+_DEVICES_PER_CHIP = {"tpu7x": 2}
+# torch_xla drives both cores of a v4 as one device (TPU_MEGACORE).
+_OPTIONS = {"v4": {"chip_config_name": "megacore_dense"}}
+INSTALL = 'pip install "xla-adapters[preflight]"'
+INSTALL_FOR_TORCH_TPU = 'pip install "xla-adapters[preflight-torch-tpu]"'
+# Names of accelerators, as v5litepod-8: the generation, and how many of what the number counts are one chip.
+_ACCELERATOR = re.compile(r"(v4|v5litepod|v5e|v5p|v6e|tpu7x)-(\d+)")
+_COUNTED_PER_CHIP = {"v4": 2, "v5p": 2, "tpu7x": 2}
+# Of a program: see `compile_module`.
+ModuleForm = Literal["hlo", "mlir"]
 
 # What torch_xla 2.9 sets on a host with TPUs (`torch_xla._setup_libtpu_flags`), so that the same program is compiled.
 _FLAGS = {
@@ -38,9 +54,145 @@ _ENVIRONMENT = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
-_OPTIMISED, _BUFFERS, _RANGES = "after_optimizations.txt", "-buffer-assignment.txt", "-live-range.txt"
+_OPTIMISED, _BUFFERS = "after_optimizations.txt", "-buffer-assignment.txt"
 _GIVEN, _ASSIGNED = "before_optimizations.txt", "after_optimizations_after_buffer_assignment.txt"
-_POLL_SECONDS = 0.2
+
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+),(?: color (\d+),)? page \d+,? ?(.*)$")
+_PARAMETER = re.compile(r"parameter (\d+)\b")
+_VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)(?:\{[\d,]*\})? @0> \(size=(\d+),offset=\d+\): (\w+\[[\d,]*\])")
+_METADATA = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?\bmetadata=\{([^}]*)\}", re.MULTILINE)
+_FIELD = re.compile(r'(\w+)=(?:"([^"]*)"|(\d+))')
+# Frames of these say nothing to the user.
+_MACHINERY = (
+    *("/torch/", "/torch_xla/", "/xla_adapters/", "/hf_trainer/", "/lightning_strategy/", "<frozen"),
+    *("/lightning/pytorch/", "/lightning/fabric/", "/accelerate/", "/transformers/trainer"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A slice of TPUs.
+
+    Args:
+        generation: e.g. `"v5e"`.
+        chips: the number of chips along each dimension.
+
+    Raises:
+        ConfigError: there is no such slice.
+    """
+
+    generation: str
+    chips: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        dimensions = 3 if self.generation in _CUBES else 2
+        if len(self.chips) != dimensions or min(self.chips) < 1:
+            example = "2x2x1" if dimensions == 3 else "2x4"
+            raise ConfigError(
+                f"topology {self}: a slice of {self.generation} has {dimensions} dimensions, as in "
+                f"{self.generation}:{example}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Reads `"v5e:2x4"`.
+
+        Raises:
+            ConfigError: it has another form.
+        """
+        found = _FORM.fullmatch(text.lower())
+        if found is None:
+            raise ConfigError(
+                f"topology {text!r}: give the generation and the chips along each dimension, as in v5e:2x4, v6e:4x4, "
+                f"v4:2x2x1, v5p:2x2x2 or tpu7x:2x2x1{cls._meant(text)}"
+            )
+        return cls(generation=found.group(1), chips=tuple(map(int, found.group(2).split("x"))))
+
+    @classmethod
+    def usual(cls, generation: str, devices: int) -> Target:
+        """The usual slice of so many devices: `v5e:2x4`, `v5p:2x2x2`, `v4:2x2x4`.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        per_chip, dimensions = _DEVICES_PER_CHIP.get(generation, 1), 3 if generation in _CUBES else 2
+        chips = devices // per_chip
+        if devices % per_chip or chips < 1 or chips & (chips - 1):
+            raise ConfigError(
+                f"there is no usual slice of {devices} devices of {generation}: name one, as in v5e:2x4 or v5p:2x2x2"
+            )
+        # Two chips are in the middle, four are a square, and the first dimension is the shortest of larger slices.
+        exponents = [0] * dimensions
+        for number in range(chips.bit_length() - 1):
+            exponents[(1, 0, 2)[number] if number < dimensions else -1 - number % dimensions] += 1
+        ordered = sorted(exponents) if chips >= 2**dimensions else exponents
+        return cls(generation=generation, chips=tuple(2**exponent for exponent in ordered))
+
+    @classmethod
+    def _meant(cls, text: str) -> str:
+        """The slice that an accelerator's name stands for, for messages; empty if it is no such name."""
+        found = _ACCELERATOR.fullmatch(text.lower())
+        if found is None:
+            return ""
+        generation = found.group(1).replace("litepod", "e")
+        chips = int(found.group(2)) // _COUNTED_PER_CHIP.get(generation, 1)
+        try:
+            usual = cls.usual(generation, chips * _DEVICES_PER_CHIP.get(generation, 1))
+        except ConfigError:
+            return ""
+        return f"; {text} is usually {usual}"
+
+    @property
+    def usual_slices(self) -> str:
+        """The smallest slices of the generation, for messages."""
+        per_chip = _DEVICES_PER_CHIP.get(self.generation, 1)
+        smallest = 4 if self.generation in _CUBES else 1
+        chips = [smallest, *(count for count in (4, 8, 16, 32, 64, 128, 256) if count > smallest)]
+        return ", ".join(str(self.usual(self.generation, count * per_chip)) for count in chips)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices, as programs see them."""
+        return math.prod(self.chips) * _DEVICES_PER_CHIP.get(self.generation, 1)
+
+    @property
+    def options(self) -> Mapping[str, str]:
+        """Options with which libtpu describes the slice."""
+        return _OPTIONS.get(self.generation, {})
+
+    def __str__(self) -> str:
+        return f"{self.generation}:{'x'.join(map(str, self.chips))}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiler:
+    """The installed libtpu.
+
+    Attributes:
+        library: path of `libtpu.so`.
+        version: of the package.
+    """
+
+    library: Path
+    version: str
+
+    @classmethod
+    def find(cls) -> Compiler:
+        """Looks for libtpu and pypjrt without loading them.
+
+        Raises:
+            ConfigError: one is missing; the message says how to install them.
+        """
+        missing = [name for name in ("libtpu", "pypjrt") if util.find_spec(name) is None]
+        if missing:
+            raise ConfigError(
+                f"steps are compiled for TPUs by libtpu, and {' and '.join(missing)} is not installed: {INSTALL} "
+                "(xla-adapters plan estimates without it)"
+            )
+        spec = util.find_spec("libtpu")
+        assert spec is not None
+        assert spec.origin is not None
+        return cls(library=Path(spec.origin).with_name("libtpu.so"), version=metadata.version("libtpu"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +237,7 @@ class CompiledModule:
             count, too.
         collectives: None if there is no program.
         text: the optimised program.
-        buffers, ranges: XLA's texts on buffers and their lives (`*-buffer-assignment.txt`, `*-live-range.txt`).
+        buffers: XLA's text on buffers (`*-buffer-assignment.txt`).
     """
 
     target: Target
@@ -101,12 +253,11 @@ class CompiledModule:
     collectives: HloStats | None = None
     text: str = field(default="", repr=False)
     buffers: str = field(default="", repr=False)
-    ranges: str = field(default="", repr=False)
 
     @property
-    def compiled(self) -> bool:
-        """Whether there is a program."""
-        return self.memory is not None
+    def needed_bytes(self) -> int:
+        """Bytes of a device's memory, also of a program that does not fit; 0 if not known."""
+        return self.memory.needed if self.memory is not None else sum(memory_of(self.buffers))
 
     @property
     def out_of_memory(self) -> bool:
@@ -151,53 +302,31 @@ def check_compiler(target: Target) -> CompiledModule:
 
 def _ask(target: Target, module: bytes | None, form: ModuleForm, timeout: float, generate_code: bool) -> CompiledModule:
     compiler = Compiler.find()
-    options = dict(target.options)
-    request = {"library": str(compiler.library), "topology": str(target), "options": options, "form": form}
+    request = {"library": str(compiler.library), "topology": str(target), "options": dict(target.options), "form": form}
     with tempfile.TemporaryDirectory(prefix="xla-adapters-") as name:
         folder = Path(name)
         (folder / libtpu_process.REQUEST).write_text(json.dumps({**request, "compile": module is not None}))
         (folder / libtpu_process.MODULE).write_bytes(module or b"")
         begun = time.monotonic()
-        flags = _flags(target, os.environ.get("LIBTPU_INIT_ARGS", ""), form)
-        ended = _run(folder, flags, timeout, generate_code)
+        ended = run_python(
+            [libtpu_process.__file__, name],
+            environment={
+                **{name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"},
+                **_ENVIRONMENT,
+                "LIBTPU_INIT_ARGS": _flags(target, os.environ.get("LIBTPU_INIT_ARGS", ""), form),
+                "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text",
+                "PYTHONPATH": python_path(),
+            },
+            timeout=timeout,
+            until=None if generate_code else lambda: _has_assigned(folder),
+        )
         answered = folder / libtpu_process.ANSWER
         answer = json.loads(answered.read_text()) if answered.is_file() else {}
-        if ended is None:
+        if ended.was_stopped:
             answer = {**answer, "seconds": time.monotonic() - begun, "memory": _assigned(folder)}
         elif module is not None and "memory" not in answer:
-            answer = {"problem": ended, **answer}
+            answer = {"problem": f"the compiler {ended}", **answer}
         return _read(answer, folder, target, f"libtpu {compiler.version}")
-
-
-def _run(folder: Path, flags: str, timeout: float, generate_code: bool) -> str | None:
-    """Runs the process; how it ended, for the case that it has not answered. None: stopped before it generated code."""
-    environment = {
-        **{name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"},
-        **_ENVIRONMENT,
-        "LIBTPU_INIT_ARGS": flags,
-        "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text",
-        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-    }
-    said = folder / "output.txt"
-    deadline = time.monotonic() + timeout
-    with said.open("wb") as output:
-        command = [sys.executable, libtpu_process.__file__, str(folder)]
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        try:
-            while True:
-                try:
-                    process.wait(timeout=min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
-                    break
-                except subprocess.TimeoutExpired:
-                    if not generate_code and _has_assigned(folder):
-                        return None
-                    if time.monotonic() >= deadline:
-                        return f"the compiler had no more than {timeout:g} s (its timeout)"
-        finally:
-            process.kill()
-            process.wait()
-    errors = said.read_text(errors="replace").strip()
-    return f"the compiler's process ended with status {process.returncode}: {errors[-2000:]}"
 
 
 def _has_assigned(folder: Path) -> bool:
@@ -234,7 +363,6 @@ def _read(answer: Mapping[str, Any], folder: Path, target: Target, compiler: str
         "kind": answer.get("kind", ""),
         "hbm_bytes": answer.get("hbm", 0),
         "buffers": _text(folder, _BUFFERS),
-        "ranges": _text(folder, _RANGES),
     }
     text = _text(folder, _OPTIMISED)
     if "memory" not in answer:
@@ -261,3 +389,133 @@ def _text(folder: Path, ending: str) -> str:
     """The largest of the dumped texts with this ending: the compiler compiles small programs of its own, too."""
     found = [path for path in folder.glob("module_*") if path.name.endswith(ending)]
     return max(found, key=lambda path: path.stat().st_size).read_text() if found else ""
+
+
+# ---- what takes the memory ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveValue:
+    """A value in a device's memory.
+
+    Attributes:
+        name: of the parameter, state or batch tensor; for an intermediate value the operation that computes it.
+        bytes: on one device, with padding.
+        shape: on one device, e.g. `"f32[1024,256]"`.
+        kind: `"argument"` or `"temporary"`.
+        line: `file:line` of the Python that made it; empty if not known.
+    """
+
+    name: str
+    bytes: int
+    shape: str
+    kind: str
+    line: str = ""
+
+
+def largest_values(text: str, buffers: str, names: Mapping[int, str], count: int = 10) -> list[LiveValue]:
+    """The largest values in the memory of a device, largest first.
+
+    Temporary values that take the same place one after the other are all listed.
+
+    Args:
+        text: the optimised program.
+        buffers: XLA's text on buffers (`*-buffer-assignment.txt`).
+        names: what each parameter of the program is, by its number.
+        count: how many to return.
+    """
+    found = sorted(_values(buffers, names), key=lambda value: -value.bytes)[:count]
+    frames, metadata = _Frames(text), dict(_METADATA.findall(text))
+    return [value if value.kind == "argument" else _explained(value, metadata, frames) for value in found]
+
+
+def memory_of(buffers: str) -> tuple[int, int]:
+    """Bytes of arguments and of temporary values, by XLA's text on buffers; of a program that does not fit, too."""
+    sizes = {"argument": 0, "temporary": 0}
+    for line in buffers.splitlines():
+        allocation = _ALLOCATION.match(line)
+        if allocation is not None and (allocation.group(2) or "0") == "0":
+            kind = _kind(allocation.group(3))
+            if kind:
+                sizes[kind] += int(allocation.group(1))
+    return sizes["argument"], sizes["temporary"]
+
+
+def _kind(what: str) -> str:
+    if _PARAMETER.match(what) is not None:
+        return "argument"
+    return "temporary" if what.startswith("preallocated-temp") else ""
+
+
+def _values(buffers: str, names: Mapping[int, str]) -> Iterator[LiveValue]:
+    kind = ""
+    for line in buffers.splitlines():
+        allocation = _ALLOCATION.match(line)
+        if allocation is not None:
+            size, colour, what = allocation.groups()
+            parameter = _PARAMETER.match(what)
+            # Other colours are memories on the chip.
+            kind = _kind(what) if (colour or "0") == "0" else ""
+            if parameter is not None:
+                number = int(parameter.group(1))
+                shape = what.partition("|")[2].partition("|")[0]
+                name = names.get(number, f"parameter {number}")
+                yield LiveValue(name=name, bytes=int(size), shape=shape, kind="argument")
+        elif kind == "temporary" and (value := _VALUE.match(line)) is not None:
+            yield LiveValue(name=value.group(1), bytes=int(value.group(2)), shape=value.group(3), kind=kind)
+
+
+def _explained(value: LiveValue, metadata: Mapping[str, str], frames: _Frames) -> LiveValue:
+    fields = {name: text or number for name, text, number in _FIELD.findall(metadata.get(value.name, ""))}
+    operation = fields.get("op_type", "")
+    file, line = fields.get("source_file", ""), fields.get("source_line", "")
+    where = frames.of_user(fields.get("stack_frame_id", ""), file, line)
+    if "/torch/autograd/" in file:
+        operation += " in the backward"
+    elif "/torch/optim/" in file:
+        operation += " in the optimizer's update"
+    name = operation.replace("aten__", "").replace("xla__", "").strip() or value.name
+    return LiveValue(name=name, bytes=value.bytes, shape=value.shape, kind=value.kind, line=where)
+
+
+class _Frames:
+    """The tables of stack frames at the beginning of HLO text."""
+
+    def __init__(self, text: str) -> None:
+        head = text.partition("\n\n%")[0]
+        tables = {part.partition("\n")[0]: part.splitlines()[1:] for part in head.split("\n\n")}
+        self._files = dict(self._entries(tables.get("FileNames", [])))
+        self._locations = dict(self._entries(tables.get("FileLocations", [])))
+        self._frames = dict(self._entries(tables.get("StackFrames", [])))
+
+    @staticmethod
+    def _entries(lines: list[str]) -> Iterator[tuple[int, str]]:
+        for line in lines:
+            number, _, rest = line.partition(" ")
+            if number.isdigit():
+                yield int(number), rest.strip('"')
+
+    def of_user(self, frame: str, file: str, line: str) -> str:
+        """`file:line` of the innermost frame that is neither torch's nor ours; empty if there is none."""
+        at = int(frame) if frame else 0
+        # Some versions count the frames from 0 here.
+        if (file, line) != self._place(at)[:2]:
+            at -= 1
+        seen = 0
+        while at in self._frames and seen < len(self._frames):
+            found, number, parent = self._place(at)
+            if found and not any(part in found for part in _MACHINERY):
+                return f"{found}:{number}"
+            # The text gives the parent's number plus one.
+            at, seen = parent - 1, seen + 1
+        return ""
+
+    def _place(self, frame: int) -> tuple[str, str, int]:
+        fields = {name: number for name, _, number in _FIELD.findall(self._frames.get(frame, ""))}
+        location = self._locations.get(int(fields.get("file_location_id", 0)), "")
+        place = {name: number for name, _, number in _FIELD.findall(location)}
+        return (
+            self._files.get(int(place.get("file_name_id", 0)), ""),
+            place.get("line", ""),
+            int(fields.get("parent_frame_id", 0)),
+        )

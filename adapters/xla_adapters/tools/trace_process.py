@@ -1,90 +1,163 @@
-"""`trace_in_process`: traces a step in a process of its own, which has as many virtual CPU devices as the mesh.
+"""`trace_in_process`: traces trainings in a process of its own, which sees as many virtual devices as the slice has.
 
-Nothing is compiled or run there; the process of the caller is not touched.
+A training is a script, or what a program has set up: a model without weights, and a function that trains it. Nothing is
+compiled or run there; the process of the caller is not touched.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import faulthandler
+import functools
 import os
 import pickle
-import subprocess
-import sys
-import tempfile
+import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from xla_adapters.errors import MODEL_FAILURES, ConfigError, XLAAdapterError
-from xla_adapters.runtime import get_runtime, runtime_name
-from xla_adapters.sharding.measure import MeasuringError
-from xla_adapters.sharding.measure.job import pack, unpack
-from xla_adapters.tools.job import StepJob
-from xla_adapters.tools.target import INSTALL_FOR_TORCH_TPU
-from xla_adapters.tools.traced_step import TracedStep
-from xla_adapters.utils.location import described
+import torch
+from torch.utils import _pytree
+
+from xla_adapters.config import XLAConfig
+from xla_adapters.errors import ConfigError
+from xla_adapters.replay.program import StepProgram
+from xla_adapters.runtime import get_runtime, prepare, runtime_name
+from xla_adapters.runtime.modes import eager
+from xla_adapters.runtime.transfers import uploading
+from xla_adapters.sharding.config import ShardingConfig
+from xla_adapters.sharding.measure.process import loss_of, unpack
+from xla_adapters.sharding.placement import Placement
+from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.tools.step_capture import EVALUATION, TRAINING, StepCapture, Taken, TracedStep
+from xla_adapters.tools.tpu_compiler import INSTALL_FOR_TORCH_TPU
+from xla_adapters.tools.user_script import Hand, put_in, run_command, skipping_saves
+from xla_adapters.tracing.optimizers import prime
+from xla_adapters.utils.child_process import Asked, ask, python_path
+from xla_adapters.utils.location import described, location_of_line
+from xla_adapters.utils.patching import replaced
+
+MakeOptimizer = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
+# What a program gives a model, what it is fed with, and the hand that ends the loops, to train it.
+Run = Callable[[torch.nn.Module, Any, Hand], object]
 
 # A package of the extra "preflight-torch-tpu".
 _PLUGIN = "xla_plugins.xla_cpu_pjrt"
-_JOB, _ANSWER = "job.pickle", "answer_{}.pickle"
+_FRAME = re.compile(r'^  File "([^"]+)", line (\d+) in ', re.MULTILINE)
 
 
-class TracingError(Exception):
-    """The step could not be traced; the message says why."""
+def adamw(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """torch's AdamW. The figures of a step do not depend on the values of an optimizer's options."""
+    return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.1)
 
 
-def trace_in_process(job: StepJob, *, timeout: float = 900) -> TracedStep:
-    """Traces a training step as it would run on devices that are no CPUs.
+def adam(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """torch's Adam."""
+    return torch.optim.Adam(parameters, lr=1e-4)
 
-    Args:
-        job: model and batch on any device; their values are not used.
-        timeout: seconds after which the process is stopped.
 
-    Raises:
-        TracingError: the model cannot be pickled, its step cannot be traced, or the time was too short.
+def sgd(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """torch's SGD with momentum."""
+    return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {"adamw": adamw, "adam": adam, "sgd": sgd}
+
+
+# ---- what is asked, and the answer ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Trainings of a model, to be pickled (`pack`) without the values of its parameters.
+
+    Attributes:
+        model: on any device.
+        batch: what the runs are given, on the host or on the meta device.
+        runs: each trains a copy of the model, and is traced by itself.
     """
-    (answer,) = trace_plans_in_process(dataclasses.replace(job, plans=(job.plan,)), timeout=timeout)
-    if isinstance(answer, str):
-        raise TracingError(answer)
-    return answer
+
+    model: torch.nn.Module
+    batch: Any
+    runs: Sequence[Run]
 
 
-def trace_plans_in_process(job: StepJob, *, timeout: float = 900) -> list[TracedStep | str]:
-    """As `trace_in_process`, under each of the job's plans, whose meshes have one size.
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is traced.
+
+    Attributes:
+        generation: of the devices that plans are made for.
+        command: a script and its arguments; or `-m`, a module and its arguments.
+        sharding: for trainers in it that do not shard by themselves; None leaves them as they are.
+        training: a packed `Training`, if there is no command.
+        count: of its runs.
+        spmd: whether it is sharded in any case.
+    """
+
+    generation: str
+    command: Sequence[str] = ()
+    sharding: str | None = None
+    training: bytes = b""
+    count: int = 1
+    spmd: bool = False
+
+
+@dataclass(kw_only=True)
+class Traced:
+    """What tracing a training gave.
+
+    Attributes:
+        steps: the graphs of its steps, that of the training step first.
+        plan: how its model is sharded; None if it is not.
+        changed, skipped: what was put in, and what was not saved, in words.
+        problem: why there is no graph of a training step, or none of an evaluation; empty if there is.
+        invalid: whether the problem is an option that cannot work.
+        in_output: whether only what the script printed may say more about the problem.
+    """
+
+    steps: list[TracedStep] = field(default_factory=list)
+    plan: ShardingPlan | None = None
+    changed: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    problem: str = ""
+    invalid: bool = False
+    in_output: bool = False
+
+
+def trace_in_process(
+    request: Request, devices: int, *, timeout: float = 900, shows_output: bool = False
+) -> list[Traced]:
+    """Traces trainings as they would run on devices that are no CPUs.
 
     Args:
-        job: as for `trace_in_process`.
-        timeout: seconds for all plans together.
+        request: the trainings.
+        devices: how many the process sees.
+        timeout: seconds after which it is ended.
+        shows_output: whether what it prints is shown.
 
     Returns:
-        For each plan its step, or why it could not be traced.
+        What tracing each of the trainings gave.
 
     Raises:
-        TracingError: the model cannot be pickled.
+        ConfigError: with TorchTPU, the plugin that stands in for a TPU is not installed.
     """
-    try:
-        data = pack(job)
-    except MeasuringError as error:
-        raise TracingError(str(error)) from error
-    with tempfile.TemporaryDirectory(prefix="xla-adapters-") as name:
-        folder = Path(name)
-        (folder / _JOB).write_bytes(data)
-        problem = ""
-        try:
-            ended = subprocess.run(
-                [sys.executable, "-m", __name__, name],
-                env=environment_for(job.plan.mesh.size),
-                capture_output=True,
-                timeout=timeout,
-                check=False,
-            )
-            said = ended.stderr.decode(errors="replace").strip()
-            problem = f"the process that traces the step ended with status {ended.returncode}: {said[-2000:]}"
-        except subprocess.TimeoutExpired:
-            problem = f"tracing the step took more than {timeout:g} s (its timeout)"
-        paths = [folder / _ANSWER.format(number) for number in range(len(job.plans))]
-        return [pickle.loads(path.read_bytes()) if path.is_file() else problem for path in paths]
+    ended = ask(
+        trace_requested,
+        pickle.dumps(request),
+        environment=environment_for(devices),
+        timeout=timeout,
+        shows_output=shows_output,
+    )
+    found: list[Traced] = [pickle.loads(answer) for answer in ended.answers]
+    for traced in found:
+        if traced.in_output:
+            traced.problem += ended.output
+    problem = f"the process that traces the steps {ended.how}{_crashed(ended.printed) or ended.output}"
+    return [*found, *(Traced(problem=problem) for _ in range(request.count - len(found)))]
 
 
 def environment_for(devices: int) -> dict[str, str]:
@@ -96,10 +169,31 @@ def environment_for(devices: int) -> dict[str, str]:
     Raises:
         ConfigError: with TorchTPU, the plugin that stands in for a TPU is not installed.
     """
+    environment = {
+        "PYTHONPATH": python_path(),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Nothing goes to services that log runs.
+        "WANDB_MODE": "disabled",
+    }
     if runtime_name() == "torch_tpu":
-        return _environment_of_torch_tpu()
+        # The parent first, which `find_spec` would import.
+        spec = find_spec(_PLUGIN) if find_spec(_PLUGIN.partition(".")[0]) is not None else None
+        if spec is None or not spec.submodule_search_locations:
+            raise ConfigError(
+                f"with TorchTPU a step is traced on a PJRT plugin that stands in for a TPU: {INSTALL_FOR_TORCH_TPU}"
+            )
+        return {
+            **os.environ,
+            **environment,
+            # Not the TPU of this host, if it has one: it may be in use.
+            "TPU_LIBRARY_PATH": str(Path(spec.submodule_search_locations[0]) / "xla_cpu_pjrt.so"),
+            # Otherwise it waits for minutes for a server that only Google's machines have.
+            "TPU_SKIP_MDS_QUERY": "1",
+        }
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "PT_XLA"))},
+        **environment,
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": str(devices),
         # The step as devices that are no CPUs trace it.
@@ -107,67 +201,233 @@ def environment_for(devices: int) -> dict[str, str]:
         # Operations name the line of Python that made them.
         "XLA_HLO_DEBUG": "1",
         "XLA_IR_DEBUG": "1",
-        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-        "TF_CPP_MIN_LOG_LEVEL": "3",
     }
 
 
-def _environment_of_torch_tpu() -> dict[str, str]:
-    # The parent first, which `find_spec` would import.
-    spec = find_spec(_PLUGIN) if find_spec(_PLUGIN.partition(".")[0]) is not None else None
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(
-            f"with TorchTPU a step is traced on a PJRT plugin that stands in for a TPU: {INSTALL_FOR_TORCH_TPU}"
-        )
-    return {
-        **os.environ,
-        # Not the TPU of this host, if it has one: it may be in use.
-        "TPU_LIBRARY_PATH": str(Path(spec.submodule_search_locations[0]) / "xla_cpu_pjrt.so"),
-        # Otherwise it waits for minutes for a server that only Google's machines have.
-        "TPU_SKIP_MDS_QUERY": "1",
-        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }
+def _crashed(printed: str) -> str:
+    """Where the process crashed, by the text of `faulthandler`; empty if it has not written one."""
+    _, fatal, text = printed.partition("Fatal Python error: ")
+    if not fatal:
+        return ""
+    frames = (location_of_line(file, int(line)) for file, line in _FRAME.findall(text))
+    place = next((f" at {at.filename}:{at.lineno}" for at in frames if at.is_user_code), "")
+    return (
+        f" ({text.partition(os.linesep)[0]}){place}; in a pre-flight tensors have no values: nothing can be read from "
+        "the device, and nothing computed on it outside of a step"
+    )
 
 
-def _tracer() -> Callable[[StepJob], TracedStep]:
-    """Starts the runtime; what traces a step with it."""
-    runtime = get_runtime()
-    runtime.abstract.prepare()
-    if runtime.has_placeholders:
-        from xla_adapters.tools.placeholder_step import trace_step as trace
-    else:
-        from xla_adapters.tools.traced_step import trace_step as trace
-
-        runtime.device.initialize(spmd=True)
-    return trace
+# ---- in the process ---------------------------------------------------------------------------------
 
 
-def _main(folder: Path) -> None:
-    trace = _tracer()
-    data = (folder / _JOB).read_bytes()
-    for number, plan in enumerate(unpack(data).plans):
-        # Its model is moved to the device: another plan gets another copy.
-        job = unpack(data)
-        assert isinstance(job, StepJob)
-        answer: TracedStep | str
+def trace_requested(asked: Asked) -> None:
+    """What the process does: answers a `Request` with a `Traced` for each training."""
+    # The runtime crashes where values are needed that placeholders do not have.
+    faulthandler.enable()
+    request: Request = pickle.loads(asked.request)
+    for number in range(request.count):
+        run = functools.partial(_train, request.training, number)
+        if request.command:
+            run = functools.partial(_run_script, request.command)
+        asked.answer(pickle.dumps(trace(asked.folder, run, request)))
+
+
+def _run_script(command: Sequence[str], hand: Hand) -> None:
+    with put_in(hand):
+        run_command(list(command))
+
+
+def _train(training: bytes, number: int, hand: Hand) -> None:
+    # Unpacked here, where strategies that it holds find a device without memory.
+    unpacked: Training = unpack(training)
+    unpacked.runs[number](unpacked.model, unpacked.batch, hand)
+
+
+@dataclass(frozen=True)
+class Loops:
+    """What trainers that are put in do: their loops run until the graphs of their steps are taken.
+
+    Args:
+        capture: takes the graphs.
+    """
+
+    capture: StepCapture
+
+    def train(self, loop: Callable[[], object]) -> None:
+        """Runs a training loop until it has updated once."""
+        with self.capture.taking(TRAINING):
+            loop()
+
+    def evaluate(self, loop: Callable[[], object]) -> None:
+        """Runs an evaluation loop for one step."""
+        with self.capture.taking(EVALUATION):
+            loop()
+
+    @property
+    def is_taking(self) -> bool:
+        """Whether such a loop is running."""
+        return bool(self.capture.phase)
+
+    def end(self) -> None:
+        """Ends the script."""
+        raise Taken
+
+
+def trace(folder: Path, run: Callable[[Hand], object], request: Request) -> Traced:
+    """Runs a training until it has updated once; what was taken of it.
+
+    Args:
+        folder: for temporary files.
+        run: the training; it is given what changes trainers.
+        request: its options.
+    """
+    traced, capture = Traced(), make_capture()
+    get_runtime().abstract.prepare()
+    # As an import of an adapter would, before another library starts the runtime.
+    prepare()
+    if request.spmd or request.sharding is not None:
+        # Before the script starts the runtime without it, as transformers.TrainingArguments do.
+        get_runtime().device.initialize(spmd=True)
+    hand = Hand(
+        folder=folder,
+        change=_adding_to(traced.changed),
+        skip=_adding_to(traced.skipped),
+        sharding=request.sharding,
+        loops=Loops(capture),
+    )
+    with ExitStack() as stack:
+        stack.enter_context(capture.capturing())
+        stack.enter_context(skipping_saves(folder, hand.skip))
+        stack.enter_context(_options_for(request.generation))
         try:
-            answer = trace(dataclasses.replace(job, plans=(plan,)))
-        except (*MODEL_FAILURES, XLAAdapterError) as error:
-            traceback.print_exc()
-            answer = described(error)
-        # Renamed when it is complete: the process may be stopped at any time.
-        part = folder / "part"
-        part.write_bytes(pickle.dumps(answer))
-        part.rename(folder / _ANSWER.format(number))
+            run(hand)
+        except Taken:
+            pass
+        except SystemExit as error:
+            traced.problem = f"the script ended with the exit status {error.code}" if error.code else ""
+            traced.in_output = bool(error.code)
+        except BaseException as error:  # noqa: BLE001 (it is reported)
+            traceback.print_exception(error)
+            traced.problem, traced.invalid = described(error), isinstance(error, ConfigError)
+    traced.steps = sorted(capture.steps, key=lambda step: (step.kind != TRAINING, step.kind == EVALUATION))
+    traced.plan = capture.plan
+    if not traced.problem and not any(step.kind == TRAINING for step in traced.steps):
+        traced.problem, traced.in_output = _without_update(capture), capture.failure is None
+    return traced
 
 
-if __name__ == "__main__":
-    from xla_adapters.tools import trace_process
+def make_capture() -> StepCapture:
+    """What takes the graphs of steps on the runtime in use."""
+    if get_runtime().has_placeholders:
+        from xla_adapters.tools.placeholder_capture import PlaceholderStepCapture
 
-    # Not `__main__`'s own classes: what is pickled must be found by its module's name.
-    trace_process._main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Placeholders have nothing to be destroyed.
-    os._exit(0)
+        return PlaceholderStepCapture()
+    from xla_adapters.tools.lazy_capture import LazyStepCapture
+
+    return LazyStepCapture()
+
+
+def _without_update(capture: StepCapture) -> str:
+    """Why a script that ended by itself has no training step."""
+    if capture.failure is not None:
+        return f"the training raised, and the script went on: {described(capture.failure)}"
+    return (
+        "the script ended without an update in a step of xla-adapters: a loop of your own marks its steps by `with "
+        "xla_adapters.step():` or a function decorated with xla_adapters.CompiledStep"
+    )
+
+
+@contextmanager
+def _options_for(generation: str) -> Iterator[None]:
+    """A context in which options are those of a pre-flight.
+
+    The planner plans for its devices, unless others are named. Where a training would execute a part of a step and go
+    on with its values, which are not there, is an error.
+    """
+    check, check_step = ShardingConfig.__post_init__, XLAConfig.__post_init__
+
+    def checked(config: ShardingConfig) -> None:
+        if config.scheme == "auto" and config.plan is None and config.topology is None:
+            object.__setattr__(config, "topology", generation)
+        check(config)
+
+    def step_checked(config: XLAConfig) -> None:
+        check_step(config)
+        object.__setattr__(config, "on_graph_break", "error")
+
+    with (
+        replaced(ShardingConfig, "__post_init__", checked),
+        replaced(XLAConfig, "__post_init__", step_checked),
+    ):
+        yield
+
+
+def _adding_to(notes: list[str]) -> Callable[[str], None]:
+    def add(note: str) -> None:
+        if note not in notes:
+            notes.append(note)
+
+    return add
+
+
+# ---- a model without a script -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneStep:
+    """A `Run` of one training step: forward, loss, backward and update.
+
+    Attributes:
+        plan: how it is sharded; does not count on a runtime that cannot shard.
+        around: returns a context for the forward pass.
+        optimizer: makes the optimizer of the parameters that are trained.
+    """
+
+    plan: ShardingPlan
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    optimizer: MakeOptimizer = adamw
+
+    def __call__(self, model: torch.nn.Module, batch: Any, hand: Hand) -> None:
+        """Runs it."""
+        assert hand.loops is not None
+        hand.loops.train(lambda: self._update(model, batch))
+
+    def _update(self, model: torch.nn.Module, batch: Any) -> None:
+        runtime = get_runtime()
+        to_device = runtime.transfers.to_device
+        with ExitStack() as stack:
+            if runtime.has_placeholders:
+                model.to(runtime.device.torch_device())
+            else:
+                stack.enter_context(eager(True))
+                placement = Placement(self.plan, runtime)
+                placement.move_model(model)
+            _move_attributes(model, to_device)
+            batch = _pytree.tree_map_only(torch.Tensor, to_device, batch)
+            optimizer = self.optimizer([value for value in model.parameters() if value.requires_grad])
+            if not runtime.has_placeholders:
+                placement.place_batch(batch)
+                with uploading():
+                    prime(optimizer)
+                stack.enter_context(placement.constraining(model))
+            program = StepProgram(name="preflight step", config=XLAConfig())
+            program.open(inputs=batch)
+            try:
+                with self.around():
+                    loss = loss_of(model(**batch) if isinstance(batch, dict) else model(*batch))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                # The loss is a result of the step's graph as long as it is held.
+                program.close()
+                del loss
+            finally:
+                program.abort()
+
+
+def _move_attributes(model: torch.nn.Module, moved: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replaces tensors on the meta device that modules hold as plain attributes (rotary frequencies, ...)."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor) and value.device.type == "meta":
+                setattr(module, name, moved(value))

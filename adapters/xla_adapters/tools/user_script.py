@@ -1,24 +1,56 @@
-"""`put_in`: has adapters change the trainers of other libraries when a script constructs them.
+"""Runs a user's script in this process, for `check` and `preflight`: with changed trainers, and nothing is saved.
 
-A package registers an entry point of the group `xla_adapters.check`. Its name is that of a class with its module
-(`library.module.Trainer`). Its value is a function `(kind, hand) -> type`: for the class that the script instantiates,
-which is that class or one derived from it, it returns the class derived from `kind` that is instantiated instead.
+`put_in` has adapters change the trainers of other libraries when a script constructs them. A package registers an entry
+point of the group `xla_adapters.check`. Its name is that of a class with its module (`library.module.Trainer`). Its
+value is a function `(kind, hand) -> type`: for the class that the script instantiates, which is that class or one
+derived from it, it returns the class derived from `kind` that is instantiated instead.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import os
+import runpy
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+import safetensors.torch
+import torch
+
+from xla_adapters.checkpoint import Checkpoint, CheckpointStore
+from xla_adapters.utils.location import line_of_caller
+from xla_adapters.utils.patching import replaced
+
 GROUP = "xla_adapters.check"
+# Files that are told of.
+_MOST = 20
+
+
+def run_command(command: list[str]) -> None:
+    """Runs a script in this process, as `__main__`.
+
+    Args:
+        command: the script and its arguments; or `-m`, a module and its arguments.
+    """
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = command
+    # As `python SCRIPT` does; with -m it is the present folder, which is there already.
+    sys.path[0] = str(Path(command[0]).resolve().parent)
+    runpy.run_path(command[0], run_name="__main__")
+
+
+# ---- trainers ----------------------------------------------------------------------------------------
 
 
 class Loops(Protocol):
@@ -131,3 +163,73 @@ class _Loader(importlib.abc.Loader):
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._imported(module)
+
+
+# ---- files -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def skipping_saves(folder: Path, skip: Callable[[str], None]) -> Iterator[None]:
+    """Has `torch.save` and `save_file` of safetensors write no file, and checkpoint stores change nothing.
+
+    Args:
+        folder: a temporary one: a store returns what it has saved, so it saves there.
+        skip: called with what was not saved, in words.
+    """
+    save_checkpoint, elsewhere = CheckpointStore.save, str(folder / "checkpoints")
+
+    def in_memory_only(save: Callable[..., None]) -> Callable[..., None]:
+        def saved(value: Any, file: Any, *args: Any, **options: Any) -> None:
+            if isinstance(file, (str, os.PathLike)):
+                skip(f"{os.fspath(file)} ({line_of_caller()})")
+            else:
+                save(value, file, *args, **options)
+
+        return saved
+
+    def saved_elsewhere(store: CheckpointStore, step: int, *args: Any, **options: Any) -> Checkpoint:
+        skip(f"the checkpoint of step {step} ({line_of_caller()})")
+        return save_checkpoint(CheckpointStore(elsewhere), step, *args, **options)
+
+    def not_removed(store: CheckpointStore, *args: Any, **options: Any) -> list[str]:
+        return []
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(torch, "save", in_memory_only(torch.save)))
+        save_file = in_memory_only(safetensors.torch.save_file)
+        stack.enter_context(replaced(safetensors.torch, "save_file", save_file))
+        stack.enter_context(replaced(CheckpointStore, "save", saved_elsewhere))
+        for name in ("rotate", "remove", "recover"):
+            stack.enter_context(replaced(CheckpointStore, name, not_removed))
+        yield
+
+
+class FilesWritten:
+    """The files that Python code opens for writing outside of the folder for temporary files, from now on.
+
+    A hook cannot be removed from a process (`sys.addaudithook`), so it belongs in one of its own.
+
+    Args:
+        note: called with the path of each, once.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._seen: set[str] = set()
+        self._ignored = (tempfile.gettempdir() + os.sep, "/dev/", "/proc/", "/sys/")
+        sys.addaudithook(self._on_event)
+
+    def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, mode, flags = arguments
+            writes = any(letter in mode for letter in "wax+") if mode else flags & (os.O_WRONLY | os.O_RDWR)
+        elif event == "os.mkdir":
+            path, writes = arguments[0], True
+        else:
+            return
+        if not writes or isinstance(path, int) or len(self._seen) >= _MOST:
+            return
+        full = str(Path(os.fsdecode(path)).absolute())
+        if not (full in self._seen or full.startswith(self._ignored) or "__pycache__" in full):
+            self._seen.add(full)
+            self._note(full)

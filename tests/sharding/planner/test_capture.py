@@ -9,8 +9,7 @@ from torch import nn
 from tests.isolation import isolated
 from tests.sharding.planner.models import gpt2, llama, tokens
 from xla_adapters.sharding.planner.capture import Capture, CaptureError, capture, shape_of
-from xla_adapters.sharding.planner.fold import fold
-from xla_adapters.sharding.planner.graph import build
+from xla_adapters.sharding.planner.graph import build, fold
 
 
 @isolated

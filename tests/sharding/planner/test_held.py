@@ -18,9 +18,7 @@ from xla_adapters.sharding.mesh import DATA, Spec, used_axes
 from xla_adapters.sharding.planner import Topology, evaluate, plan_model
 from xla_adapters.sharding.planner.costs import Fabric
 from xla_adapters.sharding.planner.graph import Operand, Operator
-from xla_adapters.sharding.planner.reshard import reshard
-from xla_adapters.sharding.planner.strategies import Rules
-from xla_adapters.sharding.planner.strategies.base import Want
+from xla_adapters.sharding.planner.layouts import Rules, Want, reshard
 
 _CPU = Topology.preset("cpu")
 _MODEL = Mesh.data_and_model(1, 8)

@@ -13,7 +13,7 @@ from tests.isolation import isolated
 from tests.sharding.planner.models import gpt2, llama, on_meta, tokens
 from xla_adapters.sharding import Mesh, PlanCost, ShardingConfig
 from xla_adapters.sharding.planner import Topology, evaluate_all, plan_model
-from xla_adapters.sharding.planner.peak import tiled
+from xla_adapters.sharding.planner.memory import tiled
 from xla_adapters.sharding.templates import template
 
 _V5E = Topology.preset("v5e")

@@ -14,7 +14,7 @@ from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import Mesh, ParameterPlan, PlanCost, ShardingConfig, ShardingPlan
 from xla_adapters.sharding.mesh import Spec, used_axes
 from xla_adapters.sharding.planner import Topology, evaluate, evaluate_all, plan_model
-from xla_adapters.sharding.planner.solve import Program
+from xla_adapters.sharding.planner.program import Program
 from xla_adapters.sharding.templates import template
 
 _MESH = Mesh.data_and_model(2, 4)

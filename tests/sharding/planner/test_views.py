@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from xla_adapters.sharding.planner.views import VIEWS, broadcast, reshaped
+from xla_adapters.sharding.planner.graph import VIEWS, broadcast, reshaped
 
 _SHAPES = [
     ((8, 16, 64), (8, 16, 4, 16)),

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -14,19 +15,123 @@ from torch import nn
 from torch.utils import _pytree
 
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding.mesh import DATA, MODEL, Mesh, Spec, used_axes
+from xla_adapters.sharding.config import ShardingConfig
+from xla_adapters.sharding.mesh import DATA, MODEL, Mesh, Spec, factorizations, used_axes
 from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.sharding.plan_data import PlanCost
-from xla_adapters.sharding.planner import inventory, problem, result, structural
+from xla_adapters.sharding.plan_data import ParameterPlan, PlanCost
 from xla_adapters.sharding.planner.capture import Capture, CaptureError, batch_size, capture
-from xla_adapters.sharding.planner.comparing import are_same, by_time, is_idle, memory_of
-from xla_adapters.sharding.planner.costs import Fabric
-from xla_adapters.sharding.planner.fold import Folded, fold
-from xla_adapters.sharding.planner.graph import Graph, build
-from xla_adapters.sharding.planner.storage import Parameter
-from xla_adapters.sharding.planner.strategies import Rules
-from xla_adapters.sharding.planner.strategy_filters import forced, propagated_only
-from xla_adapters.sharding.planner.topology import Topology
+from xla_adapters.sharding.planner.costs import Fabric, Parameter, Topology
+from xla_adapters.sharding.planner.graph import Folded, Graph, build, fold
+from xla_adapters.sharding.planner.layouts import Rules
+from xla_adapters.sharding.planner.program import Filter, Problem, formulate, formulate_by_parameters
+from xla_adapters.sharding.planner.solution import Solution, cost_of, forced, held, propagated_only, whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One parameter of the user's model.
+
+    Attributes:
+        name: as in `named_parameters()`.
+        tied: its other names.
+        tensor: the parameter.
+        fixed: its spec, if it is given by the user.
+        decided_by: `"planner"`, `"user"` (annotated) or `"override"`.
+    """
+
+    name: str
+    tied: tuple[str, ...]
+    tensor: torch.Tensor
+    fixed: Spec | None
+    decided_by: str
+
+    def planned(self, spec: Spec, used: Spec | None = None) -> ParameterPlan:
+        """The parameter's entry in a plan.
+
+        Args:
+            spec: how it is stored.
+            used: see `ParameterPlan`.
+        """
+        return ParameterPlan(
+            name=self.name,
+            shape=tuple(self.tensor.shape),
+            dtype=str(self.tensor.dtype).removeprefix("torch."),
+            spec=spec,
+            tied=self.tied,
+            decided_by=self.decided_by,
+            used=used,
+        )
+
+
+def list_parameters(model: nn.Module, fixed: Mapping[str, Spec], overrides: Mapping[str, Spec]) -> list[Entry]:
+    """Lists all parameters; those with several names (tied weights) once.
+
+    Args:
+        model: the model.
+        fixed: specs that the user annotated, by any name; they have priority over overrides.
+        overrides: specs by name pattern; the first pattern that matches counts.
+
+    Raises:
+        ConfigError: `fixed` has an unknown name, or different specs for one parameter.
+    """
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        tensors[id(parameter)] = parameter
+    unknown = sorted(set(fixed) - {name for group in names.values() for name in group})
+    if unknown:
+        raise ConfigError(f"specs are fixed for {', '.join(unknown)}, and the model has no such parameter")
+    entries = []
+    for identity, (name, *tied) in names.items():
+        given = {fixed[item] for item in (name, *tied) if item in fixed}
+        if len(given) > 1:
+            raise ConfigError(f"{name} is tied to {', '.join(tied)}, and their fixed specs differ: {given}")
+        spec, decided_by = None, "planner"
+        if given:
+            spec, decided_by = given.pop(), "user"
+        else:
+            for pattern, override in overrides.items():
+                if any(fnmatchcase(item, pattern) for item in (name, *tied)):
+                    spec, decided_by = override, "override"
+                    break
+        entries.append(Entry(name=name, tied=tuple(tied), tensor=tensors[identity], fixed=spec, decided_by=decided_by))
+    return entries
+
+
+def check_given(entries: list[Entry], mesh: Mesh) -> None:
+    """Raises if a parameter cannot be split as given.
+
+    Raises:
+        ConfigError: an axis is unknown, or a dimension does not divide.
+    """
+    for entry in entries:
+        if entry.fixed is not None:
+            mesh.check(entry.name, tuple(entry.tensor.shape), entry.fixed)
+
+
+def memory_of(plan: ShardingPlan) -> float:
+    """The predicted bytes on a device; 0 if there is no prediction."""
+    return plan.predicted.memory_bytes if plan.predicted is not None else 0.0
+
+
+def is_idle(plan: ShardingPlan) -> bool:
+    """Whether the mesh has a model axis over which nothing is split."""
+    specs = [item.spec for item in plan.parameters] + [item.spec for item in plan.activations] + [plan.batch]
+    split = {axis for spec in specs for axis in used_axes(spec)}
+    return plan.mesh.axis_size(MODEL) > 1 and MODEL not in split
+
+
+def are_same(one: ShardingPlan, other: ShardingPlan) -> bool:
+    """Whether two plans split the same in the same way."""
+    return (one.parameters, one.batch, one.activations) == (other.parameters, other.batch, other.activations)
+
+
+def by_time(plan: ShardingPlan) -> tuple[float, int, tuple[int, ...]]:
+    """A sort key: the predicted time to six digits, then the number of constraints."""
+    seconds = plan.predicted.step_seconds if plan.predicted is not None else 0.0
+    return (float(f"{seconds:.6g}"), len(plan.activations), tuple(-size for size in plan.mesh.shape))
+
 
 Batch = Mapping[str, Any] | Sequence[Any]
 # Rounds of solving with a budget corrected by the peak of the last plan.
@@ -62,7 +167,7 @@ class Planner:
     model: nn.Module
     batch: Batch
     around: Callable[[], AbstractContextManager[Any]]
-    entries: list[inventory.Entry]
+    entries: list[Entry]
     parameters: Mapping[str, Parameter]
     classes: Mapping[str, str]
     captured: _Captured | None
@@ -85,7 +190,7 @@ class Planner:
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Planner:
         """Captures the model; the arguments are those of `plan_model`."""
-        entries = inventory.take(model, fixed or {}, overrides or {})
+        entries = list_parameters(model, fixed or {}, overrides or {})
         given = {entry.name: entry.fixed for entry in entries if entry.fixed is not None}
         notes: tuple[str, ...] = ()
         captured = None
@@ -200,7 +305,7 @@ class Planner:
                 f"a batch of {self.rows} rows cannot be split over data={data}: make it a multiple of {data}, or give "
                 "a mesh_shape whose data axis divides it"
             )
-        inventory.check(self.entries, mesh)
+        check_given(self.entries, mesh)
 
     def plans(self, mesh: Mesh, budget: int | None, *, follow: bool = False) -> list[ShardingPlan]:
         """The fastest plan that GSPMD propagates by itself and, unless `follow`, the fastest of all if it differs.
@@ -251,7 +356,7 @@ class Planner:
         """Bytes per device of the plan that needs the least memory."""
         if self.captured is None:
             fabric = self._fabric(mesh)
-            program = structural.formulate(
+            program = formulate_by_parameters(
                 self.parameters, fabric, rows=self.rows, optimizer_bytes=self.optimizer_bytes
             )[0]
             return program.program.size(program.program.smallest()) + sum(self._constant(mesh).values())
@@ -266,7 +371,7 @@ class Planner:
         rules = Rules(fabric=self._fabric(plan.mesh))
         axes = {axis for item in plan.activations for axis in used_axes(item.spec)} | set(plan.batch)
         follow = MODEL not in axes
-        filters: list[problem.Filter] = [propagated_only] if follow else []
+        filters: list[Filter] = [propagated_only] if follow else []
         filters += forced(plan, self.captured.graph, self.captured.folded, self.captured.capture.skeleton, rules)
         # A plan whose layouts are not all reached by propagation is taken without its constraints.
         for kept in (filters, filters[: int(follow)]):
@@ -276,7 +381,7 @@ class Planner:
                 break
         assert values is not None
         peak = self._solution(plan.mesh, program, values).peak()
-        return result.cost_of(program.program, values, self._constant(plan.mesh, plan.batch), peak)
+        return cost_of(program.program, values, self._constant(plan.mesh, plan.batch), peak)
 
     def _fabric(self, mesh: Mesh) -> Fabric:
         return Fabric(mesh=mesh, topology=self.topology)
@@ -289,22 +394,22 @@ class Planner:
         """Bytes that are left for the program's choices; never 0, since the program divides by it."""
         return None if budget is None else max(1e-3, budget - sum(self._constant(mesh).values()))
 
-    def _formulate(self, mesh: Mesh, filters: Sequence[problem.Filter], *, follow: bool) -> problem.Problem:
+    def _formulate(self, mesh: Mesh, filters: Sequence[Filter], *, follow: bool) -> Problem:
         assert self.captured is not None
-        return problem.formulate(
+        return formulate(
             self.captured.graph,
             self.captured.folded,
             self.parameters,
             Rules(fabric=self._fabric(mesh)),
             optimizer_bytes=self.optimizer_bytes,
             filters=filters,
-            held=result.held(self.captured.graph, self.captured.folded, self.captured.capture.skeleton),
+            held=held(self.captured.graph, self.captured.folded, self.captured.capture.skeleton),
             follow=follow,
         )
 
-    def _solution(self, mesh: Mesh, program: problem.Problem, values: Sequence[float]) -> result.Solution:
+    def _solution(self, mesh: Mesh, program: Problem, values: Sequence[float]) -> Solution:
         assert self.captured is not None
-        return result.Solution(
+        return Solution(
             graph=self.captured.graph,
             folded=self.captured.folded,
             skeleton=self.captured.capture.skeleton,
@@ -313,7 +418,7 @@ class Planner:
             values=values,
         )
 
-    def _plan(self, mesh: Mesh, program: problem.Problem, values: Sequence[float]) -> ShardingPlan:
+    def _plan(self, mesh: Mesh, program: Problem, values: Sequence[float]) -> ShardingPlan:
         assert self.captured is not None
         solution = self._solution(mesh, program, values)
         notes = self.notes
@@ -330,12 +435,12 @@ class Planner:
             ),
             batch=batch,
             activations=solution.activations(),
-            predicted=result.cost_of(program.program, values, self._constant(mesh, batch), solution.peak()),
+            predicted=cost_of(program.program, values, self._constant(mesh, batch), solution.peak()),
             notes=notes,
         )
 
     def _structural(self, mesh: Mesh, budget: int | None) -> ShardingPlan | None:
-        program, spread = structural.formulate(
+        program, spread = formulate_by_parameters(
             self.parameters, self._fabric(mesh), rows=self.rows, optimizer_bytes=self.optimizer_bytes
         )
         values = program.program.solve(self._available(mesh, budget))
@@ -351,12 +456,12 @@ class Planner:
             parameters=tuple(
                 entry.planned(
                     specs[entry.name],
-                    result.whole(specs[entry.name]) if MODEL in used_axes(specs[entry.name]) else None,
+                    whole(specs[entry.name]) if MODEL in used_axes(specs[entry.name]) else None,
                 )
                 for entry in self.entries
             ),
             batch=tuple(axis for axis in ((DATA, MODEL) if spread else (DATA,)) if axis in mesh.axis_names),
-            predicted=result.cost_of(program.program, values, self._constant(mesh)),
+            predicted=cost_of(program.program, values, self._constant(mesh)),
             notes=self.notes,
         )
 
@@ -377,7 +482,7 @@ def _captured(model: nn.Module, batch: Batch, fixed: Mapping[str, Spec]) -> _Cap
     raise CaptureError("no graph")
 
 
-def _parameters(entries: Sequence[inventory.Entry], classes: Mapping[str, str]) -> dict[str, Parameter]:
+def _parameters(entries: Sequence[Entry], classes: Mapping[str, str]) -> dict[str, Parameter]:
     found: dict[str, Parameter] = {}
     for entry in entries:
         name = classes[entry.name]
@@ -393,3 +498,113 @@ def _parameters(entries: Sequence[inventory.Entry], classes: Mapping[str, str]) 
                 fixed=entry.fixed,
             )
     return found
+
+
+def plan_model(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    mesh: Mesh | None,
+    devices: int,
+    config: ShardingConfig,
+    topology: Topology,
+    optimizer_bytes_per_parameter: float | None = None,
+    fixed: Mapping[str, Spec] | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> list[ShardingPlan]:
+    """Plans how to split a training step over devices, after Alpa (Zheng et al., OSDI 2022).
+
+    The forward is captured without weights. Each operator has a set of possible layouts on a (data, model) mesh, and
+    each parameter a set of ways to be stored. An integer linear program chooses among them for the fastest step within
+    the memory budget.
+
+    Args:
+        model: on any device, also meta; it is not changed.
+        batch: the global batch: keyword arguments of `forward`, or positional ones; only shapes and dtypes matter.
+        mesh: to plan for; None tries all `factorizations(devices, 2)`.
+        devices: number of devices.
+        config: only `memory_budget` (bytes per device) and `overrides` are used here.
+        topology: of devices and links.
+        optimizer_bytes_per_parameter: bytes per element of a trainable parameter; None for Adam's two
+            averages, in the dtype of the parameter.
+        fixed: specs of parameters that are already annotated; they are kept.
+        around: returns the context that forward passes run in.
+
+    Returns:
+        Plans with their predicted cost, the fastest first; up to two for each mesh: one whose activations GSPMD
+        propagates from the parameters, and, if it differs, one that needs its constraints on `activations`.
+
+    Raises:
+        ConfigError: nothing fits the memory budget, or the batch or a given spec fits no mesh.
+    """
+    planner = Planner.begin(
+        model,
+        batch,
+        topology=topology,
+        optimizer_bytes=optimizer_bytes_per_parameter,
+        fixed=fixed,
+        overrides=config.overrides,
+        around=around,
+    )
+    return planner.best(meshes_of(mesh, devices), config.memory_budget, given=mesh is not None)
+
+
+def meshes_of(mesh: Mesh | None, devices: int) -> list[Mesh]:
+    """The given mesh, or all (data, model) meshes of so many devices."""
+    return [mesh] if mesh is not None else [Mesh.data_and_model(*shape) for shape in factorizations(devices, 2)]
+
+
+def evaluate(
+    plan: ShardingPlan,
+    model: nn.Module,
+    batch: Batch,
+    *,
+    topology: Topology,
+    optimizer_bytes_per_parameter: float | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> PlanCost:
+    """The predicted cost of a step under a given plan.
+
+    Activations have the layouts of the plan's constraints or, without any, those that GSPMD (Xu et al., arXiv
+    2105.04663) propagates. What the plan leaves open is chosen for the fastest step.
+
+    Args:
+        plan: for this model.
+        model, batch, topology, optimizer_bytes_per_parameter, around: as in `plan_model`.
+
+    Raises:
+        ConfigError: the plan is for another model, or its mesh does not divide the batch.
+    """
+    (cost,) = evaluate_all(
+        [plan],
+        model,
+        batch,
+        topology=topology,
+        optimizer_bytes_per_parameter=optimizer_bytes_per_parameter,
+        around=around,
+    )
+    return cost
+
+
+def evaluate_all(
+    plans: Sequence[ShardingPlan],
+    model: nn.Module,
+    batch: Batch,
+    *,
+    topology: Topology,
+    optimizer_bytes_per_parameter: float | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> list[PlanCost]:
+    """The predicted cost of a step under each of several plans; the model is captured once.
+
+    Args:
+        plans: for this model.
+        model, batch, topology, optimizer_bytes_per_parameter, around: as in `plan_model`.
+
+    Raises:
+        ConfigError: as in `evaluate`.
+    """
+    planner = Planner.begin(
+        model, batch, topology=topology, optimizer_bytes=optimizer_bytes_per_parameter, around=around
+    )
+    return planner.costs(plans)
