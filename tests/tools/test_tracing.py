@@ -361,7 +361,7 @@ def test_the_step_of_a_model_is_that_of_a_training(scheme: str, shape: tuple[int
 def test_state_is_donated_and_named_and_has_no_memory() -> None:
     found = traced_step("fsdp", 4, 1)
     state = {f"{kind}{name}" for name, _ in Net().named_parameters() for kind in ("", "exp_avg of ", "exp_avg_sq of ")}
-    assert {found.names[number] for number in donated(found.module)} == state
+    assert named(found, donated(found.module)) == state
     assert set(found.names.values()) - state == {"batch.inputs", "batch.labels"}
     assert set(found.names) <= set(shardings_of_parameters(found.module))
     assert get_runtime().tracing.pending_count() == 0
@@ -375,6 +375,7 @@ def test_a_step_that_reads_cannot_be_traced() -> None:
             return super().forward(inputs, labels)
 
     with torch.device("meta"):
-        found = traced_in_this_process(plan_of("dp", 4, 1), Reading())
+        model = Reading()
+    found = traced_in_this_process(plan_of("dp", 4, 1), model)
     assert found.steps == []
     assert found.problem.startswith("TensorReadError: ")
