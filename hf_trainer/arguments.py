@@ -72,12 +72,6 @@ class XLAArguments:
     profile_steps: Optional[list[int]] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
         default=None, metadata={"help": "The first and the last step, from 1, of which a profile is recorded."}
     )
-    profile_signal: Optional[str] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
-        default=None, metadata={"help": "A signal, such as SIGUSR2, at which a profile of three steps is recorded."}
-    )
-    profile_slow_steps: bool = field(
-        default=False, metadata={"help": "Record a profile of three steps after one of three times the median."}
-    )
     profile_folder: Optional[str] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
         default=None, metadata={"help": "Where the profile is written; xla-profile in the output folder by default."}
     )

@@ -56,7 +56,7 @@ class Step:
     @at_edge
     def __enter__(self) -> Step:
         scope = self.scope()
-        if self._config.has_profiles:
+        if self._config.profile_steps is not None:
             scope = profiled(scope, self._name or "step", self._phase or line_of_caller(), self._config)
         scope.__enter__()
         self._entered.append(scope)
