@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from xla_adapters.errors import ConfigError
 
@@ -43,6 +43,24 @@ def check_switch(name: str, value: object) -> bool:
     """
     check_choice(name, value, (True, False))
     return bool(value)
+
+
+class XLAOptions(TypedDict, total=False):
+    """The options of `XLAConfig` as the type of keyword arguments, `**options: Unpack[XLAOptions]`."""
+
+    xla_mode: XLAMode | None
+    on_graph_break: OnGraphBreak | None
+    compile_eval: bool | None
+    max_graphs: int | None
+    on_recompile: OnRecompile | None
+    free_grads: FreeGrads | None
+    accumulation: Accumulation | None
+    step_replay: StepReplay | None
+    replay_verify_every: int | None
+    on_replay_mismatch: OnReplayMismatch | None
+    rng_algorithm: RngAlgorithm | None
+    profile_steps: tuple[int, int] | None
+    profile_folder: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,20 +176,28 @@ class XLAConfig:
                 "modes have no step at whose edges a profile could begin and end; use torch_xla.debug.profiler itself"
             )
 
+    @staticmethod
+    def names() -> list[str]:
+        """The names of the options."""
+        return [field.name for field in fields(XLAConfig)]
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> XLAConfig:
-        """Builds a config from plain values (JSON, YAML).
+        """Builds a config from plain values (JSON, YAML, a command line); `"true"` and `"false"` are those of Python.
 
         Raises:
             ConfigError: a key is unknown, or an option of an earlier version; or a value is not valid.
         """
-        known = [field.name for field in fields(cls)]
+        known = cls.names()
         for name in sorted(values.keys() & REMOVED_OPTIONS.keys()):
             raise ConfigError(f"{name} is no longer an option: {REMOVED_OPTIONS[name]}")
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ConfigError(f"unknown option(s) {', '.join(unknown)}; valid options: {', '.join(known)}")
-        return cls(**values)
+        words = {"true": True, "false": False}
+        given = dict(values)
+        given.update({name: words[str(value).lower()] for name, value in values.items() if str(value).lower() in words})
+        return cls(**given)
 
     @classmethod
     def resolve(cls, config: XLAConfig | None, options: Mapping[str, Any]) -> XLAConfig:
@@ -179,12 +205,12 @@ class XLAConfig:
 
         Args:
             config: all options; None if single options are given.
-            options: single options by name; `None` values count as not given.
+            options: single options by name. None counts as not given, except of `replay_verify_every`.
 
         Raises:
-            ConfigError: both ways were used, or a value is not valid.
+            ConfigError: both ways were used, an option is unknown, or a value is not valid.
         """
-        given = {name: value for name, value in options.items() if value is not None}
+        given = {name: value for name, value in options.items() if value is not None or name == "replay_verify_every"}
         if config is None:
             return cls.from_dict(given)
         if given:
