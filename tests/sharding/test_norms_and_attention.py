@@ -10,8 +10,12 @@ import torch
 from torch.nn import functional
 
 from tests.isolation import isolated
-from xla_adapters.lowerings.attention import scaled_dot_product_attention
-from xla_adapters.lowerings.norms import batch_norm_statistics, group_norm, layer_norm
+from xla_adapters.lowerings.layers import (
+    batch_norm_statistics,
+    group_norm,
+    layer_norm,
+    scaled_dot_product_attention,
+)
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
