@@ -16,8 +16,7 @@ from benchmarks.clock import Plan, Timing
 from benchmarks.deep_models import GPT2, Size
 from benchmarks.interleaved import Pause, run_interleaved
 from xla_adapters import initialize
-from xla_adapters.cpu.process.compiler_flags import keep_no_barriers, leave_temporary_memory_whole
-from xla_adapters.cpu.process.host_memory import LARGEST_PIECE
+from xla_adapters.cpu.process import LARGEST_PIECE, keep_no_barriers, leave_temporary_memory_whole
 
 JAX = "JAX"
 ON_ONE_CORE = " on 1 core"
