@@ -24,7 +24,7 @@ import torch
 from torch.library import Library, get_kernel
 from torch_tpu._internal.execution_mode import execution_mode_impl as _modes
 
-from xla_adapters.runtime.dense_gradients import warn_of_dense_gradients
+from xla_adapters.errors import warn_of_dense_gradients
 from xla_adapters.runtime.torch_tpu.second_derivatives import mend_second_derivatives
 
 _TYPE, _KEY = "tpu", "PrivateUse1"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from xla_adapters.runtime.copies import tell_copy
 from xla_adapters.runtime.interface import Device
+from xla_adapters.runtime.interface.tensors import tell_copy
 from xla_adapters.runtime.torch_tpu.counters import TPUCounters
 
 

@@ -1,4 +1,4 @@
-"""`TileAssignment`: a sharding as the compiler sees it, in the notations of torch_xla 2.9."""
+"""How a tensor is cut over devices: `TileAssignment`, in the notations of torch_xla 2.9, and `Part`."""
 
 from __future__ import annotations
 
@@ -82,3 +82,35 @@ def put_together(tensor: torch.Tensor, shards: Sequence[torch.Tensor], places: S
             part.copy_(shard[tuple(slice(0, size) for size in part.shape)])
             copied += part.numel()
     return whole if copied == whole.numel() else None
+
+
+# ---- parts ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one device holds of a cut tensor.
+
+    Attributes:
+        offsets: of its first element, along each dimension of the tensor.
+        sizes: along each dimension, without the padding of a dimension that does not divide.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Where it lies in the whole."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
+
+    def without_padding(self, shard: torch.Tensor) -> torch.Tensor:
+        """The part of a device's buffer that has values."""
+        return shard[tuple(slice(0, size) for size in self.sizes)]
+
+    def with_padding(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """The device's buffer for these values, which has the same size on every device."""
+        missing = [size - own for size, own in zip(sizes, self.sizes, strict=True)]
+        if not any(missing):
+            return values.contiguous()
+        return torch.nn.functional.pad(values, [n for size in reversed(missing) for n in (0, size)])
