@@ -70,18 +70,30 @@ def _in_one_dtype(stock: _Stock, *args: Any) -> torch.Tensor:
 
 def _in_one_floating_dtype(stock: _Stock, *args: Any) -> torch.Tensor:
     """`atan2` and `xlogy`."""
-    return stock(*as_floats(*args))
+    return stock(*_as_floats(*args))
 
 
-def as_floats(one: torch.Tensor | float, other: torch.Tensor | float) -> list[torch.Tensor]:
+def _as_floats(one: torch.Tensor | float, other: torch.Tensor | float) -> list[torch.Tensor]:
     """Both in their common dtype. Either is a tensor, and may be of integers; the other may be a number."""
     dtype = torch.result_type(one, other)
-    dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
-    like = one if isinstance(one, torch.Tensor) else other
-    assert isinstance(like, torch.Tensor)
+    return _as_tensors(one, other, dtype=dtype if dtype.is_floating_point else torch.get_default_dtype())
+
+
+def _as_tensors(*values: Any, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Values of which one is a tensor, as tensors of its device.
+
+    torch gives Python numbers to kernels in Python as they are, where those in C++ get tensors.
+
+    Args:
+        values: tensors and numbers.
+        dtype: of all; None leaves tensors theirs, and gives a number the dtype that it has beside the tensor.
+    """
+    like = next(value for value in values if isinstance(value, torch.Tensor))
     return [
-        value.to(dtype) if isinstance(value, torch.Tensor) else torch.full((), value, dtype=dtype, device=like.device)
-        for value in (one, other)
+        (value if dtype is None else value.to(dtype))
+        if isinstance(value, torch.Tensor)
+        else torch.full((), value, dtype=dtype or torch.result_type(like, value), device=like.device)
+        for value in values
     ]
 
 
@@ -132,9 +144,9 @@ def _masked_fill(self: torch.Tensor, mask: torch.Tensor, value: torch.Tensor | f
 # ---- division, remainders and shifts --------------------------------------------------------------
 
 
-def remainder(self: torch.Tensor | float, other: torch.Tensor | float) -> torch.Tensor:
+def _remainder(self: torch.Tensor | float, other: torch.Tensor | float) -> torch.Tensor:
     """`remainder`, with the sign of the divisor. Either is a tensor."""
-    dividend, divisor = as_tensors(self, other)
+    dividend, divisor = _as_tensors(self, other)
     if dividend.dtype is torch.bool or divisor.dtype is torch.bool:
         dtype = torch.result_type(dividend, divisor)
         dividend, divisor = dividend.to(dtype), divisor.to(dtype)
@@ -144,7 +156,7 @@ def remainder(self: torch.Tensor | float, other: torch.Tensor | float) -> torch.
     return torch.where((rest != 0) & ((divisor < 0) != (rest < 0)), rest + divisor, rest)
 
 
-def rounded_down(dividend: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+def _rounded_down(dividend: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
     """The quotient of floats, rounded down as if it were exact."""
     rest = torch.fmod(dividend, divisor)
     exact = (dividend - rest) / divisor
@@ -156,17 +168,6 @@ def rounded_down(dividend: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
     return torch.where(divisor == 0, quotient, floor)
 
 
-def as_tensors(*values: Any) -> list[torch.Tensor]:
-    """torch gives Python numbers to kernels in Python as they are, where those in C++ get tensors."""
-    like = next(value for value in values if isinstance(value, torch.Tensor))
-    return [
-        value
-        if isinstance(value, torch.Tensor)
-        else torch.full((), value, dtype=torch.result_type(like, value), device=like.device)
-        for value in values
-    ]
-
-
 def _are_whole(*values: Any) -> bool:
     return all(value.dtype in _WHOLE if isinstance(value, torch.Tensor) else type(value) is int for value in values)
 
@@ -174,14 +175,7 @@ def _are_whole(*values: Any) -> bool:
 def _quotient(dividend: torch.Tensor | int, divisor: torch.Tensor | int, *, floors: bool) -> torch.Tensor:
     """Either is a tensor; a number that Python code gave arrives as one."""
     dtype = torch.result_type(dividend, divisor)
-    like = dividend if isinstance(dividend, torch.Tensor) else divisor
-    assert isinstance(like, torch.Tensor)
-    rest, by = (
-        value.to(torch.int64)
-        if isinstance(value, torch.Tensor)
-        else torch.full((), value, dtype=torch.int64, device=like.device)
-        for value in (dividend, divisor)
-    )
+    rest, by = _as_tensors(dividend, divisor, dtype=torch.int64)
     # Divisible from here on, so that rounding to the nearest is exact in the end.
     rest = rest - (torch.remainder(rest, by) if floors else torch.fmod(rest, by))
     quotient = torch.zeros_like(rest)
@@ -195,18 +189,18 @@ def _quotient(dividend: torch.Tensor | int, divisor: torch.Tensor | int, *, floo
 def _floor_divide(stock: _Stock, dividend: Any, divisor: Any) -> torch.Tensor:
     if _are_whole(dividend, divisor):
         return _quotient(dividend, divisor, floors=True)
-    dividend, divisor = as_tensors(dividend, divisor)
+    dividend, divisor = _as_tensors(dividend, divisor)
     if torch.result_type(dividend, divisor).is_floating_point:
-        return rounded_down(dividend, divisor)
+        return _rounded_down(dividend, divisor)
     return stock(dividend, divisor)
 
 
 def _divide(stock: _Stock, dividend: Any, divisor: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
     if rounding_mode is not None and _are_whole(dividend, divisor):
         return _quotient(dividend, divisor, floors=rounding_mode == "floor")
-    dividend, divisor = as_tensors(dividend, divisor)
+    dividend, divisor = _as_tensors(dividend, divisor)
     if rounding_mode == "floor" and torch.result_type(dividend, divisor).is_floating_point:
-        return rounded_down(dividend, divisor)
+        return _rounded_down(dividend, divisor)
     return stock(dividend, divisor, rounding_mode=rounding_mode)
 
 
@@ -315,7 +309,7 @@ def _polynomial(x: torch.Tensor, coefficients: tuple[float, ...]) -> torch.Tenso
 
 
 def _copysign(input: torch.Tensor, other: torch.Tensor | float) -> torch.Tensor:
-    input, other = as_floats(input, other)
+    input, other = _as_floats(input, other)
     magnitude = input.abs()
     # 1 / -0.0 is how zeros show their sign.
     negative = torch.where(other == 0, other.detach().reciprocal(), other) < 0
@@ -566,7 +560,7 @@ KERNELS = Kernels(
         "copy": _copy,
     },
     below_autograd={
-        **dict.fromkeys(("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor"), remainder),
+        **dict.fromkeys(("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor"), _remainder),
         **{f"__rshift__.{kind}": _shifted_right for kind in ("Tensor", "Scalar")},
         **{f"__irshift__.{kind}": _shifted_right_in_place for kind in ("Tensor", "Scalar")},
         "masked_fill.Scalar": _masked_fill,

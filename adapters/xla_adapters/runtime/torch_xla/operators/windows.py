@@ -35,12 +35,12 @@ _decomposed_grid_sampler_2d = decomposition_table[torch.ops.aten.grid_sampler_2d
 # ---- pooling --------------------------------------------------------------------------------------
 
 
-def per_dim(value: Sequence[int], dims: int) -> list[int]:
+def _per_dim(value: Sequence[int], dims: int) -> list[int]:
     """A number for each dimension: one number stands for all."""
     return list(value) * dims if len(value) == 1 else list(value)
 
 
-def average_pool(dims: int) -> Callable[..., torch.Tensor]:
+def _average_pool(dims: int) -> Callable[..., torch.Tensor]:
     """`avg_pool{1,2,3}d`.
 
     Args:
@@ -62,14 +62,14 @@ def average_pool(dims: int) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         if divisor_override is None and not (ceil_mode and count_include_pad):
             return stock(input, kernel_size, stride, padding, ceil_mode, count_include_pad)
-        sizes, steps = per_dim(kernel_size, dims), per_dim(stride or kernel_size, dims)
-        around = per_dim(padding, dims)
+        sizes, steps = _per_dim(kernel_size, dims), _per_dim(stride or kernel_size, dims)
+        around = _per_dim(padding, dims)
         paddings: list[int] = []
         area: float = 1.0
         counts: torch.Tensor | None = None
         for index, (size, step, pad) in enumerate(zip(sizes, steps, around, strict=True)):
             length = input.shape[input.ndim - dims + index]
-            places = places_of(length, size, step, pad, ceil_mode)
+            places = _places_of(length, size, step, pad, ceil_mode)
             paddings = [pad, max((places - 1) * step + size - length - pad, 0), *paddings]
             area *= size
             starts = torch.arange(places, device=input.device) * step - pad
@@ -86,7 +86,7 @@ def average_pool(dims: int) -> Callable[..., torch.Tensor]:
     return kernel
 
 
-def places_of(length: int, size: int, step: int, pad: int, ceil_mode: bool) -> int:
+def _places_of(length: int, size: int, step: int, pad: int, ceil_mode: bool) -> int:
     """How many windows there are in one dimension."""
     free = length + 2 * pad - size
     places = (-(-free // step) if ceil_mode else free // step) + 1
@@ -146,7 +146,7 @@ def _dilated(
     spatial = input.shape[-dims:]
     spans = [(size - 1) * step + 1 for size, step in zip(sizes, apart, strict=True)]
     counts = [
-        places_of(length, span, stride, pad, ceil_mode)
+        _places_of(length, span, stride, pad, ceil_mode)
         for length, span, stride, pad in zip(spatial, spans, strides, around, strict=True)
     ]
     paddings: list[int] = []
@@ -186,8 +186,8 @@ def _with_indices(dims: int) -> Callable[..., _Pooled]:
     ) -> _Pooled:
         if all(step == 1 for step in dilation):
             return stock(self, kernel_size, stride, padding, dilation, ceil_mode)
-        sizes = per_dim(kernel_size, dims)
-        strides, around, apart = (per_dim(values, dims) for values in (stride or sizes, padding, dilation))
+        sizes = _per_dim(kernel_size, dims)
+        strides, around, apart = (_per_dim(values, dims) for values in (stride or sizes, padding, dilation))
         return _dilated(self, sizes, strides, around, apart, ceil_mode)
 
     return kernel
@@ -403,7 +403,7 @@ class _Unaffected(torch.autograd.Function):
         return gradients[0], gradients[0].new_zeros(ctx.shape, dtype=ctx.dtype)
 
 
-def with_zero_gradient(result: torch.Tensor, argument: torch.Tensor) -> torch.Tensor:
+def _with_zero_gradient(result: torch.Tensor, argument: torch.Tensor) -> torch.Tensor:
     """The result; the argument gets a gradient of zero from it, if it has none from what the result was computed of."""
     if not argument.requires_grad:
         return result
@@ -426,7 +426,7 @@ def _grid_sampler_3d(
         for axis, size in enumerate(sizes)
     ]
     if interpolation_mode == 1:
-        return with_zero_gradient(_value_at(input, [position.round() for position in positions]), grid)
+        return _with_zero_gradient(_value_at(input, [position.round() for position in positions]), grid)
     lows = [position.floor() for position in positions]
     result: torch.Tensor | None = None
     for corner in range(8):
@@ -475,7 +475,7 @@ def _grid_sampler_2d(
 ) -> torch.Tensor:
     """torch's decomposition; the gradient of the grid is zero, not missing, where the nearest value is taken."""
     sampled: torch.Tensor = _decomposed_grid_sampler_2d(input, grid, interpolation_mode, padding_mode, align_corners)
-    return with_zero_gradient(sampled, grid)
+    return _with_zero_gradient(sampled, grid)
 
 
 def _cdist(x1: torch.Tensor, x2: torch.Tensor, p: float, compute_mode: int | None = None) -> torch.Tensor:
@@ -496,7 +496,7 @@ def _pdist(self: torch.Tensor, p: float = 2) -> torch.Tensor:
 
 
 def _lengths(differences: torch.Tensor, p: float) -> torch.Tensor:
-    return with_zero_gradient(torch.linalg.vector_norm(differences, p, -1), differences)
+    return _with_zero_gradient(torch.linalg.vector_norm(differences, p, -1), differences)
 
 
 KERNELS = Kernels(
@@ -522,9 +522,9 @@ KERNELS = Kernels(
     },
     around_differentiable={
         # Kernels whose first argument is torch_xla's own.
-        "avg_pool2d": average_pool(2),
+        "avg_pool2d": _average_pool(2),
         # Kernels whose first argument is torch_xla's own.
-        "avg_pool3d": average_pool(3),
+        "avg_pool3d": _average_pool(3),
         **{f"{kind}_pad{dims}d": _pad for kind in ("reflection", "replication") for dims in (1, 2, 3)},
         "max_pool2d": _plain(2),
         "max_pool3d": _plain(3),
