@@ -74,14 +74,9 @@ def _summed(shape: tuple[int, ...], function: Callable[[torch.Tensor], torch.Ten
     torch.testing.assert_close(result.cpu(), expected, rtol=1e-5, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", _BY_PRODUCT)
-def test_by_a_product(name: str) -> None:
-    run_in_child(functools.partial(_summed, *_BY_PRODUCT[name], True))
-
-
-@pytest.mark.parametrize("name", _BY_TORCH)
-def test_as_torch_xla_sums(name: str) -> None:
-    run_in_child(functools.partial(_summed, *_BY_TORCH[name], False))
+@pytest.mark.parametrize("name", [*_BY_PRODUCT, *_BY_TORCH])
+def test_sums_by_a_product_or_as_torch_xla_sums(name: str) -> None:
+    run_in_child(functools.partial(_summed, *{**_BY_PRODUCT, **_BY_TORCH}[name], name in _BY_PRODUCT))
 
 
 @isolated

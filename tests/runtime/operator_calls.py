@@ -296,6 +296,28 @@ def _rotated(values: _Tensor) -> _Tensor:
     return torch.view_as_real(pairs * turns).flatten(1)
 
 
+SLICES = "slices with any bounds, windows and writes"
+
+
+def _written_part(values: torch.Tensor, part: slice) -> torch.Tensor:
+    values = values.clone()
+    values[:, part] = 3.0
+    return values * 2
+
+
+def _masked_on_host(values: torch.Tensor) -> torch.Tensor:
+    values = values.clone()
+    # The mask is on the host.
+    values[torch.arange(2) % 2 == 0] = 0.5
+    return values * 2
+
+
+def _reduced_by_a_long_index(values: torch.Tensor) -> torch.Tensor:
+    """The index is longer than what is written to."""
+    index = torch.arange(16, device=values.device).remainder(4).expand(2, 16)
+    return values[:, :4].scatter_reduce(1, index, values, "sum", include_self=False)
+
+
 FURTHER: dict[str, tuple[tuple[int, ...], dict[str, _Call]]] = {
     "writes by a mask": (
         _ROWS_FURTHER,
@@ -413,6 +435,23 @@ FURTHER: dict[str, tuple[tuple[int, ...], dict[str, _Call]]] = {
             "margins of several labels": lambda x: functional.multilabel_margin_loss(
                 x, _there(x, 1, 2, -1, 0, 0, 0, 3, 3).expand(6, 8)
             ),
+        },
+    ),
+    SLICES: (
+        (2, 16),
+        {
+            "from before the first": lambda values: values[:, -100:],
+            "to before the first": lambda values: values[:, :-100],
+            "from before, in steps": lambda values: values[:, -100:100:3],
+            "an ellipsis": lambda values: values[..., -17:-1],
+            "written": lambda values: _written_part(values, slice(-100, -3)),
+            "nothing written": lambda values: _written_part(values, slice(None, -100)),
+            "masked": _masked_on_host,
+            "reduced": _reduced_by_a_long_index,
+            "scattered": lambda values: torch.slice_scatter(values, values[:, :4] * 2, 1, -100, -12),
+            "windows": lambda values: values.unfold(1, 4, 2),
+            "windows of the first dimension": lambda values: values.unfold(0, 2, 1),
+            "windows that overlap not": lambda values: values.unfold(-1, 3, 5),
         },
     ),
 }

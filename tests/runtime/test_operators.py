@@ -14,9 +14,8 @@ from torch.nn import functional
 import xla_adapters
 from tests.device import DEVICE
 from tests.isolation import isolated
-from tests.runtime.operator_calls import FURTHER, GROUPS, IMAGE, Call
+from tests.runtime.operator_calls import FURTHER, GROUPS, IMAGE, SLICES, Call
 from xla_adapters import XLAConfig
-from xla_adapters.replay.compiled_step import CompiledStep
 from xla_adapters.runtime.torch_xla.device import keep_nan
 
 
@@ -442,62 +441,13 @@ def test_they_are_read_and_written_as_on_the_cpu() -> None:
                 assert torch.equal(one.cpu(), other)
 
 
-# ---- slices with any bounds, windows and writes ---------------------------------------------------
-
-
-_Function = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _written(values: torch.Tensor, part: slice) -> torch.Tensor:
-    values = values.clone()
-    values[:, part] = 3.0
-    return values * 2
-
-
-def _masked(values: torch.Tensor) -> torch.Tensor:
-    values = values.clone()
-    # The mask is on the host.
-    values[torch.arange(2) % 2 == 0] = 0.5
-    return values * 2
-
-
-def _reduced(values: torch.Tensor) -> torch.Tensor:
-    """The index is longer than what is written to."""
-    index = torch.arange(16, device=values.device).remainder(4).expand(2, 16)
-    return values[:, :4].scatter_reduce(1, index, values, "sum", include_self=False)
-
-
-_FUNCTIONS: dict[str, _Function] = {
-    "from before the first": lambda values: values[:, -100:],
-    "to before the first": lambda values: values[:, :-100],
-    "from before, in steps": lambda values: values[:, -100:100:3],
-    "an ellipsis": lambda values: values[..., -17:-1],
-    "written": lambda values: _written(values, slice(-100, -3)),
-    "nothing written": lambda values: _written(values, slice(None, -100)),
-    "masked": _masked,
-    "reduced": _reduced,
-    "scattered": lambda values: torch.slice_scatter(values, values[:, :4] * 2, 1, -100, -12),
-    "windows": lambda values: values.unfold(1, 4, 2),
-    "windows of the first dimension": lambda values: values.unfold(0, 2, 1),
-    "windows that overlap not": lambda values: values.unfold(-1, 3, 5),
-}
+# ---- outside of steps -----------------------------------------------------------------------------
 
 
 @isolated
-@pytest.mark.parametrize("name", list(_FUNCTIONS))
-def test_as_on_the_host(name: str) -> None:
+def test_slices_outside_of_steps() -> None:
     xla_adapters.initialize()
-    function = _FUNCTIONS[name]
-    values = torch.arange(32.0).reshape(2, 16)
-    assert torch.equal(function(values.to("xla")).cpu(), function(values))
-
-    def with_gradient(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values = values.clone().requires_grad_()
-        result = function(values)
-        result.square().sum().backward()
-        assert values.grad is not None
-        return result.detach(), values.grad
-
-    found = CompiledStep(with_gradient)(values.to("xla"))
-    for one, other in zip(found, with_gradient(values), strict=True):
-        assert torch.equal(one.cpu(), other)
+    shape, calls = FURTHER[SLICES]
+    values = torch.arange(32.0).reshape(shape)
+    for name, call in calls.items():
+        assert torch.equal(call(values.to("xla")).cpu(), call(values)), name
