@@ -17,11 +17,11 @@ import torch
 import transformers
 
 from benchmarks import report, zoo
-from benchmarks.children import run_in_child
 from benchmarks.snapshots import StepSnapshots
 from benchmarks.training import LEARNING_RATE, Batches, arguments, only_item
-from benchmarks.zoo_batches import Batch
+from benchmarks.zoo import Batch
 from hf_trainer import Trainer
+from tests.children import run_in_child
 from xla_adapters import count, get_runtime
 from xla_adapters.errors import GraphBreakError
 

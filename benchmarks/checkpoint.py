@@ -32,8 +32,8 @@ from torch.distributed import checkpoint as dcp
 
 from benchmarks import report
 from benchmarks.checkpoint_trainers import TRAINERS, players
-from benchmarks.children import run_in_child
-from benchmarks.interleaved import run_interleaved
+from benchmarks.harness import run_interleaved
+from tests.children import run_in_child
 from xla_adapters import get_runtime, initialize
 from xla_adapters.checkpoint import AsyncSaver, CheckpointStore, snapshot
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
 import hf_trainer
-from benchmarks.interleaved import Pause
+from benchmarks.harness import Pause
 from benchmarks.lightning_counts import LiftedAccelerator
 from lightning_strategy import XLAEagerStrategy
 from lightning_strategy.checkpoints import XLAEagerCheckpointIO

@@ -29,8 +29,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.children import run_in_child
-from benchmarks.crash_runs import OURS, PEERS, RUNS, STEPS, die_after, loads, losses
+from tests.children import run_in_child
+from tests.crash.killed_trainings import OURS, PEERS, RUNS, STEPS, die_after, loads, losses
 
 _TIMEOUT = 120
 # A machine that is slow, or has other work to do, is no hang.

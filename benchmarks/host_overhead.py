@@ -10,6 +10,7 @@ Each run is in its own process. After the warm-up, the runs alternate in blocks 
                              lazily, in torch_xla.compile, or in torch.compile, too;
   CompiledStep               the loop's body in our CompiledStep; "traced" with step_replay=False;
   CompiledStep x5            the same, five steps per execution;
+  HF, Lightning unreported   replayed, with xla_report=False; only if named;
   executable                 only the executable of CompiledStep, called with its own results;
   TRL SFT stock, traced      TRL's SFTTrainer on XLA, and the same with our mixin;
   JAX                        the same model in JAX, with a jitted step and donated state.
@@ -28,27 +29,31 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from benchmarks import report
-from benchmarks.clock import Plan
-from benchmarks.deep_models import VIT, Size, sizes
-from benchmarks.timed_loops import EXECUTABLE, LAZY, OPENXLA, STEP, STEP_TRACED
-from benchmarks.timed_runs import (
+from benchmarks.harness import Plan
+from benchmarks.runs import (
     DEVICE_RUNS,
     JAX,
     ON_ONE_CORE,
     Found,
     add_options,
+    add_sizes,
     chosen,
+    chosen_sizes,
     divided,
-    measure_transformer,
+    measure,
     missing,
 )
+from benchmarks.sizes import VIT, Size
+from benchmarks.timed_loops import EXECUTABLE, LAZY, OPENXLA, STEP, STEP_TRACED
 from benchmarks.timed_trainers import (
     HF_REPLAYED,
     HF_STOCK,
     HF_TRACED,
+    HF_UNREPORTED,
     LIGHTNING_REPLAYED,
     LIGHTNING_STOCK,
     LIGHTNING_TRACED,
+    LIGHTNING_UNREPORTED,
     TRL_STOCK,
     TRL_TRACED,
 )
@@ -58,6 +63,9 @@ RUNS = (*DEVICE_RUNS, *PINNED)
 DEPTHS = "2x128,6x64,12x32,24x32,48x32"
 REPLAYED_PEERS = {HF_REPLAYED: HF_STOCK, LIGHTNING_REPLAYED: LIGHTNING_STOCK}
 TRACED_PEERS = {HF_TRACED: HF_STOCK, LIGHTNING_TRACED: LIGHTNING_STOCK, STEP_TRACED: LAZY, TRL_TRACED: TRL_STOCK}
+# The same without the run report, where that is named: how much the report may add.
+UNREPORTED = {HF_REPLAYED: HF_UNREPORTED, LIGHTNING_REPLAYED: LIGHTNING_UNREPORTED}
+_REPORT = 1.01
 PEERS = {**REPLAYED_PEERS, **TRACED_PEERS, STEP: LAZY}
 TRACED = tuple(dict.fromkeys(name for pair in TRACED_PEERS.items() for name in reversed(pair)))
 # Of a step that is traced: host CPU and wall time to the stock peer, copies to the device beside the batch.
@@ -90,8 +98,12 @@ def add_targets(made: report.Report, size: Size, found: Found, names: Sequence[s
             made.target(f"{size} {ours}: wall to {stock}", wall, "at most", _TRACED_WALL)
         transfers = found.get(ours, "transfers")
         made.target(f"{size} {ours}: transfers to the device per step", transfers, "at most", _TRACED_TRANSFERS)
+    for ours, without in UNREPORTED.items():
+        for kind in ("wall", "host CPU") if {ours, without} <= set(names) else ():
+            ratio = found.ratio(ours, without, "wall_ms" if kind == "wall" else "host_ms")
+            made.target(f"{size} {ours}: {kind} to {without}", ratio, "at most", _REPORT)
     for ours, stock in REPLAYED_PEERS.items():
-        if ours not in names:
+        if ours not in names or stock not in names:
             continue
         host_limit = _host_limit(size)
         if host_limit is not None:
@@ -133,22 +145,17 @@ def main(command: list[str] | None = None) -> int:
     parser = report.parser(str(__doc__).splitlines()[0])
     add_options(parser, RUNS, Plan(), timeout=1800)
     parser.add_argument("--rows", choices=("all", "traced"), default="all", help="the runs, where --runs is not given")
-    parser.add_argument("--depths", default=DEPTHS, help="comma-separated LAYERSxWIDTH")
-    for name in ("length", "batch", "vocabulary"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(Size(1, 1), name))
+    add_sizes(parser, DEPTHS, "length", "batch", "vocabulary")
     options = parser.parse_args(command)
-    names, plan = chosen(parser, options, RUNS)
+    names, plan = chosen(parser, options, (*RUNS, *UNREPORTED.values()))
     if options.rows == "traced" and options.runs == ",".join(RUNS):
         names, plan = list(TRACED), plan if plan != Plan() else replace(plan, warmup=4, rounds=3)
-    try:
-        models = sizes(options.depths, length=options.length, batch=options.batch, vocabulary=options.vocabulary)
-    except ValueError as error:
-        parser.error(str(error))
+    models = chosen_sizes(parser, options)
     made = report.Report("host_overhead", settings={**asdict(plan), "models": [asdict(size) for size in models]})
     made.results["models"] = {}
     found: dict[Size, Found] = {}
     for size in models:
-        found[size] = measure_transformer(names, size, plan, options.timeout)
+        found[size] = measure(names, size, plan, options.timeout)
         made.results["models"][str(size)] = found[size].plain()
         add_targets(made, size, found[size], names)
         # Saved after each size, in case the program is killed.

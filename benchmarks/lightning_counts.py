@@ -29,9 +29,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import report
-from benchmarks.children import run_in_child
 from benchmarks.snapshots import difference
 from lightning_strategy import XLAEagerStrategy
+from tests.children import run_in_child
 from xla_adapters import count, get_runtime, initialize
 from xla_adapters.runtime import Metrics
 

@@ -29,7 +29,7 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 import torch
 
 from benchmarks import report
-from benchmarks.preflight_models import MODELS, build
+from benchmarks.sizes import REAL_SIZES, of_real_size
 from hf_trainer.framework_patches import as_if_compiling
 from xla_adapters.errors import ConfigError
 from xla_adapters.preflight.job import StepJob, adamw
@@ -127,7 +127,7 @@ def _key(plan: ShardingPlan) -> tuple[str, str]:
 def rows_of(name: str, topology: str, options: Any, recorder: Recorder) -> list[Row]:
     """Plans, compiles and compares one model on one slice."""
     target = Target.parse(topology)
-    model, batch = build(name, options.layers)
+    model, batch = of_real_size(name, options.layers)
     model.to(getattr(torch, options.dtype))
     config = ShardingConfig(topology=topology, measure_top_k=options.top)
     try:
@@ -223,7 +223,7 @@ def targets(made: report.Report, rows: list[Row]) -> None:
 def main(command: list[str] | None = None) -> int:
     """The program."""
     parser = report.parser(str(__doc__))
-    parser.add_argument("--models", default=",".join(MODELS), help=f"comma-separated ({','.join(MODELS)})")
+    parser.add_argument("--models", default=",".join(REAL_SIZES), help=f"comma-separated ({','.join(REAL_SIZES)})")
     parser.add_argument("--topologies", default=TOPOLOGIES, help=f"comma-separated slices ({TOPOLOGIES})")
     parser.add_argument("--layers", type=int, default=0, help="of each model, instead of those of its real size")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of parameters (float32)")

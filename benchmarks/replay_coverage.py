@@ -1,6 +1,6 @@
 """Checks for typical user programs whether their training steps are replayed; `python -m benchmarks.replay_coverage`.
 
-Each program of `benchmarks/coverage_programs` is trained twice on the same data with the same seed, each time in its
+Each program of `tests/programs` is trained twice on the same data with the same seed, each time in its
 own process: with step_replay="auto" and with step_replay=False.
   steps     calls of the training step; each micro batch is a call;
   replayed  calls that ran the executable without the step's Python;
@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from benchmarks import report
-from benchmarks.children import Outcome, run_in_children
-from benchmarks.coverage_programs import PROGRAMS, named
-from benchmarks.coverage_programs.program import Program, Ran
+from tests.children import Outcome, run_in_children
+from tests.programs import PROGRAMS, named
+from tests.programs.program import Program, Ran
 from xla_adapters.replay.verification import FIRST
 
 WANTED = 30

@@ -22,9 +22,9 @@ import transformers
 
 import hf_trainer
 from benchmarks import report, zoo
-from benchmarks.children import run_in_child
 from benchmarks.snapshots import StepSnapshots
 from benchmarks.training import Batches, arguments, only_item
+from tests.children import run_in_child
 from xla_adapters import count, initialize
 
 MODELS = "gpt-2,llama,bert (padded)"

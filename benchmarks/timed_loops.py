@@ -9,10 +9,9 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.clock import Clock, Plan, Timing
-from benchmarks.interleaved import Pause
+from benchmarks.harness import Clock, Pause, Plan, Timing
 from benchmarks.training import LEARNING_RATE, MAX_NORM
-from benchmarks.zoo_batches import Batch
+from benchmarks.zoo import Batch
 from xla_adapters import CompiledStep, XLAConfig, get_runtime, initialize
 from xla_adapters.replay.prepared_call import PreparedCall
 from xla_adapters.replay.slots import CallTensors, Slot

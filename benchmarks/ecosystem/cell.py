@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.children import Outcome, run_in_child
+from tests.children import Outcome, run_in_child
 from xla_adapters.config import OnGraphBreak
 from xla_adapters.errors import GraphBreakError, GraphBreakWarning
 

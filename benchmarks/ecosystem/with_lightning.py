@@ -12,12 +12,12 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader
 
-from benchmarks.coverage_programs.program import KeepProgram, Logged
 from benchmarks.ecosystem.cell import EPSILON, LEARNING_RATE, STEPS, Cell, Trained, weights_of
 from benchmarks.ecosystem.model import Model
 from benchmarks.lightning_counts import Snapshots
 from benchmarks.training import Batches
 from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
+from tests.programs.program import KeepProgram, Logged
 from xla_adapters import count, get_runtime
 from xla_adapters.config import OnGraphBreak
 

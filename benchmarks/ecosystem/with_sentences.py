@@ -20,10 +20,10 @@ from sentence_transformers.sentence_transformer.losses import CoSENTLoss, Multip
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from transformers import BertForSequenceClassification
 
-from benchmarks.ecosystem import text
 from benchmarks.ecosystem.cell import STEPS, Cell, Trained
 from benchmarks.ecosystem.with_transformers import train_with
 from hf_trainer import XLATrainerMixin
+from tests.hf_trainer import text_models as text
 from xla_adapters.config import OnGraphBreak
 
 

@@ -14,9 +14,9 @@ from torch import nn
 import hf_trainer
 from benchmarks.ecosystem.cell import EPSILON, LEARNING_RATE, STEPS, Cell, Trained, weights_of
 from benchmarks.ecosystem.model import Model
-from benchmarks.plain_cpu import without_xla
 from benchmarks.snapshots import StepSnapshots
 from benchmarks.training import Batches, only_item
+from tests.plain_cpu import without_xla
 from xla_adapters import count, get_runtime
 from xla_adapters.config import OnGraphBreak
 

@@ -11,10 +11,10 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import LlamaForSequenceClassification
 
-from benchmarks.ecosystem import text
 from benchmarks.ecosystem.cell import STEPS, Cell, Trained
 from benchmarks.ecosystem.with_transformers import train_with
 from hf_trainer import XLATrainerMixin
+from tests.hf_trainer import text_models as text
 from xla_adapters.config import OnGraphBreak
 
 

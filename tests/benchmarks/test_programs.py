@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import architectures, lightning_counts, modes, report, step_counts, zoo
+from benchmarks import architectures, lightning_counts, report, step_counts, zoo
 
 _STRATEGIES = (lightning_counts.STOCK, lightning_counts.OURS)
 
@@ -147,41 +147,3 @@ def test_lightning_counts_targets_come_from_the_runs() -> None:
     assert made.targets
     assert not any(target.met for target in made.targets)
     assert "crashed: ValueError: no" in lightning_counts.table_of([crashed])
-
-
-@pytest.mark.slow
-def test_modes_times_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "m.json"
-    small = ["--rounds", "1", "--steps", "2", "--warmup", "2", "--width", "16", "--length", "8", "--batch", "2"]
-    assert modes.main([*small, "--layers", "1", "--vocabulary", "64", "--json", str(path)]) == 0
-    runs = {run["name"]: run for run in _document(path)["results"]["runs"]}
-    assert set(runs) == set(modes.RUNS)
-    assert {name: run["error"] for name, run in runs.items()} == dict.fromkeys(modes.RUNS)
-    losses = [run["timings"][0]["last_loss"] for run in runs.values()]
-    assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-5)
-    # What was compiled in the warm-up is not compiled again while the clock runs.
-    for name in ("lazy", "eager+compile", "eager+dynamo", modes.STOCK):
-        assert runs[name]["timings"][0]["compiles_after_warmup"] == 0, name
-    assert "7253" in capsys.readouterr().out
-
-
-def _result(name: str, *walls: float) -> modes.Result:
-    return modes.Result(name, [modes.Timing(wall, wall, 0.0, 0, 1.0) for wall in walls])
-
-
-def test_modes_ratios_and_targets_are_computed_from_medians() -> None:
-    settings = modes.Settings(steps=10, batch=2, length=5)
-    results = {
-        "eager": _result("eager", 3.0, 9.0, 4.0),
-        "lazy": _result("lazy", 1.0),
-        "eager+compile": _result("eager+compile", 2.0, 1.0, 50.0),
-        modes.STOCK: modes.Result(modes.STOCK, error="crashed"),
-    }
-    assert results["eager"].rate(settings) == 25.0
-    made = report.Report("modes")
-    modes.add_targets(made, results, settings)
-    assert [(target.value, target.met) for target in made.targets] == [(0.5, False), (None, False), (2.0, True)]
-    table = modes.table_of(results, settings)
-    assert "crashed" in table
-    (line,) = [line for line in table.splitlines() if line.startswith("eager+compile")]
-    assert line.split()[1:3] == ["50", "2"]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import coverage_programs, replay_coverage, report
-from benchmarks.coverage_programs.program import Program, Ran
+from tests.programs.program import Program, Ran
 
 _LOOP, _LIGHTNING = coverage_programs.named("loop-mlp,autoencoder")
 

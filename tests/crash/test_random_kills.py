@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import crash
-from benchmarks.crash_runs import OURS
+from tests.crash.killed_trainings import OURS
 
 IN_SHORT = {
     "hf_trainer, async": None,
