@@ -88,7 +88,7 @@ docs: $(STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 
 # All of them, even if an earlier one missed a target.
-BENCHMARKS := step_counts "step_counts --lightning" modes architectures "architectures --bf16" ecosystem operators explain sharding checkpoint "crash --peers" \
+BENCHMARKS := step_counts "step_counts --lightning" modes ecosystem "ecosystem --architectures" "ecosystem --bf16" operators explain sharding checkpoint "crash --peers" \
 	replay_coverage verification host_overhead models memory compile_time
 
 bench: $(BENCH_STAMP)

@@ -11,7 +11,6 @@ Each run is in its own process. After the warm-up, the runs alternate in blocks 
   CompiledStep               the loop's body in our CompiledStep; "traced" with step_replay=False;
   CompiledStep x5            the same, five steps per execution;
   HF, Lightning unreported   replayed, with xla_report=False; only if named;
-  executable                 only the executable of CompiledStep, called with its own results;
   TRL SFT stock, traced      TRL's SFTTrainer on XLA, and the same with our mixin;
   JAX                        the same model in JAX, with a jitted step and donated state.
 "--rows traced" runs what is traced at each step, and its stock peers, in fewer blocks.
@@ -44,7 +43,7 @@ from benchmarks.runs import (
     missing,
 )
 from benchmarks.sizes import VIT, Size
-from benchmarks.timed_loops import EXECUTABLE, LAZY, OPENXLA, STEP, STEP_TRACED
+from benchmarks.timed_loops import LAZY, OPENXLA, STEP, STEP_TRACED
 from benchmarks.timed_trainers import (
     HF_REPLAYED,
     HF_STOCK,
@@ -58,7 +57,7 @@ from benchmarks.timed_trainers import (
     TRL_TRACED,
 )
 
-PINNED = tuple(name + ON_ONE_CORE for name in (HF_REPLAYED, LIGHTNING_REPLAYED, EXECUTABLE, JAX))
+PINNED = tuple(name + ON_ONE_CORE for name in (HF_REPLAYED, LIGHTNING_REPLAYED, JAX))
 RUNS = (*DEVICE_RUNS, *PINNED)
 DEPTHS = "2x128,6x64,12x32,24x32,48x32"
 REPLAYED_PEERS = {HF_REPLAYED: HF_STOCK, LIGHTNING_REPLAYED: LIGHTNING_STOCK}
@@ -75,16 +74,11 @@ _TRACED_SIZES = ((2, 128), (12, 32))
 _JAX_LIMIT, _OPENXLA_LIMIT = 1.1, 0.8
 
 
-def _wall_limit(size: Size) -> float | None:
-    if size.layers == 2 and size.width == 128:
-        return 0.35
-    return 0.13 if size.layers >= 12 and size.width == 32 else None
-
-
-def _host_limit(size: Size) -> float | None:
-    if size.layers == 2 and size.width == 128:
-        return 1 / 4
-    return 1 / 12 if size.layers >= 12 else None
+def _limits(size: Size) -> tuple[float | None, float | None]:
+    """What host CPU and wall time of a replayed step may be, divided by the stock peer's."""
+    if (size.layers, size.width) == (2, 128):
+        return 1 / 4, 0.35
+    return (1 / 12, 0.13 if size.width == 32 else None) if size.layers >= 12 else (None, None)
 
 
 def add_targets(made: report.Report, size: Size, found: Found, names: Sequence[str] = RUNS) -> None:
@@ -105,13 +99,10 @@ def add_targets(made: report.Report, size: Size, found: Found, names: Sequence[s
     for ours, stock in REPLAYED_PEERS.items():
         if ours not in names or stock not in names:
             continue
-        host_limit = _host_limit(size)
-        if host_limit is not None:
-            host = found.ratio(ours, stock, "host_ms")
-            made.target(f"{size} {ours}: host CPU to {stock}", host, "at most", host_limit)
-        limit = _wall_limit(size)
-        if limit is not None:
-            made.target(f"{size} {ours}: wall to {stock}", found.ratio(ours, stock, "wall_ms"), "at most", limit)
+        for kind, limit in zip(("host CPU", "wall"), _limits(size), strict=True):
+            if limit is not None:
+                ratio = found.ratio(ours, stock, "wall_ms" if kind == "wall" else "host_ms")
+                made.target(f"{size} {ours}: {kind} to {stock}", ratio, "at most", limit)
         pinned = found.ratio(ours + ON_ONE_CORE, JAX + ON_ONE_CORE, "process_ms")
         made.target(f"{size} {ours}: process CPU to JAX, on 1 core", pinned, "at most", _JAX_LIMIT)
         part = divided(found.get(ours, "process_ms"), found.best(OPENXLA, "process_ms"))

@@ -120,18 +120,8 @@ def table_of(found: dict[str, Found], batch: int) -> str:
         )
         lines += [f"  {model} {name}: {why}" for name, why in one.failed.items()]
     headers = ["model", "ours rows/s", "lazy", "openxla", "CPU", "inductor"]
-    headers += [
-        "to lazy",
-        "to openxla",
-        "to CPU",
-        "to inductor",
-        "best openxla",
-        "runs",
-        "+dynamo",
-        "openxla",
-        "loss",
-        "loss CPU",
-    ]
+    headers += [f"to {peer}" for peer in headers[2:]]
+    headers += ["best openxla", "runs", "+dynamo", "openxla", "loss", "loss CPU"]
     return "\n".join([report.table(headers, rows), *lines])
 
 

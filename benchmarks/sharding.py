@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -199,44 +200,15 @@ def planning_time(depth: int) -> float:
 
 def table_of(rows: list[Row]) -> str:
     """MB per device and step."""
-    cells = []
-    for row in rows:
-        hand, auto = row.by_hand, row.auto
-        cells.append(
-            (
-                row.model,
-                row.width,
-                row.cap,
-                row.budget,
-                hand.name if hand else "-",
-                hand.wire if hand else None,
-                hand.memory if hand else None,
-                auto.name if auto else "-",
-                auto.wire if auto else None,
-                auto.predicted_wire if auto else None,
-                auto.memory if auto else None,
-                auto.predicted_memory if auto else None,
-                row.ratio,
-                row.seconds,
-            )
-        )
-    headers = (
-        "model",
-        "width",
-        "cap",
-        "MB",
-        "by hand",
-        "sent",
-        "kept",
-        "auto",
-        "sent",
-        "said",
-        "kept",
-        "said",
-        "ratio",
-        "s",
-    )
-    return report.table(headers, cells)
+
+    def of(step: str, figure: str) -> Callable[[Row], object]:
+        return lambda row: getattr(getattr(row, step), figure, None)
+
+    shown: dict[str, str | Callable[[Row], object]] = {"model": "model", "width": "width", "cap": "cap", "MB": "budget"}
+    shown |= {"by hand": of("by_hand", "name"), "sent by it": of("by_hand", "wire"), "kept": of("by_hand", "memory")}
+    shown |= {"auto": of("auto", "name"), "sent": of("auto", "wire"), "said": of("auto", "predicted_wire")}
+    shown |= {"kept by it": of("auto", "memory"), "said of that": of("auto", "predicted_memory")}
+    return report.table_of(rows, {**shown, "ratio": "ratio", "s": "seconds"})
 
 
 def targets(made: report.Report, rows: list[Row]) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 import lightning as L
 import torch
 import transformers
-from lightning.pytorch.strategies import SingleDeviceXLAStrategy
 from torch.utils.data import DataLoader
 
 import hf_trainer
 from benchmarks.harness import Clock, Pause, Plan, Timing
-from benchmarks.lightning_counts import LiftedAccelerator
+from benchmarks.stock_lightning import stock_on_xla
 from benchmarks.training import LEARNING_RATE, MAX_NORM, Batches, arguments, only_item
 from benchmarks.zoo import Batch
 from lightning_strategy import XLAEagerStrategy
@@ -163,7 +162,7 @@ class LightningSteps(L.Callback):
 def _run_lightning(name: str, model: torch.nn.Module, data: Batches, clock: Clock) -> list[float]:
     chosen: dict[str, Any]
     if name == LIGHTNING_STOCK:
-        chosen = {"strategy": SingleDeviceXLAStrategy(device=0), "accelerator": LiftedAccelerator(), "devices": 1}
+        chosen = stock_on_xla()
     else:
         # To construct it makes the process eager.
         config, report = _ours(name)

@@ -64,9 +64,7 @@ def _chosen(operators: list[str], timeout: float) -> dict[str, list[Case]]:
 
 def main(command: list[str] | None = None) -> int:
     """The program."""
-    options, operators = report.of_table(
-        str(__doc__), command, named, only="names of operators", timeout=120, per="process, of which there is a handful"
-    )
+    options, operators = report.of_table(str(__doc__), command, named, only="names of operators", timeout=120)
     sources()
     report.freeze_imports()
     made = report.Report("operators", settings={"samples": MOST_CASES, "limit": LIMIT})

@@ -20,7 +20,7 @@ from torch import nn
 from benchmarks import compile_time, harness, host_overhead, memory, models, modes, report, runs, timed_loops
 from benchmarks.harness import Plan, Timing, run_interleaved
 from benchmarks.sizes import FAMILIES, VIT, Classified, Size, sizes
-from benchmarks.timed_loops import CPU, EXECUTABLE, INDUCTOR, INLINED, LAZY, OPENXLA, STEP
+from benchmarks.timed_loops import CPU, INDUCTOR, INLINED, LAZY, OPENXLA, STEP
 from benchmarks.timed_trainers import HF_REPLAYED, HF_STOCK, HF_TRACED, LIGHTNING_REPLAYED
 from tests.isolation import isolated
 
@@ -130,19 +130,6 @@ def test_image_models_are_replayed_or_said_not_to_be(loud: bool) -> None:
             run()
     else:
         assert run().executions == 1
-
-
-@isolated
-def test_the_bare_executable_trains() -> None:
-    size, plan = Size(1, 16, length=8, batch=2, dropout=0.0), Plan(warmup=5, steps=3, rounds=1)
-    bare, ours = (
-        timed_loops.run(name, size.model, size.batches(plan.total), plan, lambda: None) for name in (EXECUTABLE, STEP)
-    )
-    # The bias corrections stay behind, and with them the size of the steps.
-    assert bare.losses[:4] == pytest.approx(ours.losses[:4], abs=1e-5)
-    assert bare.losses == pytest.approx(ours.losses, abs=0.05)
-    assert bare.losses != ours.losses
-    assert (bare.executions, ours.executions, ours.compiles_while_timed) == (1, 1, 0)
 
 
 def test_what_is_not_installed_is_left_out_and_missed(monkeypatch: pytest.MonkeyPatch) -> None:
