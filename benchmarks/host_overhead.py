@@ -9,7 +9,6 @@ Each run is in its own process. After the warm-up, the runs alternate in blocks 
   openxla+lazy, +compile, +dynamo   forward and backward in torch.compile(backend="openxla"); the update
                              lazily, in torch_xla.compile, or in torch.compile, too;
   CompiledStep               the loop's body in our CompiledStep; "traced" with step_replay=False;
-  CompiledStep x5            the same, five steps per execution;
   HF, Lightning unreported   replayed, with xla_report=False; only if named;
   TRL SFT stock, traced      TRL's SFTTrainer on XLA, and the same with our mixin;
   JAX                        the same model in JAX, with a jitted step and donated state.

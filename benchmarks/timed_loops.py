@@ -19,13 +19,13 @@ LAZY, COMPILE = "lazy loop", "torch_xla.compile"
 # Forward and backward by dynamo, and the update lazily, in `torch_xla.compile`, or by dynamo too.
 OPENXLA_LAZY, OPENXLA_COMPILE, OPENXLA_DYNAMO = "openxla+lazy", "openxla+compile", "openxla+dynamo"
 OPENXLA = (OPENXLA_LAZY, OPENXLA_COMPILE, OPENXLA_DYNAMO)
-STEP, TOGETHER = "CompiledStep", "CompiledStep x5"
+STEP = "CompiledStep"
 STEP_TRACED = "CompiledStep traced"
 # With a model that `torch.compile` compiled, as under `xla_mode="eager+dynamo"`.
 INLINED = "CompiledStep+dynamo"
 CPU, INDUCTOR = "plain CPU", "inductor"
 # Only these keep freed memory (`initialize(keep_memory=)`), the others use the allocator's defaults.
-OURS = (STEP, STEP_TRACED, INLINED, TOGETHER)
+OURS = (STEP, STEP_TRACED, INLINED)
 XLA_RUNS = (LAZY, COMPILE, *OPENXLA, *OURS)
 RUNS = (*XLA_RUNS, CPU, INDUCTOR)
 
@@ -122,9 +122,6 @@ def _device_step(name: str, model: nn.Module) -> Step:
         return CompiledStep(joined(loss_of, update), config=XLAConfig(replay_verify_every=None))
     if name == STEP_TRACED:
         return CompiledStep(joined(loss_of, update), config=XLAConfig(step_replay=False))
-    if name == TOGETHER:
-        # One step of the warm-up is still waiting at its end, and so at the end of each block of ten.
-        return CompiledStep(joined(loss_of, update), config=XLAConfig(steps_per_execution=5, replay_verify_every=None))
     if name == COMPILE:
         return torch_xla.compile(joined(loss_of, update))  # type: ignore[no-any-return]
     if name in OPENXLA:
