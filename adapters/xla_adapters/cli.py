@@ -145,7 +145,7 @@ def _batch(text: str) -> tuple[int, ...]:
 
 def _plan(options: argparse.Namespace) -> ShardingPlan:
     # Imported late: the planner and its solver take seconds to import.
-    from xla_adapters.sharding.planner import Topology, evaluate
+    from xla_adapters.sharding.planner import Planner, Topology
     from xla_adapters.sharding.sharder import make_plan
 
     rows, *length = options.batch
@@ -165,7 +165,7 @@ def _plan(options: argparse.Namespace) -> ShardingPlan:
     plan = make_plan(model, config, _devices(options), example=lambda: batch, around=around)
     if plan.predicted is None:
         topology = Topology.preset(options.topology.partition(":")[0])
-        predicted = evaluate(plan, model, batch, topology=topology, around=around)
+        (predicted,) = Planner.begin(model, batch, topology=topology, around=around).costs([plan])
         plan = dataclasses.replace(plan, predicted=predicted)
     return plan
 

@@ -15,7 +15,7 @@ from tests.isolation import isolated
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import Measurement, Mesh, ShardingConfig, automatic
 from xla_adapters.sharding.automatic import Candidate, distinct
-from xla_adapters.sharding.planner import evaluate
+from tests.sharding.planner.models import evaluate
 from xla_adapters.sharding.planner.costs import Topology
 from xla_adapters.sharding.sharder import make_plan
 from xla_adapters.sharding.templates import default_mesh, template

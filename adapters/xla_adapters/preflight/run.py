@@ -237,7 +237,7 @@ def report_on(step: str, traced: TracedStep, compiled: CompiledModule, mesh: Mes
     if compiled.collectives is None:
         return report
     costs = [
-        dataclasses.replace(item, seconds=collective_seconds(item, mesh, topology))
+        dataclasses.replace(item, seconds=collective_seconds([item], topology))
         for item in compiled.collectives.costs(mesh)
     ]
     return dataclasses.replace(

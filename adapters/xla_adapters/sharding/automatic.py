@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -112,16 +112,15 @@ def _judged(plan: ShardingPlan, result: PlanResult, topology: Topology) -> Candi
     compute = plan.predicted.compute_seconds if plan.predicted is not None else 0.0
     return Candidate(
         plan=dataclasses.replace(plan, measured=result.measurement),
-        seconds=compute + sum(collective_seconds(item, plan.mesh, topology) for item in result.collectives),
+        seconds=compute + collective_seconds(result.collectives, topology),
         memory_bytes=result.measurement.memory_bytes,
         fits=result.fits,
     )
 
 
-def collective_seconds(item: CollectiveCost, mesh: Mesh, topology: Topology) -> float:
-    """Time on the slowest axis it uses. Latency per collective is ignored: compilers for real links combine them."""
-    axes = [axis for axis in item.axis.split("+") if axis in mesh.axis_names] or list(mesh.axis_names)
-    return item.wire_bytes / min(topology.bandwidth_of(axis) for axis in axes)
+def collective_seconds(items: Iterable[CollectiveCost], topology: Topology) -> float:
+    """Time of collectives. Latency is ignored: compilers for real links combine collectives."""
+    return sum(item.wire_bytes / topology.bandwidth for item in items)
 
 
 def cheapest(candidates: Sequence[Candidate], budget: int | None, *, within: float = 0.0) -> Candidate:

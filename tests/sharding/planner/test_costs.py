@@ -41,12 +41,9 @@ def test_without_reduce_scatter_an_all_reduce_is_paid() -> None:
     assert not Topology.preset("cpu").reduce_scatter
 
 
-def test_an_axis_of_one_is_silent_and_axes_may_differ() -> None:
+def test_an_axis_of_one_is_silent() -> None:
     alone = Fabric(mesh=Mesh.data_and_model(8, 1), topology=_fabric().topology)
     assert alone.all_reduce("model", 800.0, "activations") == ()
-    slow = _fabric(axis_bandwidth={"data": 1.0}, axis_latency={"data": 0.0})
-    assert slow.all_gather("data", 800.0, "activations")[0].seconds == 400.0
-    assert slow.all_gather("model", 800.0, "activations")[0].seconds == 66.0
 
 
 def test_gradients_are_combined() -> None:

@@ -7,9 +7,9 @@ import warnings
 import pytest
 
 from tests.isolation import isolated
-from tests.sharding.planner.models import MODELS
+from tests.sharding.planner.models import MODELS, evaluate_all, plan_model
 from xla_adapters.sharding import Mesh, ShardingConfig
-from xla_adapters.sharding.planner import Topology, evaluate_all, plan_model
+from xla_adapters.sharding.planner import Topology
 
 _MESH = Mesh.data_and_model(2, 4)
 _CPU = Topology.preset("cpu")

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from tests.isolation import isolated
-from tests.sharding.planner.models import gpt2, llama, on_meta, tokens
+from tests.sharding.planner.models import evaluate_all, gpt2, llama, on_meta, plan_model, tokens
 from xla_adapters.sharding import Mesh, PlanCost, ShardingConfig
-from xla_adapters.sharding.planner import Topology, evaluate_all, plan_model
+from xla_adapters.sharding.planner import Topology
 from xla_adapters.sharding.planner.memory import tiled
 from xla_adapters.sharding.templates import template
 

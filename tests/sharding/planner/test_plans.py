@@ -9,11 +9,21 @@ import torch
 from torch import nn
 
 from tests.isolation import isolated
-from tests.sharding.planner.models import Batch, gpt2, llama, mixtral, on_meta, tokens
+from tests.sharding.planner.models import (
+    Batch,
+    evaluate,
+    evaluate_all,
+    gpt2,
+    llama,
+    mixtral,
+    on_meta,
+    plan_model,
+    tokens,
+)
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import Mesh, ParameterPlan, PlanCost, ShardingConfig, ShardingPlan
 from xla_adapters.sharding.mesh import Spec, used_axes
-from xla_adapters.sharding.planner import Topology, evaluate, evaluate_all, plan_model
+from xla_adapters.sharding.planner import Topology
 from xla_adapters.sharding.planner.program import Program
 from xla_adapters.sharding.templates import template
 

@@ -16,11 +16,11 @@ from xla_adapters.sharding.planner import Topology
 from xla_adapters.sharding.planner.capture import capture
 from xla_adapters.sharding.planner.costs import Fabric
 from xla_adapters.sharding.planner.graph import Operator, build
-from xla_adapters.sharding.planner.layouts import Rules, Strategy
+from xla_adapters.sharding.planner.layouts import Strategy
 from xla_adapters.sharding.planner.strategies import strategies_of
 
 _PARTS = 2
-_RULES = Rules(fabric=Fabric(mesh=Mesh.data_and_model(1, _PARTS), topology=Topology.preset("v5e")))
+_RULES = Fabric(mesh=Mesh.data_and_model(1, _PARTS), topology=Topology.preset("v5e"))
 
 
 class _Call(nn.Module):

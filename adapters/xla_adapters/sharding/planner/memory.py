@@ -15,9 +15,9 @@ from functools import cached_property
 
 from xla_adapters.sharding.mesh import DATA, MODEL, Spec
 from xla_adapters.sharding.planner.capture import Skeleton
-from xla_adapters.sharding.planner.costs import Parameter, gathered_size, loops, split_dim
+from xla_adapters.sharding.planner.costs import Fabric, Parameter, State, gathered_size, loops, split_dim
 from xla_adapters.sharding.planner.graph import Folded, Graph, Operand, Operator
-from xla_adapters.sharding.planner.layouts import Rules, State, Strategy
+from xla_adapters.sharding.planner.layouts import Strategy
 
 PRODUCTS = frozenset(
     ("linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention")
@@ -138,7 +138,7 @@ class PeakModel:
 
     Attributes:
         graph, folded, skeleton: the captured model.
-        rules: costs and mesh.
+        fabric: costs and mesh.
         strategies: the chosen one, by class of operators.
         weights: by the name that represents a class of parameters.
         copies: by class of operators, bytes of copies of its output in other layouts that are kept for the backward.
@@ -147,7 +147,7 @@ class PeakModel:
     graph: Graph
     folded: Folded
     skeleton: Skeleton
-    rules: Rules
+    fabric: Fabric
     strategies: Mapping[int, Strategy]
     weights: Mapping[str, Weight]
     copies: Mapping[int, float]
@@ -218,7 +218,7 @@ class PeakModel:
             weight = self._weight(operand)
             if weight.parameter.trainable and self._reduced(weight):
                 split = want.state is not None or split_dim(weight.spec, MODEL) is not None
-                gradients += weight.parameter.size / (self.rules.fabric.model if split else 1)
+                gradients += weight.parameter.size / (self.fabric.model if split else 1)
             if operator.target in PRODUCTS and not weight.kept and split_dim(weight.spec, DATA) is not None:
                 gathered += self._gathered_whole(weight, want.state)
         return _Live(activations=activations, gradients=gradients, gathered=gathered)
@@ -238,7 +238,7 @@ class PeakModel:
     def _looped(self, operator: Operator) -> bool:
         """Whether the gradient of an operator's weight is scattered by a loop."""
         weights = [self._weight(operand) for operand in operator.operands if operand.parameter is not None]
-        return any(loops(weight.parameter, weight.spec, self.rules.fabric) for weight in weights)
+        return any(loops(weight.parameter, weight.spec, self.fabric) for weight in weights)
 
     def _recomputed_layer(self, operator: Operator) -> Iterator[float]:
         """What the operators before one in its recomputed layer keep while the layer's backward runs."""
@@ -265,7 +265,7 @@ class PeakModel:
     @cached_property
     def _once(self) -> dict[int, float]:
         """By operator, bytes of its output (and besides it) that are kept for the backward, in each layer."""
-        topology = self.rules.fabric.topology
+        topology = self.fabric.topology
         shares = kept_shares(self.graph, recomputes=topology.recomputes, rounds=topology.rounds_products)
         found = {}
         for operator in self.graph.operators:
@@ -353,17 +353,17 @@ class PeakModel:
 
     def _accumulators(self, weight: Weight) -> float:
         """Bytes of the two values that a loop adds a gradient up in; they live from the start."""
-        return 2 * self._shard(weight) if loops(weight.parameter, weight.spec, self.rules.fabric) else 0.0
+        return 2 * self._shard(weight) if loops(weight.parameter, weight.spec, self.fabric) else 0.0
 
     def _shard(self, weight: Weight) -> float:
-        return weight.parameter.size / self.rules.fabric.mesh.shards(weight.spec)
+        return weight.parameter.size / self.fabric.mesh.shards(weight.spec)
 
     def _gathered_whole(self, weight: Weight, state: State) -> float:
-        return gathered_size(weight.parameter, self.rules.fabric) / (1 if state is None else self.rules.fabric.model)
+        return gathered_size(weight.parameter, self.fabric) / (1 if state is None else self.fabric.model)
 
     def _reduced(self, weight: Weight) -> bool:
         """Whether the gradient is made whole before it is reduced over the data axis."""
-        return self.rules.fabric.data > 1 and not loops(weight.parameter, weight.spec, self.rules.fabric)
+        return self.fabric.data > 1 and not loops(weight.parameter, weight.spec, self.fabric)
 
     def _waits(self, operator: Operator) -> bool:
         return operator.index in self._before_loss and any(
@@ -386,7 +386,7 @@ class PeakModel:
         number = math.prod(item.shape)
         if not number:
             return 0.0
-        fabric, shape = self.rules.fabric, list(item.shape)
+        fabric, shape = self.fabric, list(item.shape)
         for dim, parts in ((item.batch, fabric.data), (state, fabric.model)):
             if dim is not None:
                 shape[dim] = -(-shape[dim] // parts)
@@ -398,7 +398,7 @@ class PeakModel:
         if operator.target in _CONVOLUTIONS and len(operator.shape) > 2:
             channels, pixels = operator.shape[1], math.prod(operator.shape[2:])
             padding = tiled((channels, pixels)) / (channels * pixels)
-            return self.rules.local(operator, state) * padding
+            return self.fabric.local(operator, state) * padding
         for user, operand in self._users.get(operator.index, []):
             if user.target == _ATTENTION and operand.size == operator.size:
                 return self._size(operand, None if state is None else operand.dims[state])
@@ -412,7 +412,7 @@ class PeakModel:
         whole = query.source is not None and strategy.wants[0].state is None
         if whole and self._strategy(self.graph.operators[query.source or 0]).output is not None:
             # If heads do not divide, GSPMD splits a query that is split before over as many devices as do.
-            parts = math.gcd(query.shape[-3], self.rules.fabric.model)
+            parts = math.gcd(query.shape[-3], self.fabric.model)
         return strategy.keeps * tiled(sizes) / math.prod(sizes) / parts
 
     def _image(self, operator: Operator) -> float:
@@ -420,5 +420,5 @@ class PeakModel:
         item = operator.operands[0]
         if not item.free or item.batch != 0 or len(item.shape) < 3:
             return 0.0
-        channels, rows = _up(item.shape[1], 4), item.shape[0] // self.rules.fabric.data
+        channels, rows = _up(item.shape[1], 4), item.shape[0] // self.fabric.data
         return 2.0 * math.prod(item.shape[2:]) * channels * _up(rows, _LANES)

@@ -15,15 +15,13 @@ from torch import nn
 from torch.utils import _pytree
 
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding.config import ShardingConfig
 from xla_adapters.sharding.mesh import DATA, MODEL, Mesh, Spec, factorizations, used_axes
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.plan_data import ParameterPlan, PlanCost
 from xla_adapters.sharding.planner.capture import Capture, CaptureError, batch_size, capture
 from xla_adapters.sharding.planner.costs import Fabric, Parameter, Topology
 from xla_adapters.sharding.planner.graph import Folded, Graph, build, fold
-from xla_adapters.sharding.planner.layouts import Rules
-from xla_adapters.sharding.planner.program import Filter, Problem, formulate, formulate_by_parameters
+from xla_adapters.sharding.planner.program import Filter, Formulation, Problem, formulate_by_parameters
 from xla_adapters.sharding.planner.solution import Solution, cost_of, forced, held, propagated_only, whole
 
 
@@ -152,7 +150,7 @@ class Planner:
     """A captured model that can be planned for any mesh. Create it with `begin`.
 
     Attributes:
-        model, batch, around: as for `plan_model`.
+        model, batch, around: as for `begin`.
         entries: the model's parameters.
         parameters: classes of parameters, by the name that represents the class.
         classes: by name of a parameter, the name that represents its class.
@@ -160,7 +158,6 @@ class Planner:
         rows: size of the batch.
         batch_bytes: bytes of the whole batch.
         topology: of devices and links.
-        optimizer_bytes: bytes of optimizer state per element of a trainable parameter; None for Adam's.
         notes: for the plans.
     """
 
@@ -174,7 +171,6 @@ class Planner:
     rows: int
     batch_bytes: float
     topology: Topology
-    optimizer_bytes: float | None
     notes: tuple[str, ...]
 
     @classmethod
@@ -184,12 +180,20 @@ class Planner:
         batch: Batch,
         *,
         topology: Topology,
-        optimizer_bytes: float | None = None,
         fixed: Mapping[str, Spec] | None = None,
         overrides: Mapping[str, Spec] | None = None,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Planner:
-        """Captures the model; the arguments are those of `plan_model`."""
+        """Captures the model, without weights.
+
+        Args:
+            model: on any device, also meta; it is not changed.
+            batch: the global batch: keyword arguments of `forward`, or positional ones; only shapes and dtypes matter.
+            topology: of devices and links.
+            fixed: specs of parameters that are already annotated; they are kept.
+            overrides: specs by name pattern.
+            around: returns the context that forward passes run in.
+        """
         entries = list_parameters(model, fixed or {}, overrides or {})
         given = {entry.name: entry.fixed for entry in entries if entry.fixed is not None}
         notes: tuple[str, ...] = ()
@@ -220,12 +224,14 @@ class Planner:
             rows=batch_size(batch),
             batch_bytes=float(sum(leaf.numel() * leaf.element_size() for leaf in leaves)),
             topology=topology,
-            optimizer_bytes=optimizer_bytes,
             notes=notes,
         )
 
     def best(self, meshes: Sequence[Mesh], budget: int | None, *, given: bool) -> list[ShardingPlan]:
         """Plans with their predicted cost, the fastest first; up to two for each mesh.
+
+        These are one whose activations GSPMD propagates from the parameters, and, if it differs, one that needs its
+        constraints on `activations`.
 
         Args:
             meshes: to try; all have the same number of devices.
@@ -266,6 +272,9 @@ class Planner:
     def costs(self, plans: Sequence[ShardingPlan]) -> list[PlanCost]:
         """The predicted cost of a step under each of these plans.
 
+        Activations have the layouts of the plan's constraints or, without any, those that GSPMD (Xu et al., arXiv
+        2105.04663) propagates. What a plan leaves open is chosen for the fastest step.
+
         Raises:
             ConfigError: a plan is for another model, or its mesh does not divide the batch.
         """
@@ -279,7 +288,6 @@ class Planner:
                     self.model,
                     self.batch,
                     topology=self.topology,
-                    optimizer_bytes=self.optimizer_bytes,
                     fixed=specs,
                     around=self.around,
                 )
@@ -356,9 +364,7 @@ class Planner:
         """Bytes per device of the plan that needs the least memory."""
         if self.captured is None:
             fabric = self._fabric(mesh)
-            program = formulate_by_parameters(
-                self.parameters, fabric, rows=self.rows, optimizer_bytes=self.optimizer_bytes
-            )[0]
+            program = formulate_by_parameters(self.parameters, fabric, rows=self.rows)[0]
             return program.program.size(program.program.smallest()) + sum(self._constant(mesh).values())
         programs = [self._formulate(mesh, [propagated_only], follow=True), self._formulate(mesh, [], follow=False)]
         return min(memory_of(self._plan(mesh, item, item.program.smallest())) for item in programs)
@@ -368,11 +374,12 @@ class Planner:
         if self.captured is None:
             found = self._structural(plan.mesh, None)
             return found.predicted or PlanCost() if found is not None else PlanCost()
-        rules = Rules(fabric=self._fabric(plan.mesh))
         axes = {axis for item in plan.activations for axis in used_axes(item.spec)} | set(plan.batch)
         follow = MODEL not in axes
         filters: list[Filter] = [propagated_only] if follow else []
-        filters += forced(plan, self.captured.graph, self.captured.folded, self.captured.capture.skeleton, rules)
+        filters += forced(
+            plan, self.captured.graph, self.captured.folded, self.captured.capture.skeleton, self._fabric(plan.mesh)
+        )
         # A plan whose layouts are not all reached by propagation is taken without its constraints.
         for kept in (filters, filters[: int(follow)]):
             program = self._formulate(plan.mesh, kept, follow=follow)
@@ -396,16 +403,15 @@ class Planner:
 
     def _formulate(self, mesh: Mesh, filters: Sequence[Filter], *, follow: bool) -> Problem:
         assert self.captured is not None
-        return formulate(
-            self.captured.graph,
-            self.captured.folded,
-            self.parameters,
-            Rules(fabric=self._fabric(mesh)),
-            optimizer_bytes=self.optimizer_bytes,
+        return Formulation(
+            graph=self.captured.graph,
+            folded=self.captured.folded,
+            parameters=self.parameters,
+            fabric=self._fabric(mesh),
             filters=filters,
             held=held(self.captured.graph, self.captured.folded, self.captured.capture.skeleton),
             follow=follow,
-        )
+        ).write()
 
     def _solution(self, mesh: Mesh, program: Problem, values: Sequence[float]) -> Solution:
         assert self.captured is not None
@@ -413,7 +419,7 @@ class Planner:
             graph=self.captured.graph,
             folded=self.captured.folded,
             skeleton=self.captured.capture.skeleton,
-            rules=Rules(fabric=self._fabric(mesh)),
+            fabric=self._fabric(mesh),
             problem=program,
             values=values,
         )
@@ -440,9 +446,7 @@ class Planner:
         )
 
     def _structural(self, mesh: Mesh, budget: int | None) -> ShardingPlan | None:
-        program, spread = formulate_by_parameters(
-            self.parameters, self._fabric(mesh), rows=self.rows, optimizer_bytes=self.optimizer_bytes
-        )
+        program, spread = formulate_by_parameters(self.parameters, self._fabric(mesh), rows=self.rows)
         values = program.program.solve(self._available(mesh, budget))
         if values is None:
             return None
@@ -500,111 +504,6 @@ def _parameters(entries: Sequence[Entry], classes: Mapping[str, str]) -> dict[st
     return found
 
 
-def plan_model(
-    model: nn.Module,
-    batch: Batch,
-    *,
-    mesh: Mesh | None,
-    devices: int,
-    config: ShardingConfig,
-    topology: Topology,
-    optimizer_bytes_per_parameter: float | None = None,
-    fixed: Mapping[str, Spec] | None = None,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> list[ShardingPlan]:
-    """Plans how to split a training step over devices, after Alpa (Zheng et al., OSDI 2022).
-
-    The forward is captured without weights. Each operator has a set of possible layouts on a (data, model) mesh, and
-    each parameter a set of ways to be stored. An integer linear program chooses among them for the fastest step within
-    the memory budget.
-
-    Args:
-        model: on any device, also meta; it is not changed.
-        batch: the global batch: keyword arguments of `forward`, or positional ones; only shapes and dtypes matter.
-        mesh: to plan for; None tries all `factorizations(devices, 2)`.
-        devices: number of devices.
-        config: only `memory_budget` (bytes per device) and `overrides` are used here.
-        topology: of devices and links.
-        optimizer_bytes_per_parameter: bytes per element of a trainable parameter; None for Adam's two
-            averages, in the dtype of the parameter.
-        fixed: specs of parameters that are already annotated; they are kept.
-        around: returns the context that forward passes run in.
-
-    Returns:
-        Plans with their predicted cost, the fastest first; up to two for each mesh: one whose activations GSPMD
-        propagates from the parameters, and, if it differs, one that needs its constraints on `activations`.
-
-    Raises:
-        ConfigError: nothing fits the memory budget, or the batch or a given spec fits no mesh.
-    """
-    planner = Planner.begin(
-        model,
-        batch,
-        topology=topology,
-        optimizer_bytes=optimizer_bytes_per_parameter,
-        fixed=fixed,
-        overrides=config.overrides,
-        around=around,
-    )
-    return planner.best(meshes_of(mesh, devices), config.memory_budget, given=mesh is not None)
-
-
 def meshes_of(mesh: Mesh | None, devices: int) -> list[Mesh]:
     """The given mesh, or all (data, model) meshes of so many devices."""
     return [mesh] if mesh is not None else [Mesh.data_and_model(*shape) for shape in factorizations(devices, 2)]
-
-
-def evaluate(
-    plan: ShardingPlan,
-    model: nn.Module,
-    batch: Batch,
-    *,
-    topology: Topology,
-    optimizer_bytes_per_parameter: float | None = None,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> PlanCost:
-    """The predicted cost of a step under a given plan.
-
-    Activations have the layouts of the plan's constraints or, without any, those that GSPMD (Xu et al., arXiv
-    2105.04663) propagates. What the plan leaves open is chosen for the fastest step.
-
-    Args:
-        plan: for this model.
-        model, batch, topology, optimizer_bytes_per_parameter, around: as in `plan_model`.
-
-    Raises:
-        ConfigError: the plan is for another model, or its mesh does not divide the batch.
-    """
-    (cost,) = evaluate_all(
-        [plan],
-        model,
-        batch,
-        topology=topology,
-        optimizer_bytes_per_parameter=optimizer_bytes_per_parameter,
-        around=around,
-    )
-    return cost
-
-
-def evaluate_all(
-    plans: Sequence[ShardingPlan],
-    model: nn.Module,
-    batch: Batch,
-    *,
-    topology: Topology,
-    optimizer_bytes_per_parameter: float | None = None,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> list[PlanCost]:
-    """The predicted cost of a step under each of several plans; the model is captured once.
-
-    Args:
-        plans: for this model.
-        model, batch, topology, optimizer_bytes_per_parameter, around: as in `plan_model`.
-
-    Raises:
-        ConfigError: as in `evaluate`.
-    """
-    planner = Planner.begin(
-        model, batch, topology=topology, optimizer_bytes=optimizer_bytes_per_parameter, around=around
-    )
-    return planner.costs(plans)

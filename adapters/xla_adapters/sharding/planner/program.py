@@ -24,11 +24,12 @@ from scipy.sparse import csr_matrix
 
 from xla_adapters.errors import SolverError
 from xla_adapters.sharding.mesh import DATA, MODEL, Mesh, Spec
+from xla_adapters.sharding.plan_data import CollectiveCost
 from xla_adapters.sharding.planner.costs import (
     GRADIENTS,
-    Charge,
     Fabric,
     Parameter,
+    State,
     data_charges,
     gather_counts,
     split_dim,
@@ -37,7 +38,7 @@ from xla_adapters.sharding.planner.costs import (
     use_charges,
 )
 from xla_adapters.sharding.planner.graph import Folded, Graph, Operand, Operator
-from xla_adapters.sharding.planner.layouts import Rules, State, Strategy, Want, reshard, seen_as
+from xla_adapters.sharding.planner.layouts import Strategy, Want, reshard, seen_as
 from xla_adapters.sharding.planner.memory import PRODUCTS, kept_shares
 from xla_adapters.sharding.planner.strategies import strategies_of
 from xla_adapters.utils.native_output import without_lines
@@ -64,7 +65,7 @@ class Program:
 
     seconds: list[float] = field(default_factory=list)
     compute: list[float] = field(default_factory=list)
-    charges: list[tuple[tuple[Charge, float], ...]] = field(default_factory=list)
+    charges: list[tuple[tuple[CollectiveCost, float], ...]] = field(default_factory=list)
     memory: list[Mapping[str, float]] = field(default_factory=list)
     integral: list[bool] = field(default_factory=list)
     _rows: list[tuple[Sequence[int], Sequence[float], float, float]] = field(default_factory=list)
@@ -73,7 +74,7 @@ class Program:
         self,
         *,
         compute: float = 0.0,
-        charges: Sequence[Charge] = (),
+        charges: Sequence[CollectiveCost] = (),
         memory: Mapping[str, float] | None = None,
         integral: bool = False,
         times: float = 1.0,
@@ -190,46 +191,26 @@ class _Use:
     operand: Operand
 
 
-def formulate(
-    graph: Graph,
-    folded: Folded,
-    parameters: Mapping[str, Parameter],
-    rules: Rules,
-    *,
-    optimizer_bytes: float | None,
-    filters: Sequence[Filter],
-    held: Collection[int],
-    follow: bool,
-) -> Problem:
-    """Writes the program.
+@dataclass(kw_only=True)
+class Formulation:
+    """Writes the program of a captured model.
 
     Args:
         graph: the operators.
         folded: which of them share a choice.
         parameters: by the name that represents a class.
-        rules: costs and mesh.
-        optimizer_bytes: bytes of optimizer state per element of a trainable parameter; None for Adam's.
+        fabric: costs and mesh.
         filters: remove strategies; a filter that would remove all is ignored.
         held: operators whose output will be constrained; other outputs are used as they are split, or gathered.
         follow: only layouts that GSPMD (Xu et al., arXiv 2105.04663) propagates from the parameters by itself: a value
             is split over the model axis only if a parameter used with it is. Otherwise the batch and the sequence may
             be split, too.
     """
-    return _Formulation(
-        graph=graph, folded=folded, parameters=parameters, rules=rules, optimizer_bytes=optimizer_bytes,
-        filters=filters, held=held, follow=follow,
-    ).write()  # fmt: skip
-
-
-@dataclass(kw_only=True)
-class _Formulation:
-    """Writes the program; the fields are the arguments of `formulate`."""
 
     graph: Graph
     folded: Folded
     parameters: Mapping[str, Parameter]
-    rules: Rules
-    optimizer_bytes: float | None
+    fabric: Fabric
     filters: Sequence[Filter]
     held: Collection[int]
     follow: bool
@@ -238,6 +219,7 @@ class _Formulation:
     broadcast: set[int] = field(default_factory=set)
 
     def write(self) -> Problem:
+        """The program."""
         uses: dict[str, int] = {}
         others: set[str] = set()
         lookups: dict[str, tuple[float, ...]] = {}
@@ -269,7 +251,7 @@ class _Formulation:
         for operator in self.graph.operators:
             key = self.folded.operators.of(operator.index)
             times[key] = times.get(key, 0) + self.folded.weights[operator.index]
-        topology = self.rules.fabric.topology
+        topology = self.fabric.topology
         kept = kept_shares(self.graph, recomputes=topology.recomputes, rounds=topology.rounds_products)
         for operator in self.graph.operators:
             if operator.index in times:
@@ -284,17 +266,17 @@ class _Formulation:
 
     @property
     def _mesh(self) -> Mesh:
-        return self.rules.fabric.mesh
+        return self.fabric.mesh
 
     def _store(self, parameter: Parameter) -> None:
         program = self.problem.program
         columns = []
-        fabric = self.rules.fabric
+        fabric = self.fabric
         for spec in stored_specs(parameter, self._mesh):
             for gathers in gather_counts(parameter, spec, fabric):
                 charges = data_charges(parameter, spec, fabric, gathers) * parameter.count
                 column = program.column(charges=charges, integral=True)
-                program.memory[column] = stored_bytes(parameter, spec, fabric, self.optimizer_bytes, gathers)
+                program.memory[column] = stored_bytes(parameter, spec, fabric, gathers)
                 columns.append((spec, column))
         program.choose_one([column for _, column in columns])
         self.problem.stores[parameter.name] = columns
@@ -314,9 +296,9 @@ class _Formulation:
     def _class_of(self, parameter: str) -> Parameter:
         return self.parameters[self.folded.parameters.of(parameter)]
 
-    def _sums(self, operator: Operator, strategy: Strategy) -> tuple[Charge, ...]:
+    def _sums(self, operator: Operator, strategy: Strategy) -> tuple[CollectiveCost, ...]:
         """Reductions of gradients of values that do not depend on the batch (a relative position bias, say)."""
-        fabric, size = self.rules.fabric, 0.0
+        fabric, size = self.fabric, 0.0
         if not fabric.topology.merges_sums:
             for operand, want in zip(operator.operands, strategy.wants, strict=True):
                 if operator.index in self.batched and operand.source in self.broadcast:
@@ -324,23 +306,23 @@ class _Formulation:
                     whole = self.graph.operators[operand.source].size
                     size += whole / (1 if want.state is None else fabric.model)
         elif operator.index in self.broadcast:
-            size = self.rules.local(operator, strategy.output)
+            size = self.fabric.local(operator, strategy.output)
         return fabric.all_reduce(DATA, size, GRADIENTS) if size else ()
 
     def _choose(self, operator: Operator, times: int, kept: float) -> None:
-        found, known = strategies_of(operator, self.rules)
+        found, known = strategies_of(operator, self.fabric)
         if not known:
             self.graph.unknown.add(".".join(part for part in (operator.namespace, operator.target) if part))
         for keep in self.filters:
             found = keep(operator, found) or found
         columns = []
         for strategy in found:
-            size = strategy.keeps + kept * self.rules.local(operator, strategy.output)
-            unary = () if self.rules.fabric.topology.recomputes else self.graph.kept.get(operator.index, ())
+            size = strategy.keeps + kept * self.fabric.local(operator, strategy.output)
+            unary = () if self.fabric.topology.recomputes else self.graph.kept.get(operator.index, ())
             for dims, whole, batch in unary:
                 split = strategy.output is not None and dims[strategy.output] is not None
-                parts = self.rules.fabric.data if batch is not None else 1
-                size += whole / parts / (self.rules.fabric.model if split else 1)
+                parts = self.fabric.data if batch is not None else 1
+                size += whole / parts / (self.fabric.model if split else 1)
             # Recomputed layers run their forward twice (a third more), and only one at a time keeps its activations.
             again = operator.index in self.folded.recomputed
             column = self.problem.program.column(
@@ -356,7 +338,7 @@ class _Formulation:
 
     def _use_of_parameter(self, operator: Operator, position: int, operand: Operand, times: int) -> None:
         """Adds the flows from the stored layouts of a parameter to those in which an operator uses it."""
-        if self.rules.fabric.model == 1 or operand.parameter is None:
+        if self.fabric.model == 1 or operand.parameter is None:
             return
         parameter = self._class_of(operand.parameter)
         left: dict[_Stored, list[int]] = {}
@@ -370,7 +352,7 @@ class _Formulation:
             right.setdefault((used, want.partial), []).append(column)
         flows = {
             (stored, use): self.problem.program.column(
-                charges=use_charges(parameter, stored[0], use[0], use[1], stored[1], self.rules.fabric),
+                charges=use_charges(parameter, stored[0], use[0], use[1], stored[1], self.fabric),
                 times=times,
             )
             for stored in left
@@ -418,7 +400,7 @@ class _Formulation:
 
     def _fan_out(self, index: int, consumers: Sequence[_Use], times: int) -> None:
         """Adds the flows of one value to its users; a layout that several users want is made once."""
-        if self.rules.fabric.model == 1:
+        if self.fabric.model == 1:
             return
         source = self.graph.operators[index]
         left: dict[State, list[int]] = {}
@@ -459,12 +441,12 @@ class _Formulation:
 
     def _turns(self, use: _Use, state: State, want: Want) -> bool:
         """Whether a value would move its split to another dimension although nothing makes GSPMD do so."""
-        view = seen_as(self.rules, use.operand, state)
+        view = seen_as(self.fabric, use.operand, state)
         parameters = any(item.parameter is not None for item in self.graph.operators[use.consumer].operands)
         return not parameters and view is not None and want.state not in (None, view)
 
     def _price(self, source: Operator, state: State, members: Sequence[tuple[int, _Use, Want]], times: int) -> None:
-        changes = [reshard(self.rules, source, use.operand, state, want) for _, use, want in members]
+        changes = [reshard(self.fabric, source, use.operand, state, want) for _, use, want in members]
         flows = [flow for flow, _, _ in members]
         forward = max(changes, key=lambda item: _seconds(item.forward))
         kept = forward.kept / times if members[0][1].consumer in self.folded.recomputed else forward.kept
@@ -472,13 +454,13 @@ class _Formulation:
         products = any(self.graph.operators[use.consumer].target in PRODUCTS for _, use, _ in members)
         if copied is not None and kept and products:
             self.problem.copies[copied] = (self.folded.operators.of(source.index), times)
-        if any(change.sums for change in changes) and not self.rules.fabric.topology.merges_sums:
+        if any(change.sums for change in changes) and not self.fabric.topology.merges_sums:
             for flow, change in zip(flows, changes, strict=True):
                 self._charge([flow], change.backward, 0.0, times)
         else:
             self._charge(flows, max((item.backward for item in changes), key=_seconds), 0.0, times)
 
-    def _charge(self, flows: Sequence[int], charges: tuple[Charge, ...], kept: float, times: int) -> int | None:
+    def _charge(self, flows: Sequence[int], charges: tuple[CollectiveCost, ...], kept: float, times: int) -> int | None:
         """Adds collectives that run once if any of these flows is used; their column, if there are any."""
         if not charges:
             return None
@@ -504,20 +486,17 @@ def _rows(operator: Operator, rank: int) -> int:
     return operator.shape[-2] if rank == 3 else math.prod(operator.shape[:-1])
 
 
-def _seconds(charges: tuple[Charge, ...]) -> float:
+def _seconds(charges: tuple[CollectiveCost, ...]) -> float:
     return sum(charge.seconds for charge in charges)
 
 
-def formulate_by_parameters(
-    parameters: Mapping[str, Parameter], fabric: Fabric, *, rows: int, optimizer_bytes: float | None
-) -> tuple[Problem, bool]:
+def formulate_by_parameters(parameters: Mapping[str, Parameter], fabric: Fabric, *, rows: int) -> tuple[Problem, bool]:
     """Writes the program, with choices for parameters only.
 
     Args:
         parameters: by name.
         fabric: the cost of collectives.
         rows: size of the batch.
-        optimizer_bytes: bytes of optimizer state per element; None for Adam's.
 
     Returns:
         The program, and whether the batch is split over the model axis, too.
@@ -542,7 +521,7 @@ def formulate_by_parameters(
                 *use_charges(parameter, stored, None, spread, whole, fabric),
             )
             column = problem.program.column(compute=work, charges=charges, integral=True, times=parameter.count)
-            problem.program.memory[column] = stored_bytes(parameter, spec, fabric, optimizer_bytes, gathers)
+            problem.program.memory[column] = stored_bytes(parameter, spec, fabric, gathers)
             columns.append((spec, column))
         problem.program.choose_one([column for _, column in columns])
         problem.stores[name] = columns

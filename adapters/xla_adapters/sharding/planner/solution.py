@@ -13,9 +13,9 @@ from xla_adapters.sharding.mesh import DATA, MODEL, DimSpec, Mesh, Spec, used_ax
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.plan_data import ActivationPlan, PlanCost
 from xla_adapters.sharding.planner.capture import Skeleton
-from xla_adapters.sharding.planner.costs import split_dim, total
+from xla_adapters.sharding.planner.costs import Fabric, State, split_dim, total
 from xla_adapters.sharding.planner.graph import Folded, Graph, Operand, Operator
-from xla_adapters.sharding.planner.layouts import Rules, State, Strategy, Want, seen_as
+from xla_adapters.sharding.planner.layouts import Strategy, Want, seen_as
 from xla_adapters.sharding.planner.memory import PeakModel, Weight
 from xla_adapters.sharding.planner.program import Filter, Problem, Program
 
@@ -54,7 +54,7 @@ class Solution:
 
     Attributes:
         graph, folded, skeleton: the captured model.
-        rules: costs and mesh.
+        fabric: costs and mesh.
         problem: the program.
         values: of its columns.
     """
@@ -62,13 +62,13 @@ class Solution:
     graph: Graph
     folded: Folded
     skeleton: Skeleton
-    rules: Rules
+    fabric: Fabric
     problem: Problem
     values: Sequence[float]
 
     @property
     def _mesh(self) -> Mesh:
-        return self.rules.fabric.mesh
+        return self.fabric.mesh
 
     def specs(self) -> dict[str, Spec]:
         """The spec of each class of parameters."""
@@ -97,7 +97,7 @@ class Solution:
 
     def peak(self) -> dict[str, float] | None:
         """Bytes by kind that live at the peak; None if the compiler keeps everything, so that the sums are right."""
-        if not self.rules.fabric.topology.recomputes:
+        if not self.fabric.topology.recomputes:
             return None
         weights = {
             name: Weight(
@@ -117,7 +117,7 @@ class Solution:
             graph=self.graph,
             folded=self.folded,
             skeleton=self.skeleton,
-            rules=self.rules,
+            fabric=self.fabric,
             strategies={index: self.strategy(index) for index in self.problem.strategies},
             weights=weights,
             copies=copies,
@@ -167,7 +167,7 @@ class Solution:
         self, module: str, spec: Spec, made: Spec | None, of: Literal["output", "input"] = "output"
     ) -> Iterator[ActivationPlan]:
         # The gradient of a value that is gathered is scattered by GSPMD itself: as soon as the sum is computed.
-        holds = self.rules.fabric.topology.holds_gradients and MODEL in used_axes(spec)
+        holds = self.fabric.topology.holds_gradients and MODEL in used_axes(spec)
         gradient = made if holds and made != spec else None
         for name in self.skeleton.originals(module):
             yield ActivationPlan(module=name, spec=spec, of=of, gradient=gradient)
@@ -185,7 +185,7 @@ class Solution:
             return None
         state = None if strategy.scatters else strategy.output
         state = (lying or {}).get(operand.source, state)
-        seen = seen_as(self.rules, operand, state)
+        seen = seen_as(self.fabric, operand, state)
         return None if seen is None and state is not None else self._lying(operand, seen)
 
     def _wanted(self, module: str, operand: Operand, lying: Mapping[int, State]) -> Spec | None:
@@ -202,7 +202,7 @@ class Solution:
         if len(wants) != 1 or present is None or wants == {present}:
             return None
         state = wants.pop()
-        seen = seen_as(self.rules, operand, state)
+        seen = seen_as(self.fabric, operand, state)
         return None if seen is None and state is not None else self._lying(operand, seen)
 
     def _taken(self) -> dict[int, State]:
@@ -224,7 +224,7 @@ class Solution:
         state: State = None
         if operand.source is not None:
             made = self.strategy(operand.source).output
-            state = seen_as(self.rules, operand, taken.get(operand.source, made))
+            state = seen_as(self.fabric, operand, taken.get(operand.source, made))
         return self._lying(operand, state)
 
     def _lying(self, operand: Operand, state: State) -> Spec:
@@ -283,7 +283,7 @@ def propagated_only(operator: Operator, strategies: list[Strategy]) -> list[Stra
     return [strategy for strategy in strategies if follows(strategy)]
 
 
-def forced(plan: ShardingPlan, graph: Graph, folded: Folded, skeleton: Skeleton, rules: Rules) -> list[Filter]:
+def forced(plan: ShardingPlan, graph: Graph, folded: Folded, skeleton: Skeleton, fabric: Fabric) -> list[Filter]:
     """Filters for the strategies that agree with a plan: with its batch, its constraints, and its split parameters."""
     split = {
         folded.parameters.of(entry.name): entry.used is None
@@ -296,7 +296,7 @@ def forced(plan: ShardingPlan, graph: Graph, folded: Folded, skeleton: Skeleton,
             made[folded.operators.of(index)] = graph.operators[index].batch
     # A constraint is applied after the operator: its output may have another layout, but its users get this one.
     outputs, inputs = (
-        _held(plan, kind, values, folded, skeleton, rules)
+        _held(plan, kind, values, folded, skeleton, fabric)
         for kind, values in (("output", graph.outputs), ("input", graph.inputs))
     )
     taken = dict(outputs.values())
@@ -312,7 +312,7 @@ def forced(plan: ShardingPlan, graph: Graph, folded: Folded, skeleton: Skeleton,
         if source not in taken and source not in within:
             return True
         state = within.get(source, taken.get(source))
-        if state is not None and seen_as(rules, operand, state) is None:
+        if state is not None and seen_as(fabric, operand, state) is None:
             return True
         return want.state == (None if state is None else operand.dims[state])
 
@@ -337,7 +337,7 @@ def _held(
     values: Mapping[str, Operand],
     folded: Folded,
     skeleton: Skeleton,
-    rules: Rules,
+    fabric: Fabric,
 ) -> dict[str, tuple[int, State]]:
     """For each module whose output (or input) a plan constrains: the class of the operator, and the state there."""
     specs = {item.module: item.spec for item in plan.activations if item.of == kind}
@@ -348,6 +348,6 @@ def _held(
             continue
         dim = split_dim(spec, MODEL)
         state = None if dim is None else operand.origin(dim)
-        if dim is None or (state is not None and rules.splits(operand.shape, dim, operand.batch)):
+        if dim is None or (state is not None and fabric.splits(operand.shape, dim, operand.batch)):
             found[module] = (folded.operators.of(operand.source), state)
     return found
