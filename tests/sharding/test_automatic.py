@@ -12,10 +12,10 @@ from torch import nn
 from benchmarks.sharding_models import build
 from hf_trainer.framework_patches import as_if_compiling
 from tests.isolation import isolated
+from tests.sharding.planner.models import evaluate
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import Measurement, Mesh, ShardingConfig, automatic
 from xla_adapters.sharding.automatic import Candidate, distinct
-from tests.sharding.planner.models import evaluate
 from xla_adapters.sharding.planner.costs import Topology
 from xla_adapters.sharding.sharder import make_plan
 from xla_adapters.sharding.templates import default_mesh, template

@@ -14,10 +14,10 @@ from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.plan_data import ActivationPlan, PlanCost
 from xla_adapters.sharding.planner.capture import Skeleton
 from xla_adapters.sharding.planner.costs import Fabric, State, split_dim, total
-from xla_adapters.sharding.planner.graph import Folded, Graph, Operand, Operator
+from xla_adapters.sharding.planner.graph import Captured, Graph, Operand, Operator
 from xla_adapters.sharding.planner.layouts import Strategy, Want, seen_as
 from xla_adapters.sharding.planner.memory import PeakModel, Weight
-from xla_adapters.sharding.planner.program import Filter, Problem, Program
+from xla_adapters.sharding.planner.program import Filter, Program
 
 
 def cost_of(
@@ -53,17 +53,15 @@ class Solution:
     """The solution for a captured model on one mesh, as specs, batch axes and constraints.
 
     Attributes:
-        graph, folded, skeleton: the captured model.
+        model: the captured model.
         fabric: costs and mesh.
-        problem: the program.
+        program: the program.
         values: of its columns.
     """
 
-    graph: Graph
-    folded: Folded
-    skeleton: Skeleton
+    model: Captured
     fabric: Fabric
-    problem: Problem
+    program: Program
     values: Sequence[float]
 
     @property
@@ -74,16 +72,16 @@ class Solution:
         """The spec of each class of parameters."""
         return {
             name: next(spec for spec, column in stores if self.values[column] > 0.5)
-            for name, stores in self.problem.stores.items()
+            for name, stores in self.program.stores.items()
         }
 
     def used(self) -> dict[str, Spec]:
         """The used specs of parameters that are split over the model axis, but that all operators use whole."""
         wants: dict[str, set[State]] = {}
-        for operator in self.graph.operators:
+        for operator in self.model.graph.operators:
             for operand, want in zip(operator.operands, self.strategy(operator.index).wants, strict=True):
                 if operand.parameter is not None:
-                    wants.setdefault(self.folded.parameters.of(operand.parameter), set()).add(want.state)
+                    wants.setdefault(self.model.folded.parameters.of(operand.parameter), set()).add(want.state)
         return {
             name: whole(spec)
             for name, spec in self.specs().items()
@@ -92,7 +90,7 @@ class Solution:
 
     def strategy(self, index: int) -> Strategy:
         """The chosen strategy of an operator."""
-        columns = self.problem.strategies[self.folded.operators.of(index)]
+        columns = self.program.strategies[self.model.folded.operators.of(index)]
         return next(strategy for strategy, column in columns if self.values[column] > 0.5)
 
     def peak(self) -> dict[str, float] | None:
@@ -101,24 +99,22 @@ class Solution:
             return None
         weights = {
             name: Weight(
-                parameter=self.problem.parameters[name],
+                parameter=self.program.parameters[name],
                 spec=spec,
-                kept="gathered" in self.problem.program.memory[column],
+                kept="gathered" in self.program.memory[column],
             )
-            for name, stores in self.problem.stores.items()
+            for name, stores in self.program.stores.items()
             for spec, column in stores
             if self.values[column] > 0.5
         }
         copies: dict[int, float] = {}
-        for column, (source, times) in self.problem.copies.items():
-            size = self.values[column] * self.problem.program.memory[column]["activations"] / times
+        for column, (source, times) in self.program.copies.items():
+            size = self.values[column] * self.program.memory[column]["activations"] / times
             copies[source] = copies.get(source, 0.0) + size
         return PeakModel(
-            graph=self.graph,
-            folded=self.folded,
-            skeleton=self.skeleton,
+            model=self.model,
             fabric=self.fabric,
-            strategies={index: self.strategy(index) for index in self.problem.strategies},
+            strategies={index: self.strategy(index) for index in self.program.strategies},
             weights=weights,
             copies=copies,
         ).memory()
@@ -126,8 +122,8 @@ class Solution:
     def batch(self) -> tuple[str, ...]:
         """The axes that the batch is split over: those of the outputs of the first operators."""
         votes = {True: 0.0, False: 0.0}
-        for index in entries(self.graph):
-            operator, strategy = self.graph.operators[index], self.strategy(index)
+        for index in entries(self.model.graph):
+            operator, strategy = self.model.graph.operators[index], self.strategy(index)
             # A scattered output means that the operator takes the whole batch.
             votes[strategy.output == operator.batch and not strategy.scatters] += operator.size
         axes = (DATA, MODEL) if votes[True] > votes[False] else (DATA,)
@@ -140,23 +136,23 @@ class Solution:
         Otherwise GSPMD propagates the layout of an embedding or a bias to later values, and gathers them at each use.
         Inputs of such modules are constrained if they need another layout than the value has.
         """
-        columns = [item for items in self.problem.strategies.values() for item in items]
+        columns = [item for items in self.program.strategies.values() for item in items]
         split = any(
             self.values[column] > 0.5
             for strategy, column in columns
             if strategy.output is not None or any(want.state is not None for want in strategy.wants)
         )
-        modules = _modules(self.skeleton) if split else {layer.name for layer in self.skeleton.layers}
+        modules = _modules(self.model.skeleton) if split else {layer.name for layer in self.model.skeleton.layers}
         taken = self._taken()
         found: list[ActivationPlan] = []
-        for module, operand in sorted(self.graph.outputs.items()):
+        for module, operand in sorted(self.model.graph.outputs.items()):
             if module in modules and operand.source is not None:
                 spec = self._spec(operand, taken)
                 if any(spec):
                     found += self._constraints(module, spec, self._made(operand))
-        fixed = held(self.graph, self.folded, self.skeleton)
-        present = {source: state for source, state in taken.items() if self.folded.operators.of(source) in fixed}
-        for module, operand in sorted(self.graph.inputs.items()) if split else ():
+        fixed = held(self.model)
+        present = {source: state for source, state in taken.items() if self.model.folded.operators.of(source) in fixed}
+        for module, operand in sorted(self.model.graph.inputs.items()) if split else ():
             if module in modules:
                 wanted = self._wanted(module, operand, present)
                 if wanted is not None:
@@ -169,7 +165,7 @@ class Solution:
         # The gradient of a value that is gathered is scattered by GSPMD itself: as soon as the sum is computed.
         holds = self.fabric.topology.holds_gradients and MODEL in used_axes(spec)
         gradient = made if holds and made != spec else None
-        for name in self.skeleton.originals(module):
+        for name in self.model.skeleton.originals(module):
             yield ActivationPlan(module=name, spec=spec, of=of, gradient=gradient)
 
     def _made(self, operand: Operand, lying: Mapping[int, State] | None = None) -> Spec | None:
@@ -180,7 +176,7 @@ class Solution:
         """
         assert operand.source is not None
         strategy = self.strategy(operand.source)
-        if strategy.scatters and self.graph.operators[operand.source].target == "embedding":
+        if strategy.scatters and self.model.graph.operators[operand.source].target == "embedding":
             # No product is computed from the gradient of a lookup: GSPMD chooses how it is added up.
             return None
         state = None if strategy.scatters else strategy.output
@@ -194,7 +190,7 @@ class Solution:
         present = lying.get(operand.source, self.strategy(operand.source).output)
         wants = {
             None if want.state is None else item.origin(want.state)
-            for operator in self.graph.operators
+            for operator in self.model.graph.operators
             if module in operator.modules
             for item, want in zip(operator.operands, self.strategy(operator.index).wants, strict=True)
             if item.source == operand.source
@@ -208,14 +204,14 @@ class Solution:
     def _taken(self) -> dict[int, State]:
         """For each value whose users all want one layout, that layout: the value is best changed to it at once."""
         users: dict[int, set[State]] = {}
-        for operator in self.graph.operators:
+        for operator in self.model.graph.operators:
             wants = self.strategy(operator.index).wants
             for operand, want in zip(operator.operands, wants, strict=True):
                 if operand.source is not None:
                     state = None if want.state is None else operand.origin(want.state)
                     # A split that the value itself cannot have is made later; so is one of a part of it.
                     later = want.state is not None and state is None
-                    later = later or operand.size < self.graph.operators[operand.source].size
+                    later = later or operand.size < self.model.graph.operators[operand.source].size
                     own = self.strategy(operand.source).output
                     users.setdefault(operand.source, set()).add(own if later else state)
         return {source: states.pop() for source, states in users.items() if len(states) == 1}
@@ -241,11 +237,11 @@ def whole(spec: Spec) -> Spec:
     return without(without(spec, MODEL), DATA)
 
 
-def held(graph: Graph, folded: Folded, skeleton: Skeleton) -> set[int]:
+def held(model: Captured) -> set[int]:
     """The operators whose output is constrained if the model axis is used."""
-    modules = _modules(skeleton)
-    outputs = [operand.source for module, operand in graph.outputs.items() if module in modules]
-    return {folded.operators.of(source) for source in outputs if source is not None}
+    modules = _modules(model.skeleton)
+    outputs = [operand.source for module, operand in model.graph.outputs.items() if module in modules]
+    return {model.folded.operators.of(source) for source in outputs if source is not None}
 
 
 def _modules(skeleton: Skeleton) -> set[str]:
@@ -283,8 +279,9 @@ def propagated_only(operator: Operator, strategies: list[Strategy]) -> list[Stra
     return [strategy for strategy in strategies if follows(strategy)]
 
 
-def forced(plan: ShardingPlan, graph: Graph, folded: Folded, skeleton: Skeleton, fabric: Fabric) -> list[Filter]:
+def forced(plan: ShardingPlan, model: Captured, fabric: Fabric) -> list[Filter]:
     """Filters for the strategies that agree with a plan: with its batch, its constraints, and its split parameters."""
+    graph, folded = model.graph, model.folded
     split = {
         folded.parameters.of(entry.name): entry.used is None
         for entry in plan.parameters
@@ -296,7 +293,7 @@ def forced(plan: ShardingPlan, graph: Graph, folded: Folded, skeleton: Skeleton,
             made[folded.operators.of(index)] = graph.operators[index].batch
     # A constraint is applied after the operator: its output may have another layout, but its users get this one.
     outputs, inputs = (
-        _held(plan, kind, values, folded, skeleton, fabric)
+        _held(plan, kind, values, model, fabric)
         for kind, values in (("output", graph.outputs), ("input", graph.inputs))
     )
     taken = dict(outputs.values())
@@ -332,22 +329,17 @@ def forced(plan: ShardingPlan, graph: Graph, folded: Folded, skeleton: Skeleton,
 
 
 def _held(
-    plan: ShardingPlan,
-    kind: str,
-    values: Mapping[str, Operand],
-    folded: Folded,
-    skeleton: Skeleton,
-    fabric: Fabric,
+    plan: ShardingPlan, kind: str, values: Mapping[str, Operand], model: Captured, fabric: Fabric
 ) -> dict[str, tuple[int, State]]:
     """For each module whose output (or input) a plan constrains: the class of the operator, and the state there."""
     specs = {item.module: item.spec for item in plan.activations if item.of == kind}
     found: dict[str, tuple[int, State]] = {}
     for module, operand in sorted(values.items()):
-        spec = next((specs[name] for name in skeleton.originals(module) if name in specs), None)
+        spec = next((specs[name] for name in model.skeleton.originals(module) if name in specs), None)
         if spec is None or operand.source is None or len(spec) != len(operand.shape):
             continue
         dim = split_dim(spec, MODEL)
         state = None if dim is None else operand.origin(dim)
         if dim is None or (state is not None and fabric.splits(operand.shape, dim, operand.batch)):
-            found[module] = (folded.operators.of(operand.source), state)
+            found[module] = (model.folded.operators.of(operand.source), state)
     return found
