@@ -7,6 +7,7 @@ devices as the mesh. It gets a `Job`, a model without weights and plans for it, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import os
 import pickle
@@ -114,7 +115,7 @@ def pack(job: Job) -> bytes:
             if isinstance(value, torch.Tensor) and value.device.type != "meta":
                 host = hosts.get(id(value))
                 if value.numel() > _LARGEST_BUFFER or (host is None and value.device.type != "cpu"):
-                    return _zeros, (tuple(value.shape), value.dtype)
+                    return functools.partial(torch.zeros, dtype=value.dtype), (tuple(value.shape),)
                 if host is not None and value.device.type != "cpu":
                     return _same, (host.detach(),)
             return super().reducer_override(value)
@@ -142,10 +143,6 @@ def _parameter(
     value = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=requires_grad)
     value.__dict__.update(more)
     return value
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,9 +34,6 @@ class Topology:
         recomputes: whether what element-wise operators give is computed again in the backward, not kept.
         holds_gradients: whether a constraint that splits a value otherwise than it is made constrains its gradient,
             too; the steps of XLA's CPU backend then send more.
-
-    Raises:
-        ConfigError: a figure is not positive.
     """
 
     name: str
@@ -51,17 +48,6 @@ class Topology:
     rounds_products: bool = True
     recomputes: bool = True
     holds_gradients: bool = True
-
-    def __post_init__(self) -> None:
-        figures = {
-            "flops": self.flops,
-            "memory_bandwidth": self.memory_bandwidth,
-            "memory_bytes": self.memory_bytes,
-            "bandwidth": self.bandwidth,
-        }
-        for name, value in figures.items():
-            if not value > 0:
-                raise ConfigError(f"{name}={value!r} of the topology {self.name!r} must be a positive number")
 
     @classmethod
     def preset(cls, name: str) -> Topology:
