@@ -31,13 +31,17 @@ from benchmarks import report  # noqa: E402
 from benchmarks.sharding_models import FAMILIES, build  # noqa: E402
 from hf_trainer.framework_patches import as_if_compiling  # noqa: E402
 from xla_adapters.errors import ConfigError  # noqa: E402
-from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan  # noqa: E402
+from xla_adapters.sharding import (  # noqa: E402
+    MEASURED_PLANS,
+    Mesh,
+    ShardingConfig,
+    ShardingPlan,
+    make_plan,
+    template,
+)
 from xla_adapters.sharding.automatic import measured, state_bytes  # noqa: E402
-from xla_adapters.sharding.config import MEASURED_PLANS  # noqa: E402
 from xla_adapters.sharding.measure import PlanCache, compiler_for  # noqa: E402
 from xla_adapters.sharding.planner import Planner, Topology, meshes_of  # noqa: E402
-from xla_adapters.sharding.sharder import make_plan  # noqa: E402
-from xla_adapters.sharding.templates import template  # noqa: E402
 
 WIDTHS, CAPS, DEPTHS = "128,256,512", "1.1,1.3,2,none", "2,8,32,64"
 RECIPES = (

@@ -12,9 +12,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from hf_trainer.experts import dense_experts_forward, experts_of_fixed_shape
 from hf_trainer.framework_patches import as_if_compiling
 from tests.isolation import isolated
-from xla_adapters.sharding import Mesh
+from xla_adapters.sharding import Mesh, template
 from xla_adapters.sharding.planner import Planner, Topology
-from xla_adapters.sharding.templates import template
 
 _SIZES = {"hidden_size": 8, "intermediate_size": 6, "num_local_experts": 4, "num_experts_per_tok": 2}
 _EXPERTS = {

@@ -27,8 +27,8 @@ from tests.isolation import isolated
 from xla_adapters import distribute_module
 from xla_adapters.errors import ConfigError, RuntimeOrderError
 from xla_adapters.runtime import get_runtime
-from xla_adapters.sharding import Mesh, ShardingConfig
-from xla_adapters.sharding.distribute import accept_placements, mesh_and_spec, place_batch, plan_of, tiles_of_placements
+from xla_adapters.sharding import Mesh, ShardingConfig, accept_placements, place_batch, plan_of
+from xla_adapters.sharding.distribute import mesh_and_spec, tiles_of_placements
 from xla_adapters.sharding.mesh import tiles_of
 
 ON_8 = {"CPU_NUM_DEVICES": "8"}

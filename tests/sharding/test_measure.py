@@ -27,22 +27,33 @@ from tests.preflight.nets import needs_libtpu
 from tests.sharding.planner.models import evaluate
 from xla_adapters.errors import ConfigError
 from xla_adapters.preflight.measuring import tpu_compiler
-from xla_adapters.sharding import Measurement, Mesh, PlanCost, ShardingConfig, ShardingPlan, automatic
+from xla_adapters.sharding import (
+    ActivationPlan,
+    CollectiveCost,
+    Measurement,
+    Mesh,
+    PlanCost,
+    ShardingConfig,
+    ShardingPlan,
+    automatic,
+    default_mesh,
+    make_plan,
+    template,
+)
 from xla_adapters.sharding.automatic import Candidate, alternatives, cheapest, distinct
 from xla_adapters.sharding.measure import (
+    Job,
     MeasuringError,
     PlanCache,
     PlanCompiler,
     PlanResult,
+    digest_of_step,
     measure_plans,
+    pack,
     process,
+    unpack,
 )
-from xla_adapters.sharding.measure.plan_cache import digest_of_step
-from xla_adapters.sharding.measure.process import Job, pack, unpack
-from xla_adapters.sharding.plan_data import ActivationPlan, CollectiveCost
-from xla_adapters.sharding.planner.costs import Topology
-from xla_adapters.sharding.sharder import make_plan
-from xla_adapters.sharding.templates import default_mesh, template
+from xla_adapters.sharding.planner import Topology
 
 
 class Wide(nn.Module):

@@ -10,18 +10,18 @@ import pytest
 
 from tests.sharding.samples import make_plan
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding import ActivationPlan, Measurement, Mesh, ParameterPlan, PlanCost, ShardingPlan
-from xla_adapters.sharding.report import (
-    bytes_per_device,
-    dtype_bytes,
-    fold,
+from xla_adapters.sharding import (
+    ActivationPlan,
+    Measurement,
+    Mesh,
+    ParameterPlan,
+    PlanCost,
+    ShardingPlan,
     human_bytes,
     human_seconds,
-    ranges,
-    ratio,
-    report,
     table,
 )
+from xla_adapters.sharding.report import bytes_per_device, dtype_bytes, fold, ranges, ratio, report
 from xla_adapters.sharding.visualize import (
     LEAST_CONTRAST,
     PALETTE,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xla_adapters.preflight.report import PreflightReport
-from xla_adapters.sharding.report import human_bytes, human_seconds, table
+from xla_adapters.sharding import human_bytes, human_seconds, table
 
 
 @dataclass(frozen=True, kw_only=True)

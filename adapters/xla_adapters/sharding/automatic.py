@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from xla_adapters.sharding.measure import MeasuringError, PlanCache, PlanCompile
 from xla_adapters.sharding.measure.plan_cache import digest_of, digest_of_step
 from xla_adapters.sharding.mesh import Mesh, Spec, factorizations
 from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.sharding.plan_data import Alternative, CollectiveCost, PlanCost, tiles_of_plan
-from xla_adapters.sharding.planner import ADAM_COPIES, Planner, Topology, by_time, meshes_of
+from xla_adapters.sharding.plan_data import Alternative, PlanCost, tiles_of_plan
+from xla_adapters.sharding.planner import ADAM_COPIES, Planner, Topology, by_time, collective_seconds, meshes_of
 from xla_adapters.sharding.templates import default_mesh, template
 
 logger = logging.getLogger("xla_adapters")
@@ -116,11 +116,6 @@ def _judged(plan: ShardingPlan, result: PlanResult, topology: Topology) -> Candi
         memory_bytes=result.measurement.memory_bytes,
         fits=result.fits,
     )
-
-
-def collective_seconds(items: Iterable[CollectiveCost], topology: Topology) -> float:
-    """Time of collectives. Latency is ignored: compilers for real links combine collectives."""
-    return sum(item.wire_bytes / topology.bandwidth for item in items)
 
 
 def cheapest(candidates: Sequence[Candidate], budget: int | None, *, within: float = 0.0) -> Candidate:

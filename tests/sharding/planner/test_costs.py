@@ -19,8 +19,7 @@ from torch.nn import functional as F
 from tests.isolation import isolated
 from tests.sharding.planner.models import evaluate_all, gpt2, llama, on_meta, plan_model, tokens
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding import Mesh, PlanCost, ShardingConfig
-from xla_adapters.sharding.config import TopologyName
+from xla_adapters.sharding import Mesh, PlanCost, ShardingConfig, TopologyName, template
 from xla_adapters.sharding.planner import Topology
 from xla_adapters.sharding.planner.capture import capture
 from xla_adapters.sharding.planner.costs import Fabric, total
@@ -28,7 +27,6 @@ from xla_adapters.sharding.planner.graph import Operator, build
 from xla_adapters.sharding.planner.layouts import Strategy
 from xla_adapters.sharding.planner.memory import tiled
 from xla_adapters.sharding.planner.strategies import strategies_of
-from xla_adapters.sharding.templates import template
 
 _MESH = Mesh.data_and_model(2, 4)
 

@@ -26,11 +26,10 @@ from tests.sharding.planner.models import (
     tokens,
 )
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding import Mesh, ParameterPlan, PlanCost, ShardingConfig, ShardingPlan
+from xla_adapters.sharding import Mesh, ParameterPlan, PlanCost, ShardingConfig, ShardingPlan, template
 from xla_adapters.sharding.mesh import Spec, used_axes
 from xla_adapters.sharding.planner import Topology
 from xla_adapters.sharding.planner.program import Program
-from xla_adapters.sharding.templates import template
 
 _CPU = Topology.preset("cpu")
 

@@ -206,6 +206,11 @@ def _one(kind: Collective, axis: str, wire_bytes: float, seconds: float, cause: 
     return CollectiveCost(kind=kind, axis=axis, count=1, wire_bytes=wire_bytes, seconds=seconds, cause=cause)
 
 
+def collective_seconds(items: Iterable[CollectiveCost], topology: Topology) -> float:
+    """Time of collectives. Latency is ignored: compilers for real links combine collectives."""
+    return sum(item.wire_bytes / topology.bandwidth for item in items)
+
+
 def total(charges: Iterable[tuple[CollectiveCost, float]]) -> tuple[CollectiveCost, ...]:
     """Sums charges by kind, axis and cause; each comes with its number per step."""
     sums: dict[tuple[str, str, str], list[float]] = {}
