@@ -347,8 +347,11 @@ def read_memory_report(text: str) -> MemoryReport:
     Raises:
         ConfigError: the text has no allocation.
     """
-    # The usage report lists every allocation twice.
-    found = {match.group(1): match for line in text.splitlines() if (match := _ALLOCATION.search(line))}
+    found: dict[str, re.Match[str]] = {}
+    for line in text.splitlines():
+        # The usage report lists every allocation twice.
+        if (match := _ALLOCATION.search(line)) is not None:
+            found.setdefault(match.group(1), match)
     if not found:
         raise ConfigError(
             f"this is no memory report of XLA: it lists no allocation; it begins with {text[:60]!r}. Pass the text of "
