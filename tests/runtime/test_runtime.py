@@ -26,8 +26,7 @@ from xla_adapters import (
 )
 from xla_adapters.cpu.process import leave_out_slow_passes, leaves_out_slow_passes
 from xla_adapters.runtime import Runtime, using_runtime
-from xla_adapters.sharding.config import ShardingConfig
-from xla_adapters.sharding.sharder import Sharder
+from xla_adapters.sharding import Sharder, ShardingConfig
 
 # ---- which runtime --------------------------------------------------------------------------------
 
