@@ -32,8 +32,7 @@ from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.config import XLAOptions
 from xla_adapters.insight.run_report import RunReport
 from xla_adapters.runtime.transfers import uploading
-from xla_adapters.sharding.distribute import accept_placements
-from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding import ShardingPlan, accept_placements
 from xla_adapters.utils.compiling import as_if_compiling
 
 if TYPE_CHECKING:

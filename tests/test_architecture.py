@@ -77,8 +77,7 @@ def test_only_the_folder_of_the_cpu_asks_whether_it_is_one() -> None:
     allowed = {"cpu", "sharding", "tools"}
     tables = {
         "xla_adapters.tools.doctor",
-        "xla_adapters.runtime.torch_xla.compile_cache",
-        "xla_adapters.runtime.torch_xla.compiler_flags",
+        "xla_adapters.runtime.torch_xla.device",
     }
     asking = {
         module
@@ -101,6 +100,17 @@ def test_only_the_command_line_and_the_adapters_reach_the_tools() -> None:
     imports = (found for (_, room), found in architecture.between_rooms().items() if room == "tools")
     users = {source for found in imports for source, _ in found}
     assert {user for user in users if user.startswith("xla_adapters")} == {"xla_adapters.cli"}
+
+
+def test_sharding_is_used_through_its_doors() -> None:
+    doors = {"xla_adapters.sharding", *(f"xla_adapters.sharding.{room}" for room in ("measure", "planner", "state"))}
+    beside = {
+        (module, target)
+        for module, targets in architecture.edges().items()
+        for target in targets
+        if room_of(module) != "sharding" and room_of(target) == "sharding" and target not in doors
+    }
+    assert beside == set()
 
 
 def test_the_core_is_in_folders() -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from xla_adapters.runtime import get_runtime, initialize
     from xla_adapters.runtime.modes import eager
     from xla_adapters.runtime.rng import StepSeed
-    from xla_adapters.sharding.distribute import distribute_module
+    from xla_adapters.sharding import distribute_module
     from xla_adapters.tracing.optimizers import prime, register_eager_optimizer, register_state_init
     from xla_adapters.tracing.step import step
     from xla_adapters.tracing.step_scope import StepScope, in_step
@@ -84,7 +84,7 @@ _HOMES = {
     "StepScope": "tracing.step_scope",
     "StepSeed": "runtime.rng",
     "count": "insight.counters",
-    "distribute_module": "sharding.distribute",
+    "distribute_module": "sharding",
     "eager": "runtime.modes",
     "get_runtime": "runtime",
     "in_step": "tracing.step_scope",

@@ -19,7 +19,7 @@ from xla_adapters.insight.explain import entry, explained, text
 from xla_adapters.tools import commands
 
 if TYPE_CHECKING:
-    from xla_adapters.sharding.plan import ShardingPlan
+    from xla_adapters.sharding import ShardingPlan
 
 _GIGABYTE = 10**9
 
@@ -121,7 +121,7 @@ def _run_explain(options: argparse.Namespace) -> int:
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
-    from xla_adapters.sharding.config import MEASURED_PLANS, Scheme, TopologyName
+    from xla_adapters.sharding import MEASURED_PLANS, Scheme, TopologyName
 
     plan.add_argument(
         "--model", required=True, help="a configuration file of transformers, or module:factory of your own"
@@ -169,10 +169,8 @@ def _run_plan(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> ShardingPlan:
     import torch
 
-    from xla_adapters.sharding.config import ShardingConfig
-    from xla_adapters.sharding.model_loading import checkpoint_activations, load_model
-    from xla_adapters.sharding.planner import Topology, evaluate
-    from xla_adapters.sharding.sharder import make_plan
+    from xla_adapters.sharding import ShardingConfig, checkpoint_activations, load_model, make_plan
+    from xla_adapters.sharding.planner import Planner, Topology
 
     rows, *length = options.batch
     model, batch, around = load_model(options.model, rows, length[0] if length else None)
@@ -191,7 +189,7 @@ def _plan(options: argparse.Namespace) -> ShardingPlan:
     plan = make_plan(model, config, _devices(options), example=lambda: batch, around=around)
     if plan.predicted is None:
         topology = Topology.preset(options.topology.partition(":")[0])
-        predicted = evaluate(plan, model, batch, topology=topology, around=around)
+        (predicted,) = Planner.begin(model, batch, topology=topology, around=around).costs([plan])
         plan = dataclasses.replace(plan, predicted=predicted)
     return plan
 

@@ -36,8 +36,7 @@ from tests.tools.trainings import traced as traced_in_this_process
 from xla_adapters import distribute_module
 from xla_adapters.runtime import Runtime, get_runtime
 from xla_adapters.runtime.torch_xla.tracing import XLATracing
-from xla_adapters.sharding import ShardingConfig
-from xla_adapters.sharding.distribute import place_batch
+from xla_adapters.sharding import ShardingConfig, place_batch
 from xla_adapters.tools import preflight, user_script
 from xla_adapters.tools.preflight_report import PreflightReport
 from xla_adapters.tools.step_capture import EVALUATION, TRAINING, TracedStep

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from xla_adapters.sharding import Mesh, ShardingPlan
-from xla_adapters.sharding.templates import template
+from xla_adapters.sharding import Mesh, ShardingPlan, template
 from xla_adapters.tools.step_capture import TracedStep
 from xla_adapters.tools.trace_process import OneStep, Request, Traced, trace
 

@@ -22,8 +22,8 @@ from xla_adapters.sharding.measure import MeasuringError, PlanCache, PlanCompile
 from xla_adapters.sharding.measure.plan_cache import digest_of, digest_of_step
 from xla_adapters.sharding.mesh import Mesh, Spec, factorizations
 from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.sharding.plan_data import Alternative, CollectiveCost, PlanCost, tiles_of_plan
-from xla_adapters.sharding.planner import ADAM_COPIES, Planner, Topology, by_time, meshes_of
+from xla_adapters.sharding.plan_data import Alternative, PlanCost, tiles_of_plan
+from xla_adapters.sharding.planner import ADAM_COPIES, Planner, Topology, by_time, collective_seconds, meshes_of
 from xla_adapters.sharding.templates import default_mesh, template
 
 logger = logging.getLogger("xla_adapters")
@@ -112,16 +112,10 @@ def _judged(plan: ShardingPlan, result: PlanResult, topology: Topology) -> Candi
     compute = plan.predicted.compute_seconds if plan.predicted is not None else 0.0
     return Candidate(
         plan=dataclasses.replace(plan, measured=result.measurement),
-        seconds=compute + sum(collective_seconds(item, plan.mesh, topology) for item in result.collectives),
+        seconds=compute + collective_seconds(result.collectives, topology),
         memory_bytes=result.measurement.memory_bytes,
         fits=result.fits,
     )
-
-
-def collective_seconds(item: CollectiveCost, mesh: Mesh, topology: Topology) -> float:
-    """Time on the slowest axis it uses. Latency per collective is ignored: compilers for real links combine them."""
-    axes = [axis for axis in item.axis.split("+") if axis in mesh.axis_names] or list(mesh.axis_names)
-    return item.wire_bytes / min(topology.bandwidth_of(axis) for axis in axes)
 
 
 def cheapest(candidates: Sequence[Candidate], budget: int | None, *, within: float = 0.0) -> Candidate:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 import numpy as np
@@ -177,8 +177,6 @@ def _rows(ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Groups:
 
 NO_AXIS = "(no axis)"
 
-# Opcodes that also communicate, but whose volume is not computed here; they are reported in `HloStats.uncosted`.
-_UNCOSTED = ("collective-broadcast", "ragged-all-to-all", "send", "send-start", "recv", "recv-start")
 _TRIPS = re.compile(r'known_trip_count\\?"\s*:\s*\{\s*\\?"n\\?"\s*:\s*\\?"?(\d+)')
 # For TPUs XLA compiles a reduce-scatter to a fusion of this name, with an all-reduce and a slice.
 _FUSED_SCATTER = "all-reduce-scatter"
@@ -196,9 +194,8 @@ class CollectiveOp:
         bytes_by_dtype: bytes of its result on one device, per run.
         groups: the groups of devices that communicate; empty for a collective-permute.
         pairs: source and target devices of a collective-permute.
-        runs: how often it runs in one run of the program.
-        exact: False if `runs` is a guess: it is in a loop whose trip count is not known (counted once), or in
-            a branch that may not be taken (counted as taken).
+        runs: how often it runs in one run of the program. In a loop whose trip count is not known it is counted once,
+            in a branch that may not be taken as taken.
     """
 
     name: str
@@ -207,7 +204,6 @@ class CollectiveOp:
     groups: Groups = ()
     pairs: Groups = ()
     runs: int = 1
-    exact: bool = True
 
     @property
     def group_size(self) -> int:
@@ -241,46 +237,23 @@ class HloStats:
     Attributes:
         devices: number of devices that the program runs on.
         operations: all collective instructions.
-        uncosted: counts of opcodes that communicate, but whose volume is not computed.
     """
 
     devices: int
     operations: tuple[CollectiveOp, ...] = ()
-    uncosted: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def exact(self) -> bool:
-        """False if a count is a guess (see `CollectiveOp.exact`)."""
-        return all(operation.exact for operation in self.operations)
 
     @property
     def counts(self) -> dict[str, int]:
         """How often each kind of collective runs."""
-        return {kind: int(total) for kind, total in self._by_kind(lambda operation: 1).items()}
-
-    @property
-    def result_bytes(self) -> dict[str, int]:
-        """Bytes of results on one device, by kind."""
-        return {kind: int(total) for kind, total in self._by_kind(lambda operation: operation.result_bytes).items()}
-
-    @property
-    def wire_bytes_by_kind(self) -> dict[str, float]:
-        """Bytes each device sends, by kind."""
-        return self._by_kind(lambda operation: operation.wire_bytes)
+        totals: dict[str, int] = {}
+        for operation in self.operations:
+            totals[operation.kind] = totals.get(operation.kind, 0) + operation.runs
+        return totals
 
     @property
     def wire_bytes(self) -> float:
         """Bytes each device sends, by all collectives."""
-        return sum(self.wire_bytes_by_kind.values())
-
-    @property
-    def bytes_by_dtype(self) -> dict[str, int]:
-        """Bytes of results on one device, by element type."""
-        totals: dict[str, int] = {}
-        for operation in self.operations:
-            for dtype, size in operation.bytes_by_dtype.items():
-                totals[dtype] = totals.get(dtype, 0) + size * operation.runs
-        return totals
+        return sum(operation.runs * operation.wire_bytes for operation in self.operations)
 
     def costs(self, mesh: Mesh) -> tuple[CollectiveCost, ...]:
         """The collectives summed by kind and mesh axis, the most bytes first.
@@ -303,12 +276,6 @@ class HloStats:
         """The summary that a plan stores."""
         return Measurement(wire_bytes=self.wire_bytes, memory_bytes=memory.memory_bytes, collectives=self.counts)
 
-    def _by_kind(self, value: Callable[[CollectiveOp], float]) -> dict[str, float]:
-        totals: dict[str, float] = {}
-        for operation in self.operations:
-            totals[operation.kind] = totals.get(operation.kind, 0) + operation.runs * value(operation)
-        return totals
-
 
 def ring_wire_bytes(kind: Collective, result_bytes: float, devices: int) -> float:
     """Bytes that each device sends, by the ring algorithm.
@@ -330,7 +297,7 @@ def read_hlo(text: str, devices: int) -> HloStats:
     """Counts the collectives of an optimised HLO module.
 
     An asynchronous pair counts once. A collective in a loop counts as often as the loop runs, if the HLO states it
-    (`known_trip_count`) or the loop counts up to a constant, else once, and the result is not `exact`.
+    (`known_trip_count`) or the loop counts up to a constant, else once.
 
     Args:
         text: of the module, as `--xla_dump_hlo_as_text` writes it (`*after_optimizations.txt`).
@@ -349,8 +316,8 @@ def read_hlo(text: str, devices: int) -> HloStats:
             f"read_hlo was called with devices={devices}"
         )
     walk = _Walk(module, devices)
-    walk.visit(module.entry, 1, True, ())
-    return HloStats(devices=devices, operations=tuple(walk.operations), uncosted=walk.uncosted)
+    walk.visit(module.entry, 1, ())
+    return HloStats(devices=devices, operations=tuple(walk.operations))
 
 
 class _Walk:
@@ -359,10 +326,9 @@ class _Walk:
     def __init__(self, module: Module, devices: int) -> None:
         self.module, self.devices = module, devices
         self.operations: list[CollectiveOp] = []
-        self.uncosted: dict[str, int] = {}
         self.chains: set[tuple[str, ...]] = set()
 
-    def visit(self, computation: str, runs: int, exact: bool, path: tuple[str, ...]) -> None:
+    def visit(self, computation: str, runs: int, path: tuple[str, ...]) -> None:
         if computation in path:
             raise ConfigError(f"the HLO calls itself: {' -> '.join((*path, computation))}")
         for instruction in self.module.computations.get(computation, ()):
@@ -375,20 +341,16 @@ class _Walk:
                         continue
                     self.chains.add(chain.groups())
                 # The computation that it calls is the reduction of two scalars; it is not visited.
-                self.operations.append(self._operation(instruction, cast(Collective, kind), computation, runs, exact))
-            elif opcode in _UNCOSTED:
-                self.uncosted[opcode] = self.uncosted.get(opcode, 0) + runs
+                self.operations.append(self._operation(instruction, cast(Collective, kind), computation, runs))
             elif opcode.endswith(("-done", "-update")):
                 # Counted at its start; older XLA names the called computation here again.
                 continue
             else:
-                inner_runs, inner_exact = self._runs_inside(instruction, computation, runs, exact)
+                inner_runs = runs * self._trips(instruction, computation)
                 for called in instruction.called:
-                    self.visit(called, inner_runs, inner_exact, (*path, computation))
+                    self.visit(called, inner_runs, (*path, computation))
 
-    def _operation(
-        self, instruction: Instruction, kind: Collective, computation: str, runs: int, exact: bool
-    ) -> CollectiveOp:
+    def _operation(self, instruction: Instruction, kind: Collective, computation: str, runs: int) -> CollectiveOp:
         attributes = instruction.plain_attributes
         groups = () if kind == "collective-permute" else self._groups(attributes, kind)
         sizes = bytes_by_dtype(_result_type(instruction, kind))
@@ -403,16 +365,15 @@ class _Walk:
             groups=groups,
             pairs=read_pairs(attributes),
             runs=runs,
-            exact=exact,
         )
 
-    def _runs_inside(self, instruction: Instruction, computation: str, runs: int, exact: bool) -> tuple[int, bool]:
-        """How often the computations that an instruction calls run, and whether that is exact."""
-        if instruction.opcode == "while":
-            stated = _TRIPS.search(instruction.attributes)
-            trips = int(stated.group(1)) if stated else trip_count(self.module, computation, instruction)
-            return (runs, False) if trips is None else (runs * trips, exact)
-        return runs, exact and instruction.opcode != "conditional"
+    def _trips(self, instruction: Instruction, computation: str) -> int:
+        """How often the computations that an instruction calls run."""
+        if instruction.opcode != "while":
+            return 1
+        stated = _TRIPS.search(instruction.attributes)
+        trips = int(stated.group(1)) if stated else trip_count(self.module, computation, instruction)
+        return 1 if trips is None else trips
 
     def _groups(self, attributes: str, kind: Collective) -> Groups:
         replicas, partitions = self.module.replicas, self.module.partitions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -194,7 +195,11 @@ class PlanData:
         for entry in self.parameters:
             if name == entry.name or name in entry.tied:
                 return entry
-        raise ConfigError(f"the plan {self.name!r} has no parameter {name!r}: it was made for another model")
+        names = [known for entry in self.parameters for known in (entry.name, *entry.tied)]
+        near = ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0)) or "none"
+        raise ConfigError(
+            f"the plan {self.name!r} has no parameter {name!r}, near: {near}; it was made for another model"
+        )
 
 
 def tiles_of_plan(plan: PlanData) -> Hashable:

@@ -6,14 +6,13 @@ of enough contrast (WCAG 2.1, success criterion 1.4.3).
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -221,17 +220,7 @@ _SMALLEST = 8.0
 _CHARACTER = 0.62
 
 
-@dataclass(frozen=True)
-class _Drawing:
-    """A part of a picture, with its size in pixels."""
-
-    body: str
-    width: float
-    height: float
-
-
-@dataclass(frozen=True)
-class _Cell:
+class _Cell(NamedTuple):
     """A cell of a drawn grid: its slice (which decides the colour), texts inside and below, and a tooltip."""
 
     slice: int
@@ -262,18 +251,20 @@ def draw(mesh: Mesh, parts: Sequence[Slice], *, title: str, describe: Callable[[
         holders = ranges(parts[index].devices)
         return _Cell(index, f"s{index}", holders, f"s{index} {describe(parts[index])}: devices {holders}")
 
-    devices = _svg_grid(mesh_grid(mesh), of_device, "devices (number, slice)")
-    tensor = _svg_grid(tensor_grid(parts, _SVG_COLUMNS), of_slice, "tensor (slice, devices)")
-    width, height = devices.width + 2 * _MARGIN + tensor.width, max(devices.height, tensor.height)
+    devices, left, high = _svg_grid(mesh_grid(mesh), of_device, "devices (number, slice)")
+    tensor, right, higher = _svg_grid(tensor_grid(parts, _SVG_COLUMNS), of_slice, "tensor (slice, devices)")
+    left += 2 * _MARGIN
+    width, height = left + right, max(high, higher)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" {_FONT}><title>{escape(title)}</title>'
-        f'<rect width="100%" height="100%" fill="{PAPER}"/>{devices.body}'
-        f'<g transform="translate({devices.width + 2 * _MARGIN:.0f} 0)">{tensor.body}</g></svg>\n'
+        f'<rect width="100%" height="100%" fill="{PAPER}"/>{devices}'
+        f'<g transform="translate({left:.0f} 0)">{tensor}</g></svg>\n'
     )
 
 
-def _svg_grid(grid: Grid, cell_of: Callable[[int], _Cell], title: str) -> _Drawing:
+def _svg_grid(grid: Grid, cell_of: Callable[[int], _Cell], title: str) -> tuple[str, float, float]:
+    """A drawn grid, its width and its height."""
     size = _cell_size(sum(map(len, grid.cells)))
     font = min(12.0, size * 0.36)
     margin = max(map(len, grid.rows)) * 11 * _CHARACTER + 8
@@ -295,7 +286,7 @@ def _svg_grid(grid: Grid, cell_of: Callable[[int], _Cell], title: str) -> _Drawi
                 parts.append(_svg_cell(cell_of(number), margin + column * size, top + row * size, size, font))
         top += len(panel.cells) * size + 8
         widest = max(widest, margin + len(panel.columns) * size + 2)
-    return _Drawing("".join(parts), widest, top)
+    return "".join(parts), widest, top
 
 
 def _cell_size(count: int) -> float:
@@ -384,7 +375,7 @@ def as_text(plan: PlanData, parameter: str | None = None, *, width: int = 110) -
     check_width(width)
     mesh = plan.mesh
     if parameter is not None:
-        entry = _find(plan, parameter)
+        entry = plan.parameter(parameter)
         lines = [*textwrap.wrap(_mesh_line(mesh), width), "", *_tensor_text(mesh, entry, [entry.name], width)]
         return "\n".join(lines) + "\n"
     lines = textwrap.wrap(f"Sharding plan {plan.name}: {_mesh_line(mesh)}", width)
@@ -411,7 +402,7 @@ def as_svg(plan: PlanData, parameter: str | None = None) -> str:
     if parameter is None:
         title = f"{_mesh_line(plan.mesh)}; batch: {_batch_line(plan)}"
         return draw(plan.mesh, _batch_slices(plan), title=title, describe=_batch_part)
-    return _parameter_svg(plan.mesh, _find(plan, parameter))
+    return _parameter_svg(plan.mesh, plan.parameter(parameter))
 
 
 def as_html(plan: PlanData) -> str:
@@ -453,15 +444,6 @@ def _by_spec(plan: PlanData) -> list[list[Fold]]:
         spec = item.first.spec
         groups.setdefault(spec if plan.mesh.shards(spec) > 1 else (), []).append(item)
     return [groups[spec] for spec in sorted(groups, key=lambda spec: not used_axes(spec))]
-
-
-def _find(plan: PlanData, parameter: str) -> ParameterPlan:
-    for entry in plan.parameters:
-        if parameter == entry.name or parameter in entry.tied:
-            return entry
-    names = [name for entry in plan.parameters for name in (entry.name, *entry.tied)]
-    close = difflib.get_close_matches(parameter, names, n=3, cutoff=0)
-    raise ConfigError(f"the plan {plan.name!r} has no parameter {parameter!r}; near: {', '.join(close) or 'none'}")
 
 
 def _batch_slices(plan: PlanData) -> tuple[Slice, ...]:

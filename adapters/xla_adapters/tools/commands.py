@@ -163,7 +163,7 @@ def _run_doctor(options: argparse.Namespace) -> int:
 
 def add_preflight(parser: argparse.ArgumentParser) -> None:
     """`preflight`."""
-    from xla_adapters.sharding.config import Scheme
+    from xla_adapters.sharding import Scheme
     from xla_adapters.tools.preflight import OPTIMIZERS, Dtype
 
     parser.description = (
@@ -200,7 +200,7 @@ def add_preflight(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_preflight(options: argparse.Namespace) -> int:
-    from xla_adapters.sharding.config import Scheme
+    from xla_adapters.sharding import Scheme
     from xla_adapters.tools.preflight import preflight_script
     from xla_adapters.tools.tpu_compiler import Target
 
@@ -229,8 +229,7 @@ def _run_preflight(options: argparse.Namespace) -> int:
 
 
 def _preflight_model(options: argparse.Namespace, target: Target, schemes: tuple[str, ...]) -> PreflightReport:
-    from xla_adapters.sharding.model_loading import load_model
-    from xla_adapters.sharding.plan import ShardingPlan
+    from xla_adapters.sharding import ShardingPlan, load_model
     from xla_adapters.tools.preflight import StepOptions, preflight_model
 
     if options.script or options.module:

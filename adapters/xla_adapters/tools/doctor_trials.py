@@ -20,7 +20,7 @@ from xla_adapters.errors import TensorReadError
 from xla_adapters.insight.counters import count
 from xla_adapters.replay.compiled_step import CompiledStep
 from xla_adapters.runtime import get_runtime, initialize
-from xla_adapters.sharding.distribute import distribute_module
+from xla_adapters.sharding import distribute_module
 from xla_adapters.tools.user_script import GROUP
 from xla_adapters.tracing.step import step
 

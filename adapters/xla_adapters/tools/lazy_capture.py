@@ -12,8 +12,7 @@ import torch
 
 from xla_adapters.hlo.annotations import annotate, sharding
 from xla_adapters.runtime import Runtime, TileAssignment
-from xla_adapters.sharding.placement import Placement
-from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding import Placement, ShardingPlan
 from xla_adapters.tools.step_capture import AbstractTransfers, Delegate, StepCapture, TracedStep, named_tensors
 from xla_adapters.tracing.step_scope import StepScope, current_scope
 from xla_adapters.tracing.undo_log import UndoLog

@@ -19,17 +19,19 @@ from torch.utils import _pytree
 from xla_adapters.errors import ConfigError, UnsupportedOptionError
 from xla_adapters.hlo.cost import cost_of
 from xla_adapters.runtime import runtime_name
-from xla_adapters.sharding.automatic import collective_seconds
-from xla_adapters.sharding.config import Scheme, ShardingConfig
-from xla_adapters.sharding.hlo import read_hlo
-from xla_adapters.sharding.measure import MeasuringError, PlanCompiler, PlanResult
-from xla_adapters.sharding.measure.process import pack
-from xla_adapters.sharding.mesh import Mesh
-from xla_adapters.sharding.model_loading import Around, checkpoint_activations
-from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.sharding.plan_data import Measurement
-from xla_adapters.sharding.planner import Topology
-from xla_adapters.sharding.sharder import make_plan
+from xla_adapters.sharding import (
+    Around,
+    Measurement,
+    Mesh,
+    Scheme,
+    ShardingConfig,
+    ShardingPlan,
+    checkpoint_activations,
+    make_plan,
+    read_hlo,
+)
+from xla_adapters.sharding.measure import MeasuringError, PlanCompiler, PlanResult, pack
+from xla_adapters.sharding.planner import Topology, collective_seconds
 from xla_adapters.tools.preflight_report import Attempt, Estimate, PreflightReport, StepReport, StepTime
 from xla_adapters.tools.step_capture import TracedStep
 from xla_adapters.tools.tpu_compiler import (
@@ -253,7 +255,7 @@ def report_on(step: str, traced: TracedStep, compiled: CompiledModule, mesh: Mes
     if compiled.collectives is None:
         return report
     costs = [
-        dataclasses.replace(item, seconds=collective_seconds(item, mesh, topology))
+        dataclasses.replace(item, seconds=collective_seconds([item], topology))
         for item in compiled.collectives.costs(mesh)
     ]
     return dataclasses.replace(

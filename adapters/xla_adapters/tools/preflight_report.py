@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from xla_adapters.sharding.plan_data import CollectiveCost
-from xla_adapters.sharding.report import UNITS_NOTE, human_bytes, human_seconds, table
+from xla_adapters.sharding import UNITS_NOTE, CollectiveCost, human_bytes, human_seconds, table
 from xla_adapters.tools.tpu_compiler import DeviceMemory, LiveValue
 
 _STYLE = """

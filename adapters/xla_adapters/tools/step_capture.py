@@ -14,8 +14,8 @@ import torch
 
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import Runtime, get_runtime, using_runtime
-from xla_adapters.runtime.uploads import note_upload
-from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.runtime.transfers import note_upload
+from xla_adapters.sharding import ShardingPlan
 from xla_adapters.tools.tpu_compiler import ModuleForm
 from xla_adapters.tracing.step_scope import StepScope
 from xla_adapters.tracing.undo_log import UndoLog

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding.hlo import HloStats, read_hlo
+from xla_adapters.sharding import HloStats, read_hlo
 from xla_adapters.tools import libtpu_process
 from xla_adapters.utils.child_process import python_path, run_python
 

@@ -28,10 +28,8 @@ from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import get_runtime, prepare, runtime_name
 from xla_adapters.runtime.modes import eager
 from xla_adapters.runtime.transfers import uploading
-from xla_adapters.sharding.config import ShardingConfig
-from xla_adapters.sharding.measure.process import loss_of, unpack
-from xla_adapters.sharding.placement import Placement
-from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding import Placement, ShardingConfig, ShardingPlan
+from xla_adapters.sharding.measure import loss_of, unpack
 from xla_adapters.tools.step_capture import EVALUATION, TRAINING, StepCapture, Taken, TracedStep
 from xla_adapters.tools.tpu_compiler import INSTALL_FOR_TORCH_TPU
 from xla_adapters.tools.user_script import Hand, put_in, run_command, skipping_saves

@@ -6,6 +6,7 @@ devices as the mesh. It gets a `Job`, a model without weights and plans for it, 
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pickle
@@ -107,7 +108,7 @@ def pack(job: Any) -> bytes:
             if isinstance(value, torch.Tensor) and value.device.type != "meta":
                 host = hosts.get(id(value))
                 if value.numel() > _LARGEST_BUFFER or (host is None and value.device.type != "cpu"):
-                    return _zeros, (tuple(value.shape), value.dtype)
+                    return functools.partial(torch.zeros, dtype=value.dtype), (tuple(value.shape),)
                 if host is not None and value.device.type != "cpu":
                     return _same, (host.detach(),)
             return super().reducer_override(value)
@@ -132,10 +133,6 @@ def _parameter(
     value = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=requires_grad)
     value.__dict__.update(more)
     return value
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -283,7 +280,7 @@ def measure_plans(
 
 
 def answer_job(asked: Asked) -> None:
-    """What the other process does: answers the folder of the dumps and a `Job` with a result for each plan."""
+    """What the other process does: it is sent a folder for dumps and a `Job`, and answers with a result for each plan."""
     folder, data = pickle.loads(asked.request)
     get_runtime().device.initialize(spmd=True)
     known: dict[bytes, PlanResult] = {}

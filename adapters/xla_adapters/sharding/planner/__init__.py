@@ -6,7 +6,7 @@ program, `solution` makes a plan of the solution, and `memory` predicts its peak
 The method follows Alpa (Zheng et al., OSDI 2022).
 """
 
-from xla_adapters.sharding.planner.costs import ADAM_COPIES, Topology
-from xla_adapters.sharding.planner.planner import Planner, by_time, evaluate, evaluate_all, meshes_of, plan_model
+from xla_adapters.sharding.planner.costs import ADAM_COPIES, Topology, collective_seconds
+from xla_adapters.sharding.planner.planner import Planner, by_time, meshes_of
 
-__all__ = ["ADAM_COPIES", "Planner", "Topology", "by_time", "evaluate", "evaluate_all", "meshes_of", "plan_model"]
+__all__ = ["ADAM_COPIES", "Planner", "Topology", "by_time", "collective_seconds", "meshes_of"]

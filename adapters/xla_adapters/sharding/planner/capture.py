@@ -230,7 +230,6 @@ class Capture:
         batch: the batch dimension of each value that has one.
         modules: for each node, the modules (of the skeleton) that it runs in, outermost first.
         skeleton: the model that was captured.
-        batch_size: number of rows of the batch.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -238,7 +237,6 @@ class Capture:
     batch: Mapping[fx.Node, int]
     modules: Mapping[fx.Node, tuple[str, ...]]
     skeleton: Skeleton
-    batch_size: int
 
 
 class _Loss(nn.Module):
@@ -295,7 +293,6 @@ def capture(
         batch=_batch_dimensions(copied.module, batch, rows, nodes),
         modules={node: _modules_of(node) for node in nodes},
         skeleton=copied,
-        batch_size=rows,
     )
 
 

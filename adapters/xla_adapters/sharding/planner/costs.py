@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.mesh import DATA, MODEL, DimSpec, Mesh, Spec, axes_of
 from xla_adapters.sharding.plan_data import Collective, CollectiveCost
+from xla_adapters.sharding.planner.graph import Operand, Operator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +21,8 @@ class Topology:
         flops: operations per second in matrix products.
         memory_bandwidth: bytes per second between the device and its memory; limits all other operations.
         memory_bytes: of the device.
-        bandwidth: bytes per second that a device sends on a ring along one mesh axis.
+        bandwidth: bytes per second that a device sends on a ring along a mesh axis.
         latency: seconds per hop on the ring.
-        axis_bandwidth: bandwidths of axes that differ, e.g. `{"data": 3e9}` for a data axis across hosts.
-        axis_latency: latencies of axes that differ.
         reduce_scatter: whether the compiler emits reduce-scatters; XLA's CPU backend emits an all-reduce and a slice.
         merges_sums: whether partial gradients of one value are added before a single reduction; XLA's CPU backend
             reduces each.
@@ -35,9 +34,6 @@ class Topology:
         recomputes: whether what element-wise operators give is computed again in the backward, not kept.
         holds_gradients: whether a constraint that splits a value otherwise than it is made constrains its gradient,
             too; the steps of XLA's CPU backend then send more.
-
-    Raises:
-        ConfigError: a figure is not positive.
     """
 
     name: str
@@ -46,34 +42,12 @@ class Topology:
     memory_bytes: float
     bandwidth: float
     latency: float = 1e-6
-    axis_bandwidth: Mapping[str, float] = field(default_factory=dict)
-    axis_latency: Mapping[str, float] = field(default_factory=dict)
     reduce_scatter: bool = True
     merges_sums: bool = True
     gathers_again: bool = True
     rounds_products: bool = True
     recomputes: bool = True
     holds_gradients: bool = True
-
-    def __post_init__(self) -> None:
-        figures = {
-            "flops": self.flops,
-            "memory_bandwidth": self.memory_bandwidth,
-            "memory_bytes": self.memory_bytes,
-            "bandwidth": self.bandwidth,
-            **{f"axis_bandwidth[{axis!r}]": value for axis, value in self.axis_bandwidth.items()},
-        }
-        for name, value in figures.items():
-            if not value > 0:
-                raise ConfigError(f"{name}={value!r} of the topology {self.name!r} must be a positive number")
-
-    def bandwidth_of(self, axis: str) -> float:
-        """Bytes per second that a device sends on a ring along this axis."""
-        return self.axis_bandwidth.get(axis, self.bandwidth)
-
-    def latency_of(self, axis: str) -> float:
-        """Seconds per hop on a ring along this axis."""
-        return self.axis_latency.get(axis, self.latency)
 
     @classmethod
     def preset(cls, name: str) -> Topology:
@@ -124,34 +98,18 @@ _PRESETS = {
 
 GRADIENTS = "gradients"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Charge:
-    """The cost of one collective.
-
-    Attributes:
-        kind: e.g. `"all-reduce"`.
-        axis: of the mesh.
-        wire_bytes: bytes that each device sends.
-        seconds: time it takes.
-        cause: `"gradients"`, `"parameters"` or `"activations"`.
-    """
-
-    kind: Collective
-    axis: str
-    wire_bytes: float
-    seconds: float
-    cause: str
+# The dimension of a tensor that is split over the model axis; None if none is.
+State = int | None
 
 
-def times(charge: Charge, number: float) -> Charge:
+def times(charge: CollectiveCost, number: float) -> CollectiveCost:
     """The cost of `number` such collectives, as one charge."""
     return replace(charge, wire_bytes=charge.wire_bytes * number, seconds=charge.seconds * number)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """Computes the cost of collectives on a mesh.
+    """Computes the cost of collectives on a mesh, and says which dimensions of tensors divide.
 
     `size` is in bytes of the *gathered* tensor on one device (for an all-reduce: of the tensor). Methods return a tuple
     of charges, which is empty if the axis has one device. Collectives of gradients have no latency, because the
@@ -175,15 +133,15 @@ class Fabric:
         """Number of devices along the model axis."""
         return self._size(MODEL)
 
-    def all_reduce(self, axis: str, size: float, cause: str) -> tuple[Charge, ...]:
+    def all_reduce(self, axis: str, size: float, cause: str) -> tuple[CollectiveCost, ...]:
         """A reduce-scatter and an all-gather: 2b(k-1)/k bytes, for b bytes and k devices."""
         return self._ring("all-reduce", axis, size, 2, cause)
 
-    def all_gather(self, axis: str, size: float, cause: str) -> tuple[Charge, ...]:
+    def all_gather(self, axis: str, size: float, cause: str) -> tuple[CollectiveCost, ...]:
         """Each device sends all shards but one: b(k-1)/k bytes."""
         return self._ring("all-gather", axis, size, 1, cause)
 
-    def reduce_scatter(self, axis: str, size: float, cause: str, *, loop: bool = False) -> tuple[Charge, ...]:
+    def reduce_scatter(self, axis: str, size: float, cause: str, *, loop: bool = False) -> tuple[CollectiveCost, ...]:
         """b(k-1)/k bytes; an all-reduce if the compiler emits no reduce-scatter.
 
         Args:
@@ -197,32 +155,63 @@ class Fabric:
             size *= (self._size(axis) + 1) / max(1, self._size(axis) - 1)
         return self._ring("reduce-scatter", axis, size, 1, cause)
 
-    def all_to_all(self, axis: str, size: float, cause: str) -> tuple[Charge, ...]:
+    def all_to_all(self, axis: str, size: float, cause: str) -> tuple[CollectiveCost, ...]:
         """Each device sends all but one k-th of its shard of b/k bytes: b(k-1)/k^2 bytes."""
         return self._ring("all-to-all", axis, size / self._size(axis), 1, cause)
 
-    def permute(self, axis: str, size: float, cause: str) -> tuple[Charge, ...]:
+    def permute(self, axis: str, size: float, cause: str) -> tuple[CollectiveCost, ...]:
         """Each device sends its shard to another: b/k bytes."""
         k = self._size(axis)
         if k == 1 or not size:
             return ()
-        seconds = size / k / self.topology.bandwidth_of(axis) + self.topology.latency_of(axis)
-        return (Charge(kind="collective-permute", axis=axis, wire_bytes=size / k, seconds=seconds, cause=cause),)
+        seconds = size / k / self.topology.bandwidth + self.topology.latency
+        return (_one("collective-permute", axis, size / k, seconds, cause),)
 
-    def _ring(self, kind: Collective, axis: str, size: float, passes: int, cause: str) -> tuple[Charge, ...]:
+    def splits(self, shape: Sequence[int], dim: int, batch: int | None) -> bool:
+        """Whether a dimension can be split over the model axis, in addition to the batch over the data axis."""
+        parts = self.model * (self.data if dim == batch else 1)
+        return self.model > 1 and shape[dim] % parts == 0
+
+    def states(self, operand: Operand | Operator) -> list[State]:
+        """All possible states of a tensor."""
+        return [None, *(dim for dim in range(len(operand.shape)) if self.splits(operand.shape, dim, operand.batch))]
+
+    def local(self, operand: Operand | Operator, state: State = None) -> float:
+        """Bytes of a tensor on one device."""
+        parts = (self.data if operand.batch is not None else 1) * (1 if state is None else self.model)
+        return operand.size / parts
+
+    def touch(self, operator: Operator, state: State) -> float:
+        """Seconds of an element-wise operator: memory traffic of the output, once forward and twice backward."""
+        return 3 * self.local(operator, state) / self.topology.memory_bandwidth
+
+    def sum_up(self, size: float, cause: str = "activations") -> tuple[CollectiveCost, ...]:
+        """An all-reduce over the model axis."""
+        return self.all_reduce(MODEL, size, cause)
+
+    def _ring(self, kind: Collective, axis: str, size: float, passes: int, cause: str) -> tuple[CollectiveCost, ...]:
         k = self._size(axis)
         if k == 1 or not size:
             return ()
         wire = passes * size * (k - 1) / k
         hops = 0 if cause == GRADIENTS else passes * (k - 1)
-        seconds = wire / self.topology.bandwidth_of(axis) + hops * self.topology.latency_of(axis)
-        return (Charge(kind=kind, axis=axis, wire_bytes=wire, seconds=seconds, cause=cause),)
+        seconds = wire / self.topology.bandwidth + hops * self.topology.latency
+        return (_one(kind, axis, wire, seconds, cause),)
 
     def _size(self, axis: str) -> int:
         return self.mesh.axis_size(axis) if axis in self.mesh.axis_names else 1
 
 
-def total(charges: Iterable[tuple[Charge, float]]) -> tuple[CollectiveCost, ...]:
+def _one(kind: Collective, axis: str, wire_bytes: float, seconds: float, cause: str) -> CollectiveCost:
+    return CollectiveCost(kind=kind, axis=axis, count=1, wire_bytes=wire_bytes, seconds=seconds, cause=cause)
+
+
+def collective_seconds(items: Iterable[CollectiveCost], topology: Topology) -> float:
+    """Time of collectives. Latency is ignored: compilers for real links combine collectives."""
+    return sum(item.wire_bytes / topology.bandwidth for item in items)
+
+
+def total(charges: Iterable[tuple[CollectiveCost, float]]) -> tuple[CollectiveCost, ...]:
     """Sums charges by kind, axis and cause; each comes with its number per step."""
     sums: dict[tuple[str, str, str], list[float]] = {}
     for charge, count in charges:
@@ -292,7 +281,7 @@ def loops(parameter: Parameter, spec: Spec, fabric: Fabric) -> bool:
         return False
     topology = fabric.topology
     computing = 2 * parameter.rows / fabric.data / topology.flops
-    sending = parameter.itemsize / topology.bandwidth_of(DATA)
+    sending = parameter.itemsize / topology.bandwidth
     return topology.rounds_products and fabric.data == fabric.mesh.size > 1 and computing >= _LOOP_SHARE * sending
 
 
@@ -333,7 +322,7 @@ def stored_specs(parameter: Parameter, mesh: Mesh) -> list[Spec]:
     return found
 
 
-def data_charges(parameter: Parameter, spec: Spec, fabric: Fabric, gathers: int) -> tuple[Charge, ...]:
+def data_charges(parameter: Parameter, spec: Spec, fabric: Fabric, gathers: int) -> tuple[CollectiveCost, ...]:
     """Collectives on the data axis: gradients are reduced, and split parameters are gathered (ZeRO, FSDP).
 
     Args:
@@ -361,7 +350,7 @@ def data_charges(parameter: Parameter, spec: Spec, fabric: Fabric, gathers: int)
 
 def use_charges(
     parameter: Parameter, stored: int | None, used: int | None, partial: bool, whole: bool, fabric: Fabric
-) -> tuple[Charge, ...]:
+) -> tuple[CollectiveCost, ...]:
     """Collectives on the model axis, from the stored to the used layout of a parameter, and back for its gradient.
 
     A parameter that is split along a dimension is used with that split, or gathered.
@@ -397,23 +386,18 @@ def _gathers(fabric: Fabric) -> int:
     return 2 if fabric.topology.gathers_again else 1
 
 
-def stored_bytes(
-    parameter: Parameter, spec: Spec, fabric: Fabric, optimizer_bytes: float | None, gathers: int
-) -> dict[str, float]:
+def stored_bytes(parameter: Parameter, spec: Spec, fabric: Fabric, gathers: int) -> dict[str, float]:
     """Bytes per device by kind, of all parameters of the class together.
 
     Args:
         parameter, spec, fabric: which, how it is stored, and where.
-        optimizer_bytes: bytes of optimizer state per element; None for Adam's.
         gathers: how often it is gathered over the data axis; a parameter that is gathered once is kept.
     """
     elements = parameter.count * math.prod(parameter.shape) / fabric.mesh.shards(spec)
     found = {"parameters": elements * parameter.itemsize}
     if parameter.trainable:
         found["gradients"] = elements * parameter.itemsize
-        found["optimizer"] = elements * (
-            ADAM_COPIES * parameter.itemsize if optimizer_bytes is None else optimizer_bytes
-        )
+        found["optimizer"] = elements * ADAM_COPIES * parameter.itemsize
     if gathers == 1:
         found["gathered"] = elements * fabric.data * gathered_size(parameter, fabric) / math.prod(parameter.shape)
     return found

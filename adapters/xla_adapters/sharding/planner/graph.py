@@ -500,3 +500,18 @@ def _form(operator: Operator, places: Mapping[int, int]) -> tuple[object, ...]:
 def _wire(operand: Operand, places: Mapping[int, int]) -> tuple[object, ...]:
     place = None if operand.source is None else places.get(operand.source, "outside")
     return (operand.shape, operand.batch, operand.dims, place, operand.parameter is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A captured model.
+
+    Attributes:
+        graph: its operators.
+        folded: which of them share a choice.
+        skeleton: the copy of the model that was captured.
+    """
+
+    graph: Graph
+    folded: Folded
+    skeleton: Skeleton

@@ -7,14 +7,12 @@ the search space of Alpa (Zheng et al., OSDI 2022) for a mesh of two axes, of wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xla_adapters.sharding.mesh import MODEL
-from xla_adapters.sharding.planner.costs import Charge, Fabric
+from xla_adapters.sharding.plan_data import CollectiveCost
+from xla_adapters.sharding.planner.costs import Fabric, State
 from xla_adapters.sharding.planner.graph import Operand, Operator
-
-State = int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,48 +47,15 @@ class Strategy:
 
     output: State
     wants: tuple[Want, ...]
-    charges: tuple[Charge, ...] = ()
+    charges: tuple[CollectiveCost, ...] = ()
     seconds: float = 0.0
     scatters: bool = False
     keeps: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """What the rules of all operators need: costs of collectives, and which dimensions divide.
-
-    Attributes:
-        fabric: mesh and costs.
-    """
-
-    fabric: Fabric
-
-    def splits(self, shape: Sequence[int], dim: int, batch: int | None) -> bool:
-        """Whether a dimension can be split over the model axis, in addition to the batch over the data axis."""
-        parts = self.fabric.model * (self.fabric.data if dim == batch else 1)
-        return self.fabric.model > 1 and shape[dim] % parts == 0
-
-    def states(self, operand: Operand | Operator) -> list[State]:
-        """All possible states of a tensor."""
-        return [None, *(dim for dim in range(len(operand.shape)) if self.splits(operand.shape, dim, operand.batch))]
-
-    def local(self, operand: Operand | Operator, state: State = None) -> float:
-        """Bytes of a tensor on one device."""
-        parts = (self.fabric.data if operand.batch is not None else 1) * (1 if state is None else self.fabric.model)
-        return operand.size / parts
-
-    def touch(self, operator: Operator, state: State) -> float:
-        """Seconds of an element-wise operator: memory traffic of the output, once forward and twice backward."""
-        return 3 * self.local(operator, state) / self.fabric.topology.memory_bandwidth
-
-    def sum_up(self, size: float, cause: str = "activations") -> tuple[Charge, ...]:
-        """An all-reduce over the model axis."""
-        return self.fabric.all_reduce(MODEL, size, cause)
-
-
-def whole(operator: Operator, rules: Rules) -> Strategy:
+def whole(operator: Operator, fabric: Fabric) -> Strategy:
     """The strategy that is always valid: nothing is split over the model axis."""
-    return Strategy(output=None, wants=(WHOLE,) * len(operator.operands), seconds=rules.touch(operator, None))
+    return Strategy(output=None, wants=(WHOLE,) * len(operator.operands), seconds=fabric.touch(operator, None))
 
 
 _CAUSE = "activations"
@@ -106,39 +71,39 @@ class Reshard:
         sums: whether each device has only a partial sum of the gradient.
     """
 
-    forward: tuple[Charge, ...] = ()
-    backward: tuple[Charge, ...] = ()
+    forward: tuple[CollectiveCost, ...] = ()
+    backward: tuple[CollectiveCost, ...] = ()
     kept: float = 0.0
     sums: bool = False
 
 
-def seen_as(rules: Rules, operand: Operand, state: State) -> State:
+def seen_as(fabric: Fabric, operand: Operand, state: State) -> State:
     """The state of a view of a value in state `state`; None if it is not split, or if the view loses the split."""
     dim = operand.dims[state] if state is not None else None
-    return dim if dim is not None and rules.splits(operand.shape, dim, operand.batch) else None
+    return dim if dim is not None and fabric.splits(operand.shape, dim, operand.batch) else None
 
 
-def reshard(rules: Rules, source: Operator, operand: Operand, state: State, want: Want) -> Reshard:
+def reshard(fabric: Fabric, source: Operator, operand: Operand, state: State, want: Want) -> Reshard:
     """The change from the state of an operator's output to the layout that another operator wants.
 
     Args:
-        rules: costs, and which dimensions divide.
+        fabric: costs, and which dimensions divide.
         source: the operator that makes the value.
         operand: the view of it that the user takes.
         state: the state of the value.
         want: the layout that the user wants.
     """
-    fabric = rules.fabric
-    view = seen_as(rules, operand, state)
-    size = min(rules.local(operand), rules.local(source))
+    fabric = fabric
+    view = seen_as(fabric, operand, state)
+    size = min(fabric.local(operand), fabric.local(source))
     if state is not None and view is None:
         # The view cannot keep the split, so the value is gathered before.
-        size = rules.local(source)
+        size = fabric.local(source)
         gather = fabric.all_gather(MODEL, size, _CAUSE)
         if want.partial:
             back = fabric.reduce_scatter(MODEL, size, _CAUSE)
         elif want.state is not None:
-            back = fabric.all_gather(MODEL, rules.local(operand), _CAUSE)
+            back = fabric.all_gather(MODEL, fabric.local(operand), _CAUSE)
         else:
             back = ()
         return Reshard(forward=gather, backward=back, kept=size, sums=want.partial)

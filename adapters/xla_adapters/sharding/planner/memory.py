@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from xla_adapters.sharding.mesh import DATA, MODEL, Spec
-from xla_adapters.sharding.planner.capture import Skeleton
-from xla_adapters.sharding.planner.costs import Parameter, gathered_size, loops, split_dim
-from xla_adapters.sharding.planner.graph import Folded, Graph, Operand, Operator
-from xla_adapters.sharding.planner.layouts import Rules, State, Strategy
+from xla_adapters.sharding.planner.costs import Fabric, Parameter, State, gathered_size, loops, split_dim
+from xla_adapters.sharding.planner.graph import Captured, Graph, Operand, Operator
+from xla_adapters.sharding.planner.layouts import Strategy
 
 PRODUCTS = frozenset(
     ("linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention")
@@ -137,26 +136,24 @@ class PeakModel:
     """The step of a chosen plan.
 
     Attributes:
-        graph, folded, skeleton: the captured model.
-        rules: costs and mesh.
+        model: the captured model.
+        fabric: costs and mesh.
         strategies: the chosen one, by class of operators.
         weights: by the name that represents a class of parameters.
         copies: by class of operators, bytes of copies of its output in other layouts that are kept for the backward.
     """
 
-    graph: Graph
-    folded: Folded
-    skeleton: Skeleton
-    rules: Rules
+    model: Captured
+    fabric: Fabric
     strategies: Mapping[int, Strategy]
     weights: Mapping[str, Weight]
     copies: Mapping[int, float]
 
     def memory(self) -> dict[str, float]:
         """Bytes per device of activations, gradients and gathered parameters at the peak."""
-        weights = self.folded.weights
+        weights = self.model.folded.weights
         live = _Live(
-            activations=sum(weights[item.index] * self._kept[item.index] for item in self.graph.operators),
+            activations=sum(weights[item.index] * self._kept[item.index] for item in self.model.graph.operators),
             gradients=sum(item.parameter.count * self._accumulators(item) for item in self.weights.values()),
             gathered=sum(weights[index] * size for index, size in self._gathered.items()),
         )
@@ -183,18 +180,18 @@ class PeakModel:
 
     def _runs(self) -> Iterator[list[Operator]]:
         """The operators in the order of the backward, those of one layer together."""
-        names = {layer.name for layer in self.skeleton.layers}
+        names = {layer.name for layer in self.model.skeleton.layers}
 
         def layer(operator: Operator) -> tuple[str, int]:
             inside = [module for module in operator.modules if module in names]
-            return (inside[-1] if inside else "", self.folded.weights[operator.index])
+            return (inside[-1] if inside else "", self.model.folded.weights[operator.index])
 
-        for _, run in itertools.groupby(reversed(self.graph.operators), key=layer):
+        for _, run in itertools.groupby(reversed(self.model.graph.operators), key=layer):
             yield list(run)
 
     def _visits(self, run: Sequence[Operator]) -> Iterator[tuple[Operator, int]]:
         """The operators of a layer, and those of the layers that it represents: the first, those between, the last."""
-        number = self.folded.weights[run[0].index]
+        number = self.model.folded.weights[run[0].index]
         for copies in (1, number - 2, 1) if number > 1 else (1,):
             if copies:
                 for operator in run:
@@ -204,7 +201,7 @@ class PeakModel:
         """What lives while the gradients of an operator's inputs are computed."""
         strategy = self._strategy(operator)
         activations, gradients, gathered = live.activations, live.gradients, live.gathered
-        if operator.index in self.folded.recomputed:
+        if operator.index in self.model.folded.recomputed:
             activations += sum(self._recomputed_layer(operator))
         if operator.target == _ATTENTION:
             activations += self._scores(operator)
@@ -218,7 +215,7 @@ class PeakModel:
             weight = self._weight(operand)
             if weight.parameter.trainable and self._reduced(weight):
                 split = want.state is not None or split_dim(weight.spec, MODEL) is not None
-                gradients += weight.parameter.size / (self.rules.fabric.model if split else 1)
+                gradients += weight.parameter.size / (self.fabric.model if split else 1)
             if operator.target in PRODUCTS and not weight.kept and split_dim(weight.spec, DATA) is not None:
                 gathered += self._gathered_whole(weight, want.state)
         return _Live(activations=activations, gradients=gradients, gathered=gathered)
@@ -238,25 +235,25 @@ class PeakModel:
     def _looped(self, operator: Operator) -> bool:
         """Whether the gradient of an operator's weight is scattered by a loop."""
         weights = [self._weight(operand) for operand in operator.operands if operand.parameter is not None]
-        return any(loops(weight.parameter, weight.spec, self.rules.fabric) for weight in weights)
+        return any(loops(weight.parameter, weight.spec, self.fabric) for weight in weights)
 
     def _recomputed_layer(self, operator: Operator) -> Iterator[float]:
         """What the operators before one in its recomputed layer keep while the layer's backward runs."""
-        layers = {layer.name for layer in self.skeleton.layers} & set(operator.modules)
-        for other in self.graph.operators[: operator.index + 1]:
-            if other.index in self.folded.recomputed and layers & set(other.modules):
+        layers = {layer.name for layer in self.model.skeleton.layers} & set(operator.modules)
+        for other in self.model.graph.operators[: operator.index + 1]:
+            if other.index in self.model.folded.recomputed and layers & set(other.modules):
                 yield self._once[other.index]
 
     @cached_property
     def _again(self) -> set[int]:
-        return recomputed(self.graph)
+        return recomputed(self.model.graph)
 
     @cached_property
     def _before_loss(self) -> set[int]:
         """Operators whose output a loss takes."""
         return {
             operand.source
-            for operator in self.graph.operators
+            for operator in self.model.graph.operators
             if operator.target in _LOSSES
             for operand in operator.operands
             if operand.source is not None
@@ -265,17 +262,17 @@ class PeakModel:
     @cached_property
     def _once(self) -> dict[int, float]:
         """By operator, bytes of its output (and besides it) that are kept for the backward, in each layer."""
-        topology = self.rules.fabric.topology
-        shares = kept_shares(self.graph, recomputes=topology.recomputes, rounds=topology.rounds_products)
+        topology = self.fabric.topology
+        shares = kept_shares(self.model.graph, recomputes=topology.recomputes, rounds=topology.rounds_products)
         found = {}
-        for operator in self.graph.operators:
+        for operator in self.model.graph.operators:
             share = shares.get(operator.index, 0.0)
-            if operator.index in self.graph.needed and share:
+            if operator.index in self.model.graph.needed and share:
                 share = 1.0 if operator.index in self._derived else 1.0 + self._rounded(operator)
             elif operator.index in self._derived:
                 share = 0.0
             size = share * self._size_of_output(operator)
-            size += self._rounded(operator) * self.copies.get(self.folded.operators.of(operator.index), 0.0)
+            size += self._rounded(operator) * self.copies.get(self.model.folded.operators.of(operator.index), 0.0)
             if operator.target == _ATTENTION:
                 size += self._scores(operator)
             elif operator.target in _CONVOLUTIONS:
@@ -290,8 +287,8 @@ class PeakModel:
         If several products take it, or one whose weight's gradient is scattered by a loop, it is kept in bfloat16.
         """
         found = set()
-        for operator in self.graph.operators:
-            if operator.index in self._again or operator.index in self.graph.needed:
+        for operator in self.model.graph.operators:
+            if operator.index in self._again or operator.index in self.model.graph.needed:
                 products = [user for user, _ in self._users.get(operator.index, []) if user.target in PRODUCTS]
                 if len(products) == 1 and not self._looped(products[0]):
                     found.add(operator.index)
@@ -300,7 +297,7 @@ class PeakModel:
     @cached_property
     def _users(self) -> dict[int, list[tuple[Operator, Operand]]]:
         users: dict[int, list[tuple[Operator, Operand]]] = {}
-        for operator in self.graph.operators:
+        for operator in self.model.graph.operators:
             for operand in operator.operands:
                 if operand.source is not None:
                     users.setdefault(operand.source, []).append((operator, operand))
@@ -308,14 +305,14 @@ class PeakModel:
 
     @cached_property
     def _kept(self) -> dict[int, float]:
-        return {index: 0.0 if index in self.folded.recomputed else size for index, size in self._once.items()}
+        return {index: 0.0 if index in self.model.folded.recomputed else size for index, size in self._once.items()}
 
     @cached_property
     def _gathered(self) -> dict[int, float]:
         """By the first product that uses a gathered parameter, the bytes of the copy, which live until its backward."""
         found: dict[int, float] = {}
         seen: set[str] = set()
-        for operator in self.graph.operators:
+        for operator in self.model.graph.operators:
             if operator.target not in PRODUCTS:
                 continue
             for operand, want in zip(operator.operands, self._strategy(operator).wants, strict=True):
@@ -334,13 +331,13 @@ class PeakModel:
         """By operator, the parameters that no later operator uses: their gradients come first from it."""
         last = {
             operand.parameter: operator.index
-            for operator in self.graph.operators
+            for operator in self.model.graph.operators
             for operand in operator.operands
             if operand.parameter is not None
         }
         found: dict[int, list[Weight]] = {}
         for name, index in last.items():
-            found.setdefault(index, []).append(self.weights[self.folded.parameters.of(name)])
+            found.setdefault(index, []).append(self.weights[self.model.folded.parameters.of(name)])
         return found
 
     def _made(self, operator: Operator) -> float:
@@ -353,17 +350,17 @@ class PeakModel:
 
     def _accumulators(self, weight: Weight) -> float:
         """Bytes of the two values that a loop adds a gradient up in; they live from the start."""
-        return 2 * self._shard(weight) if loops(weight.parameter, weight.spec, self.rules.fabric) else 0.0
+        return 2 * self._shard(weight) if loops(weight.parameter, weight.spec, self.fabric) else 0.0
 
     def _shard(self, weight: Weight) -> float:
-        return weight.parameter.size / self.rules.fabric.mesh.shards(weight.spec)
+        return weight.parameter.size / self.fabric.mesh.shards(weight.spec)
 
     def _gathered_whole(self, weight: Weight, state: State) -> float:
-        return gathered_size(weight.parameter, self.rules.fabric) / (1 if state is None else self.rules.fabric.model)
+        return gathered_size(weight.parameter, self.fabric) / (1 if state is None else self.fabric.model)
 
     def _reduced(self, weight: Weight) -> bool:
         """Whether the gradient is made whole before it is reduced over the data axis."""
-        return self.rules.fabric.data > 1 and not loops(weight.parameter, weight.spec, self.rules.fabric)
+        return self.fabric.data > 1 and not loops(weight.parameter, weight.spec, self.fabric)
 
     def _waits(self, operator: Operator) -> bool:
         return operator.index in self._before_loss and any(
@@ -371,10 +368,10 @@ class PeakModel:
         )
 
     def _strategy(self, operator: Operator) -> Strategy:
-        return self.strategies[self.folded.operators.of(operator.index)]
+        return self.strategies[self.model.folded.operators.of(operator.index)]
 
     def _weight(self, operand: Operand) -> Weight:
-        return self.weights[self.folded.parameters.of(operand.parameter or "")]
+        return self.weights[self.model.folded.parameters.of(operand.parameter or "")]
 
     def _rounded(self, item: Operand | Operator) -> float:
         """The share of a value's bytes that it takes as the operand of a product."""
@@ -386,7 +383,7 @@ class PeakModel:
         number = math.prod(item.shape)
         if not number:
             return 0.0
-        fabric, shape = self.rules.fabric, list(item.shape)
+        fabric, shape = self.fabric, list(item.shape)
         for dim, parts in ((item.batch, fabric.data), (state, fabric.model)):
             if dim is not None:
                 shape[dim] = -(-shape[dim] // parts)
@@ -398,7 +395,7 @@ class PeakModel:
         if operator.target in _CONVOLUTIONS and len(operator.shape) > 2:
             channels, pixels = operator.shape[1], math.prod(operator.shape[2:])
             padding = tiled((channels, pixels)) / (channels * pixels)
-            return self.rules.local(operator, state) * padding
+            return self.fabric.local(operator, state) * padding
         for user, operand in self._users.get(operator.index, []):
             if user.target == _ATTENTION and operand.size == operator.size:
                 return self._size(operand, None if state is None else operand.dims[state])
@@ -410,9 +407,9 @@ class PeakModel:
         strategy = self._strategy(operator)
         sizes, parts = (query.shape[-2], key.shape[-2]), 1
         whole = query.source is not None and strategy.wants[0].state is None
-        if whole and self._strategy(self.graph.operators[query.source or 0]).output is not None:
+        if whole and self._strategy(self.model.graph.operators[query.source or 0]).output is not None:
             # If heads do not divide, GSPMD splits a query that is split before over as many devices as do.
-            parts = math.gcd(query.shape[-3], self.rules.fabric.model)
+            parts = math.gcd(query.shape[-3], self.fabric.model)
         return strategy.keeps * tiled(sizes) / math.prod(sizes) / parts
 
     def _image(self, operator: Operator) -> float:
@@ -420,5 +417,5 @@ class PeakModel:
         item = operator.operands[0]
         if not item.free or item.batch != 0 or len(item.shape) < 3:
             return 0.0
-        channels, rows = _up(item.shape[1], 4), item.shape[0] // self.rules.fabric.data
+        channels, rows = _up(item.shape[1], 4), item.shape[0] // self.fabric.data
         return 2.0 * math.prod(item.shape[2:]) * channels * _up(rows, _LANES)

@@ -24,11 +24,12 @@ from scipy.sparse import csr_matrix
 
 from xla_adapters.errors import SolverError
 from xla_adapters.sharding.mesh import DATA, MODEL, Mesh, Spec
+from xla_adapters.sharding.plan_data import CollectiveCost
 from xla_adapters.sharding.planner.costs import (
     GRADIENTS,
-    Charge,
     Fabric,
     Parameter,
+    State,
     data_charges,
     gather_counts,
     split_dim,
@@ -36,8 +37,8 @@ from xla_adapters.sharding.planner.costs import (
     stored_specs,
     use_charges,
 )
-from xla_adapters.sharding.planner.graph import Folded, Graph, Operand, Operator
-from xla_adapters.sharding.planner.layouts import Rules, State, Strategy, Want, reshard, seen_as
+from xla_adapters.sharding.planner.graph import Captured, Operand, Operator
+from xla_adapters.sharding.planner.layouts import Strategy, Want, reshard, seen_as
 from xla_adapters.sharding.planner.memory import PRODUCTS, kept_shares
 from xla_adapters.sharding.planner.strategies import strategies_of
 from xla_adapters.utils.native_output import without_lines
@@ -55,6 +56,11 @@ class Program:
     The lists are by column.
 
     Attributes:
+        strategies: for each class of operators, its strategies with their columns.
+        stores: for each class of parameters, its specs with their columns.
+        parameters: by name of a class, the class with its uses.
+        copies: by column, the class of operators of whose output it keeps a copy in another layout for products, and
+            how many there are of the class.
         seconds: compute and communication.
         compute: compute alone.
         charges: collectives, and how often each runs.
@@ -64,16 +70,20 @@ class Program:
 
     seconds: list[float] = field(default_factory=list)
     compute: list[float] = field(default_factory=list)
-    charges: list[tuple[tuple[Charge, float], ...]] = field(default_factory=list)
+    charges: list[tuple[tuple[CollectiveCost, float], ...]] = field(default_factory=list)
     memory: list[Mapping[str, float]] = field(default_factory=list)
     integral: list[bool] = field(default_factory=list)
+    strategies: dict[int, list[tuple[Strategy, int]]] = field(default_factory=dict)
+    stores: dict[str, list[tuple[Spec, int]]] = field(default_factory=dict)
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    copies: dict[int, tuple[int, int]] = field(default_factory=dict)
     _rows: list[tuple[Sequence[int], Sequence[float], float, float]] = field(default_factory=list)
 
     def column(
         self,
         *,
         compute: float = 0.0,
-        charges: Sequence[Charge] = (),
+        charges: Sequence[CollectiveCost] = (),
         memory: Mapping[str, float] | None = None,
         integral: bool = False,
         times: float = 1.0,
@@ -155,26 +165,6 @@ _Right = TypeVar("_Right", tuple[State, bool], Want)
 Filter = Callable[[Operator, list[Strategy]], list[Strategy]]
 
 
-@dataclass(kw_only=True)
-class Problem:
-    """An integer program, and the meaning of its columns.
-
-    Attributes:
-        program: the program.
-        strategies: for each class of operators, its strategies with their columns.
-        stores: for each class of parameters, its specs with their columns.
-        parameters: by name of a class, the class with its uses.
-        copies: by column, the class of operators of whose output it keeps a copy in another layout for products, and
-            how many there are of the class.
-    """
-
-    program: Program = field(default_factory=Program)
-    strategies: dict[int, list[tuple[Strategy, int]]] = field(default_factory=dict)
-    stores: dict[str, list[tuple[Spec, int]]] = field(default_factory=dict)
-    parameters: dict[str, Parameter] = field(default_factory=dict)
-    copies: dict[int, tuple[int, int]] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Use:
     """One use of a value by an operator.
@@ -190,60 +180,39 @@ class _Use:
     operand: Operand
 
 
-def formulate(
-    graph: Graph,
-    folded: Folded,
-    parameters: Mapping[str, Parameter],
-    rules: Rules,
-    *,
-    optimizer_bytes: float | None,
-    filters: Sequence[Filter],
-    held: Collection[int],
-    follow: bool,
-) -> Problem:
-    """Writes the program.
+@dataclass(kw_only=True)
+class Formulation:
+    """Writes the program of a captured model.
 
     Args:
-        graph: the operators.
-        folded: which of them share a choice.
+        model: the captured model.
         parameters: by the name that represents a class.
-        rules: costs and mesh.
-        optimizer_bytes: bytes of optimizer state per element of a trainable parameter; None for Adam's.
+        fabric: costs and mesh.
         filters: remove strategies; a filter that would remove all is ignored.
         held: operators whose output will be constrained; other outputs are used as they are split, or gathered.
         follow: only layouts that GSPMD (Xu et al., arXiv 2105.04663) propagates from the parameters by itself: a value
             is split over the model axis only if a parameter used with it is. Otherwise the batch and the sequence may
             be split, too.
     """
-    return _Formulation(
-        graph=graph, folded=folded, parameters=parameters, rules=rules, optimizer_bytes=optimizer_bytes,
-        filters=filters, held=held, follow=follow,
-    ).write()  # fmt: skip
 
-
-@dataclass(kw_only=True)
-class _Formulation:
-    """Writes the program; the fields are the arguments of `formulate`."""
-
-    graph: Graph
-    folded: Folded
+    model: Captured
     parameters: Mapping[str, Parameter]
-    rules: Rules
-    optimizer_bytes: float | None
+    fabric: Fabric
     filters: Sequence[Filter]
     held: Collection[int]
     follow: bool
-    problem: Problem = field(default_factory=Problem)
+    program: Program = field(default_factory=Program)
     batched: set[int] = field(default_factory=set)
     broadcast: set[int] = field(default_factory=set)
 
-    def write(self) -> Problem:
+    def write(self) -> Program:
+        """The program."""
         uses: dict[str, int] = {}
         others: set[str] = set()
         lookups: dict[str, tuple[float, ...]] = {}
         rows: dict[str, int] = {}
         self._find_batch()
-        for operator in self.graph.operators:
+        for operator in self.model.graph.operators:
             for operand in operator.operands:
                 if operand.parameter is None:
                     continue
@@ -263,46 +232,46 @@ class _Formulation:
                 products=name in uses and name not in others,
                 rows=rows.get(name, 0),
             )
-            self.problem.parameters[name] = found
+            self.program.parameters[name] = found
             self._store(found)
         times: dict[int, int] = {}
-        for operator in self.graph.operators:
-            key = self.folded.operators.of(operator.index)
-            times[key] = times.get(key, 0) + self.folded.weights[operator.index]
-        topology = self.rules.fabric.topology
-        kept = kept_shares(self.graph, recomputes=topology.recomputes, rounds=topology.rounds_products)
-        for operator in self.graph.operators:
+        for operator in self.model.graph.operators:
+            key = self.model.folded.operators.of(operator.index)
+            times[key] = times.get(key, 0) + self.model.folded.weights[operator.index]
+        topology = self.fabric.topology
+        kept = kept_shares(self.model.graph, recomputes=topology.recomputes, rounds=topology.rounds_products)
+        for operator in self.model.graph.operators:
             if operator.index in times:
                 self._choose(operator, times[operator.index], kept.get(operator.index, 0.0))
-        for operator in self.graph.operators:
+        for operator in self.model.graph.operators:
             if operator.index in times:
                 for position, operand in enumerate(operator.operands):
                     if operand.parameter is not None:
                         self._use_of_parameter(operator, position, operand, times[operator.index])
         self._uses_of_values()
-        return self.problem
+        return self.program
 
     @property
     def _mesh(self) -> Mesh:
-        return self.rules.fabric.mesh
+        return self.fabric.mesh
 
     def _store(self, parameter: Parameter) -> None:
-        program = self.problem.program
+        program = self.program
         columns = []
-        fabric = self.rules.fabric
+        fabric = self.fabric
         for spec in stored_specs(parameter, self._mesh):
             for gathers in gather_counts(parameter, spec, fabric):
                 charges = data_charges(parameter, spec, fabric, gathers) * parameter.count
                 column = program.column(charges=charges, integral=True)
-                program.memory[column] = stored_bytes(parameter, spec, fabric, self.optimizer_bytes, gathers)
+                program.memory[column] = stored_bytes(parameter, spec, fabric, gathers)
                 columns.append((spec, column))
         program.choose_one([column for _, column in columns])
-        self.problem.stores[parameter.name] = columns
+        self.program.stores[parameter.name] = columns
 
     def _find_batch(self) -> None:
         """Finds the operators that depend on the batch, and others with a gradient that are used by these."""
         learned: set[int] = set()
-        for operator in self.graph.operators:
+        for operator in self.model.graph.operators:
             sources = {operand.source for operand in operator.operands if operand.source is not None}
             names = {operand.parameter for operand in operator.operands if operand.parameter is not None}
             if sources & learned or any(self._class_of(name).trainable for name in names):
@@ -312,38 +281,38 @@ class _Formulation:
                 self.broadcast |= sources & learned - self.batched
 
     def _class_of(self, parameter: str) -> Parameter:
-        return self.parameters[self.folded.parameters.of(parameter)]
+        return self.parameters[self.model.folded.parameters.of(parameter)]
 
-    def _sums(self, operator: Operator, strategy: Strategy) -> tuple[Charge, ...]:
+    def _sums(self, operator: Operator, strategy: Strategy) -> tuple[CollectiveCost, ...]:
         """Reductions of gradients of values that do not depend on the batch (a relative position bias, say)."""
-        fabric, size = self.rules.fabric, 0.0
+        fabric, size = self.fabric, 0.0
         if not fabric.topology.merges_sums:
             for operand, want in zip(operator.operands, strategy.wants, strict=True):
                 if operator.index in self.batched and operand.source in self.broadcast:
                     # Not the operand's size, which may be expanded.
-                    whole = self.graph.operators[operand.source].size
+                    whole = self.model.graph.operators[operand.source].size
                     size += whole / (1 if want.state is None else fabric.model)
         elif operator.index in self.broadcast:
-            size = self.rules.local(operator, strategy.output)
+            size = self.fabric.local(operator, strategy.output)
         return fabric.all_reduce(DATA, size, GRADIENTS) if size else ()
 
     def _choose(self, operator: Operator, times: int, kept: float) -> None:
-        found, known = strategies_of(operator, self.rules)
+        found, known = strategies_of(operator, self.fabric)
         if not known:
-            self.graph.unknown.add(".".join(part for part in (operator.namespace, operator.target) if part))
+            self.model.graph.unknown.add(".".join(part for part in (operator.namespace, operator.target) if part))
         for keep in self.filters:
             found = keep(operator, found) or found
         columns = []
         for strategy in found:
-            size = strategy.keeps + kept * self.rules.local(operator, strategy.output)
-            unary = () if self.rules.fabric.topology.recomputes else self.graph.kept.get(operator.index, ())
+            size = strategy.keeps + kept * self.fabric.local(operator, strategy.output)
+            unary = () if self.fabric.topology.recomputes else self.model.graph.kept.get(operator.index, ())
             for dims, whole, batch in unary:
                 split = strategy.output is not None and dims[strategy.output] is not None
-                parts = self.rules.fabric.data if batch is not None else 1
-                size += whole / parts / (self.rules.fabric.model if split else 1)
+                parts = self.fabric.data if batch is not None else 1
+                size += whole / parts / (self.fabric.model if split else 1)
             # Recomputed layers run their forward twice (a third more), and only one at a time keeps its activations.
-            again = operator.index in self.folded.recomputed
-            column = self.problem.program.column(
+            again = operator.index in self.model.folded.recomputed
+            column = self.program.column(
                 compute=strategy.seconds * (4 / 3 if again else 1),
                 charges=(*strategy.charges, *self._sums(operator, strategy)),
                 memory={"activations": size / times if again else size},
@@ -351,26 +320,26 @@ class _Formulation:
                 times=times,
             )
             columns.append((strategy, column))
-        self.problem.program.choose_one([column for _, column in columns])
-        self.problem.strategies[operator.index] = columns
+        self.program.choose_one([column for _, column in columns])
+        self.program.strategies[operator.index] = columns
 
     def _use_of_parameter(self, operator: Operator, position: int, operand: Operand, times: int) -> None:
         """Adds the flows from the stored layouts of a parameter to those in which an operator uses it."""
-        if self.rules.fabric.model == 1 or operand.parameter is None:
+        if self.fabric.model == 1 or operand.parameter is None:
             return
         parameter = self._class_of(operand.parameter)
         left: dict[_Stored, list[int]] = {}
-        for spec, column in self.problem.stores[parameter.name]:
+        for spec, column in self.program.stores[parameter.name]:
             key = (split_dim(spec, MODEL), split_dim(spec, DATA) is None)
             left.setdefault(key, []).append(column)
         right: dict[tuple[State, bool], list[int]] = {}
-        for strategy, column in self.problem.strategies[operator.index]:
+        for strategy, column in self.program.strategies[operator.index]:
             want = strategy.wants[position]
             used = None if want.state is None else operand.origin(want.state)
             right.setdefault((used, want.partial), []).append(column)
         flows = {
-            (stored, use): self.problem.program.column(
-                charges=use_charges(parameter, stored[0], use[0], use[1], stored[1], self.rules.fabric),
+            (stored, use): self.program.column(
+                charges=use_charges(parameter, stored[0], use[0], use[1], stored[1], self.fabric),
                 times=times,
             )
             for stored in left
@@ -389,28 +358,28 @@ class _Formulation:
         """Constrains flows: the sum out of each left choice, and into each right one, equals that choice (0 or 1)."""
         for begin, columns in left.items():
             terms = {column: 1.0 for (start, _), column in flows.items() if start == begin}
-            self.problem.program.row(terms | dict.fromkeys(columns, -1.0), 0.0, 0.0)
+            self.program.row(terms | dict.fromkeys(columns, -1.0), 0.0, 0.0)
         for want, columns in right.items():
             terms = {column: 1.0 for (_, end), column in flows.items() if end == want}
-            self.problem.program.row(terms | dict.fromkeys(columns, -1.0), 0.0, 0.0)
+            self.program.row(terms | dict.fromkeys(columns, -1.0), 0.0, 0.0)
 
     def _uses_of_values(self) -> None:
         """Adds the flows of all values to their users; those of equal layers are added once and counted."""
         uses: dict[int, list[_Use]] = {}
         counts: dict[int, int] = {}
-        for operator in self.graph.operators:
+        for operator in self.model.graph.operators:
             for position, operand in enumerate(operator.operands):
                 if operand.source is not None:
-                    consumer = self.folded.operators.of(operator.index)
+                    consumer = self.model.folded.operators.of(operator.index)
                     uses.setdefault(operand.source, []).append(
                         _Use(consumer=consumer, position=position, operand=operand)
                     )
-                    weight = self.folded.weights[operator.index]
+                    weight = self.model.folded.weights[operator.index]
                     counts[operand.source] = max(counts.get(operand.source, 0), weight)
         merged: dict[tuple[object, ...], tuple[int, list[_Use], int]] = {}
         for source, consumers in uses.items():
             form = tuple((use.consumer, use.position, use.operand.dims) for use in consumers)
-            key = (self.folded.operators.of(source), form)
+            key = (self.model.folded.operators.of(source), form)
             count = merged[key][2] if key in merged else 0
             merged[key] = (source, consumers, count + counts[source])
         for (first, *_), (_, consumers, count) in merged.items():
@@ -418,17 +387,17 @@ class _Formulation:
 
     def _fan_out(self, index: int, consumers: Sequence[_Use], times: int) -> None:
         """Adds the flows of one value to its users; a layout that several users want is made once."""
-        if self.rules.fabric.model == 1:
+        if self.fabric.model == 1:
             return
-        source = self.graph.operators[index]
+        source = self.model.graph.operators[index]
         left: dict[State, list[int]] = {}
-        for strategy, column in self.problem.strategies[index]:
+        for strategy, column in self.program.strategies[index]:
             left.setdefault(strategy.output, []).append(column)
         shared: dict[tuple[object, ...], list[tuple[int, _Use, Want]]] = {}
         for use in consumers:
             right: dict[Want, list[int]] = {}
             cuts: set[Want] = set()
-            for strategy, column in self.problem.strategies[use.consumer]:
+            for strategy, column in self.program.strategies[use.consumer]:
                 want = strategy.wants[use.position]
                 right.setdefault(want, []).append(column)
                 if self._may_cut(use.consumer, strategy):
@@ -442,7 +411,7 @@ class _Formulation:
                         continue
                     if index not in self.held and self._turns(use, state, want):
                         continue
-                    flows[state, want] = column = self.problem.program.column()
+                    flows[state, want] = column = self.program.column()
                     origin = None if want.state is None else use.operand.origin(want.state)
                     view = (use.operand.dims, want.state) if want.state is not None and origin is None else ()
                     key = (state, origin, want.partial, view)
@@ -453,36 +422,36 @@ class _Formulation:
 
     def _stays(self, use: _Use, state: State, wants: Mapping[Want, Sequence[int]]) -> bool:
         """Whether GSPMD keeps the split of a value that a `split` operator takes apart along the same dimension."""
-        if state is None or self.graph.operators[use.consumer].target != "split":
+        if state is None or self.model.graph.operators[use.consumer].target != "split":
             return False
         return any(want.state is not None and use.operand.origin(want.state) == state for want in wants)
 
     def _turns(self, use: _Use, state: State, want: Want) -> bool:
         """Whether a value would move its split to another dimension although nothing makes GSPMD do so."""
-        view = seen_as(self.rules, use.operand, state)
-        parameters = any(item.parameter is not None for item in self.graph.operators[use.consumer].operands)
+        view = seen_as(self.fabric, use.operand, state)
+        parameters = any(item.parameter is not None for item in self.model.graph.operators[use.consumer].operands)
         return not parameters and view is not None and want.state not in (None, view)
 
     def _price(self, source: Operator, state: State, members: Sequence[tuple[int, _Use, Want]], times: int) -> None:
-        changes = [reshard(self.rules, source, use.operand, state, want) for _, use, want in members]
+        changes = [reshard(self.fabric, source, use.operand, state, want) for _, use, want in members]
         flows = [flow for flow, _, _ in members]
         forward = max(changes, key=lambda item: _seconds(item.forward))
-        kept = forward.kept / times if members[0][1].consumer in self.folded.recomputed else forward.kept
+        kept = forward.kept / times if members[0][1].consumer in self.model.folded.recomputed else forward.kept
         copied = self._charge(flows, forward.forward, kept, times)
-        products = any(self.graph.operators[use.consumer].target in PRODUCTS for _, use, _ in members)
+        products = any(self.model.graph.operators[use.consumer].target in PRODUCTS for _, use, _ in members)
         if copied is not None and kept and products:
-            self.problem.copies[copied] = (self.folded.operators.of(source.index), times)
-        if any(change.sums for change in changes) and not self.rules.fabric.topology.merges_sums:
+            self.program.copies[copied] = (self.model.folded.operators.of(source.index), times)
+        if any(change.sums for change in changes) and not self.fabric.topology.merges_sums:
             for flow, change in zip(flows, changes, strict=True):
                 self._charge([flow], change.backward, 0.0, times)
         else:
             self._charge(flows, max((item.backward for item in changes), key=_seconds), 0.0, times)
 
-    def _charge(self, flows: Sequence[int], charges: tuple[Charge, ...], kept: float, times: int) -> int | None:
+    def _charge(self, flows: Sequence[int], charges: tuple[CollectiveCost, ...], kept: float, times: int) -> int | None:
         """Adds collectives that run once if any of these flows is used; their column, if there are any."""
         if not charges:
             return None
-        program = self.problem.program
+        program = self.program
         column = program.column(charges=charges, memory={"activations": kept}, times=times)
         for flow in flows:
             program.row({column: 1.0, flow: -1.0}, 0.0, float("inf"))
@@ -490,7 +459,7 @@ class _Formulation:
 
     def _may_cut(self, consumer: int, strategy: Strategy) -> bool:
         """Whether a split parameter makes GSPMD split the other operands of an operator."""
-        operands = self.graph.operators[consumer].operands
+        operands = self.model.graph.operators[consumer].operands
         return any(
             operand.parameter is not None and want.state is not None
             for operand, want in zip(operands, strategy.wants, strict=True)
@@ -504,25 +473,22 @@ def _rows(operator: Operator, rank: int) -> int:
     return operator.shape[-2] if rank == 3 else math.prod(operator.shape[:-1])
 
 
-def _seconds(charges: tuple[Charge, ...]) -> float:
+def _seconds(charges: tuple[CollectiveCost, ...]) -> float:
     return sum(charge.seconds for charge in charges)
 
 
-def formulate_by_parameters(
-    parameters: Mapping[str, Parameter], fabric: Fabric, *, rows: int, optimizer_bytes: float | None
-) -> tuple[Problem, bool]:
+def formulate_by_parameters(parameters: Mapping[str, Parameter], fabric: Fabric, *, rows: int) -> tuple[Program, bool]:
     """Writes the program, with choices for parameters only.
 
     Args:
         parameters: by name.
         fabric: the cost of collectives.
         rows: size of the batch.
-        optimizer_bytes: bytes of optimizer state per element; None for Adam's.
 
     Returns:
         The program, and whether the batch is split over the model axis, too.
     """
-    problem = Problem()
+    program = Program()
     spread = fabric.model > 1 and rows % (fabric.data * fabric.model) == 0
     parts = fabric.data * (fabric.model if spread else 1)
     for name in sorted(parameters):
@@ -541,9 +507,9 @@ def formulate_by_parameters(
                 *data_charges(parameter, spec, fabric, gathers),
                 *use_charges(parameter, stored, None, spread, whole, fabric),
             )
-            column = problem.program.column(compute=work, charges=charges, integral=True, times=parameter.count)
-            problem.program.memory[column] = stored_bytes(parameter, spec, fabric, optimizer_bytes, gathers)
+            column = program.column(compute=work, charges=charges, integral=True, times=parameter.count)
+            program.memory[column] = stored_bytes(parameter, spec, fabric, gathers)
             columns.append((spec, column))
-        problem.program.choose_one([column for _, column in columns])
-        problem.stores[name] = columns
-    return problem, spread
+        program.choose_one([column for _, column in columns])
+        program.stores[name] = columns
+    return program, spread

@@ -13,11 +13,11 @@ from xla_adapters.sharding.mesh import DATA, MODEL, DimSpec, Mesh, Spec, used_ax
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.plan_data import ActivationPlan, PlanCost
 from xla_adapters.sharding.planner.capture import Skeleton
-from xla_adapters.sharding.planner.costs import split_dim, total
-from xla_adapters.sharding.planner.graph import Folded, Graph, Operand, Operator
-from xla_adapters.sharding.planner.layouts import Rules, State, Strategy, Want, seen_as
+from xla_adapters.sharding.planner.costs import Fabric, State, split_dim, total
+from xla_adapters.sharding.planner.graph import Captured, Graph, Operand, Operator
+from xla_adapters.sharding.planner.layouts import Strategy, Want, seen_as
 from xla_adapters.sharding.planner.memory import PeakModel, Weight
-from xla_adapters.sharding.planner.program import Filter, Problem, Program
+from xla_adapters.sharding.planner.program import Filter, Program
 
 
 def cost_of(
@@ -53,37 +53,35 @@ class Solution:
     """The solution for a captured model on one mesh, as specs, batch axes and constraints.
 
     Attributes:
-        graph, folded, skeleton: the captured model.
-        rules: costs and mesh.
-        problem: the program.
+        model: the captured model.
+        fabric: costs and mesh.
+        program: the program.
         values: of its columns.
     """
 
-    graph: Graph
-    folded: Folded
-    skeleton: Skeleton
-    rules: Rules
-    problem: Problem
+    model: Captured
+    fabric: Fabric
+    program: Program
     values: Sequence[float]
 
     @property
     def _mesh(self) -> Mesh:
-        return self.rules.fabric.mesh
+        return self.fabric.mesh
 
     def specs(self) -> dict[str, Spec]:
         """The spec of each class of parameters."""
         return {
             name: next(spec for spec, column in stores if self.values[column] > 0.5)
-            for name, stores in self.problem.stores.items()
+            for name, stores in self.program.stores.items()
         }
 
     def used(self) -> dict[str, Spec]:
         """The used specs of parameters that are split over the model axis, but that all operators use whole."""
         wants: dict[str, set[State]] = {}
-        for operator in self.graph.operators:
+        for operator in self.model.graph.operators:
             for operand, want in zip(operator.operands, self.strategy(operator.index).wants, strict=True):
                 if operand.parameter is not None:
-                    wants.setdefault(self.folded.parameters.of(operand.parameter), set()).add(want.state)
+                    wants.setdefault(self.model.folded.parameters.of(operand.parameter), set()).add(want.state)
         return {
             name: whole(spec)
             for name, spec in self.specs().items()
@@ -92,33 +90,31 @@ class Solution:
 
     def strategy(self, index: int) -> Strategy:
         """The chosen strategy of an operator."""
-        columns = self.problem.strategies[self.folded.operators.of(index)]
+        columns = self.program.strategies[self.model.folded.operators.of(index)]
         return next(strategy for strategy, column in columns if self.values[column] > 0.5)
 
     def peak(self) -> dict[str, float] | None:
         """Bytes by kind that live at the peak; None if the compiler keeps everything, so that the sums are right."""
-        if not self.rules.fabric.topology.recomputes:
+        if not self.fabric.topology.recomputes:
             return None
         weights = {
             name: Weight(
-                parameter=self.problem.parameters[name],
+                parameter=self.program.parameters[name],
                 spec=spec,
-                kept="gathered" in self.problem.program.memory[column],
+                kept="gathered" in self.program.memory[column],
             )
-            for name, stores in self.problem.stores.items()
+            for name, stores in self.program.stores.items()
             for spec, column in stores
             if self.values[column] > 0.5
         }
         copies: dict[int, float] = {}
-        for column, (source, times) in self.problem.copies.items():
-            size = self.values[column] * self.problem.program.memory[column]["activations"] / times
+        for column, (source, times) in self.program.copies.items():
+            size = self.values[column] * self.program.memory[column]["activations"] / times
             copies[source] = copies.get(source, 0.0) + size
         return PeakModel(
-            graph=self.graph,
-            folded=self.folded,
-            skeleton=self.skeleton,
-            rules=self.rules,
-            strategies={index: self.strategy(index) for index in self.problem.strategies},
+            model=self.model,
+            fabric=self.fabric,
+            strategies={index: self.strategy(index) for index in self.program.strategies},
             weights=weights,
             copies=copies,
         ).memory()
@@ -126,8 +122,8 @@ class Solution:
     def batch(self) -> tuple[str, ...]:
         """The axes that the batch is split over: those of the outputs of the first operators."""
         votes = {True: 0.0, False: 0.0}
-        for index in entries(self.graph):
-            operator, strategy = self.graph.operators[index], self.strategy(index)
+        for index in entries(self.model.graph):
+            operator, strategy = self.model.graph.operators[index], self.strategy(index)
             # A scattered output means that the operator takes the whole batch.
             votes[strategy.output == operator.batch and not strategy.scatters] += operator.size
         axes = (DATA, MODEL) if votes[True] > votes[False] else (DATA,)
@@ -140,23 +136,23 @@ class Solution:
         Otherwise GSPMD propagates the layout of an embedding or a bias to later values, and gathers them at each use.
         Inputs of such modules are constrained if they need another layout than the value has.
         """
-        columns = [item for items in self.problem.strategies.values() for item in items]
+        columns = [item for items in self.program.strategies.values() for item in items]
         split = any(
             self.values[column] > 0.5
             for strategy, column in columns
             if strategy.output is not None or any(want.state is not None for want in strategy.wants)
         )
-        modules = _modules(self.skeleton) if split else {layer.name for layer in self.skeleton.layers}
+        modules = _modules(self.model.skeleton) if split else {layer.name for layer in self.model.skeleton.layers}
         taken = self._taken()
         found: list[ActivationPlan] = []
-        for module, operand in sorted(self.graph.outputs.items()):
+        for module, operand in sorted(self.model.graph.outputs.items()):
             if module in modules and operand.source is not None:
                 spec = self._spec(operand, taken)
                 if any(spec):
                     found += self._constraints(module, spec, self._made(operand))
-        fixed = held(self.graph, self.folded, self.skeleton)
-        present = {source: state for source, state in taken.items() if self.folded.operators.of(source) in fixed}
-        for module, operand in sorted(self.graph.inputs.items()) if split else ():
+        fixed = held(self.model)
+        present = {source: state for source, state in taken.items() if self.model.folded.operators.of(source) in fixed}
+        for module, operand in sorted(self.model.graph.inputs.items()) if split else ():
             if module in modules:
                 wanted = self._wanted(module, operand, present)
                 if wanted is not None:
@@ -167,9 +163,9 @@ class Solution:
         self, module: str, spec: Spec, made: Spec | None, of: Literal["output", "input"] = "output"
     ) -> Iterator[ActivationPlan]:
         # The gradient of a value that is gathered is scattered by GSPMD itself: as soon as the sum is computed.
-        holds = self.rules.fabric.topology.holds_gradients and MODEL in used_axes(spec)
+        holds = self.fabric.topology.holds_gradients and MODEL in used_axes(spec)
         gradient = made if holds and made != spec else None
-        for name in self.skeleton.originals(module):
+        for name in self.model.skeleton.originals(module):
             yield ActivationPlan(module=name, spec=spec, of=of, gradient=gradient)
 
     def _made(self, operand: Operand, lying: Mapping[int, State] | None = None) -> Spec | None:
@@ -180,12 +176,12 @@ class Solution:
         """
         assert operand.source is not None
         strategy = self.strategy(operand.source)
-        if strategy.scatters and self.graph.operators[operand.source].target == "embedding":
+        if strategy.scatters and self.model.graph.operators[operand.source].target == "embedding":
             # No product is computed from the gradient of a lookup: GSPMD chooses how it is added up.
             return None
         state = None if strategy.scatters else strategy.output
         state = (lying or {}).get(operand.source, state)
-        seen = seen_as(self.rules, operand, state)
+        seen = seen_as(self.fabric, operand, state)
         return None if seen is None and state is not None else self._lying(operand, seen)
 
     def _wanted(self, module: str, operand: Operand, lying: Mapping[int, State]) -> Spec | None:
@@ -194,7 +190,7 @@ class Solution:
         present = lying.get(operand.source, self.strategy(operand.source).output)
         wants = {
             None if want.state is None else item.origin(want.state)
-            for operator in self.graph.operators
+            for operator in self.model.graph.operators
             if module in operator.modules
             for item, want in zip(operator.operands, self.strategy(operator.index).wants, strict=True)
             if item.source == operand.source
@@ -202,20 +198,20 @@ class Solution:
         if len(wants) != 1 or present is None or wants == {present}:
             return None
         state = wants.pop()
-        seen = seen_as(self.rules, operand, state)
+        seen = seen_as(self.fabric, operand, state)
         return None if seen is None and state is not None else self._lying(operand, seen)
 
     def _taken(self) -> dict[int, State]:
         """For each value whose users all want one layout, that layout: the value is best changed to it at once."""
         users: dict[int, set[State]] = {}
-        for operator in self.graph.operators:
+        for operator in self.model.graph.operators:
             wants = self.strategy(operator.index).wants
             for operand, want in zip(operator.operands, wants, strict=True):
                 if operand.source is not None:
                     state = None if want.state is None else operand.origin(want.state)
                     # A split that the value itself cannot have is made later; so is one of a part of it.
                     later = want.state is not None and state is None
-                    later = later or operand.size < self.graph.operators[operand.source].size
+                    later = later or operand.size < self.model.graph.operators[operand.source].size
                     own = self.strategy(operand.source).output
                     users.setdefault(operand.source, set()).add(own if later else state)
         return {source: states.pop() for source, states in users.items() if len(states) == 1}
@@ -224,7 +220,7 @@ class Solution:
         state: State = None
         if operand.source is not None:
             made = self.strategy(operand.source).output
-            state = seen_as(self.rules, operand, taken.get(operand.source, made))
+            state = seen_as(self.fabric, operand, taken.get(operand.source, made))
         return self._lying(operand, state)
 
     def _lying(self, operand: Operand, state: State) -> Spec:
@@ -241,11 +237,11 @@ def whole(spec: Spec) -> Spec:
     return without(without(spec, MODEL), DATA)
 
 
-def held(graph: Graph, folded: Folded, skeleton: Skeleton) -> set[int]:
+def held(model: Captured) -> set[int]:
     """The operators whose output is constrained if the model axis is used."""
-    modules = _modules(skeleton)
-    outputs = [operand.source for module, operand in graph.outputs.items() if module in modules]
-    return {folded.operators.of(source) for source in outputs if source is not None}
+    modules = _modules(model.skeleton)
+    outputs = [operand.source for module, operand in model.graph.outputs.items() if module in modules]
+    return {model.folded.operators.of(source) for source in outputs if source is not None}
 
 
 def _modules(skeleton: Skeleton) -> set[str]:
@@ -283,8 +279,9 @@ def propagated_only(operator: Operator, strategies: list[Strategy]) -> list[Stra
     return [strategy for strategy in strategies if follows(strategy)]
 
 
-def forced(plan: ShardingPlan, graph: Graph, folded: Folded, skeleton: Skeleton, rules: Rules) -> list[Filter]:
+def forced(plan: ShardingPlan, model: Captured, fabric: Fabric) -> list[Filter]:
     """Filters for the strategies that agree with a plan: with its batch, its constraints, and its split parameters."""
+    graph, folded = model.graph, model.folded
     split = {
         folded.parameters.of(entry.name): entry.used is None
         for entry in plan.parameters
@@ -296,7 +293,7 @@ def forced(plan: ShardingPlan, graph: Graph, folded: Folded, skeleton: Skeleton,
             made[folded.operators.of(index)] = graph.operators[index].batch
     # A constraint is applied after the operator: its output may have another layout, but its users get this one.
     outputs, inputs = (
-        _held(plan, kind, values, folded, skeleton, rules)
+        _held(plan, kind, values, model, fabric)
         for kind, values in (("output", graph.outputs), ("input", graph.inputs))
     )
     taken = dict(outputs.values())
@@ -312,7 +309,7 @@ def forced(plan: ShardingPlan, graph: Graph, folded: Folded, skeleton: Skeleton,
         if source not in taken and source not in within:
             return True
         state = within.get(source, taken.get(source))
-        if state is not None and seen_as(rules, operand, state) is None:
+        if state is not None and seen_as(fabric, operand, state) is None:
             return True
         return want.state == (None if state is None else operand.dims[state])
 
@@ -332,22 +329,17 @@ def forced(plan: ShardingPlan, graph: Graph, folded: Folded, skeleton: Skeleton,
 
 
 def _held(
-    plan: ShardingPlan,
-    kind: str,
-    values: Mapping[str, Operand],
-    folded: Folded,
-    skeleton: Skeleton,
-    rules: Rules,
+    plan: ShardingPlan, kind: str, values: Mapping[str, Operand], model: Captured, fabric: Fabric
 ) -> dict[str, tuple[int, State]]:
     """For each module whose output (or input) a plan constrains: the class of the operator, and the state there."""
     specs = {item.module: item.spec for item in plan.activations if item.of == kind}
     found: dict[str, tuple[int, State]] = {}
     for module, operand in sorted(values.items()):
-        spec = next((specs[name] for name in skeleton.originals(module) if name in specs), None)
+        spec = next((specs[name] for name in model.skeleton.originals(module) if name in specs), None)
         if spec is None or operand.source is None or len(spec) != len(operand.shape):
             continue
         dim = split_dim(spec, MODEL)
         state = None if dim is None else operand.origin(dim)
-        if dim is None or (state is not None and rules.splits(operand.shape, dim, operand.batch)):
-            found[module] = (folded.operators.of(operand.source), state)
+        if dim is None or (state is not None and fabric.splits(operand.shape, dim, operand.batch)):
+            found[module] = (model.folded.operators.of(operand.source), state)
     return found
