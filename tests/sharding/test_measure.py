@@ -258,7 +258,7 @@ def test_a_model_that_cannot_travel_is_planned_by_prediction() -> None:
 @isolated
 def test_the_process_that_measures_may_end_early() -> None:
     plans = [recipe(Net(), "dp", 8, 1)]
-    with pytest.raises(MeasuringError, match=r"the process that measures had no more than 0 s"):
+    with pytest.raises(MeasuringError, match=r"the process that measures had no more than 0.1 s"):
         measure_plans(Net(), batch(), plans, timeout=0.1)
     with pytest.raises(MeasuringError, match="the process that measures was killed, as a machine does that is out of"):
         measure_plans(Net(), batch(), plans, around=killed)

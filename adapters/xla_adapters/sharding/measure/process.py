@@ -280,7 +280,7 @@ def measure_plans(
 
 
 def answer_job(asked: Asked) -> None:
-    """What the other process does: it is sent a folder for dumps and a `Job`, and answers with a result for each plan."""
+    """What the other process does: it gets a folder for dumps and a `Job`, and answers with a result for each plan."""
     folder, data = pickle.loads(asked.request)
     get_runtime().device.initialize(spmd=True)
     known: dict[bytes, PlanResult] = {}
