@@ -77,8 +77,7 @@ def test_only_the_folder_of_the_cpu_asks_whether_it_is_one() -> None:
     allowed = {"cpu", "sharding", "preflight"}
     tables = {
         "xla_adapters.insight.doctor.traps",
-        "xla_adapters.runtime.torch_xla.compile_cache",
-        "xla_adapters.runtime.torch_xla.compiler_flags",
+        "xla_adapters.runtime.torch_xla.device",
     }
     asking = {
         module
