@@ -10,42 +10,23 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
-from benchmarks.torch_tpu import stand_in
-from benchmarks.training import LEARNING_RATE, MAX_NORM, Batches, arguments, only_item, token_batches
-from benchmarks.zoo_batches import Batch
+from benchmarks.sizes import Size
+from benchmarks.training import LEARNING_RATE, MAX_NORM, Batches, arguments, only_item
+from benchmarks.zoo import Batch
+from tests.torch_tpu import stand_in
 
-VOCABULARY, SHAPE = 64, (8, 16)
-_WARM_UP = 6
 # TorchTPU's attention is a kernel for TPUs, which the CPU cannot run.
-_COMMON: dict[str, Any] = {
-    "attn_implementation": "eager",
-    "vocab_size": VOCABULARY,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "use_cache": False,
-}
-_MODELS: dict[str, Callable[[], Any]] = {
-    "GPT-2": lambda: GPT2LMHeadModel(
-        GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **_COMMON)
-    ),
-    "Llama": lambda: LlamaForCausalLM(
-        LlamaConfig(
-            num_hidden_layers=2,
-            hidden_size=32,
-            intermediate_size=64,
-            num_attention_heads=2,
-            max_position_embeddings=32,
-            **_COMMON,
-        )
-    ),
-}
+_OPTIONS = (("attn_implementation", "eager"), ("use_cache", False))
+_GPT2 = Size(2, 32, length=16, vocabulary=64, dropout=0.0, options=_OPTIONS)
+_MODELS = {"GPT-2": _GPT2, "Llama": replace(_GPT2, family="llama", grows=2)}
+_WARM_UP = 6
 NAMES = tuple(_MODELS)
 
 
@@ -128,7 +109,7 @@ class Training:
     def make(cls, name: str, steps: int, device: str, *, capturable: bool = False, falls: bool = True) -> Training:
         """A training of one of `NAMES`."""
         torch.manual_seed(0)
-        model = _MODELS[name]().to(device)
+        model = _MODELS[name].model().to(device)
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, capturable=capturable)
         if falls:
@@ -159,25 +140,20 @@ class Training:
         return meter.run(losses)
 
 
-def plain_cpu(name: str, steps: int) -> Run:
-    """The loop without any of it."""
-    return Training.make(name, steps, "cpu").train("cpu")
-
-
-def plain_cpu_constant(name: str, steps: int) -> Run:
-    """The same at a constant learning rate: what a schedule that has no effect would give."""
-    return Training.make(name, steps, "cpu", falls=False).train("cpu")
+def plain_cpu(name: str, steps: int, *, falls: bool = True) -> Run:
+    """The loop without any of it; at a constant learning rate: what a schedule that has no effect would give."""
+    return Training.make(name, steps, "cpu", falls=falls).train("cpu")
 
 
 def eager(name: str, steps: int) -> Run:
     """TorchTPU as it is."""
-    return _on_device(name, steps)
+    return Training.make(name, steps, "tpu").train("tpu")
 
 
 def fused_eager(name: str, steps: int) -> Run:
     """Operations are deferred and fused."""
     with torch.tpu.set_eager_mode(torch.tpu.EagerMode.DEFER_AND_FUSE):  # type: ignore[attr-defined]
-        return _on_device(name, steps)
+        return eager(name, steps)
 
 
 def compiled(name: str, steps: int) -> Run:
@@ -220,10 +196,6 @@ def ours_replayed(name: str, steps: int) -> Run:
     return training.train("tpu", xla_adapters.CompiledStep(training.step))
 
 
-def _on_device(name: str, steps: int) -> Run:
-    return Training.make(name, steps, "tpu").train("tpu")
-
-
 # ---- transformers' Trainer -----------------------------------------------------------------------
 
 
@@ -253,7 +225,7 @@ def _trainer(name: str, steps: int, make: Callable[..., Any], **options: Any) ->
         args = arguments(folder, **options)
         metered = _Metered(Meter(on_device=args.device.type != "cpu"))
         made = make(
-            model=_MODELS[name](),
+            model=_MODELS[name].model(),
             args=args,
             train_dataset=Batches(_batches(steps)),
             data_collator=only_item,
@@ -283,8 +255,8 @@ def our_trainer(name: str, steps: int) -> Run:
 
 def _batches(steps: int) -> list[Batch]:
     # Without a mask transformers looks for packed sequences, by a sum that the stand-in for the TPU cannot compile.
-    mask = torch.ones(SHAPE, dtype=torch.long)
-    return [{**batch, "attention_mask": mask} for batch in token_batches(steps, SHAPE, VOCABULARY)]
+    mask = torch.ones(_GPT2.batch, _GPT2.length, dtype=torch.long)
+    return [{**batch, "attention_mask": mask} for batch in _GPT2.batches(steps)]
 
 
 def largest_difference(losses: list[float], reference: list[float]) -> float | None:
@@ -292,8 +264,3 @@ def largest_difference(losses: list[float], reference: list[float]) -> float | N
     if not losses or len(losses) != len(reference):
         return None
     return max(abs(mine - other) for mine, other in zip(losses, reference, strict=True))
-
-
-def as_json(run: Run) -> dict[str, Any]:
-    """A run as plain values."""
-    return dict(zip(Run.__dataclass_fields__, astuple(run), strict=True))

@@ -94,7 +94,7 @@ class GraphAnalyses:
     def expected(self, key: Hashable, operations: OperationLog) -> GraphAnalysis | None:
         """The graph of a call that does the same as the last one that was looked at; None if it does not.
 
-        If the sync compiles all the same, it is another graph. To look at the pending graph costs a twentieth of a step.
+        If the sync compiles all the same, it is another graph. A look at the pending graph costs a twentieth of a step.
         """
         if self._last is None or self._last[0] != key:
             return None
