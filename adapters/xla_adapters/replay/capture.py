@@ -118,7 +118,8 @@ class CaptureScope(CachedScope):
                 raise CannotReplay(f"{type(optimizer).__name__} draws random numbers on the host")
             self._optimizers.append(math)
         except CannotReplay as error:
-            self._obstacle = error
+            # Another one, without a traceback: its frames would keep tensors alive.
+            self._obstacle = CannotReplay(str(error))
             # The random numbers drawn above are drawn again by the step itself.
             random.restore()
         finally:
@@ -162,7 +163,7 @@ class CaptureScope(CachedScope):
                     GraphSlots(self._runtime, self._undo_log, self._unmoved(), self._spec, self._bound, graph)
                 )
             except CannotReplay as error:
-                found = error
+                found = CannotReplay(str(error))
             self._verify(found)
             is_cached = isinstance(found, CachedCall) or graph.name in self._executables
             if is_cached:
@@ -176,6 +177,7 @@ class CaptureScope(CachedScope):
                     found.remember_outputs(results)
             else:
                 StepScope._execute(self)
+            graph.forget()
         self._done(found, is_cached)
 
     def _unmoved(self) -> dict[int, list[Slot]]:
@@ -227,8 +229,9 @@ class CaptureScope(CachedScope):
         slots.note(Slot("tensor", owner=tensor) for tensor in (*self._spec.constants, *snapshot.tensors))
         kept = {name: slots.kept(value) for name, value in self._kept.items()}
         (seed,) = self._runtime.lazy.handles([self._seed_input])
+        numbers = set(self._runtime.lazy.handles(self._list_updates.numbers))
         values = GraphValues(
-            sources=slots.sources(seed, self._update_buffers),
+            sources=slots.sources(seed, self._update_buffers, numbers),
             targets=slots.targets(self._kept),
             donated=list(slots.graph.donors),
             kept=kept,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +23,26 @@ from xla_adapters.utils.plain_values import is_simple
 
 # Inputs that are Python numbers, so that they are not taken for tensors of the user that share their buffer.
 _numbers = WeakTensorKeyDictionary()
+
+
+def _counts(objects: list[Any]) -> list[int]:
+    return [sys.getrefcount(item) for item in objects]
+
+
+# Of an object that only a list references.
+(_UNREFERENCED,) = _counts([object()])
+
+
+def _referenced(tensors: list[torch.Tensor]) -> list[bool]:
+    """For each tensor, whether anything else than this list references it.
+
+    The search for live tensors also finds those that C++ has let go of meanwhile.
+    """
+    counts = _counts(tensors)
+    return [
+        count > _UNREFERENCED or tensor._use_count() > 1  # type: ignore[attr-defined]
+        for tensor, count in zip(tensors, counts, strict=True)
+    ]
 
 
 class GraphSlots:
@@ -191,12 +212,13 @@ class GraphSlots:
 
     # ---- the graph -----------------------------------------------------------------------------------
 
-    def sources(self, seed: int, update_buffers: set[int]) -> list[Slot | str | Number]:
+    def sources(self, seed: int, update_buffers: set[int], numbers: set[int]) -> list[Slot | str | Number]:
         """Where the inputs come from.
 
         Args:
             seed: the handle of the random seed.
             update_buffers: the handles of inputs that only the optimizers read.
+            numbers: the handles of those of them that are known to be Python numbers.
 
         Raises:
             CannotReplay: an input is a tensor whose slot is not known.
@@ -218,9 +240,9 @@ class GraphSlots:
             elif item.handle == seed:
                 found.append("seed")
             else:
-                if owned is None:
+                if owned is None and item.handle not in numbers:
                     owned = self._owned()
-                if item.handle in owned or item.value.ndim:
+                if item.handle not in numbers and (item.handle in (owned or ()) or item.value.ndim):
                     what = f"{tuple(item.value.shape)} {item.value.dtype}".replace("torch.", "")
                     raise CannotReplay(
                         f"the step reads a tensor ({what}) that is neither its batch nor part of a module or optimizer"
@@ -232,11 +254,13 @@ class GraphSlots:
     def _owned(self) -> set[int]:
         """The buffers of scalar tensors that user code may refer to."""
         feed = set(map(id, self.graph.feed))
+        referenced = _referenced(self.graph.live)
         return self._runtime.lazy.buffers_of(
             [
                 tensor
-                for tensor in self.graph.live
+                for tensor, is_referenced in zip(self.graph.live, referenced, strict=True)
                 if tensor.ndim == 0
+                and is_referenced
                 and id(tensor) not in feed
                 and tensor not in _numbers
                 and not self._runtime.tracing.is_pending(tensor)

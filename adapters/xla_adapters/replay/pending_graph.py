@@ -110,6 +110,10 @@ class PendingGraph:
             outputs[runtime.lazy.tensor_number(tensor)] = runtime.lazy.inner(tensor)
         return outputs
 
+    def forget(self) -> None:
+        """Lets go of all tensors. Values that are inputs of later graphs, too, would look as if user code held them."""
+        self.live, self.pending, self.outputs, self.inputs, self.donors = [], [], [], [], {}
+
     @property
     def feed(self) -> list[torch.Tensor]:
         """The inputs' values in this call."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,10 +33,23 @@ _times: Any = torch.ops.aten._foreach_mul.Tensor
 _over: Any = torch.ops.aten._foreach_div.Tensor
 
 
+@dataclass(eq=False)
+class ListUpdates:
+    """What was updated in lists.
+
+    Attributes:
+        parameters: their `id`s.
+        numbers: that the updates read, on the device.
+    """
+
+    parameters: set[int] = field(default_factory=set)
+    numbers: list[torch.Tensor] = field(default_factory=list)
+
+
 @contextmanager
 def updates_of_lists(
     runtime: Runtime, record: Callable[[torch.Tensor], None], on_torchs_update: Callable[[], None]
-) -> Iterator[set[int]]:
+) -> Iterator[ListUpdates]:
     """Inside the context, optimizers and clipping compute on lists of tensors.
 
     Calls with tensors of other kinds, or with numbers that are tensors, are torch's own.
@@ -46,7 +60,7 @@ def updates_of_lists(
         on_torchs_update: called before torch's own function computes an update.
 
     Yields:
-        The `id` of each parameter that was updated so.
+        What was updated so.
     """
     rules = _Lists(runtime, record)
     with ExitStack() as patches:
@@ -57,7 +71,7 @@ def updates_of_lists(
         ):
             rule = getattr(rules, name.removeprefix("_"))
             patches.enter_context(replaced(owner, name, _or_else(rule, getattr(owner, name), on_torchs)))
-        yield rules.updated
+        yield rules.done
 
 
 class _Unknown(Exception):
@@ -95,7 +109,7 @@ class _Lists:
     def __init__(self, runtime: Runtime, record: Callable[[torch.Tensor], None]) -> None:
         self._runtime = runtime
         self._record = record
-        self.updated: set[int] = set()
+        self.done = ListUpdates()
 
     # ---- optimizers ------------------------------------------------------------------------------
 
@@ -143,7 +157,7 @@ class _Lists:
             root = _plus(_over(torch._foreach_sqrt(largest), root_of), eps_)
             change = _times(torch._foreach_div(new_mean, root), size)
             self._store(weights, values, _sum(decayed, change))
-            self.updated.update(map(id, weights))
+            self.done.parameters.update(map(id, weights))
             self._store(means, mean, new_mean)
             self._store(squares, square, new_square)
 
@@ -173,7 +187,7 @@ class _Lists:
                 slope = _sum(slope, _times(now, kept)) if options["nesterov"] else now
                 self._store(buffer, before, now)
             self._store(weights, values, _sum(values, _times(slope, size)))
-            self.updated.update(map(id, weights))
+            self.done.parameters.update(map(id, weights))
 
     # ---- clipping --------------------------------------------------------------------------------
 
@@ -249,7 +263,9 @@ class _Lists:
         return found
 
     def _uploaded(self, numbers: Sequence[float], dtype: torch.dtype) -> _List:
-        return self._runtime.transfers.upload_numbers([(number, dtype) for number in numbers])
+        uploads = self._runtime.transfers.upload_numbers([(number, dtype) for number in numbers])
+        self.done.numbers += uploads
+        return uploads
 
     def _values(self, tensors: _List) -> _List:
         return list(map(self._runtime.values.snapshot, tensors))

@@ -28,7 +28,7 @@ from xla_adapters.tracing.graph_breaks import GraphBreaks
 from xla_adapters.tracing.graph_history import GraphHistory, StepSignature, history_of
 from xla_adapters.tracing.graph_limit import check_pending_graph
 from xla_adapters.tracing.interrupts import InterruptGuard, at_edge
-from xla_adapters.tracing.list_updates import updates_of_lists
+from xla_adapters.tracing.list_updates import ListUpdates, updates_of_lists
 from xla_adapters.tracing.modules import ModuleGuard
 from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.own_buffers import note_updated, own_buffers_for_update
@@ -106,8 +106,7 @@ class StepScope:
         self._restores = ExitStack()
         self._seeds_before: tuple[int, torch.Tensor] | None = None
         self._is_open = self._executed = False
-        # `id` of the parameters whose updates say what dtype they have.
-        self._stated: set[int] = set()
+        self._list_updates = ListUpdates()
         self._lists = ExitStack()
 
     @property
@@ -234,7 +233,7 @@ class StepScope:
             undo_log.free_grads()
         self.stop_recording()
         undo_log.apply_writes()
-        undo_log.restate_dtypes(self._stated)
+        undo_log.restate_dtypes(self._list_updates.parameters)
         undo_log.detach_new_grads()
         check_pending_graph(self.name, self.config, (self.signature, self.operations), self.history, undo_log, runtime)
         runtime.tracing.set_execution_allowed(True)
@@ -332,7 +331,7 @@ class StepScope:
         runtime.random.set_seed(self._seeds_before[0] if self._seed is None else self._seed.value())
         self.start_recording(self._undo_log)
 
-    def _updates_of_lists(self) -> AbstractContextManager[set[int]]:
+    def _updates_of_lists(self) -> AbstractContextManager[ListUpdates]:
         return updates_of_lists(self._runtime, self._record_write, self.on_torchs_update)
 
     def on_torchs_update(self) -> None:
@@ -376,7 +375,7 @@ class StepScope:
     def start_recording(self, undo_log: UndoLog) -> None:
         """Starts recording writes to tensors in an undo log, and reporting reads."""
         # Until the body ends: a capture notes which functions torch's namespaces hold.
-        self._stated = self._lists.enter_context(self._updates_of_lists())
+        self._list_updates = self._lists.enter_context(self._updates_of_lists())
         told = (self._breaks.on_read, self._breaks.on_dynamic, self._breaks.on_refusal)
         self._mode = StepMode(undo_log, *told, self.operations, self._breaks.answers)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
