@@ -32,7 +32,7 @@ from benchmarks.timed_trainers import Module
 from benchmarks.training import Batches, arguments, only_item
 from benchmarks.zoo_batches import Batch
 from lightning_strategy import XLAEagerStrategy
-from lightning_strategy.checkpoints.io import XLAEagerCheckpointIO
+from lightning_strategy.checkpoints import XLAEagerCheckpointIO
 from xla_adapters import XLAConfig, get_runtime, initialize
 from xla_adapters.insight.run_report import RunReport
 

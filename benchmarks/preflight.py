@@ -30,7 +30,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.preflight_models import MODELS, build
-from hf_trainer.framework_patches import as_if_compiling
+from hf_trainer.patches import as_if_compiling
 from xla_adapters.errors import ConfigError
 from xla_adapters.preflight.job import StepJob, adamw
 from xla_adapters.preflight.measuring import results_for_tpu, tpu_compiler

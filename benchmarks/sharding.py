@@ -29,7 +29,7 @@ os.environ.setdefault("CPU_NUM_DEVICES", str(DEVICES))
 
 from benchmarks import report  # noqa: E402
 from benchmarks.sharding_models import FAMILIES, build  # noqa: E402
-from hf_trainer.framework_patches import as_if_compiling  # noqa: E402
+from hf_trainer.patches import as_if_compiling  # noqa: E402
 from xla_adapters.errors import ConfigError  # noqa: E402
 from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan  # noqa: E402
 from xla_adapters.sharding.automatic import state_bytes  # noqa: E402

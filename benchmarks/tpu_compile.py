@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 from benchmarks import report, zoo
 from benchmarks.children import run_in_child
-from hf_trainer.framework_patches import as_if_compiling
+from hf_trainer.patches import as_if_compiling
 from xla_adapters import get_runtime
 from xla_adapters.preflight.compiler import compile_module
 from xla_adapters.preflight.job import InBfloat16, StepJob, adamw

@@ -2,45 +2,230 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
 
 import transformers
-from transformers import TrainerControl
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
-from hf_trainer.callbacks import FirstCallback, LastCallback, XLAStatsCallback, surround
-from hf_trainer.checkpoints.exact_resume import restore_rest
-from hf_trainer.checkpoints.from_device import save_pretrained_from_device
-from hf_trainer.checkpoints.loading import WeightLoading
-from hf_trainer.checkpoints.options import check_checkpoint_options, hold_jit_checkpoint
-from hf_trainer.checkpoints.resume_check import ResumeCheck
-from hf_trainer.checkpoints.safe import SafeCheckpoints
-from hf_trainer.checkpoints.schedule import CheckpointSchedule
-from hf_trainer.checkpoints.sharded import ShardedCheckpoints
-from hf_trainer.checkpoints.stores import CheckpointStores
-from hf_trainer.evaluation import Evaluation
-from hf_trainer.framework_patches import no_search_for_gradients
-from hf_trainer.inputs import Inputs
-from hf_trainer.loss_sum import LossSum
-from hf_trainer.model_sharding import ModelSharding
-from hf_trainer.options import TrainerOptions
-from hf_trainer.placement import ParameterMoves, model_of
-from hf_trainer.refusals import check_runtime
-from hf_trainer.session import Session
-from hf_trainer.stall_watch import StallWatch
+from hf_trainer.checkpoints import CheckpointSchedule, CheckpointStores, ResumeCheck, SafeCheckpoints, restore_rest
+from hf_trainer.data import Inputs, InputTokens
+from hf_trainer.model import ModelSharding, ParameterMoves, model_of
+from hf_trainer.options import TrainerOptions, check_checkpoint_options, check_runtime, hold_jit_checkpoint
+from hf_trainer.patches import no_search_for_gradients
+from hf_trainer.saving import ShardedCheckpoints, WeightLoading, save_pretrained_from_device
 from hf_trainer.step_driver import StepDriver
-from hf_trainer.tokens import InputTokens
-from hf_trainer.training_report import TrainingReport
-from hf_trainer.training_steps import TrainingSteps
+from hf_trainer.steps import Evaluation, LossSum, Session, TrainingSteps
 from xla_adapters import get_runtime, initialize
+from xla_adapters.checkpoint import CheckpointConfig, Watchdog
+from xla_adapters.insight.about import about
+from xla_adapters.insight.run_record import RunRecord
 from xla_adapters.insight.run_stats import RunStats
 from xla_adapters.runtime.modes import check_mode
 from xla_adapters.runtime.random_algorithm import use_random_algorithm
 from xla_adapters.sharding.sharder import Sharder
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.utils.inference import use_no_grad_for_inference_mode
-from xla_adapters.utils.wall_clock import OTHER
+from xla_adapters.utils.wall_clock import CALLBACKS, OTHER, WallClock
+
+
+class TrainingEvents(Protocol):
+    """The events of the training loop that the callbacks report; `Bridge` receives them."""
+
+    def training_begins(self) -> None:
+        """The model and the optimizer of a training are there."""
+
+    def optimizer_stepped(self) -> None:
+        """The optimizer has stepped."""
+
+    def substep_ended(self) -> None:
+        """A micro batch without an update has ended."""
+
+    def step_is_done(self, control: TrainerControl) -> None:
+        """An optimizer step and all its callbacks are done."""
+
+    def accumulation_stopped(self) -> None:
+        """The loop stops between two micro batches of an update."""
+
+
+def surround(handler: CallbackHandler, first: TrainerCallback, last: TrainerCallback, record: RunRecord) -> None:
+    """Calls two callbacks around those of a handler at each event. They are not listed in `handler.callbacks`.
+
+    Args:
+        handler: of a trainer.
+        first: called before the others.
+        last: called after the others.
+        record: told while the others run.
+    """
+    call_event: Callable[..., TrainerControl] = handler.call_event
+    clock, transfers = record.clock, record.transfers
+
+    def surrounded(event: str, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        getattr(first, event)(args, state, control, **kwargs)
+        with clock.during(CALLBACKS):
+            if clock.is_running and transfers.looks:
+                control = transfers.looked_through(call_event, event, args, state, control, **kwargs)
+            else:
+                control = call_event(event, args, state, control, **kwargs)
+        getattr(last, event)(args, state, control, **kwargs)
+        return control
+
+    handler.call_event = surrounded  # type: ignore[method-assign]
+
+
+class FirstCallback(TrainerCallback):
+    """Comes before all other callbacks, so that these see the step executed.
+
+    Args:
+        events: told of each event.
+    """
+
+    def __init__(self, events: TrainingEvents) -> None:
+        self._events = events
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._events.training_begins()
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._events.optimizer_stepped()
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._events.substep_ended()
+
+
+class LastCallback(TrainerCallback):
+    """Comes after all other callbacks, to see the decisions that they put into `control`.
+
+    Args:
+        events: told of each event.
+    """
+
+    def __init__(self, events: TrainingEvents) -> None:
+        self._events = events
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._events.step_is_done(control)
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if control.should_epoch_stop or control.should_training_stop:
+            self._events.accumulation_stopped()
+
+
+class XLAStatsCallback(TrainerCallback):
+    """Prints at the end of a training how many compiles it had, how many executions per step, and its throughput.
+
+    Attributes:
+        stats: the numbers. The trainer that has the callback sets them.
+    """
+
+    def __init__(self) -> None:
+        self.stats = RunStats()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.stats.stop()
+        if state.is_world_process_zero:
+            print(f"\nwhat the training cost\n{self.stats.summary()}", file=sys.stderr)
+
+
+class TrainingReport:
+    """The `RunRecord` of a trainer.
+
+    Args:
+        trainer: the trainer.
+        stats: counts its steps, samples and tokens.
+        enabled: whether time is recorded and logged, and files are written.
+
+    Attributes:
+        record: of the last training.
+    """
+
+    def __init__(self, trainer: transformers.Trainer, stats: RunStats, *, enabled: bool) -> None:
+        self._trainer = trainer
+        self.record = RunRecord(stats, enabled=enabled)
+
+    @property
+    def clock(self) -> WallClock:
+        """Divides the wall time of the training."""
+        return self.record.clock
+
+    def training(self, steps: StepDriver, sharding: ModelSharding) -> AbstractContextManager[None]:
+        """Around a training; at the exit the files are written."""
+        trainer = self._trainer
+        return self.record.running(
+            about(model_of(trainer), type(trainer).__name__),
+            programs=lambda: [steps.train, steps.evaluation, steps.generation],
+            training=lambda: [steps.train],
+            folder=self._folder(),
+            plan=sharding.summary,
+        )
+
+    def _folder(self) -> Path | None:
+        folder = self._trainer.args.output_dir
+        if not self._trainer.is_world_process_zero() or folder is None or "://" in str(folder):
+            return None
+        return Path(folder)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Around the save of a checkpoint."""
+        step = self._trainer.state.global_step
+        return self.record.saving(step, str(Path(str(self._trainer.args.output_dir)) / f"checkpoint-{step}"))
+
+    def add_to(self, logs: dict[str, Any]) -> None:
+        """Adds to what the trainer is about to log of its training: `xla/goodput` and others.
+
+        Only where something is reported to: without, they would be in the terminal and in `log_history` alone, where
+        runs are compared.
+        """
+        if "loss" in logs and self._trainer.args.report_to:
+            logs.update({f"xla/{name}": float(f"{value:.4g}") for name, value in self.record.scalars().items()})
+
+
+class StallWatch:
+    """Watches training and evaluation steps with the core's `Watchdog`.
+
+    Args:
+        trainer: the trainer.
+        config: has the deadline.
+    """
+
+    def __init__(self, trainer: transformers.Trainer, config: CheckpointConfig) -> None:
+        self._trainer = trainer
+        self._watchdog = Watchdog(config.stall_deadline)
+        self._step = ExitStack()
+
+    def begin_step(self) -> None:
+        """The loop fetches the batches of an optimizer step: the watch begins."""
+        self._step.close()
+        self._step.enter_context(self._watchdog.watch(f"step {self._trainer.state.global_step + 1}"))
+
+    def end_step(self) -> None:
+        """The optimizer has stepped: the watch ends."""
+        self._step.close()
+
+    def end_loop(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        """The training loop ends, perhaps by an error. The open watch sees it and knows whether it caused it."""
+        return self._step.__exit__(kind, error, traceback)
+
+    def evaluation_step(self) -> AbstractContextManager[None]:
+        """Around a step of the evaluation."""
+        return self._watchdog.watch("a step of the evaluation")
 
 
 class Bridge:

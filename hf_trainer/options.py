@@ -1,17 +1,146 @@
-"""`TrainerOptions`: the checked XLA options of one trainer."""
+"""The XLA options of a trainer: as a dataclass, checked, and compared with the training arguments."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Optional
 
-from hf_trainer.arguments import XLAArguments
-from xla_adapters import XLAConfig
-from xla_adapters.checkpoint import CheckpointConfig
+import torch
+from transformers import TrainingArguments
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+from xla_adapters import XLAConfig, get_runtime
+from xla_adapters.checkpoint import CheckpointConfig, CheckpointWarning
 from xla_adapters.config import check_switch
-from xla_adapters.errors import ConfigError
+from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.sharding import ShardingConfig
+from xla_adapters.tracing.optimizer_packages import check_supported
+
+# Options that are not fields of `XLAConfig`.
+_NOT_OF_THE_CORE = ("auto_sharding", "sharding", "safe_checkpoints", "checkpoint", "xla_report")
+
+
+@dataclass
+class XLAArguments:
+    """The XLA options for `HfArgumentParser`.
+
+    Parse it beside `TrainingArguments` and pass it to the trainer as `xla_args`. The fields are the options of
+    `XLAConfig` and of `XLATrainerMixin`; each has a help text.
+
+    Raises:
+        ConfigError: a value is not one of those that the help text lists.
+    """
+
+    xla_mode: str = field(
+        default="eager+compile",
+        metadata={"help": "eager, eager+compile, eager+dynamo or lazy: how steps are executed."},
+    )
+    on_graph_break: str = field(
+        default="error",
+        metadata={"help": "error, warn or allow: what a tensor read, save or sync inside a step does."},
+    )
+    compile_eval: bool = field(
+        default=True, metadata={"help": "Whether evaluation and prediction steps are compiled too."}
+    )
+    max_graphs: Optional[int] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
+        default=None, metadata={"help": "How many different graphs the training step may compile."}
+    )
+    on_recompile: str = field(
+        default="warn",
+        metadata={"help": "warn, error or ignore: what a graph after the first one of a training step does."},
+    )
+    free_grads: str = field(
+        default="auto",
+        metadata={"help": "auto, true or false: drop gradients inside the step, so that they are not its outputs."},
+    )
+    accumulation: str = field(
+        default="per_micro_batch",
+        metadata={"help": "per_micro_batch or unrolled: one graph per micro batch, or one per optimizer step."},
+    )
+    step_replay: str = field(
+        default="auto",
+        metadata={"help": "auto, true or false: run the executable of a step without its Python, once it is known."},
+    )
+    replay_verify_every: Optional[int] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
+        default=1000, metadata={"help": "Every how many replayed steps one is traced again, to compare the results."}
+    )
+    on_replay_mismatch: str = field(
+        default="error",
+        metadata={"help": "error or retrace: what a difference between a traced step and its replay does."},
+    )
+    steps_per_execution: int = field(default=1, metadata={"help": "How many replayed steps run as one execution."})
+    steps_form: str = field(
+        default="loop",
+        metadata={"help": "loop or unrolled: whether the executable of several steps is a loop, or repeats the step."},
+    )
+    rng_algorithm: str = field(
+        default="auto",
+        metadata={"help": "auto, default, philox or three_fry: the random number generator of the device."},
+    )
+    profile_steps: Optional[list[int]] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
+        default=None, metadata={"help": "The first and the last step, from 1, of which a profile is recorded."}
+    )
+    profile_signal: Optional[str] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
+        default=None, metadata={"help": "A signal, such as SIGUSR2, at which a profile of three steps is recorded."}
+    )
+    profile_slow_steps: bool = field(
+        default=False, metadata={"help": "Record a profile of three steps after one of three times the median."}
+    )
+    profile_folder: Optional[str] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
+        default=None, metadata={"help": "Where the profile is written; xla-profile in the output folder by default."}
+    )
+    auto_sharding: bool = field(
+        default=False, metadata={"help": "Shard the model over all devices by the plan with the lowest estimated cost."}
+    )
+    sharding: Optional[str] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
+        default=None,
+        metadata={"help": "dp, fsdp, tp, 2d or auto, or the options of a ShardingConfig as JSON."},
+    )
+    safe_checkpoints: bool = field(
+        default=True,
+        metadata={"help": "Commit checkpoints atomically, and verify them when a run resumes."},
+    )
+    checkpoint: Optional[str] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
+        default=None,
+        metadata={
+            "help": "The options of a CheckpointConfig as JSON, durations in seconds: asynchronous, save_on, ..."
+        },
+    )
+
+    xla_report: bool = field(
+        default=True,
+        metadata={"help": "Log what the time of a training goes to, and write xla-events.jsonl and xla-report.html."},
+    )
+
+    def __post_init__(self) -> None:
+        check_switch("safe_checkpoints", self.safe_checkpoints)
+        check_switch("xla_report", self.xla_report)
+        CheckpointConfig.resolve(self.checkpoint)
+        self.to_config()
+        self.to_sharding()
+
+    def to_config(self) -> XLAConfig:
+        """The options as the core's checked config."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_OF_THE_CORE}
+        for name in ("free_grads", "step_replay"):
+            value = values[name]
+            if isinstance(value, str) and value.lower() in ("true", "false"):
+                values[name] = value.lower() == "true"
+        return XLAConfig(**values)
+
+    def to_sharding(self) -> ShardingConfig | None:
+        """The sharding options as the core's checked config; None is one device."""
+        sharding: str | dict[str, Any] | None = self.sharding
+        if self.sharding is not None and self.sharding.lstrip().startswith("{"):
+            try:
+                sharding = dict(json.loads(self.sharding))
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"sharding={self.sharding!r} is neither a scheme nor JSON: {error}") from error
+        return ShardingConfig.resolve(auto_sharding=self.auto_sharding, sharding=sharding)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,3 +233,154 @@ def _checkpoint(
     if given is not None and parsed is not None:
         raise ConfigError("the checkpoint options were given twice: as xla_args= and as checkpoint=")
     return CheckpointConfig.resolve(given if given is not None else parsed)
+
+
+def check_checkpoint_options(
+    config: CheckpointConfig, *, safe: bool, processes: int, in_parts: bool, limit: Any
+) -> None:
+    """Raises if an option cannot take effect. Warns if the default of `safe_checkpoints` has none.
+
+    Args:
+        config: how checkpoints are saved.
+        safe: `safe_checkpoints`.
+        processes: how many train together.
+        in_parts: whether checkpoints are written shard by shard.
+        limit: `save_total_limit`.
+
+    Raises:
+        ConfigError: two of them contradict each other.
+        UnsupportedOptionError: this run cannot do what one of them asks for.
+    """
+    needs_store = [
+        f"{name}={getattr(config, name)!r}"
+        for name in ("asynchronous", "keep_last")
+        if getattr(config, name) not in (None, False)
+    ]
+    if needs_store and not safe:
+        raise ConfigError(f"{' and '.join(needs_store)}: only with safe_checkpoints=True")
+    if config.keep_last is not None and limit is not None:
+        raise ConfigError(
+            f"keep_last={config.keep_last} and save_total_limit={limit} say the same in two ways: give one of them"
+        )
+    if config.asynchronous and in_parts:
+        raise UnsupportedOptionError(
+            "asynchronous=True with ShardingConfig(checkpoints='sharded'): parts come to the host one at a time, so "
+            "that the state never lies there as a whole, and a copy of all would be the opposite. Leave one of them out"
+        )
+    if processes > 1 and config != CheckpointConfig():
+        raise UnsupportedOptionError(
+            f"checkpoint={config!r}: {processes} processes train together, each of which would decide and write for "
+            "itself; leave the option out"
+        )
+    if processes > 1 and safe:
+        warnings.warn(
+            f"safe_checkpoints has no effect: {processes} processes train together, and transformers has each of them "
+            "write files of its own. Checkpoints are written, and loaded unchecked, as transformers does it",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+
+
+def hold_jit_checkpoint(callbacks: list[Any]) -> None:
+    """Makes the callback of `enable_jit_checkpoint` save only after the step. Inside it there are no values yet."""
+    for callback in callbacks:
+        if isinstance(callback, JITCheckpointCallback):
+            callback.on_pre_optimizer_step = _nothing  # type: ignore[method-assign]
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def check_arguments(args: TrainingArguments, config: XLAConfig) -> None:
+    """Raises if a training argument cannot work on XLA.
+
+    Raises:
+        UnsupportedOptionError: names the option and an alternative.
+    """
+    device_type = get_runtime().device.torch_device().type
+    if args.use_cpu or args.device.type != device_type:
+        raise UnsupportedOptionError(
+            f"the training device is {args.device} (use_cpu={args.use_cpu}), and this trainer drives the device "
+            f"{device_type!r}: leave use_cpu off (with torch_xla PJRT_DEVICE=CPU runs XLA on the CPU), or use "
+            "transformers.Trainer on the plain CPU"
+        )
+    if args.fp16 or args.fp16_full_eval:
+        option = "fp16" if args.fp16 else "fp16_full_eval"
+        raise UnsupportedOptionError(
+            f"{option}=True: its gradient scaler reads the gradients on the host at every step, and XLA devices "
+            f"compute in bfloat16; use {option.replace('fp16', 'bf16')}=True"
+        )
+    if args.torch_compile:
+        raise UnsupportedOptionError(
+            "torch_compile=True: the step is compiled by XLA already (xla_mode='eager+compile'); for the model "
+            "compiled by dynamo use xla_mode='eager+dynamo'"
+        )
+    if args.deepspeed:
+        raise UnsupportedOptionError("deepspeed: it drives CUDA devices; XLA shards by SPMD instead: sharding='fsdp'")
+    if args.fsdp:
+        raise UnsupportedOptionError(
+            "fsdp: transformers' FSDP on XLA never creates the optimizer (5.23) and cannot train; leave it off and "
+            "give the trainer sharding='fsdp'"
+        )
+    if args.use_liger_kernel:
+        raise UnsupportedOptionError("use_liger_kernel=True: its kernels are Triton kernels for CUDA; leave it off")
+    if "fused" in (args.optim_args or ""):
+        _refuse_fused(f"optim_args={args.optim_args!r}")
+    if args.torch_empty_cache_steps is not None:
+        raise UnsupportedOptionError("torch_empty_cache_steps: XLA devices have no such cache; leave it off")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer | None, cls_and_kwargs: tuple[Any, dict[str, Any]] | None) -> None:
+    """Raises if an optimizer cannot work on XLA, or asks for a fused CUDA kernel.
+
+    Args:
+        optimizer: as it was passed to the trainer; None if it was not.
+        cls_and_kwargs: the class of one that transformers creates, and its arguments; None if it does not.
+
+    Raises:
+        UnsupportedOptionError: names an alternative.
+    """
+    if cls_and_kwargs is not None:
+        # Layer-wise optimizers hold one optimizer for each parameter. Libraries pass parameter groups by that name.
+        given = cls_and_kwargs[1].get("optimizer_dict")
+        layers = given.values() if isinstance(given, dict) else ()
+        for cls in (cls_and_kwargs[0], *map(type, layers)):
+            check_supported(cls)
+    if cls_and_kwargs is not None and cls_and_kwargs[1].get("fused"):
+        _refuse_fused(f"optimizer_cls_and_kwargs has fused=True for {cls_and_kwargs[0].__name__}")
+    if optimizer is not None:
+        check_supported(type(optimizer))
+    if optimizer is not None and any(group.get("fused") for group in optimizer.param_groups):
+        _refuse_fused(f"the optimizer {type(optimizer).__name__} was made with fused=True")
+
+
+def _refuse_fused(where: str) -> None:
+    raise UnsupportedOptionError(
+        f"{where}: torch has no fused optimizer kernel for XLA. Leave it out: inside the compiled step XLA fuses the "
+        "update by itself"
+    )
+
+
+def check_runtime(shards: bool) -> None:
+    """Raises if the process uses SPMD, or has several devices, and the trainer does not shard.
+
+    Args:
+        shards: whether the trainer shards.
+
+    Raises:
+        RuntimeOrderError: the process uses SPMD.
+        ConfigError: it has several devices.
+    """
+    device = get_runtime().device
+    if not shards and device.is_spmd():
+        raise RuntimeOrderError(
+            "the trainer was created without sharding in a process that runs the XLA devices under SPMD: each of the "
+            "devices would compute the same. Give auto_sharding=True or sharding=, or use a process without SPMD"
+        )
+    if not shards and (count := device.count_here()) > 1:
+        raise ConfigError(
+            f"this process has {count} devices, and the trainer was created without sharding: torch_xla counts each "
+            f"device as a process, and this one would wait for the other {count - 1} at the first reduction. Give "
+            "auto_sharding=True, or sharding='fsdp', to train on all of them; or have one device by CPU_NUM_DEVICES=1, "
+            "or on a TPU TPU_VISIBLE_CHIPS=0"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_strategy.fabric.strategy import XLAEagerFabricStrategy
+from lightning_strategy.fabric import XLAEagerFabricStrategy
 from lightning_strategy.strategy import XLAEagerStrategy
 
 

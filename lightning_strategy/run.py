@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.call import _call_and_handle_interrupt
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_strategy.checkpoints.data_position import DataPosition
-from lightning_strategy.checkpoints.exact_state import exact_state, restore_exact_state
-from lightning_strategy.checkpoints.scheduled import ScheduledSaves
-from lightning_strategy.connector.flops import flops_of_devices
-from lightning_strategy.connector.refusals import check_nesting, check_trainer
-from lightning_strategy.fit_report import FitReport
-from lightning_strategy.metrics.run_metrics import RunMetrics
-from lightning_strategy.replay.loops import replaying_loops
-from lightning_strategy.replay.rules import ReplayRules
-from lightning_strategy.sharding.module_sharding import ModuleSharding
-from lightning_strategy.sharding.phases import PhaseSharding
-from lightning_strategy.steps.averaged_weights import averaging_in_one_graph
-from lightning_strategy.steps.backward import backward_in_step
-from lightning_strategy.steps.callbacks import StepEnds, callbacks_around
-from lightning_strategy.steps.driver import StepDriver
-from lightning_strategy.steps.dynamo import compiled_children
-from lightning_strategy.steps.evaluation import EvaluationBatches
-from lightning_strategy.steps.gradients import GRADIENTS, accumulated
-from lightning_strategy.steps.stall_watch import StallWatch
-from lightning_strategy.steps.training import TrainingBatches
-from lightning_strategy.trainer_calls import TrainerCall
+from lightning_strategy.checkpoints import ScheduledSaves
+from lightning_strategy.connector import flops_of_devices
+from lightning_strategy.data_position import DataPosition, exact_state, restore_exact_state
+from lightning_strategy.driver import StepDriver
+from lightning_strategy.metrics import RunMetrics
+from lightning_strategy.refusals import check_nesting, check_trainer
+from lightning_strategy.replay import ReplayRules
+from lightning_strategy.report import FitReport
+from lightning_strategy.sharding import ModuleSharding, PhaseSharding
+from lightning_strategy.stall_watch import StallWatch
+from lightning_strategy.steps import (
+    GRADIENTS,
+    EvaluationBatches,
+    StepEnds,
+    TrainingBatches,
+    accumulated,
+    averaging_in_one_graph,
+    backward_in_step,
+    callbacks_around,
+    compiled_children,
+    replaying_loops,
+)
 from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.errors import BreakKind
@@ -42,6 +47,38 @@ from xla_adapters.tracing.undo_log import release_retired
 from xla_adapters.utils.compiling import as_if_compiling
 from xla_adapters.utils.inference import inference_mode_as_no_grad
 from xla_adapters.utils.torch_modes import TorchModes
+
+_CALL = _call_and_handle_interrupt.__code__
+
+
+class TrainerCall:
+    """The innermost call of a Trainer's methods that is under way in this thread.
+
+    Lightning's handling of an exception may fail itself, as near the recursion limit. Then it calls no `teardown`, and
+    only the stack tells that the call has ended.
+
+    Args:
+        trainer: whose method it is.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._thread = threading.current_thread()
+        self._frame = next((frame for frame in _calls() if frame.f_locals["trainer"] is trainer), None)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the method was left. False for the call of another thread, and for one that was not found."""
+        is_here = self._thread is threading.current_thread()
+        return is_here and self._frame is not None and not any(frame is self._frame for frame in _calls())
+
+
+def _calls() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            yield frame
+        frame = frame.f_back
+
 
 _active: list[Run] = []
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from hf_trainer.checkpoints.stores import SETTINGS
+from hf_trainer.checkpoints import SETTINGS
 
 _HOOKS = {
     "_get_output_dir": ["self", "trial"],

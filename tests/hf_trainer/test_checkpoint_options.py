@@ -22,8 +22,8 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 import hf_trainer
 from hf_trainer import XLAArguments
-from hf_trainer.checkpoints import safe, schedule, stores
-from hf_trainer.checkpoints.deferred_writes import DeferredWrites
+from hf_trainer import checkpoints as saves
+from hf_trainer.saving import DeferredWrites
 from tests.checkpoint import time_of_hangs
 from tests.crash.storages import Quick
 from tests.hf_trainer.scenarios import (
@@ -97,7 +97,7 @@ class _Lets(TrainerCallback):
 @isolated
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     expected = run(tmp_path / "sync")
-    vars(safe)["DeferredWrites"] = _Slow
+    vars(saves)["DeferredWrites"] = _Slow
     lets = _Lets(tmp_path / "async")
     actual = run(tmp_path / "async", CheckpointConfig(asynchronous=True), callbacks=[lets])
     # The checkpoint that is being written is not visible yet, and the rotation has not deleted an old one.
@@ -165,7 +165,7 @@ class _Full(Quick):
 @isolated
 @pytest.mark.parametrize("last", [False, True], ids=["at the next save", "at the end"])
 def test_a_save_that_fails_in_the_background_is_raised(last: bool, tmp_path: Path) -> None:
-    vars(stores)["CheckpointStore"] = functools.partial(CheckpointStore, storage=_Full())
+    vars(saves)["CheckpointStore"] = functools.partial(CheckpointStore, storage=_Full())
     done: list[int] = []
 
     class Notes(TrainerCallback):
@@ -211,7 +211,7 @@ def test_what_is_pushed_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @isolated
 def test_save_model_waits(tmp_path: Path) -> None:
-    vars(safe)["DeferredWrites"] = _Slow
+    vars(saves)["DeferredWrites"] = _Slow
     seen = []
 
     class Saves(TrainerCallback):
@@ -247,7 +247,7 @@ def test_after_steps_and_after_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             now[0] += 1.5 if state.global_step == 4 else 0
 
-    monkeypatch.setattr(schedule, "SaveSchedule", functools.partial(SaveSchedule, clock=lambda: now[0]))
+    monkeypatch.setattr(saves, "SaveSchedule", functools.partial(SaveSchedule, clock=lambda: now[0]))
     config = CheckpointConfig(every=timedelta(seconds=1.6))
     run(tmp_path / "never", config, save_strategy="no", save_total_limit=None, callbacks=[Waits()])
     assert checkpoints(tmp_path / "never") == []
@@ -584,7 +584,7 @@ def test_what_cannot_take_effect_raises(tmp_path: Path) -> None:
 
 
 def test_several_processes() -> None:
-    from hf_trainer.checkpoints.options import check_checkpoint_options
+    from hf_trainer.options import check_checkpoint_options
 
     with pytest.warns(CheckpointWarning, match="2 processes train together"):
         check_checkpoint_options(CheckpointConfig(), safe=True, processes=2, in_parts=False, limit=None)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import hf_trainer
-from hf_trainer import loader as loaders
+from hf_trainer import data as loaders
 from tests.hf_trainer.scenarios import Classifier, Run, arguments, ours, vector_samples
 from tests.isolation import isolated
 

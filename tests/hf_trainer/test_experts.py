@@ -9,8 +9,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_expe
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from hf_trainer.experts import dense_experts_forward, experts_of_fixed_shape
-from hf_trainer.framework_patches import as_if_compiling
+from hf_trainer.patches import as_if_compiling, dense_experts_forward, experts_of_fixed_shape
 from tests.isolation import isolated
 from xla_adapters.sharding import Mesh
 from xla_adapters.sharding.planner import Topology, evaluate

@@ -16,8 +16,7 @@ from transformers import HfArgumentParser, TrainerCallback
 
 import hf_trainer
 from hf_trainer import XLAArguments
-from hf_trainer.checkpoints.exact_resume import EXACT_RESUME
-from hf_trainer.checkpoints.stores import SETTINGS
+from hf_trainer.checkpoints import EXACT_RESUME, SETTINGS
 from tests.hf_trainer.scenarios import (
     Classifier,
     Run,
@@ -212,7 +211,7 @@ def test_checkpoints_of_transformers_are_loaded_unchecked(tmp_path: Path, caplog
     with pytest.raises(CheckpointNotFoundError, match=r"No valid checkpoint found in output directory"):
         run(tmp_path / "nothing", resume=True)
     caplog.clear()
-    with caplog.at_level(logging.WARNING, logger="hf_trainer.checkpoints.resume_check"):
+    with caplog.at_level(logging.WARNING, logger="hf_trainer.checkpoints"):
         resumed = run(tmp_path, resume=tmp_path / "checkpoint-4")
     assert resumed.losses == losses
     assert [record.getMessage() for record in caplog.records if "no manifest" in record.getMessage()] == [

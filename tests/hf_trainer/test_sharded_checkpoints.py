@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import hf_trainer
 import xla_adapters
-from hf_trainer.checkpoints.deferred_weights import deferred_state_dict, writing_deferred_weights
+from hf_trainer.saving import deferred_state_dict, writing_deferred_weights
 from tests.hf_trainer.scenarios import Run, arguments, assert_close, ours, reference
 from tests.hf_trainer.sharded_models import MODELS, data, model
 from tests.hf_trainer.test_sharding import assert_cut_as_planned, on_8_devices, options

@@ -31,7 +31,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 import xla_adapters
 from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
-from lightning_strategy.connector.accelerator import XLAEagerAccelerator
+from lightning_strategy.connector import XLAEagerAccelerator
 from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import (
     Classifier,

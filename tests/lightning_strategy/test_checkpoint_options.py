@@ -21,10 +21,8 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_strategy import XLAEagerStrategy
-from lightning_strategy.checkpoints import io as checkpoint_io
-from lightning_strategy.checkpoints import run_settings, scheduled
-from lightning_strategy.checkpoints.scheduled import NAME
+from lightning_strategy import XLAEagerStrategy, checkpoints
+from lightning_strategy.checkpoints import NAME
 from tests.checkpoint import time_of_hangs
 from tests.crash.storages import Quick
 from tests.device import DEVICE
@@ -70,8 +68,8 @@ class _SlowWriter:
 
     def __init__(self) -> None:
         self.go = threading.Event()
-        self.write = checkpoint_io._write
-        vars(checkpoint_io)["_write"] = self
+        self.write = checkpoints._write
+        vars(checkpoints)["_write"] = self
 
     def __call__(self, checkpoint: dict[str, Any], file: Path) -> None:
         assert self.go.wait(240)
@@ -126,7 +124,7 @@ class _Full(Quick):
 @isolated
 @pytest.mark.parametrize("batches", [4, 6], ids=["at the end", "at the next save"])
 def test_a_save_that_fails_in_the_background_is_raised(batches: int, tmp_path: Path) -> None:
-    vars(checkpoint_io)["CheckpointStore"] = functools.partial(CheckpointStore, storage=_Full())
+    vars(checkpoints)["CheckpointStore"] = functools.partial(CheckpointStore, storage=_Full())
     with pytest.raises(CheckpointWriteError, match="No space left on device"):
         fit(
             dropping,
@@ -389,7 +387,7 @@ def test_another_configuration_is_shown(tmp_path: Path) -> None:
 
     def changed() -> list[str]:
         # As if another version were installed now.
-        vars(run_settings)["DISTRIBUTIONS"] = ("pytest",)
+        vars(checkpoints)["DISTRIBUTIONS"] = ("pytest",)
         return _told_of(tmp_path, lambda: XLAEagerStrategy(free_grads=False), slower, gradient_clip_val=0.5)
 
     (text,) = run_in_child(changed)
@@ -570,7 +568,7 @@ def test_after_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             now[0] += 1.2 if batch_idx == 4 else 0
 
-    monkeypatch.setattr(scheduled, "SaveSchedule", functools.partial(SaveSchedule, clock=lambda: now[0]))
+    monkeypatch.setattr(checkpoints, "SaveSchedule", functools.partial(SaveSchedule, clock=lambda: now[0]))
     fit(Waits, XLAEagerStrategy(checkpoint={"every": 1.1}), max_epochs=1, callbacks=lambda: [_last(tmp_path)])
     assert CheckpointStore(tmp_path).load(NAME).step == 5
 
@@ -588,14 +586,14 @@ def test_after_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hang_ends_with_an_error(place: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     time_of_hangs.use_it(monkeypatch)
     vars(__import__(__name__, fromlist=["send"]))["send"] = time_of_hangs.hang
-    io = checkpoint_io.torch.save
+    io = checkpoints.torch.save
 
     def save(checkpoint: Any, file: Any) -> None:
         if place == "save":
             time_of_hangs.hang()
         io(checkpoint, file)
 
-    vars(checkpoint_io)["_write"] = save
+    vars(checkpoints)["_write"] = save
 
     class Hangs(_Sends):
         def on_save_checkpoint(self, checkpoint: Any) -> None: ...

@@ -16,8 +16,8 @@ from torch import nn
 
 import xla_adapters
 from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
-from lightning_strategy.checkpoints.host_copy import on_host
-from lightning_strategy.checkpoints.io import XLAEagerCheckpointIO
+from lightning_strategy.checkpoints import XLAEagerCheckpointIO
+from lightning_strategy.sharding import on_host
 from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import (
     FEATURES,

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_strategy import XLAEagerStrategy, XLAStatsCallback
-from lightning_strategy.checkpoints.io import XLAEagerCheckpointIO
+from lightning_strategy.checkpoints import XLAEagerCheckpointIO
 from tests.insight import time_of_stalls
 from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import BATCH, CLASSES, FEATURES, Classifier, fit, loader

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.sharding_models import build
-from hf_trainer.framework_patches import as_if_compiling
+from hf_trainer.patches import as_if_compiling
 from tests.isolation import isolated
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import Measurement, Mesh, ShardingConfig, automatic

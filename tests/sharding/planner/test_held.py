@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks import preflight_models
 from benchmarks.sharding_models import build
-from hf_trainer.framework_patches import as_if_compiling
+from hf_trainer.patches import as_if_compiling
 from tests.isolation import isolated
 from xla_adapters.sharding import ActivationPlan, Mesh, ParameterPlan, ShardingConfig, ShardingPlan
 from xla_adapters.sharding.measure import PlanResult, measure_plans

@@ -1,0 +1,481 @@
+"""The training and evaluation steps of a trainer, each one compiled graph."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import transformers
+from transformers import TrainerCallback
+from transformers.trainer_pt_utils import find_batch_size
+
+from hf_trainer.data import Inputs
+from hf_trainer.generation import compiled_generation
+from hf_trainer.libraries import generates_batches, generating, generating_apart, libraries_of, prepared, reads_answered
+from hf_trainer.model import ModelSharding, model_of
+from hf_trainer.patches import as_if_compiling, correct_process_index, losses_not_filtered, trainer_patches
+from hf_trainer.replay import ReplayedLoss, StepCode, call_spec, obstacle_around, obstacle_within, overridden
+from hf_trainer.step_driver import StepDriver
+from xla_adapters import XLAConfig, get_runtime
+from xla_adapters.data.batches import token_count
+from xla_adapters.insight.run_stats import RunStats
+from xla_adapters.replay.call_spec import CallSpec
+from xla_adapters.runtime.modes import eager
+from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
+from xla_adapters.tracing.discarding import Discarding
+from xla_adapters.tracing.loss_check import check_loss
+from xla_adapters.tracing.undo_log import release_retired
+from xla_adapters.utils.compiling import modules_compiled
+from xla_adapters.utils.inference import use_no_grad_for_inference_mode
+from xla_adapters.utils.patching import replaced
+from xla_adapters.utils.wall_clock import STEP, WallClock
+
+
+@contextmanager
+def checked_loss(trainer: transformers.Trainer) -> Iterator[None]:
+    """Inside the context `trainer.compute_loss` raises if its loss is not a tensor with one element.
+
+    transformers divides the loss and differentiates it, whose errors name neither the function nor what it returned.
+
+    Args:
+        trainer: with all overrides of the user's class.
+    """
+    method, source = trainer.compute_loss, _source(trainer)
+
+    @functools.wraps(method)
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        loss = method(*args, **kwargs)
+        if not (args[2] if len(args) > 2 else kwargs.get("return_outputs")):
+            check_loss(loss, source)
+        return loss
+
+    with replaced(trainer, "compute_loss", compute_loss):
+        yield
+
+
+def _source(trainer: transformers.Trainer) -> Callable[..., Any]:
+    """The function that the loss is from."""
+    if overridden(trainer, ("compute_loss",)) is not None:
+        return trainer.compute_loss
+    return trainer.compute_loss_func or model_of(trainer).forward
+
+
+class Session:
+    """What must hold while a trainer trains, evaluates, predicts or generates: patches, eager mode, shardings.
+
+    Args:
+        trainer: the trainer.
+        config: how steps are run.
+        steps: discards steps that are still open at the end.
+        sharding: of the trainer's model.
+    """
+
+    def __init__(
+        self, trainer: transformers.Trainer, config: XLAConfig, steps: StepDriver, sharding: ModelSharding
+    ) -> None:
+        self._trainer = trainer
+        self._config = config
+        self._steps = steps
+        self._sharding = sharding
+        self._is_running = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Sets everything up, and undoes it at the exit. A nested call (evaluation in a training) does nothing."""
+        if self._is_running:
+            yield
+            return
+        with ExitStack() as stack:
+            stack.callback(setattr, self, "_is_running", False)
+            self._is_running = True
+            correct_process_index(self._trainer.args)
+            use_no_grad_for_inference_mode(model_of(self._trainer))
+            stack.enter_context(trainer_patches())
+            stack.enter_context(reads_answered(self._trainer))
+            stack.enter_context(eager(self._config.eager_by_default))
+            stack.enter_context(self._sharding.applied())
+            if self._config.xla_mode == "eager+dynamo":
+                model = model_of(self._trainer)
+                stack.enter_context(modules_compiled([model], get_runtime().dynamo_backend))
+            try:
+                yield
+            finally:
+                self._steps.abort()
+                release_retired()
+
+
+class LossSum:
+    """`Trainer._tr_loss`, which each training step updates on the device.
+
+    Args:
+        trainer: the trainer.
+        base: the methods that the mixin overrides.
+        clock: told that the steps' results are waited for.
+    """
+
+    def __init__(self, trainer: transformers.Trainer, base: Any, clock: WallClock) -> None:
+        self._trainer = trainer
+        self._base = base
+        self._clock = clock
+        self._has_explained = False
+        self._filters = False
+
+    @contextmanager
+    def not_filtered(self) -> Iterator[None]:
+        """Around the training loop, in which no loss is left out of the sum."""
+        args = self._trainer.args
+        self._filters = args.logging_nan_inf_filter
+        with losses_not_filtered(args):
+            yield
+
+    def make_donatable(self) -> None:
+        """Replaces the scalar that the loop begins with."""
+        if self._trainer._tr_loss.ndim == 0:
+            self._trainer._tr_loss = self._zero()
+
+    def log(self, tr_loss: torch.Tensor, grad_norm: torch.Tensor | float | None, *args: Any, **kwargs: Any) -> None:
+        """As `Trainer._maybe_log_save_evaluate`. Loss and gradient norm come to the host in one transfer."""
+        trainer = self._trainer
+        logs = trainer.control.should_log and trainer.state.global_step > trainer._globalstep_last_logged
+        if not logs or trainer.args.world_size > 1:
+            self._base._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+            return
+        with self._clock.during(STEP):
+            if isinstance(grad_norm, torch.Tensor):
+                tr_loss, grad_norm = get_runtime().transfers.to_host([tr_loss, grad_norm])
+            else:
+                (tr_loss,) = get_runtime().transfers.to_host([tr_loss])
+        if self._filters and not torch.isfinite(tr_loss).all():
+            self._explain_filter(tr_loss)
+        self._base._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+        # The base class sets the loss that it was given to zero, and that was the copy on the host.
+        trainer._tr_loss = self._zero()
+
+    def _explain_filter(self, total: torch.Tensor) -> None:
+        if self._has_explained:
+            return
+        self._has_explained = True
+        warnings.warn(
+            f"the sum of losses since the last log is {total.item()}: on XLA devices logging_nan_inf_filter=True "
+            "leaves out no loss, because it would read each one on the host; logging_steps=1 shows the step",
+            stacklevel=2,
+        )
+
+    def _zero(self) -> torch.Tensor:
+        # Of shape (1,), not (): torch_xla shares uploaded scalars between tensors and so never donates
+        # their buffer, which would make the step after each log another graph.
+        with uploading():
+            return torch.zeros(1).to(self._trainer.args.device)
+
+
+class TrainingSteps:
+    """Runs the methods that the training loop calls between two batches inside the steps of a `StepDriver`.
+
+    In a replayed step the methods of the base class are not called: the executable does their work.
+
+    Args:
+        trainer: the trainer.
+        base: the methods that the mixin overrides.
+        steps: opens and closes the steps.
+        inputs: moves batches to the device.
+        loss_sum: the sum that each step adds its loss to.
+        stats: counts steps, samples and tokens.
+    """
+
+    def __init__(
+        self,
+        trainer: transformers.Trainer,
+        base: Any,
+        steps: StepDriver,
+        inputs: Inputs,
+        loss_sum: LossSum,
+        stats: RunStats,
+    ) -> None:
+        self._trainer = trainer
+        self._base = base
+        self._steps = steps
+        self._inputs = inputs
+        self._loss_sum = loss_sum
+        self._stats = stats
+        self._code = StepCode(trainer, steps.config)
+
+    @property
+    def _config(self) -> XLAConfig:
+        return self._steps.config
+
+    # ---- what the loop calls ---------------------------------------------------------------------
+
+    def step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None
+    ) -> torch.Tensor:
+        """As `Trainer.training_step`. Opens the step, which `end_update` closes."""
+        trainer, steps = self._trainer, self._steps
+        self._loss_sum.make_donatable()
+        self._stats.count_batch(samples=find_batch_size(inputs) or 0, tokens=token_count(inputs))
+        spec = None
+        generated = generates_batches(trainer)
+        if generated:
+            # As the method of the base class does before it prepares the batch. An evaluation has changed the mode.
+            model.train()
+            with generating(trainer, model, steps.generation):
+                inputs = trainer._prepare_inputs(inputs)
+        if self._may_replay():
+            # Before the step begins, because a replay does not call the base class's method.
+            inputs = self._inputs.before_step(inputs)
+            num_items_in_batch = self._inputs.item_count_on_device(num_items_in_batch)
+            spec = self._call_spec(model, inputs, num_items_in_batch)
+        steps.begin_micro_step(
+            inputs,
+            step=trainer.state.global_step,
+            updates=trainer.accelerator.gradient_state.sync_gradients,
+            replay=spec,
+        )
+        if steps.train.is_replaying:
+            return ReplayedLoss(trainer._tr_loss.device)  # type: ignore[return-value]
+        with ExitStack() as stack:
+            stack.enter_context(steps.around_micro_step())
+            stack.enter_context(as_if_compiling())
+            stack.enter_context(checked_loss(trainer))
+            stack.enter_context(generating_apart(trainer, steps))
+            if generated:
+                stack.enter_context(prepared(trainer))
+            loss: torch.Tensor = self._base.training_step(
+                model, inputs, self._inputs.item_count_on_device(num_items_in_batch)
+            )
+        steps.train.keep("loss", loss)
+        return loss
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
+        """As `Trainer.floating_point_ops`, which walks over all parameters. Skipped in replayed steps."""
+        train = self._steps.train
+        if train.is_replaying:
+            return train.promise("floating point operations")
+        operations = self._base.floating_point_ops(inputs)
+        train.keep("floating point operations", operations)
+        return operations
+
+    def clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        """As `Trainer._clip_grad_norm`."""
+        train = self._steps.train
+        if train.is_replaying:
+            return train.promise("clipped norm")
+        norm = self._base._clip_grad_norm(model)
+        train.keep("clipped norm", norm)
+        return norm
+
+    def grad_norm(self, model: torch.nn.Module, grad_norm: Any) -> Any:
+        """As `Trainer._get_grad_norm`."""
+        train = self._steps.train
+        if grad_norm is None and train.is_replaying:
+            return train.promise("norm")
+        grad_norm = self._base._get_grad_norm(model, grad_norm=grad_norm)
+        train.keep("norm", grad_norm)
+        return grad_norm
+
+    def end_update(self) -> None:
+        """The optimizer has stepped: closes the step, which executes it."""
+        self._stats.count_step()
+        self._steps.end_update(model_of(self._trainer), free_grads=self._frees_grads())
+
+    # ---- replays ---------------------------------------------------------------------------------
+
+    def _may_replay(self) -> bool:
+        if not self._steps.may_replay:
+            return False
+        obstacle = obstacle_around(self._trainer)
+        if obstacle is None and self._config.step_replay is not True:
+            obstacle = obstacle_within(self._trainer)
+        if obstacle is not None:
+            self._steps.train.refuse_replay(obstacle)
+        return obstacle is None
+
+    def _call_spec(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> CallSpec:
+        trainer = self._trainer
+        known = (
+            self._steps.is_first_micro_step,
+            trainer.current_gradient_accumulation_steps,
+            trainer.loss_is_scaled_for_ga,
+            id(trainer.optimizer),
+            # Whether gradients outlive the step.
+            self._frees_grads(),
+        )
+        return call_spec(trainer, model, (inputs, num_items_in_batch), self._code.present(), known=known)
+
+    def _frees_grads(self) -> bool:
+        """Whether the step frees its gradients: under "auto" if no callback could read them."""
+        if self._config.free_grads != "auto":
+            return bool(self._config.free_grads)
+        return not any(
+            getattr(callback.on_optimizer_step, "__func__", None) is not TrainerCallback.on_optimizer_step
+            for callback in self._trainer.callback_handler.callbacks
+        )
+
+
+class BatchLoss:
+    """The mean loss of a batch, as the evaluation loop takes it: repeated, once for each sample.
+
+    Args:
+        loss: the mean over the batch.
+        samples: in the batch.
+    """
+
+    def __init__(self, loss: Any, samples: int) -> None:
+        self._loss = loss
+        self._samples = samples
+
+    def repeat(self, count: int) -> torch.Tensor:
+        """The loss once for each sample of the batch. `count`, the size of a full batch, is ignored."""
+        repeated: torch.Tensor = self._loss.repeat(self._samples)
+        return repeated
+
+
+class Evaluation:
+    """Evaluation and prediction of one trainer.
+
+    Args:
+        trainer: the trainer.
+        base: the methods that the mixin overrides.
+        steps: opens and closes the steps.
+        inputs: moves batches to the device.
+        session: around an evaluation loop.
+    """
+
+    def __init__(
+        self, trainer: transformers.Trainer, base: Any, steps: StepDriver, inputs: Inputs, session: Session
+    ) -> None:
+        self._trainer = trainer
+        self._base = base
+        self._steps = steps
+        self._inputs = inputs
+        self._session = session
+        # The user's `preprocess_logits_for_metrics` while the step calls it instead of the loop.
+        self._preprocess: Callable[[Any, Any], Any] | None = None
+        self._code = StepCode(
+            trainer, steps.config, functions=lambda: {"preprocess_logits_for_metrics": self._preprocess}
+        )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether evaluation steps are compiled."""
+        config = self._steps.config
+        return config.compiles_step and config.compile_eval
+
+    # ---- the loop --------------------------------------------------------------------------------
+
+    def loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.evaluation_loop`. The results of each batch come to the host in one transfer."""
+        trainer = self._trainer
+        with self._session.running():
+            if trainer.args.world_size > 1:
+                return self._base.evaluation_loop(*args, **kwargs)
+            with self._preprocessing_in_step(), self._inputs.staying_on_host(True), self._weighing_losses():
+                return self._base.evaluation_loop(*args, **kwargs)
+
+    @contextmanager
+    def _preprocessing_in_step(self) -> Iterator[None]:
+        """Lets the step call the user's `preprocess_logits_for_metrics`, on the device, and not the loop."""
+        trainer = self._trainer
+        preprocess = trainer.preprocess_logits_for_metrics
+        self._preprocess, trainer.preprocess_logits_for_metrics = preprocess, None
+        try:
+            yield
+        finally:
+            self._preprocess, trainer.preprocess_logits_for_metrics = None, preprocess
+
+    @contextmanager
+    def _weighing_losses(self) -> Iterator[None]:
+        """Weighs the loss of each batch by the number of its samples.
+
+        The loop repeats the loss `eval_batch_size` times for every batch and relies on accelerate to shorten the last
+        one. accelerate cannot do so if the dataset has no length.
+        """
+        trainer = self._trainer
+        method = trainer.prediction_step
+        # A preference is two rows of TRL's batches.
+        may_have_pairs = bool(libraries_of(trainer))
+        rows_per_sample = 0
+
+        def prediction_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal rows_per_sample
+            loss, logits, labels = method(model, inputs, *args, **kwargs)
+            rows = find_batch_size(inputs)
+            if loss is not None and rows is not None:
+                if not rows_per_sample:
+                    rows_per_sample = max(1, rows // trainer.args.eval_batch_size) if may_have_pairs else 1
+                return BatchLoss(loss, rows // rows_per_sample), logits, labels
+            return loss, logits, labels
+
+        # On the instance: only the loop gets it. A user's override that calls `super()` gets the loss as it is.
+        with replaced(trainer, "prediction_step", prediction_step):
+            yield
+
+    # ---- a step ----------------------------------------------------------------------------------
+
+    def step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """As `Trainer.prediction_step`, compiled as one graph under `compile_eval`."""
+        with self._inputs.staying_on_host(False):
+            spec = None
+            generated = generates_batches(self._trainer)
+            if generated:
+                with generating(self._trainer, model, self._steps.generation):
+                    inputs = self._trainer._prepare_inputs(inputs)
+            if self.is_compiled and self._may_replay():
+                inputs = self._inputs.before_step(inputs)
+                spec = self._call_spec(model, inputs, (prediction_loss_only, repr((args, kwargs))))
+
+            def compute() -> tuple[Any, Any, Any]:
+                loss, logits, labels = self._base.prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+                if self._preprocess is not None and logits is not None:
+                    logits = self._preprocess(logits, labels)
+                return loss, logits, labels
+
+            with Discarding(self._steps):
+                if self.is_compiled:
+                    phase = "evaluation, loss only" if prediction_loss_only else "evaluation"
+                    self._steps.begin_evaluation_step(inputs, phase, spec)
+                with as_if_compiling(), prepared(self._trainer) if generated else nullcontext():
+                    results: tuple[Any, Any, Any] = self._steps.evaluation.outputs(compute)
+                if self.is_compiled:
+                    self._steps.evaluation.close()
+        if self._trainer.args.world_size == 1:
+            results = to_host_in_one_transfer(results)
+        return results
+
+    @contextmanager
+    def generating(self, model: torch.nn.Module) -> Iterator[None]:
+        """Around a `prediction_step` that generates: it sees tensors on the host, and its uses of the model are
+        compiled.
+
+        Args:
+            model: the model that the step is called with.
+        """
+        with (
+            self._inputs.staying_on_host(True),
+            compiled_generation(self._trainer.model, model, self._steps.generation),
+        ):
+            yield
+
+    # ---- replays ---------------------------------------------------------------------------------
+
+    def _may_replay(self) -> bool:
+        if not self._steps.may_replay:
+            return False
+        obstacle = None
+        if getattr(self._trainer.args, "past_index", -1) >= 0:
+            obstacle = "past_index is given: each step hands something on to the next"
+        elif self._steps.config.step_replay is not True:
+            obstacle = obstacle_within(self._trainer, trains=False)
+        if obstacle is not None:
+            self._steps.evaluation.refuse_replay(obstacle)
+        return obstacle is None
+
+    def _call_spec(self, model: torch.nn.Module, inputs: Any, known: tuple[Any, ...]) -> CallSpec:
+        trainer = self._trainer
+        known = (*known, tuple(trainer.label_names), trainer.can_return_loss)
+        return call_spec(trainer, model, inputs, self._code.present(), known=known, trains=False)
