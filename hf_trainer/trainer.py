@@ -349,7 +349,7 @@ class Trainer(XLATrainerMixin, transformers.Trainer):
             ConfigError: there is no such slice, or what traces with TorchTPU is not installed.
         """
         # Late: trainings need none of it.
-        from hf_trainer.tools import preflight
+        from hf_trainer.check import preflight
 
         return preflight(self, topology, timeout=timeout)
 

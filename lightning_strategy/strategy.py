@@ -377,7 +377,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
             ConfigError: there is no such slice, or what traces with TorchTPU is not installed.
             UnsupportedOptionError: there are several loaders.
         """
-        from lightning_strategy.tools import preflight
+        from lightning_strategy.check import preflight
 
         sharded, loaders = self._sharding is not None, (train_dataloaders, val_dataloaders)
         found = preflight(self, trainer, module, *loaders, topology, sharded=sharded, timeout=timeout)

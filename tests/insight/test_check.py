@@ -23,9 +23,9 @@ from xla_adapters.insight.check.report import CLEAN, FAILED, FOUND, CheckReport
 from xla_adapters.scripts import put_in
 
 _CLASSES = {
-    "transformers.trainer.Trainer": "hf_trainer.tools:checked",
-    "lightning.pytorch.trainer.trainer.Trainer": "lightning_strategy.tools:checked",
-    "lightning.fabric.fabric.Fabric": "lightning_strategy.tools:checked_fabric",
+    "transformers.trainer.Trainer": "hf_trainer.check:checked",
+    "lightning.pytorch.trainer.trainer.Trainer": "lightning_strategy.check:checked",
+    "lightning.fabric.fabric.Fabric": "lightning_strategy.check:checked_fabric",
 }
 _LOOP = """
 import torch

@@ -35,8 +35,8 @@ from xla_adapters.tracing.step_scope import current_scope
 
 ON_FOUR = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_ADAPTERS_CPU_TUNING": "0"}
 CLASSES = {
-    "transformers.trainer.Trainer": "hf_trainer.tools:checked",
-    "lightning.pytorch.trainer.trainer.Trainer": "lightning_strategy.tools:checked",
+    "transformers.trainer.Trainer": "hf_trainer.check:checked",
+    "lightning.pytorch.trainer.trainer.Trainer": "lightning_strategy.check:checked",
 }
 MICRO_BATCH = "micro batch without an update (train_step)"
 

@@ -1,4 +1,4 @@
-"""What `xla-adapters check` and `preflight` need of Lightning."""
+"""What `xla-adapters check` and `preflight` need of Lightning: our strategy put in, nothing saved or logged."""
 
 from __future__ import annotations
 
