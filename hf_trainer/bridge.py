@@ -3,125 +3,65 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import transformers
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
 from hf_trainer.checkpoints import CheckpointSchedule, CheckpointStores, ResumeCheck, SafeCheckpoints, restore_rest
-from hf_trainer.data import Inputs, InputTokens
+from hf_trainer.data import Inputs
 from hf_trainer.model import ModelSharding, ParameterMoves, model_of
 from hf_trainer.options import TrainerOptions, check_checkpoint_options, check_runtime, hold_jit_checkpoint
 from hf_trainer.patches import no_search_for_gradients
 from hf_trainer.saving import ShardedCheckpoints, WeightLoading, save_pretrained_from_device
-from hf_trainer.step_driver import StepDriver
-from hf_trainer.steps import Evaluation, LossSum, Session, TrainingSteps
+from hf_trainer.steps import Evaluation, Session, TrainingSteps, make_steps
 from xla_adapters import get_runtime, initialize
-from xla_adapters.checkpoint import CheckpointConfig, Watchdog
 from xla_adapters.insight.about import about
 from xla_adapters.insight.run_record import RunRecord
 from xla_adapters.insight.run_stats import RunStats
+from xla_adapters.loop.steps import StallWatch, StepDriver
 from xla_adapters.runtime.modes import check_mode
 from xla_adapters.runtime.random_algorithm import use_random_algorithm
 from xla_adapters.sharding.sharder import Sharder
-from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.utils.inference import use_no_grad_for_inference_mode
-from xla_adapters.utils.wall_clock import CALLBACKS, OTHER, WallClock
+from xla_adapters.utils.wall_clock import CALLBACKS, OTHER
+
+_Event = Callable[[TrainerControl], None]
 
 
-class TrainingEvents(Protocol):
-    """The events of the training loop that the callbacks report; `Bridge` receives them."""
+def surround(
+    handler: CallbackHandler, before: Mapping[str, _Event], after: Mapping[str, _Event], record: RunRecord
+) -> None:
+    """Calls functions before and after the callbacks of a handler at some events.
 
-    def training_begins(self) -> None:
-        """The model and the optimizer of a training are there."""
-
-    def optimizer_stepped(self) -> None:
-        """The optimizer has stepped."""
-
-    def substep_ended(self) -> None:
-        """A micro batch without an update has ended."""
-
-    def step_is_done(self, control: TrainerControl) -> None:
-        """An optimizer step and all its callbacks are done."""
-
-    def accumulation_stopped(self) -> None:
-        """The loop stops between two micro batches of an update."""
-
-
-def surround(handler: CallbackHandler, first: TrainerCallback, last: TrainerCallback, record: RunRecord) -> None:
-    """Calls two callbacks around those of a handler at each event. They are not listed in `handler.callbacks`.
+    Those before see no result that a callback has changed, and callbacks see the step executed. Those after see the
+    decisions that the callbacks have put into `control`.
 
     Args:
         handler: of a trainer.
-        first: called before the others.
-        last: called after the others.
-        record: told while the others run.
+        before, after: the functions by event, called with `control`.
+        record: told while callbacks run.
     """
     call_event: Callable[..., TrainerControl] = handler.call_event
     clock, transfers = record.clock, record.transfers
 
     def surrounded(event: str, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> TrainerControl:
-        getattr(first, event)(args, state, control, **kwargs)
+        if event in before:
+            before[event](control)
         with clock.during(CALLBACKS):
             if clock.is_running and transfers.looks:
                 control = transfers.looked_through(call_event, event, args, state, control, **kwargs)
             else:
                 control = call_event(event, args, state, control, **kwargs)
-        getattr(last, event)(args, state, control, **kwargs)
+        if event in after:
+            after[event](control)
         return control
 
     handler.call_event = surrounded  # type: ignore[method-assign]
-
-
-class FirstCallback(TrainerCallback):
-    """Comes before all other callbacks, so that these see the step executed.
-
-    Args:
-        events: told of each event.
-    """
-
-    def __init__(self, events: TrainingEvents) -> None:
-        self._events = events
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._events.training_begins()
-
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._events.optimizer_stepped()
-
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._events.substep_ended()
-
-
-class LastCallback(TrainerCallback):
-    """Comes after all other callbacks, to see the decisions that they put into `control`.
-
-    Args:
-        events: told of each event.
-    """
-
-    def __init__(self, events: TrainingEvents) -> None:
-        self._events = events
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._events.step_is_done(control)
-
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if control.should_epoch_stop or control.should_training_stop:
-            self._events.accumulation_stopped()
 
 
 class XLAStatsCallback(TrainerCallback):
@@ -140,92 +80,6 @@ class XLAStatsCallback(TrainerCallback):
         self.stats.stop()
         if state.is_world_process_zero:
             print(f"\nwhat the training cost\n{self.stats.summary()}", file=sys.stderr)
-
-
-class TrainingReport:
-    """The `RunRecord` of a trainer.
-
-    Args:
-        trainer: the trainer.
-        stats: counts its steps, samples and tokens.
-        enabled: whether time is recorded and logged, and files are written.
-
-    Attributes:
-        record: of the last training.
-    """
-
-    def __init__(self, trainer: transformers.Trainer, stats: RunStats, *, enabled: bool) -> None:
-        self._trainer = trainer
-        self.record = RunRecord(stats, enabled=enabled)
-
-    @property
-    def clock(self) -> WallClock:
-        """Divides the wall time of the training."""
-        return self.record.clock
-
-    def training(self, steps: StepDriver, sharding: ModelSharding) -> AbstractContextManager[None]:
-        """Around a training; at the exit the files are written."""
-        trainer = self._trainer
-        return self.record.running(
-            about(model_of(trainer), type(trainer).__name__),
-            programs=lambda: [steps.train, steps.evaluation, steps.generation],
-            training=lambda: [steps.train],
-            folder=self._folder(),
-            plan=sharding.summary,
-        )
-
-    def _folder(self) -> Path | None:
-        folder = self._trainer.args.output_dir
-        if not self._trainer.is_world_process_zero() or folder is None or "://" in str(folder):
-            return None
-        return Path(folder)
-
-    def saving(self) -> AbstractContextManager[None]:
-        """Around the save of a checkpoint."""
-        step = self._trainer.state.global_step
-        return self.record.saving(step, str(Path(str(self._trainer.args.output_dir)) / f"checkpoint-{step}"))
-
-    def add_to(self, logs: dict[str, Any]) -> None:
-        """Adds to what the trainer is about to log of its training: `xla/goodput` and others.
-
-        Only where something is reported to: without, they would be in the terminal and in `log_history` alone, where
-        runs are compared.
-        """
-        if "loss" in logs and self._trainer.args.report_to:
-            logs.update({f"xla/{name}": float(f"{value:.4g}") for name, value in self.record.scalars().items()})
-
-
-class StallWatch:
-    """Watches training and evaluation steps with the core's `Watchdog`.
-
-    Args:
-        trainer: the trainer.
-        config: has the deadline.
-    """
-
-    def __init__(self, trainer: transformers.Trainer, config: CheckpointConfig) -> None:
-        self._trainer = trainer
-        self._watchdog = Watchdog(config.stall_deadline)
-        self._step = ExitStack()
-
-    def begin_step(self) -> None:
-        """The loop fetches the batches of an optimizer step: the watch begins."""
-        self._step.close()
-        self._step.enter_context(self._watchdog.watch(f"step {self._trainer.state.global_step + 1}"))
-
-    def end_step(self) -> None:
-        """The optimizer has stepped: the watch ends."""
-        self._step.close()
-
-    def end_loop(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        """The training loop ends, perhaps by an error. The open watch sees it and knows whether it caused it."""
-        return self._step.__exit__(kind, error, traceback)
-
-    def evaluation_step(self) -> AbstractContextManager[None]:
-        """Around a step of the evaluation."""
-        return self._watchdog.watch("a step of the evaluation")
 
 
 class Bridge:
@@ -252,7 +106,6 @@ class Bridge:
     steps: StepDriver
     session: Session
     training: TrainingSteps
-    tokens: InputTokens
     evaluation: Evaluation
     schedule: CheckpointSchedule
 
@@ -268,12 +121,11 @@ class Bridge:
         # Before the device draws a random number.
         self._random_algorithm = use_random_algorithm(options.config)
         self.run_stats = RunStats()
-        self.report = TrainingReport(trainer, self.run_stats, enabled=options.xla_report)
+        self.record = RunRecord(self.run_stats, enabled=options.xla_report)
         self.sharding = ModelSharding(trainer, sharder)
         self.moves = ParameterMoves()
         self.inputs = Inputs(trainer, base, sharder)
-        self.watch = StallWatch(trainer, options.checkpoint)
-        self.loss_sum = LossSum(trainer, base, self.report.clock)
+        self.watch = StallWatch(options.checkpoint.stall_deadline)
         self.stores = CheckpointStores(trainer, options, self.sharding.devices, self._random_algorithm)
         self.checkpoints = SafeCheckpoints(trainer, base, self.stores, ResumeCheck(trainer, self.stores))
         self.sharded_checkpoints = ShardedCheckpoints(trainer, base, self.sharding)
@@ -297,13 +149,21 @@ class Bridge:
         initialize(eager=options.config.eager_by_default)
         save_pretrained_from_device()
         hold_jit_checkpoint(trainer.callback_handler.callbacks)
-        self.steps = StepDriver(options.config.of_run(trainer.args.output_dir), trainer.args.seed)
-        self.session = Session(trainer, options.config, self.steps, self.sharding)
-        self.tokens = InputTokens(trainer, base, self.steps)
-        self.training = TrainingSteps(trainer, base, self.steps, self.inputs, self.loss_sum, self.run_stats)
+        self.steps = make_steps(options.config, trainer.args)
+        self.session = Session(trainer, self.steps, self.sharding)
+        self.training = TrainingSteps(trainer, base, self.steps, self.inputs, self.record)
         self.evaluation = Evaluation(trainer, base, self.steps, self.inputs, self.session)
         self.schedule = CheckpointSchedule(trainer, base, options.checkpoint, self.steps, self.checkpoints)
-        surround(trainer.callback_handler, FirstCallback(self), LastCallback(self), self.report.record)
+        surround(
+            trainer.callback_handler,
+            before={
+                "on_train_begin": self._training_begins,
+                "on_optimizer_step": self._optimizer_stepped,
+                "on_substep_end": self._substep_ended,
+            },
+            after={"on_step_end": self._step_is_done, "on_substep_end": self._accumulation_may_stop},
+            record=self.record,
+        )
 
     # ---- around a training -----------------------------------------------------------------------
 
@@ -322,7 +182,15 @@ class Bridge:
             if isinstance(callback, XLAStatsCallback):
                 callback.stats = self.run_stats
         with ExitStack() as stack:
-            stack.enter_context(self.report.training(self.steps, self.sharding))
+            stack.enter_context(
+                self.record.running(
+                    about(model_of(trainer), type(trainer).__name__),
+                    programs=lambda: self.steps.programs,
+                    training=lambda: [self.steps.train],
+                    folder=self._report_folder(),
+                    plan=self.sharding.summary,
+                )
+            )
             stack.enter_context(self.session.running())
             stack.enter_context(
                 no_search_for_gradients(lambda: model_of(trainer), lambda: self.steps.train.left_no_gradients)
@@ -335,40 +203,58 @@ class Bridge:
     def training_loop(self) -> AbstractContextManager[object]:
         """Around the training loop: an error discards the open step, and ends the watch over it."""
         stack = ExitStack()
-        stack.enter_context(self.loss_sum.not_filtered())
-        stack.enter_context(Discarding(self.steps))
-        stack.push(self.watch.end_loop)
+        stack.enter_context(self.training.loop())
+        stack.push(self.watch.receive)
         return stack
 
-    # ---- events of the training loop (called by the callbacks) -------------------------------------
+    def saving(self) -> AbstractContextManager[None]:
+        """Around the save of a checkpoint."""
+        step = self._trainer.state.global_step
+        return self.record.saving(step, str(Path(str(self._trainer.args.output_dir)) / f"checkpoint-{step}"))
 
-    def training_begins(self) -> None:
+    def _report_folder(self) -> Path | None:
+        folder = self._trainer.args.output_dir
+        if not self._trainer.is_world_process_zero() or folder is None or "://" in str(folder):
+            return None
+        return Path(folder)
+
+    def add_to(self, logs: dict[str, Any]) -> None:
+        """Adds to what the trainer is about to log of its training: `xla/goodput` and others.
+
+        Only where something is reported to: without, they would be in the terminal and in `log_history` alone, where
+        runs are compared.
+        """
+        if "loss" in logs and self._trainer.args.report_to:
+            logs.update({f"xla/{name}": float(f"{value:.4g}") for name, value in self.record.scalars().items()})
+
+    # ---- events of the training loop ---------------------------------------------------------------
+
+    def _training_begins(self, control: TrainerControl) -> None:
         """The model and the optimizer exist; the weights may come from a checkpoint."""
         # `model_init` has made another one since the session began.
         use_no_grad_for_inference_mode(model_of(self._trainer))
         self.sharding.training_begins()
         if self.checkpoints.resumed_from is not None:
             restore_rest(self._trainer, self.checkpoints.resumed_from)
-        self.report.record.setup_ended()
+        self.record.setup_ended()
 
-    def optimizer_stepped(self) -> None:
+    def _optimizer_stepped(self, control: TrainerControl) -> None:
         """The optimizer has stepped: the step ends here, before other callbacks see the model."""
         self.training.end_update()
-        self.report.clock.switch(OTHER)
-        self.tokens.count_queued()
-        self.watch.end_step()
+        self.record.clock.switch(OTHER)
+        self.watch.stop()
 
-    def substep_ended(self) -> None:
+    def _substep_ended(self, control: TrainerControl) -> None:
         """A micro batch without an update has ended."""
-        self.steps.end_substep()
-        self.report.clock.switch(OTHER)
-        self.tokens.count_queued()
+        self.training.end_substep()
+        self.record.clock.switch(OTHER)
 
-    def step_is_done(self, control: TrainerControl) -> None:
+    def _step_is_done(self, control: TrainerControl) -> None:
         """An optimizer step and all its callbacks are done: a checkpoint may be due."""
-        self.report.record.step_ended()
+        self.record.step_ended()
         self.schedule.step_is_done(control)
 
-    def accumulation_stopped(self) -> None:
-        """The loop stops between two micro batches of an update: the open step is discarded."""
-        self.steps.abort()
+    def _accumulation_may_stop(self, control: TrainerControl) -> None:
+        """If the loop stops between two micro batches of an update, the open step is discarded."""
+        if control.should_epoch_stop or control.should_training_stop:
+            self.steps.abort()

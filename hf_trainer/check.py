@@ -1,4 +1,4 @@
-"""What `xla-adapters check` and `preflight` need of transformers: trainers with the XLA steps put in, which save nothing."""
+"""What `xla-adapters check` and `preflight` need of transformers: trainers with XLA steps put in, and nothing saved."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import transformers
 from transformers import TrainingArguments
 
 from hf_trainer.bridge import Bridge
+from hf_trainer.mixin import XLATrainerMixin
 from hf_trainer.model import innermost, model_of
 from hf_trainer.options import TrainerOptions
 from hf_trainer.patches import give_device_to_accelerate, trainer_patches
-from hf_trainer.trainer import XLATrainerMixin
 from xla_adapters.preflight.live_run import preflight_run
 from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.scripts.put_in import Hand
@@ -152,7 +152,7 @@ def preflight(trainer: XLATrainerMixin, topology: str, *, timeout: float) -> Run
     what = f"{type(trainer).__name__} of {type(model_of(trainer)).__name__}"
     sharded = trainer._xla.options.sharding is not None
     found = preflight_run(what, topology, model_of(trainer), samples, again, sharded=sharded, timeout=timeout)
-    trainer._xla.report.record.preflight = found
+    trainer._xla.record.preflight = found
     return found
 
 

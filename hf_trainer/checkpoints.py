@@ -22,7 +22,6 @@ from hf_trainer.data import DeviceLoader
 from hf_trainer.options import TrainerOptions
 from hf_trainer.patches import torch_tpu_is_used
 from hf_trainer.saving import DeferredWrites, deferring
-from hf_trainer.step_driver import StepDriver
 from xla_adapters import get_runtime
 from xla_adapters.checkpoint import (
     MANIFEST,
@@ -41,6 +40,7 @@ from xla_adapters.checkpoint import (
 from xla_adapters.checkpoint.inspection import IF_ON_PURPOSE
 from xla_adapters.checkpoint.write_failures import naming_failed_writes
 from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError, CheckpointWriteError
+from xla_adapters.loop.steps import StepDriver
 from xla_adapters.runtime.transfers import uploading
 
 PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"

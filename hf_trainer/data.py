@@ -15,7 +15,6 @@ from accelerate import skip_first_batches as skip_by_sampler
 from accelerate.utils import send_to_device
 
 from hf_trainer.replay import overridden
-from hf_trainer.step_driver import StepDriver
 from xla_adapters import get_runtime
 from xla_adapters.data.workers import generators_of, renew_workers
 from xla_adapters.runtime.rng import ReadingStream
@@ -265,46 +264,7 @@ def _values(batch: Any) -> Iterator[Any]:
         yield from batch
 
 
-class InputTokens:
-    """The number that `include_num_input_tokens_seen` asks for, without reads inside a step.
-
-    In one process it is counted from the batch on the host, before the step moves it to the device. In several
-    processes transformers gathers it on the device, and an override may read there: it is called when the step has
-    ended.
-
-    Args:
-        trainer: the trainer.
-        base: the methods that the mixin overrides.
-        steps: knows whether a step is open.
-    """
-
-    def __init__(self, trainer: transformers.Trainer, base: Any, steps: StepDriver) -> None:
-        self._trainer = trainer
-        self._base = base
-        self._steps = steps
-        self._queued: list[Mapping[str, Any]] = []
-
-    def track(self, inputs: Mapping[str, Any]) -> None:
-        """As `Trainer._track_num_input_tokens`."""
-        trainer = self._trainer
-        kind = str(trainer.args.include_num_input_tokens_seen)
-        if kind == "no":
-            return
-        if trainer.args.world_size == 1 and overridden(trainer, ("_track_num_input_tokens",)) is None:
-            trainer.state.num_input_tokens_seen += _count(inputs, trainer.model, trainer.processing_class, kind)
-            return
-        self._queued.append(inputs)
-        if not self._steps.is_open:
-            self.count_queued()
-
-    def count_queued(self) -> None:
-        """A step has ended: counts its batches."""
-        queued, self._queued = self._queued, []
-        for inputs in queued:
-            self._base._track_num_input_tokens(inputs)
-
-
-def _count(inputs: Mapping[str, Any], model: Any, processing_class: Any, kind: str) -> int:
+def count_tokens(inputs: Mapping[str, Any], model: Any, processing_class: Any, kind: str) -> int:
     """The tokens of a batch.
 
     Args:

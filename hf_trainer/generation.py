@@ -19,6 +19,9 @@ from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.utils.patching import replaced
 
+# The name of the step that calls the model to generate.
+GENERATION = "generate"
+
 
 @contextmanager
 def compiled_forward(

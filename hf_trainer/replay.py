@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -17,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.trainer_pt_utils import LabelSmoother
 
 from xla_adapters import XLAConfig
+from xla_adapters.loop.replay import StepCode, batch_of, key_of, optimizer_obstacle
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.guards.batch import batch_obstacle
 from xla_adapters.replay.safety import (
@@ -31,7 +30,6 @@ from xla_adapters.replay.safety import (
     nothing,
 )
 from xla_adapters.replay.tracked_code import TrackedCode
-from xla_adapters.utils.nested_values import as_dicts
 
 # Methods of classes in these packages are not user code.
 _LIBRARIES = ("transformers.", "hf_trainer.")
@@ -47,11 +45,8 @@ _LOSS = "loss_function"
 _INTERFACES = {"attention function": ALL_ATTENTION_FUNCTIONS, "attention mask": ALL_MASK_ATTENTION_FUNCTIONS}
 
 
-class StepCode:
-    """Finds the user code in one kind of step of a trainer and keeps its safety analysis up to date.
-
-    The user may replace the trainer's functions at any time. Then everything is analysed again, and executables
-    recorded before are not used any more.
+def step_code(trainer: Any, config: XLAConfig, functions: Callable[[], Mapping[str, Any]] = dict) -> StepCode:
+    """The user code in one kind of step of a trainer.
 
     Args:
         trainer: the trainer.
@@ -59,55 +54,28 @@ class StepCode:
         functions: returns further functions that the steps call, by name (default: none).
     """
 
-    def __init__(self, trainer: Any, config: XLAConfig, *, functions: Callable[[], Mapping[str, Any]] = dict) -> None:
-        self._trainer = trainer
-        self._config = config
-        self._further = functions
-        # References, so that no new function can get the id of one of these.
-        self._functions: dict[str, Any] = {}
-        self._models: dict[str, PreTrainedModel] = {}
-        self._code: TrackedCode | None = None
-
-    def present(self) -> TrackedCode:
-        """The analysis of the code as it is now."""
-        functions = self._found()
-        if self._code is not None and _are_the_same(functions, self._functions):
-            self._code.follow()
-            return self._code
-        if functions["forward"] is not self._functions.get("forward"):
-            modules = self._trainer.model.named_modules()
-            self._models = {name: part for name, part in modules if isinstance(part, PreTrainedModel)}
-            functions = self._found()
-        self._functions = functions
-        promised: list[Any] | None = [] if self._config.step_replay is True else None
-        self._code = TrackedCode(_FRAMEWORK, functools.partial(_examine, self._trainer, functions), promised=promised)
-        return self._code
-
-    def _found(self) -> dict[str, Any]:
-        trainer = self._trainer
-        found = {
+    def found(models: Mapping[str, PreTrainedModel]) -> dict[str, Any]:
+        own = {
             "forward": trainer.model,
-            # Not the bound method, which is a new object at each access.
-            "compute_loss": vars(trainer).get("compute_loss", type(trainer).compute_loss),
+            "compute_loss": trainer.compute_loss,
             "compute_loss_func": trainer.compute_loss_func,
             "label_smoother": trainer.label_smoother,
-            **self._further(),
+            **functions(),
         }
-        for name, model in self._models.items():
-            found.update(_called_by(model, name or type(model).__name__))
-        return found
+        for name, model in models.items():
+            own.update(_called_by(model, name or type(model).__name__))
+        return own
+
+    return StepCode(
+        _FRAMEWORK,
+        found,
+        functools.partial(_examine, trainer),
+        promised=lambda: [] if config.step_replay is True else None,
+        parts=lambda: {name: part for name, part in trainer.model.named_modules() if isinstance(part, PreTrainedModel)},
+    )
 
 
-def key_of(code: TrackedCode) -> tuple[Hashable, ...]:
-    """A key that differs for different code, and for the same code after a change. Holds a reference to the code."""
-    return code, code.generation
-
-
-def _are_the_same(present: dict[str, Any], noted: dict[str, Any]) -> bool:
-    return present.keys() == noted.keys() and all(value is noted[name] for name, value in present.items())
-
-
-def _examine(trainer: Any, functions: dict[str, Any], analysis: Analysis) -> None:
+def _examine(trainer: Any, functions: Mapping[str, Any], analysis: Analysis) -> None:
     part = "forward"
     try:
         analysis.examine(trainer.model, (), {UNKNOWN: DATA})
@@ -230,27 +198,7 @@ def obstacle_around(trainer: Any) -> str | None:
     for name in _OF_ACCELERATOR:
         if getattr(getattr(accelerator, name), "__func__", None) is not getattr(Accelerator, name):
             return f"the method {name} of the accelerator was replaced"
-    return _obstacle_in_update(trainer.optimizer)
-
-
-def _obstacle_in_update(optimizer: Any) -> str | None:
-    """Python code in the update besides the `step` of the optimizer's class, which a replay would skip."""
-    for hook in (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()):
-        # While a step is open, the core has hooks of its own there.
-        if not getattr(hook, "__module__", "").startswith("xla_adapters."):
-            return "all optimizers have a hook, whose Python a replay would leave out"
-    # accelerate wraps the optimizer.
-    while optimizer is not None:
-        kind, step = type(optimizer), vars(optimizer).get("step")
-        if getattr(step, "_wrapped_by_lr_sched", False):
-            step = step.__wrapped__ if step.__wrapped__ is not kind.step else None
-        if step is not None:
-            return f"the method step of {kind.__name__} was replaced"
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            if getattr(optimizer, hooks, None):
-                return f"{kind.__name__} has a hook, whose Python a replay would leave out"
-        optimizer = getattr(optimizer, "optimizer", None)
-    return None
+    return optimizer_obstacle(trainer.optimizer)
 
 
 def obstacle_within(trainer: Any, *, trains: bool = True) -> str | None:
@@ -288,10 +236,9 @@ def call_spec(
         known: further values that the step depends on; calls with different ones get different executables.
         trains: whether it is a training step.
     """
-    leaves, spec = tree_flatten(as_dicts(inputs))
+    tensors, key = batch_of(inputs)
     obstacle = obstacle_within(trainer, trains=trains) or code.obstacle or batch_obstacle(inputs)
     arguments: tuple[Hashable, ...] = tuple(str(getattr(trainer.args, name, None)) for name in _ARGUMENTS)
-    shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
     smoother = trainer.label_smoother
     known = (
         *known,
@@ -301,8 +248,8 @@ def call_spec(
         id(model),
     )
     return CallSpec(
-        key=(str(spec), shapes, arguments, known),
-        batch=[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)],
+        key=(*key, arguments, known),
+        batch=tensors,
         extras=[trainer._tr_loss] if trains else [],
         modules=[model, *code.modules],
         set_modes=model.train if trains else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -13,26 +13,38 @@ import transformers
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import find_batch_size
 
-from hf_trainer.data import Inputs
-from hf_trainer.generation import compiled_generation
+from hf_trainer.data import Inputs, count_tokens
+from hf_trainer.generation import GENERATION, compiled_generation
 from hf_trainer.libraries import generates_batches, generating, generating_apart, libraries_of, prepared, reads_answered
 from hf_trainer.model import ModelSharding, model_of
 from hf_trainer.patches import as_if_compiling, correct_process_index, losses_not_filtered, trainer_patches
-from hf_trainer.replay import ReplayedLoss, StepCode, call_spec, obstacle_around, obstacle_within, overridden
-from hf_trainer.step_driver import StepDriver
+from hf_trainer.replay import ReplayedLoss, call_spec, obstacle_around, obstacle_within, overridden, step_code
 from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.data.batches import token_count
-from xla_adapters.insight.run_stats import RunStats
+from xla_adapters.insight.run_record import RunRecord
+from xla_adapters.loop.steps import StepDriver
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.runtime.modes import eager
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
-from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.tracing.loss_check import check_loss
 from xla_adapters.tracing.undo_log import release_retired
 from xla_adapters.utils.compiling import modules_compiled
 from xla_adapters.utils.inference import use_no_grad_for_inference_mode
 from xla_adapters.utils.patching import replaced
-from xla_adapters.utils.wall_clock import STEP, WallClock
+from xla_adapters.utils.wall_clock import STEP
+
+# The name of the evaluation step.
+EVALUATION = "eval_step"
+_HINT = " (a TrainerCallback may in on_step_end, on_log and on_evaluate)"
+_EVAL_HINT = f"{_HINT[:-1]}; compile_eval=False evaluates operation by operation, where everything may be read)"
+
+
+def make_steps(config: XLAConfig, args: transformers.TrainingArguments) -> StepDriver:
+    """The steps of a trainer: of training, evaluation and generation."""
+    folder = None if args.output_dir is None else str(args.output_dir)
+    return StepDriver(
+        config.of_run(folder), args.seed, (EVALUATION, GENERATION), hint=_HINT, evaluation_hint=_EVAL_HINT
+    )
 
 
 @contextmanager
@@ -69,16 +81,12 @@ class Session:
 
     Args:
         trainer: the trainer.
-        config: how steps are run.
         steps: discards steps that are still open at the end.
         sharding: of the trainer's model.
     """
 
-    def __init__(
-        self, trainer: transformers.Trainer, config: XLAConfig, steps: StepDriver, sharding: ModelSharding
-    ) -> None:
+    def __init__(self, trainer: transformers.Trainer, steps: StepDriver, sharding: ModelSharding) -> None:
         self._trainer = trainer
-        self._config = config
         self._steps = steps
         self._sharding = sharding
         self._is_running = False
@@ -96,148 +104,100 @@ class Session:
             use_no_grad_for_inference_mode(model_of(self._trainer))
             stack.enter_context(trainer_patches())
             stack.enter_context(reads_answered(self._trainer))
-            stack.enter_context(eager(self._config.eager_by_default))
+            # Otherwise a backward fails if one ran on the CPU before the runtime started (see `StepScope`).
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(eager(self._steps.config.eager_by_default))
             stack.enter_context(self._sharding.applied())
-            if self._config.xla_mode == "eager+dynamo":
+            if self._steps.config.xla_mode == "eager+dynamo":
                 model = model_of(self._trainer)
                 stack.enter_context(modules_compiled([model], get_runtime().dynamo_backend))
-            try:
-                yield
-            finally:
-                self._steps.abort()
-                release_retired()
-
-
-class LossSum:
-    """`Trainer._tr_loss`, which each training step updates on the device.
-
-    Args:
-        trainer: the trainer.
-        base: the methods that the mixin overrides.
-        clock: told that the steps' results are waited for.
-    """
-
-    def __init__(self, trainer: transformers.Trainer, base: Any, clock: WallClock) -> None:
-        self._trainer = trainer
-        self._base = base
-        self._clock = clock
-        self._has_explained = False
-        self._filters = False
-
-    @contextmanager
-    def not_filtered(self) -> Iterator[None]:
-        """Around the training loop, in which no loss is left out of the sum."""
-        args = self._trainer.args
-        self._filters = args.logging_nan_inf_filter
-        with losses_not_filtered(args):
+            stack.callback(release_retired)
+            stack.callback(self._steps.abort)
             yield
-
-    def make_donatable(self) -> None:
-        """Replaces the scalar that the loop begins with."""
-        if self._trainer._tr_loss.ndim == 0:
-            self._trainer._tr_loss = self._zero()
-
-    def log(self, tr_loss: torch.Tensor, grad_norm: torch.Tensor | float | None, *args: Any, **kwargs: Any) -> None:
-        """As `Trainer._maybe_log_save_evaluate`. Loss and gradient norm come to the host in one transfer."""
-        trainer = self._trainer
-        logs = trainer.control.should_log and trainer.state.global_step > trainer._globalstep_last_logged
-        if not logs or trainer.args.world_size > 1:
-            self._base._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
-            return
-        with self._clock.during(STEP):
-            if isinstance(grad_norm, torch.Tensor):
-                tr_loss, grad_norm = get_runtime().transfers.to_host([tr_loss, grad_norm])
-            else:
-                (tr_loss,) = get_runtime().transfers.to_host([tr_loss])
-        if self._filters and not torch.isfinite(tr_loss).all():
-            self._explain_filter(tr_loss)
-        self._base._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
-        # The base class sets the loss that it was given to zero, and that was the copy on the host.
-        trainer._tr_loss = self._zero()
-
-    def _explain_filter(self, total: torch.Tensor) -> None:
-        if self._has_explained:
-            return
-        self._has_explained = True
-        warnings.warn(
-            f"the sum of losses since the last log is {total.item()}: on XLA devices logging_nan_inf_filter=True "
-            "leaves out no loss, because it would read each one on the host; logging_steps=1 shows the step",
-            stacklevel=2,
-        )
-
-    def _zero(self) -> torch.Tensor:
-        # Of shape (1,), not (): torch_xla shares uploaded scalars between tensors and so never donates
-        # their buffer, which would make the step after each log another graph.
-        with uploading():
-            return torch.zeros(1).to(self._trainer.args.device)
 
 
 class TrainingSteps:
     """Runs the methods that the training loop calls between two batches inside the steps of a `StepDriver`.
 
-    In a replayed step the methods of the base class are not called: the executable does their work.
+    HF's loop calls `training_step`, adds the loss to its sum (`Trainer._tr_loss`), clips gradients, steps the optimizer
+    and then calls `on_optimizer_step` of the callbacks. The step is opened in `training_step` and closed in that
+    callback. In a replayed step the methods of the base class are not called: the executable does their work.
 
     Args:
         trainer: the trainer.
         base: the methods that the mixin overrides.
         steps: opens and closes the steps.
         inputs: moves batches to the device.
-        loss_sum: the sum that each step adds its loss to.
-        stats: counts steps, samples and tokens.
+        record: counts steps, samples and tokens, and is told that results are waited for.
     """
 
     def __init__(
-        self,
-        trainer: transformers.Trainer,
-        base: Any,
-        steps: StepDriver,
-        inputs: Inputs,
-        loss_sum: LossSum,
-        stats: RunStats,
+        self, trainer: transformers.Trainer, base: Any, steps: StepDriver, inputs: Inputs, record: RunRecord
     ) -> None:
         self._trainer = trainer
         self._base = base
         self._steps = steps
+        self._config = steps.config
         self._inputs = inputs
-        self._loss_sum = loss_sum
-        self._stats = stats
-        self._code = StepCode(trainer, steps.config)
+        self._record = record
+        self._code = step_code(trainer, steps.config)
+        self._micro_step = 0
+        # Batches whose tokens are counted when the step has ended.
+        self._uncounted: list[Mapping[str, Any]] = []
+        self._has_explained_filter = False
+        self._filters = False
 
-    @property
-    def _config(self) -> XLAConfig:
-        return self._steps.config
+    @contextmanager
+    def loop(self) -> Iterator[None]:
+        """Around the training loop: an error discards the open step, and no loss is left out of the sum."""
+        args = self._trainer.args
+        self._filters = args.logging_nan_inf_filter
+        with losses_not_filtered(args), self._steps.discarding():
+            yield
 
     # ---- what the loop calls ---------------------------------------------------------------------
+
+    def new_update(self) -> None:
+        """A new optimizer step begins: the count of micro batches restarts."""
+        self._micro_step = 0
+        if self._steps.is_open:
+            # An epoch of unknown length ended in the middle of an unrolled accumulation.
+            self._steps.end()
 
     def step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None
     ) -> torch.Tensor:
         """As `Trainer.training_step`. Opens the step, which `end_update` closes."""
         trainer, steps = self._trainer, self._steps
-        self._loss_sum.make_donatable()
-        self._stats.count_batch(samples=find_batch_size(inputs) or 0, tokens=token_count(inputs))
+        if trainer._tr_loss.ndim == 0:
+            # The scalar that the loop begins with is never donated.
+            trainer._tr_loss = self._zero()
+        self._record.stats.count_batch(samples=find_batch_size(inputs) or 0, tokens=token_count(inputs))
         spec = None
         generated = generates_batches(trainer)
         if generated:
             # As the method of the base class does before it prepares the batch. An evaluation has changed the mode.
             model.train()
-            with generating(trainer, model, steps.generation):
+            with generating(trainer, model, steps.evaluation[GENERATION]):
                 inputs = trainer._prepare_inputs(inputs)
         if self._may_replay():
             # Before the step begins, because a replay does not call the base class's method.
             inputs = self._inputs.before_step(inputs)
             num_items_in_batch = self._inputs.item_count_on_device(num_items_in_batch)
             spec = self._call_spec(model, inputs, num_items_in_batch)
-        steps.begin_micro_step(
+        updates = trainer.accelerator.gradient_state.sync_gradients or self._config.accumulation == "unrolled"
+        steps.begin(
             inputs,
             step=trainer.state.global_step,
-            updates=trainer.accelerator.gradient_state.sync_gradients,
+            micro_step=self._micro_step,
+            phase="update" if updates else "accumulate",
+            facts={"gradients": "absent" if self._micro_step == 0 else "present"},
             replay=spec,
         )
+        self._micro_step += 1
         if steps.train.is_replaying:
             return ReplayedLoss(trainer._tr_loss.device)  # type: ignore[return-value]
         with ExitStack() as stack:
-            stack.enter_context(steps.around_micro_step())
             stack.enter_context(as_if_compiling())
             stack.enter_context(checked_loss(trainer))
             stack.enter_context(generating_apart(trainer, steps))
@@ -249,37 +209,84 @@ class TrainingSteps:
         steps.train.keep("loss", loss)
         return loss
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
-        """As `Trainer.floating_point_ops`, which walks over all parameters. Skipped in replayed steps."""
+    def value(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
+        """What a method of the base class returns in a step, by a name of its own; not called in replayed steps."""
         train = self._steps.train
         if train.is_replaying:
-            return train.promise("floating point operations")
-        operations = self._base.floating_point_ops(inputs)
-        train.keep("floating point operations", operations)
-        return operations
+            return train.promise(name)
+        value = method(*args)
+        train.keep(name, value)
+        return value
 
-    def clip_grad_norm(self, model: torch.nn.Module) -> Any:
-        """As `Trainer._clip_grad_norm`."""
-        train = self._steps.train
-        if train.is_replaying:
-            return train.promise("clipped norm")
-        norm = self._base._clip_grad_norm(model)
-        train.keep("clipped norm", norm)
-        return norm
-
-    def grad_norm(self, model: torch.nn.Module, grad_norm: Any) -> Any:
-        """As `Trainer._get_grad_norm`."""
-        train = self._steps.train
-        if grad_norm is None and train.is_replaying:
-            return train.promise("norm")
-        grad_norm = self._base._get_grad_norm(model, grad_norm=grad_norm)
-        train.keep("norm", grad_norm)
-        return grad_norm
+    def end_substep(self) -> None:
+        """A micro batch has ended after which the optimizer does not step."""
+        if self._config.accumulation == "per_micro_batch":
+            self._steps.end()
+        self._count_tokens()
 
     def end_update(self) -> None:
         """The optimizer has stepped: closes the step, which executes it."""
-        self._stats.count_step()
-        self._steps.end_update(model_of(self._trainer), free_grads=self._frees_grads())
+        self._record.stats.count_step()
+        if self._steps.is_open and not self._steps.train.is_replaying and self._frees_grads():
+            model_of(self._trainer).zero_grad(set_to_none=True)
+        self._steps.end()
+        self._count_tokens()
+
+    # ---- the loop's sum of losses ----------------------------------------------------------------
+
+    def log(self, tr_loss: torch.Tensor, grad_norm: torch.Tensor | float | None, *args: Any, **kwargs: Any) -> None:
+        """As `Trainer._maybe_log_save_evaluate`. Loss and gradient norm come to the host in one transfer."""
+        trainer = self._trainer
+        logs = trainer.control.should_log and trainer.state.global_step > trainer._globalstep_last_logged
+        if not logs or trainer.args.world_size > 1:
+            self._base._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+            return
+        with self._record.clock.during(STEP):
+            if isinstance(grad_norm, torch.Tensor):
+                tr_loss, grad_norm = get_runtime().transfers.to_host([tr_loss, grad_norm])
+            else:
+                (tr_loss,) = get_runtime().transfers.to_host([tr_loss])
+        if self._filters and not self._has_explained_filter and not torch.isfinite(tr_loss).all():
+            self._has_explained_filter = True
+            warnings.warn(
+                f"the sum of losses since the last log is {tr_loss.item()}: on XLA devices logging_nan_inf_filter=True "
+                "leaves out no loss, because it would read each one on the host; logging_steps=1 shows the step",
+                stacklevel=2,
+            )
+        self._base._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+        # The base class sets the loss that it was given to zero, and that was the copy on the host.
+        trainer._tr_loss = self._zero()
+
+    def _zero(self) -> torch.Tensor:
+        # Of shape (1,), not (): torch_xla shares uploaded scalars between tensors and so never donates
+        # their buffer, which would make the step after each log another graph.
+        with uploading():
+            return torch.zeros(1).to(self._trainer.args.device)
+
+    # ---- tokens ----------------------------------------------------------------------------------
+
+    def track_tokens(self, inputs: Mapping[str, Any]) -> None:
+        """As `Trainer._track_num_input_tokens`, without reads inside a step.
+
+        In one process the tokens are counted from the batch on the host, before the step moves it to the device. In
+        several processes transformers gathers the count on the device, and an override may read there: it is called
+        when the step has ended.
+        """
+        trainer = self._trainer
+        kind = str(trainer.args.include_num_input_tokens_seen)
+        if kind == "no":
+            return
+        if trainer.args.world_size == 1 and overridden(trainer, ("_track_num_input_tokens",)) is None:
+            trainer.state.num_input_tokens_seen += count_tokens(inputs, trainer.model, trainer.processing_class, kind)
+            return
+        self._uncounted.append(inputs)
+        if not self._steps.is_open:
+            self._count_tokens()
+
+    def _count_tokens(self) -> None:
+        uncounted, self._uncounted = self._uncounted, []
+        for inputs in uncounted:
+            self._base._track_num_input_tokens(inputs)
 
     # ---- replays ---------------------------------------------------------------------------------
 
@@ -296,7 +303,7 @@ class TrainingSteps:
     def _call_spec(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> CallSpec:
         trainer = self._trainer
         known = (
-            self._steps.is_first_micro_step,
+            self._micro_step == 0,
             trainer.current_gradient_accumulation_steps,
             trainer.loss_is_scaled_for_ga,
             id(trainer.optimizer),
@@ -354,9 +361,7 @@ class Evaluation:
         self._session = session
         # The user's `preprocess_logits_for_metrics` while the step calls it instead of the loop.
         self._preprocess: Callable[[Any, Any], Any] | None = None
-        self._code = StepCode(
-            trainer, steps.config, functions=lambda: {"preprocess_logits_for_metrics": self._preprocess}
-        )
+        self._code = step_code(trainer, steps.config, lambda: {"preprocess_logits_for_metrics": self._preprocess})
 
     @property
     def is_compiled(self) -> bool:
@@ -423,7 +428,7 @@ class Evaluation:
             spec = None
             generated = generates_batches(self._trainer)
             if generated:
-                with generating(self._trainer, model, self._steps.generation):
+                with generating(self._trainer, model, self._steps.evaluation[GENERATION]):
                     inputs = self._trainer._prepare_inputs(inputs)
             if self.is_compiled and self._may_replay():
                 inputs = self._inputs.before_step(inputs)
@@ -435,14 +440,10 @@ class Evaluation:
                     logits = self._preprocess(logits, labels)
                 return loss, logits, labels
 
-            with Discarding(self._steps):
-                if self.is_compiled:
-                    phase = "evaluation, loss only" if prediction_loss_only else "evaluation"
-                    self._steps.begin_evaluation_step(inputs, phase, spec)
+            phase = "evaluation, loss only" if prediction_loss_only else "evaluation"
+            with self._steps.evaluation_step(EVALUATION, inputs, phase=phase, replay=spec) as step:
                 with as_if_compiling(), prepared(self._trainer) if generated else nullcontext():
-                    results: tuple[Any, Any, Any] = self._steps.evaluation.outputs(compute)
-                if self.is_compiled:
-                    self._steps.evaluation.close()
+                    results: tuple[Any, Any, Any] = step.outputs(compute)
         if self._trainer.args.world_size == 1:
             results = to_host_in_one_transfer(results)
         return results
@@ -457,7 +458,7 @@ class Evaluation:
         """
         with (
             self._inputs.staying_on_host(True),
-            compiled_generation(self._trainer.model, model, self._steps.generation),
+            compiled_generation(self._trainer.model, model, self._steps.evaluation[GENERATION]),
         ):
             yield
 
@@ -472,7 +473,7 @@ class Evaluation:
         elif self._steps.config.step_replay is not True:
             obstacle = obstacle_within(self._trainer, trains=False)
         if obstacle is not None:
-            self._steps.evaluation.refuse_replay(obstacle)
+            self._steps.evaluation[EVALUATION].refuse_replay(obstacle)
         return obstacle is None
 
     def _call_spec(self, model: torch.nn.Module, inputs: Any, known: tuple[Any, ...]) -> CallSpec:

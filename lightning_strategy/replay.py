@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -12,10 +12,10 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities import grad_norm
-from torch.utils._pytree import tree_flatten
 from torchmetrics import Metric
 
-from xla_adapters import StepProgram, get_runtime
+from xla_adapters import get_runtime
+from xla_adapters.loop.replay import StepCode, batch_of, key_of, optimizer_obstacle
 from xla_adapters.replay.bound import Owner
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.guards.batch import batch_obstacle
@@ -32,8 +32,6 @@ from xla_adapters.replay.safety import (
     Varying,
     nothing,
 )
-from xla_adapters.replay.tracked_code import TrackedCode
-from xla_adapters.utils.nested_values import as_dicts
 
 # Methods of a module that Lightning calls inside a step, with the kinds of their positional arguments (`_argument`).
 _LOGGING: dict[str, tuple[str, ...]] = {"log": ("name", "logged")}
@@ -89,98 +87,45 @@ _FRAMEWORK = FrameworkModel(
 )
 
 
-class StepCode:
-    """The user's code in one kind of step of a module, analysed again when its functions are replaced.
+def step_code(module: LightningModule, name: str, *, proves: bool) -> StepCode:
+    """The user's code in one kind of step of a module.
 
     Args:
         module: the module.
         name: of its method, such as `"training_step"`.
         proves: whether the code must be shown to have no side effects.
     """
+    names = (name, "forward", *_called_within(name))
 
-    def __init__(self, module: LightningModule, name: str, *, proves: bool) -> None:
-        self._module = module
-        self._name = name
-        self._proves = proves
-        self._names = (name, "forward", *_called_within(name))
-        self._before = 0
-        self._code = _tracked_code(module, name, proves=proves)
-        self._remember_functions()
+    def functions(parts: list[torch.nn.Module]) -> dict[str, Any]:
+        return {
+            **{each: getattr(module, each) for each in names},
+            "parts": [vars(part).get("forward") for part in parts],
+        }
 
-    @property
-    def obstacle(self) -> str | None:
-        """The side effect that a replay would leave out, with its line; None if there is none."""
-        return self._code.obstacle
-
-    @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """Tensors that the code reads and that belong to no module (globals, closures)."""
-        return self._code.tensors
-
-    @property
-    def modules(self) -> Sequence[torch.nn.Module]:
-        """Modules that the code uses."""
-        return self._code.modules
-
-    def look_again(self) -> None:
-        """Analyses the code again, after a change that its guards cannot see."""
-        self._code.look_again()
-
-    @property
-    def generation(self) -> int:
-        """How often the code, or what it reads, has changed."""
-        return self._before + self._code.generation
-
-    @property
-    def change(self) -> str | None:
-        """What `follow` found changed at its last call, None if nothing."""
-        return self._code.change
-
-    def follow(self) -> None:
-        """Analyses the code again if it, or what it reads, has changed."""
-        generation = self.generation
-        if all(map(_is_same, self._functions, self._present())):
-            self._code.follow()
-        else:
-            self._before = generation + 1
-            self._code = _tracked_code(self._module, self._name, proves=self._proves)
-        if self.generation != generation:
-            self._remember_functions()
-
-    def _remember_functions(self) -> None:
-        """Keeps references to the functions, so that no new one gets the `id` of one of them."""
-        self._parts = list(self._module.modules())
-        self._functions = list(self._present())
-
-    def _present(self) -> Iterable[Any]:
-        yield from (getattr(self._module, name) for name in self._names)
-        yield from (vars(part).get("forward") for part in self._parts)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    # `getattr` returns a new bound method each time.
-    same_owner = getattr(one, "__self__", None) is getattr(other, "__self__", None)
-    return same_owner and getattr(one, "__func__", one) is getattr(other, "__func__", other)
-
-
-def _called_within(name: str) -> dict[str, tuple[str, ...]]:
-    return _HOOKS if name == "training_step" else _LOGGING
-
-
-def _tracked_code(module: LightningModule, name: str, *, proves: bool) -> TrackedCode:
-    def examine(analysis: Analysis) -> None:
+    def examine(functions: Mapping[str, Any], analysis: Analysis) -> None:
         part = name
         try:
             given = [Value((Batch(),)), Value((Varying("batch_idx"),)), Value((Varying("dataloader_idx"),))]
-            analysis.check_returned(_examined(analysis, getattr(module, name), given))
+            analysis.check_returned(_examined(analysis, functions[name], given))
             for part, kinds in _called_within(name).items():
-                hook = getattr(module, part)
+                hook = functions[part]
                 if getattr(hook, "__func__", None) is not getattr(LightningModule, part):
                     _examined(analysis, hook, [_argument(kind, module) for kind in kinds])
         except Unsafe as error:
             raise Unsafe(f"{type(module).__name__}.{part} is not known to be safe to leave out: {error}") from None
 
-    return TrackedCode(_FRAMEWORK, examine, promised=None if proves else [getattr(module, name)])
+    return StepCode(
+        _FRAMEWORK,
+        functions,
+        examine,
+        promised=lambda: None if proves else [getattr(module, name)],
+        parts=lambda: list(module.modules()),
+    )
+
+
+def _called_within(name: str) -> dict[str, tuple[str, ...]]:
+    return _HOOKS if name == "training_step" else _LOGGING
 
 
 def _examined(analysis: Analysis, function: Any, arguments: list[Value]) -> Value:
@@ -271,39 +216,28 @@ class ReplayRules:
         return _strategy_obstacle(self._trainer.strategy) or self._describe(name, batch, known)
 
     def _describe(self, name: str, batch: Any, known: tuple[Hashable, ...]) -> CallSpec | str:
-        leaves, spec = tree_flatten(as_dicts(batch))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors, batch_key = batch_of(batch)
         if not all(map(get_runtime().device.owns, tensors)):
             return "the batch holds a tensor that is not on the device"
-        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
         connector = self._trainer._logger_connector
         # In the first step of an epoch Lightning resets the logged values.
         resets = connector._first_loop_iter, connector._current_fx
         bound = self._bound()
         if name not in self._code:
-            self._code[name] = StepCode(self._module, name, proves=self._proves)
-        else:
-            self._code[name].follow()
-        key = (
-            str(spec),
-            shapes,
-            id(self._module),
-            known,
-            resets,
-            self._code[name].generation,
-            tuple(id(owner.object) for owner in bound),
-        )
+            self._code[name] = step_code(self._module, name, proves=self._proves)
+        code = self._code[name].present()
+        owners = tuple(id(owner.object) for owner in bound)
         return CallSpec(
-            key=key,
+            key=(*batch_key, id(self._module), known, resets, *key_of(code), owners),
             batch=tensors,
-            modules=[self._module, *self._code[name].modules],
-            constants=[*self._constants, *self._code[name].tensors],
-            look_again=self._code[name].look_again,
-            obstacle=self._obstacle_within(name, batch),
+            modules=[self._module, *code.modules],
+            constants=[*self._constants, *code.tensors],
+            look_again=code.look_again,
+            obstacle=self._obstacle_within() or code.obstacle or batch_obstacle(batch),
             bound=self._bound,
             watched=self._watched,
             exempt=self._exempt,
-            change=self._code[name].change,
+            change=code.change,
         )
 
     def _exempt(self, module: torch.nn.Module) -> Collection[str]:
@@ -341,20 +275,17 @@ class ReplayRules:
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
             return "training_step takes its batches from the iterator itself"
         for optimizer in trainer.optimizers:
-            own = vars(optimizer).get("step")
-            if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
-                return f"the method step of {type(optimizer).__name__} was replaced"
-            if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-                return f"{type(optimizer).__name__} has a hook, whose Python a replay would leave out"
+            if (obstacle := optimizer_obstacle(optimizer)) is not None:
+                return obstacle
         plugin = type(trainer.precision_plugin)
         if not plugin.__module__.startswith(_OWN_PACKAGES):
             return f"{plugin.__name__} is a precision plugin of your own"
         return _strategy_obstacle(trainer.strategy)
 
-    def _obstacle_within(self, name: str, batch: Any) -> str | None:
+    def _obstacle_within(self) -> str | None:
         if not isinstance(self._trainer.profiler, PassThroughProfiler):
             return f"the {type(self._trainer.profiler).__name__} would miss the parts of the step"
-        return self._code[name].obstacle or batch_obstacle(batch)
+        return None
 
 
 def _logged(value: Any) -> Owner:
@@ -375,11 +306,3 @@ def _strategy_obstacle(strategy: Any) -> str | None:
 
 def _overrides(module: LightningModule, name: str) -> bool:
     return getattr(getattr(module, name), "__func__", None) is not getattr(LightningModule, name)
-
-
-def allowed(program: StepProgram, description: CallSpec | str) -> CallSpec | None:
-    """The description of a step; None, with the reason noted in the program, if it must not be replayed."""
-    if isinstance(description, CallSpec):
-        return description
-    program.refuse_replay(description)
-    return None

@@ -16,12 +16,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_strategy.driver import StepDriver
 from xla_adapters.config import check_choice
 from xla_adapters.data.batches import sample_count, token_count
 from xla_adapters.insight.about import about
 from xla_adapters.insight.run_record import RunRecord
 from xla_adapters.insight.run_stats import RunStats
+from xla_adapters.loop.steps import StepDriver
 from xla_adapters.utils.patching import replaced
 from xla_adapters.utils.wall_clock import CALLBACKS, EVALUATION, INPUT, OTHER, SETUP, STEP, WallClock
 
@@ -124,7 +124,7 @@ class FitReport:
             stack.enter_context(
                 self.record.running(
                     about(trainer.lightning_module, f"Trainer with {kind}"),
-                    programs=lambda: [steps.train, steps.update, *steps.evaluation.values()],
+                    programs=lambda: steps.programs,
                     training=lambda: [steps.train, steps.update],
                     folder=_folder(trainer),
                     plan=plan,

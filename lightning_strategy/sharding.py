@@ -6,7 +6,7 @@ import functools
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -301,44 +301,6 @@ def _arguments(module: torch.nn.Module, batch: Any) -> Any:
         return tuple(batch)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(batch)[: sum(parameter.kind in positional for parameter in parameters)]
-
-
-class PhaseSharding:
-    """Shards the module again where a run changes between training and evaluation.
-
-    Callbacks may have replaced the weights there (averages, say), and what they copy in is not sharded. Does nothing
-    if the strategy does not shard.
-
-    Args:
-        sharding: of the strategy; None if it does not shard.
-        is_step_open: whether a step is being traced now.
-    """
-
-    def __init__(self, sharding: ModuleSharding | None, is_step_open: Callable[[], bool]) -> None:
-        self._sharding = sharding
-        self._is_step_open = is_step_open
-        self._phase: Hashable = None
-
-    def begin_training(self, batch: Any, module: LightningModule, *, epoch: int) -> None:
-        """A training batch is about to be computed.
-
-        Raises:
-            ConfigError: it is the first one, and cannot be split over the devices.
-        """
-        if self._sharding is not None:
-            self._sharding.check_first_batch(batch)
-        self.enter(("train", epoch), module)
-
-    def enter(self, phase: Hashable, module: LightningModule) -> None:
-        """A batch of a phase is about to be computed.
-
-        Args:
-            phase: any name; another one than at the last call begins a new phase.
-            module: what is trained or evaluated.
-        """
-        if self._sharding is not None and phase != self._phase and not self._is_step_open():
-            self._sharding.shard_again(module)
-            self._phase = phase
 
 
 def prepare_for_run(sharding: ModuleSharding, module: LightningModule) -> None:

@@ -19,11 +19,11 @@ from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 
 import xla_adapters
-from lightning_strategy.driver import StepDriver
-from lightning_strategy.replay import ReplayRules, allowed
-from lightning_strategy.sharding import PhaseSharding
-from lightning_strategy.stall_watch import StallWatch
+from lightning_strategy.replay import ReplayRules
+from lightning_strategy.sharding import ModuleSharding
 from xla_adapters import StepProgram, XLAConfig, get_runtime, in_step
+from xla_adapters.loop.replay import allowed
+from xla_adapters.loop.steps import StallWatch, StepDriver
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.tracing.loss_check import check_loss
@@ -173,25 +173,33 @@ def keep_outputs(steps: StepDriver, closure: Any) -> None:
     steps.train.keep("loss before it is detached", result.closure_loss)
 
 
-class TrainingBatches:
-    """Opens a step for a training batch, and ends it with the update of the weights.
+class LoopSteps(Callback):
+    """Opens a step for each batch of the Trainer's loops, and ends it.
+
+    A training step is opened by the strategy's `on_train_batch_start`, and ends after the update. This callback, which
+    runs before all others, ends it where Lightning has no hook for strategies (accumulation, manual optimization).
 
     Args:
         trainer: runs the loops.
-        config: the options.
         driver: opens and closes the steps.
-        sharding: of the module, if the strategy shards.
+        sharding: of the strategy, if it shards.
+        stalls: watches that no batch of an evaluation takes too long.
     """
 
-    def __init__(self, trainer: Trainer, config: XLAConfig, driver: StepDriver, sharding: PhaseSharding) -> None:
+    def __init__(
+        self, trainer: Trainer, driver: StepDriver, sharding: ModuleSharding | None, stalls: StallWatch
+    ) -> None:
         self._trainer = trainer
-        self._config = config
+        self._config = driver.config
         self._driver = driver
         self._sharding = sharding
+        self._stalls = stalls
         self._rules: ReplayRules | None = None
         self._frees_grads = False
-        # The batch that ended last left its step open for the next one.
+        # The training batch that ended last left its step open for the next one.
         self._is_left_open = False
+        # The epoch of the training, or the kind of evaluation.
+        self._phase: Hashable = None
 
     @property
     def _module(self) -> LightningModule:
@@ -217,6 +225,15 @@ class TrainingBatches:
 
     # ---- the batch -----------------------------------------------------------------------------
 
+    def _enter(self, phase: Hashable) -> None:
+        """A batch of a phase begins: at the first one the module is sharded again.
+
+        Callbacks may have replaced the weights in between (averages, say), and what they copy in is not sharded.
+        """
+        if self._sharding is not None and phase != self._phase and not self._driver.is_open:
+            self._sharding.shard_again(self._module)
+            self._phase = phase
+
     def begin(self, batch: Any, batch_idx: int) -> None:
         """Opens the step of a batch, unless the batch before left its own open.
 
@@ -228,18 +245,20 @@ class TrainingBatches:
             ConfigError: it is the first batch, and cannot be split over the devices.
         """
         self._is_left_open = False
-        self._sharding.begin_training(batch, self._module, epoch=self._trainer.current_epoch)
-        phase, facts = self._phase(batch_idx)
-        self._driver.begin_batch(
+        if self._sharding is not None:
+            self._sharding.check_first_batch(batch)
+        self._enter(("train", self._trainer.current_epoch))
+        phase, facts = self._described(batch_idx)
+        self._driver.begin(
             batch,
-            index=self._trainer.fit_loop.total_batch_idx,
+            step=self._trainer.fit_loop.total_batch_idx,
             phase=phase,
             facts=facts,
             where=self._where(batch_idx),
-            replay=self._replay(batch, (*facts.values(), self._frees_grads)),
+            replay=self._replay_of_training(batch, (*facts.values(), self._frees_grads)),
         )
 
-    def _phase(self, batch_idx: int) -> tuple[str, dict[str, Hashable]]:
+    def _described(self, batch_idx: int) -> tuple[str, dict[str, Hashable]]:
         """What the step of a batch computes, and what else decides its graph."""
         if not self._module.automatic_optimization:
             return "manual optimization", {}
@@ -250,22 +269,15 @@ class TrainingBatches:
             return ("accumulate, first" if first else "accumulate"), facts
         return "update", facts
 
-    def _replay(self, batch: Any, known: tuple[Hashable, ...]) -> CallSpec | None:
+    def _replay_of_training(self, batch: Any, known: tuple[Hashable, ...]) -> CallSpec | None:
         if self._rules is None or self._driver.is_open:
             return None
         return allowed(self._driver.train, self._rules.training(batch, known))
 
-    def leaves_open(self) -> bool:
-        """Whether the batch that ends is one of several in an unrolled accumulation, and not the last."""
-        unrolled = self._config.accumulation == "unrolled" and self._driver.train.is_open
-        accumulates = unrolled and self._module.automatic_optimization and self._trainer.fit_loop._should_accumulate()
-        self._is_left_open = accumulates
-        return accumulates
-
     def end_accumulation(self) -> None:
         """Executes what is traced of an unrolled accumulation that goes on with the next batch."""
         if self._is_left_open:
-            self._driver.end_batch()
+            self._driver.end(replays=False)
 
     # ---- the update ----------------------------------------------------------------------------
 
@@ -286,58 +298,15 @@ class TrainingBatches:
             if self._module.automatic_optimization:
                 keep_outputs(self._driver, closure)
             if is_own_step or self._module.automatic_optimization:
-                self._driver.end_batch()
+                self._driver.end(replays=False)
 
     def _where(self, batch_idx: int) -> str:
         return f"batch {batch_idx} of epoch {self._trainer.current_epoch}"
 
-
-class EvaluationBatches:
-    """Opens and closes a step around each batch of a validation, test or prediction.
-
-    Args:
-        trainer: runs the loops.
-        config: the options.
-        driver: opens and closes the steps.
-        sharding: of the module, if the strategy shards.
-        stalls: watches that a batch does not take too long.
-    """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        config: XLAConfig,
-        driver: StepDriver,
-        sharding: PhaseSharding,
-        stalls: StallWatch,
-    ) -> None:
-        self._trainer = trainer
-        self._config = config
-        self._driver = driver
-        self._sharding = sharding
-        self._stalls = stalls
-        self._rules: ReplayRules | None = None
-
-    @property
-    def _module(self) -> LightningModule:
-        module = self._trainer.lightning_module
-        assert module is not None
-        return module
-
-    def model_is_ready(self, rules: ReplayRules | None) -> None:
-        """The model is on the device.
-
-        Args:
-            rules: say which steps may be replayed; None if none may.
-        """
-        self._rules = rules
-
-    def begin(self) -> None:
-        """A validation, test or prediction begins: its batches are counted from 0."""
-        self._driver.begin_evaluation()
+    # ---- evaluation ----------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, name: str, args: tuple[Any, ...]) -> Iterator[StepProgram]:
+    def evaluation_step(self, name: str, args: tuple[Any, ...]) -> Iterator[StepProgram]:
         """Around one batch.
 
         Args:
@@ -345,11 +314,14 @@ class EvaluationBatches:
             args: what the loop hands to it: the batch and its index, or an iterator over batches.
         """
         self._stalls.stop()
-        self._sharding.enter(name, self._module)
+        self._enter(name)
         takes_batch = len(args) > 1 and isinstance(args[1], int)
         batch, where = (args[0], f"batch {args[1]}") if takes_batch else (None, "")
         replay = self._replay(name, args) if takes_batch else None
-        with self._stalls.watching(name), self._driver.evaluation_step(name, batch, where, replay) as program:
+        with (
+            self._stalls.watching(name),
+            self._driver.evaluation_step(name, batch, where=where, replay=replay) as program,
+        ):
             yield program
 
     def _replay(self, name: str, args: tuple[Any, ...]) -> CallSpec | None:
@@ -358,39 +330,32 @@ class EvaluationBatches:
             return None
         return allowed(program, self._rules.evaluation(name, args[0], args[2:]))
 
-
-class StepEnds(Callback):
-    """Ends steps where Lightning has no hook for strategies, before any other callback reads a result.
-
-    Args:
-        driver: opens and closes the steps.
-        leaves_open: whether the batch that ends leaves its step open for the next one (unrolled accumulation).
-    """
-
-    def __init__(self, driver: StepDriver, leaves_open: Callable[[], bool]) -> None:
-        self._driver = driver
-        self._leaves_open = leaves_open
+    # ---- events that end a step ------------------------------------------------------------------
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Ends the step of a batch that had no update (accumulation, manual optimization)."""
-        if not self._leaves_open():
-            self._driver.end_batch()
+        unrolled = self._config.accumulation == "unrolled" and self._driver.train.is_open
+        accumulates = unrolled and self._module.automatic_optimization and self._trainer.fit_loop._should_accumulate()
+        # Its step is that of the next batch, too.
+        self._is_left_open = accumulates
+        if not accumulates:
+            self._driver.end(replays=False)
 
     def on_sanity_check_start(self, *args: Any, **kwargs: Any) -> None:
         """Evaluation is no part of a training step."""
-        self._driver.end_batch()
+        self._driver.end(replays=False)
 
     def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
         """Evaluation is no part of a training step."""
-        self._driver.end_batch()
+        self._driver.end(replays=False)
 
     def on_train_epoch_end(self, *args: Any, **kwargs: Any) -> None:
         """Ends the step of a skipped batch or of an incomplete accumulation: its losses can be read."""
-        self._driver.end_batch()
+        self._driver.end(replays=False)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """As at the end of an epoch."""
-        self._driver.end_batch()
+        self._driver.end(replays=False)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Discards the step, so that other callbacks find the values of before it."""

@@ -377,7 +377,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
             ConfigError: there is no such slice, or what traces with TorchTPU is not installed.
             UnsupportedOptionError: there are several loaders.
         """
-        from lightning_strategy.check import preflight
+        from lightning_strategy.preflight import preflight
 
         sharded, loaders = self._sharding is not None, (train_dataloaders, val_dataloaders)
         found = preflight(self, trainer, module, *loaders, topology, sharded=sharded, timeout=timeout)
@@ -468,7 +468,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """As `Strategy.on_train_batch_start`; opens the training step."""
         self._report.batch_begins()
-        self.run.training.begin(batch, batch_idx)
+        self.run.batches.begin(batch, batch_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.training_step`."""
@@ -480,7 +480,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         if self._run is None:
             # Called by the user after a fit, through a `LightningOptimizer`.
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        with self.run.training.update(closure), as_if_compiling(False):
+        with self.run.batches.update(closure), as_if_compiling(False):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # ---- evaluation ----------------------------------------------------------------------------
@@ -488,7 +488,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     def on_validation_start(self) -> None:
         """As `Strategy.on_validation_start`; counts batches from 0."""
         self._report.evaluation_begins()
-        self.run.evaluation.begin()
+        self.run.steps.begin_evaluation()
 
     def on_validation_end(self) -> None:
         """As `Strategy.on_validation_end`."""
@@ -497,25 +497,25 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
 
     def on_test_start(self) -> None:
         """As `Strategy.on_test_start`; counts batches from 0."""
-        self.run.evaluation.begin()
+        self.run.steps.begin_evaluation()
 
     def on_predict_start(self) -> None:
         """As `Strategy.on_predict_start`; counts batches from 0."""
-        self.run.evaluation.begin()
+        self.run.steps.begin_evaluation()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.validation_step`: one graph under `compile_eval`."""
-        with self.run.evaluation.step("validation_step", args) as step:
+        with self.run.batches.evaluation_step("validation_step", args) as step:
             return step.outputs(super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.test_step`: one graph under `compile_eval`."""
-        with self.run.evaluation.step("test_step", args) as step:
+        with self.run.batches.evaluation_step("test_step", args) as step:
             return step.outputs(super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.predict_step`: one graph under `compile_eval`."""
-        with self.run.evaluation.step("predict_step", args) as step:
+        with self.run.batches.evaluation_step("predict_step", args) as step:
             return step.outputs(super().predict_step, *args, **kwargs)
 
     # ---- checkpoints ---------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def _trainer(model: Any, data: Any, **options: Any) -> hf_trainer.Trainer:
 
 
 def _graphs(trainer: Any) -> int:
-    return int(steps_of(trainer).evaluation.graphs)
+    return int(steps_of(trainer).evaluation["eval_step"].graphs)
 
 
 @isolated

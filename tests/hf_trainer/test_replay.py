@@ -136,7 +136,7 @@ def test_evaluation_in_between_does_not_end_it() -> None:
         eval_dataset=data,
     )
     assert len(run.logged("eval_loss")) == 4
-    assert steps_of(run.trainer).evaluation.replays == 13
+    assert steps_of(run.trainer).evaluation["eval_step"].replays == 13
 
 
 @isolated
@@ -273,7 +273,7 @@ def test_evaluation_and_prediction_steps() -> None:
         metrics = [trainer.evaluate()["eval_loss"] for _ in range(2)]
         predicted = trainer.predict(data)
         found.append((metrics, predicted.predictions, predicted.label_ids))
-        assert steps_of(trainer).evaluation.replays == (0 if choice is False else 13), steps_of(
+        assert steps_of(trainer).evaluation["eval_step"].replays == (0 if choice is False else 13), steps_of(
             trainer
         ).evaluation.replay_reasons
     assert found[0][0] == found[1][0]

@@ -128,7 +128,7 @@ def test_a_batch_is_prepared_once() -> None:
         assert losses[0] == losses[1] == losses[2]
         # Six steps and six evaluation batches.
         assert [run.trainer.prepared for run in (traced, refused)] == [12, 12]
-        assert (steps_of(refused.trainer).train.replays, steps_of(refused.trainer).evaluation.replays) == (0, 0)
+        assert [program.replays for program in steps_of(refused.trainer).programs] == [0, 0, 0, 0]
         assert "_prepare_input" in _reasons(refused)
         assert steps_of(replayed.trainer).train.replays == 4
 
@@ -249,7 +249,7 @@ def test_a_preprocessing_that_comes_back_is_not_that_of_before() -> None:
         found.append(torch.tensor(predictions))
     assert torch.equal(*found)
     # The first two of each eight are traced.
-    assert steps_of(trainer).evaluation.replays == 18
+    assert steps_of(trainer).evaluation["eval_step"].replays == 18
 
 
 class _Smoother:
