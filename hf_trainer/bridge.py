@@ -12,7 +12,7 @@ import transformers
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from hf_trainer.checkpoints import CheckpointSchedule, CheckpointStores, ResumeCheck, SafeCheckpoints, restore_rest
+from hf_trainer.checkpoints import CheckpointSchedule, CheckpointStores, SafeCheckpoints, restore_rest
 from hf_trainer.data import Inputs
 from hf_trainer.model import ModelSharding, ParameterMoves, model_of
 from hf_trainer.options import TrainerOptions, check_checkpoint_options, check_runtime, hold_jit_checkpoint
@@ -127,7 +127,7 @@ class Bridge:
         self.inputs = Inputs(trainer, base, sharder)
         self.watch = StallWatch(options.checkpoint.stall_deadline)
         self.stores = CheckpointStores(trainer, options, self.sharding.devices, self._random_algorithm)
-        self.checkpoints = SafeCheckpoints(trainer, base, self.stores, ResumeCheck(trainer, self.stores))
+        self.checkpoints = SafeCheckpoints(trainer, base, self.stores)
         self.sharded_checkpoints = ShardedCheckpoints(trainer, base, self.sharding)
         self.weights = WeightLoading(trainer, base)
 

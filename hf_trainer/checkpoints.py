@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -30,16 +31,13 @@ from xla_adapters.checkpoint import (
     CheckpointConfig,
     CheckpointStore,
     CheckpointWarning,
-    Preemption,
-    SaveSchedule,
     Watchdog,
-    differences,
     refuse_inside_step,
-    warn_of_differences,
 )
 from xla_adapters.checkpoint.inspection import IF_ON_PURPOSE
 from xla_adapters.checkpoint.write_failures import naming_failed_writes
 from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError, CheckpointWriteError
+from xla_adapters.loop.checkpoints import ScheduledSaves, settings_for_manifest, warn_of_differences
 from xla_adapters.loop.steps import StepDriver
 from xla_adapters.runtime.transfers import uploading
 
@@ -105,14 +103,13 @@ class CheckpointStores:
     @property
     def settings(self) -> dict[str, Any]:
         """What a manifest records of the options, to compare with when a run resumes."""
-        options = self._options
         values = {name: getattr(self._trainer.args, name) for name in SETTINGS}
-        sharding = options.sharding
-        return {
-            "arguments": values,
-            "xla": {**options.config.of_numbers(), "rng_algorithm": self._random_algorithm},
-            "sharding": None if sharding is None else {"scheme": sharding.scheme, "mesh_shape": sharding.mesh_shape},
-        }
+        return settings_for_manifest(
+            {"arguments": values},
+            self._options.config,
+            self._options.sharding,
+            rng_algorithm=self._random_algorithm,
+        )
 
     def of(self, root: str) -> CheckpointStore:
         """The store of a folder, to load from. It deletes nothing."""
@@ -131,21 +128,77 @@ class CheckpointStores:
             protected = () if best is None else (os.path.basename(best),)
             return self._make(root, keep_last=config.keep_last, keep_every=config.keep_every, protected=protected)
         if limit is not None and limit > 0:
-            return self._make(root, keep_last=1, protected=_kept_by_limit(self._bare(root), name, limit, best))
+            return self._make(root, keep_last=1, protected=_kept_by_limit(self._make(root), name, limit, best))
         return self._make(root)
 
     def compare(self, checkpoint: Checkpoint) -> None:
         """Warns if a checkpoint was saved with other options, versions or devices than those of this run."""
-        lines = differences(
-            checkpoint.manifest,
-            settings=self.settings,
-            distributions=_DISTRIBUTIONS,
-            world={"processes": 1, "devices": self._devices},
-        )
-        warn_of_differences(checkpoint, lines)
+        warn_of_differences(checkpoint, self.settings, distributions=_DISTRIBUTIONS, devices=self._devices)
 
-    def _bare(self, root: str) -> CheckpointStore:
-        return CheckpointStore(os.path.abspath(root), prefix=PREFIX)
+    # ---- resuming ------------------------------------------------------------------------------
+
+    def checked(self, asked: str | bool) -> str:
+        """The checkpoint to resume from.
+
+        Args:
+            asked: a path, or True for the newest valid checkpoint in `output_dir`. If none there has a manifest, True
+                stands for the newest one.
+
+        Raises:
+            CheckpointNotFoundError: there is no checkpoint, or a file.
+            CheckpointDamagedError: the files at the path are not those that were saved.
+        """
+        if asked is True:
+            root = self._trainer._get_output_dir(None)
+            newest = self.of(root).newest_valid()
+            if newest is not None:
+                self.compare(newest)
+                return os.path.join(root, newest.name)
+            # Checkpoints of transformers' own trainer have no manifest.
+            asked = get_last_checkpoint(root) or ""
+            if not asked:
+                raise CheckpointNotFoundError(
+                    f"resume_from_checkpoint=True: No valid checkpoint found in output directory ({root})"
+                )
+        path = str(asked)
+        self.check_is_folder(path)
+        if (Path(path) / MANIFEST).exists():
+            real = os.path.realpath(path)
+            try:
+                checkpoint = self.of(os.path.dirname(real)).load(real)
+            except CheckpointDamagedError as error:
+                raise CheckpointDamagedError(f"{error.args[0]}. {IF_ON_PURPOSE}") from error
+            self.compare(checkpoint)
+        else:
+            _log.warning("%s has no manifest: it is loaded as it is, unchecked", path)
+        return path
+
+    def check_is_folder(self, path: str) -> None:
+        """Raises unless there is a folder at a path.
+
+        Raises:
+            CheckpointNotFoundError: nothing is there, or a file; with the checkpoints that there are.
+        """
+        if os.path.isdir(path):
+            return
+        if os.path.exists(path):
+            what = f"it is a file, and a checkpoint is a folder; did you mean {os.path.dirname(os.path.abspath(path))}?"
+        else:
+            what = "nothing is there"
+        root = self._trainer._get_output_dir(None)
+        there = ", ".join(checkpoint.name for checkpoint in self.of(root).checkpoints()) or "no checkpoint"
+        # Its first words are those of transformers' error.
+        raise CheckpointNotFoundError(f"Can't find a valid checkpoint at {path}: {what} (in {root}: {there})")
+
+    def verify_best(self) -> None:
+        """Verifies the best checkpoint, if it has a manifest.
+
+        Raises:
+            CheckpointDamagedError: its files are not those that were saved.
+        """
+        best = self._trainer.state.best_model_checkpoint
+        if best is not None and (Path(best) / MANIFEST).exists():
+            self.of(os.path.dirname(best)).load(os.path.abspath(best))
 
     def _make(
         self,
@@ -183,82 +236,6 @@ def _kept_by_limit(store: CheckpointStore, saving: str, limit: int, best: str | 
 
 
 _log = logging.getLogger(__name__)
-
-
-class ResumeCheck:
-    """Finds the checkpoint that a run resumes from, and verifies it by its manifest.
-
-    Args:
-        trainer: the trainer.
-        stores: load checkpoints.
-    """
-
-    def __init__(self, trainer: transformers.Trainer, stores: CheckpointStores) -> None:
-        self._trainer = trainer
-        self._stores = stores
-
-    def path(self, asked: str | bool) -> str:
-        """The checkpoint to resume from.
-
-        Args:
-            asked: a path, or True for the newest valid checkpoint in `output_dir`. If none there has a manifest, True
-                stands for the newest one.
-
-        Raises:
-            CheckpointNotFoundError: there is no checkpoint, or a file.
-            CheckpointDamagedError: the files at the path are not those that were saved.
-        """
-        if asked is True:
-            root = self._trainer._get_output_dir(None)
-            newest = self._stores.of(root).newest_valid()
-            if newest is not None:
-                self._stores.compare(newest)
-                return os.path.join(root, newest.name)
-            # Checkpoints of transformers' own trainer have no manifest.
-            asked = get_last_checkpoint(root) or ""
-            if not asked:
-                raise CheckpointNotFoundError(
-                    f"resume_from_checkpoint=True: No valid checkpoint found in output directory ({root})"
-                )
-        path = str(asked)
-        self.check_is_folder(path)
-        if (Path(path) / MANIFEST).exists():
-            real = os.path.realpath(path)
-            try:
-                checkpoint = self._stores.of(os.path.dirname(real)).load(real)
-            except CheckpointDamagedError as error:
-                raise CheckpointDamagedError(f"{error.args[0]}. {IF_ON_PURPOSE}") from error
-            self._stores.compare(checkpoint)
-        else:
-            _log.warning("%s has no manifest: it is loaded as it is, unchecked", path)
-        return path
-
-    def check_is_folder(self, path: str) -> None:
-        """Raises unless there is a folder at a path.
-
-        Raises:
-            CheckpointNotFoundError: nothing is there, or a file; with the checkpoints that there are.
-        """
-        if os.path.isdir(path):
-            return
-        if os.path.exists(path):
-            what = f"it is a file, and a checkpoint is a folder; did you mean {os.path.dirname(os.path.abspath(path))}?"
-        else:
-            what = "nothing is there"
-        root = self._trainer._get_output_dir(None)
-        there = ", ".join(checkpoint.name for checkpoint in self._stores.of(root).checkpoints()) or "no checkpoint"
-        # Its first words are those of transformers' error.
-        raise CheckpointNotFoundError(f"Can't find a valid checkpoint at {path}: {what} (in {root}: {there})")
-
-    def verify_best(self) -> None:
-        """Verifies the best checkpoint, if it has a manifest.
-
-        Raises:
-            CheckpointDamagedError: its files are not those that were saved.
-        """
-        best = self._trainer.state.best_model_checkpoint
-        if best is not None and (Path(best) / MANIFEST).exists():
-            self._stores.of(os.path.dirname(best)).load(os.path.abspath(best))
 
 
 EXACT_RESUME = "xla_adapters.trainer.pt"
@@ -306,18 +283,16 @@ class SafeCheckpoints:
     Args:
         trainer: the trainer.
         base: the methods that the mixin overrides.
-        stores: commit and delete checkpoints.
-        check: verifies a checkpoint before it is loaded.
+        stores: commit, verify and delete checkpoints.
 
     Attributes:
         resumed_from: the checkpoint that the training under way resumed from; None if it started from scratch.
     """
 
-    def __init__(self, trainer: transformers.Trainer, base: Any, stores: CheckpointStores, check: ResumeCheck) -> None:
+    def __init__(self, trainer: transformers.Trainer, base: Any, stores: CheckpointStores) -> None:
         self._trainer = trainer
         self._base = base
         self._stores = stores
-        self._check = check
         self.resumed_from: Path | None = None
         # The folder in which transformers creates the checkpoint being written.
         self._draft_folder: str | None = None
@@ -340,9 +315,9 @@ class SafeCheckpoints:
             The path of the verified checkpoint, or what the user gave if nothing is verified.
         """
         if self._stores.are_used and resume_from:
-            resume_from = self._check.path(resume_from)
+            resume_from = self._stores.checked(resume_from)
         elif isinstance(resume_from, str):
-            self._check.check_is_folder(resume_from)
+            self._stores.check_is_folder(resume_from)
         self.resumed_from = Path(str(resume_from)) if resume_from else None
         with ExitStack() as stack:
             if self._stores.asynchronous:
@@ -471,7 +446,7 @@ class SafeCheckpoints:
         """
         self.settle()
         if self._stores.are_used:
-            self._check.verify_best()
+            self._stores.verify_best()
 
     def finish(self, trial: Any) -> None:
         """Before `Trainer._finalize_training`, which under `save_total_limit=1` deletes all checkpoints but the best.
@@ -506,8 +481,7 @@ class CheckpointSchedule:
         checkpoints: waits for a save in the background.
     """
 
-    _preemption: Preemption
-    _schedule: SaveSchedule
+    _saves: ScheduledSaves
 
     def __init__(
         self,
@@ -528,23 +502,19 @@ class CheckpointSchedule:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Around a training: starts its schedule, and handles signals under `save_on="preemption"`."""
-        self._preemption = Preemption(self._config, also=get_runtime().device.preemption_sync_point())
-        self._schedule = SaveSchedule(self._config, preemption=self._preemption)
-        if self._config.save_on == "preemption":
-            with self._preemption:
-                yield
-        else:
+        self._saves = ScheduledSaves(self._config)
+        with self._saves.receiving_signals():
             yield
 
     def step_is_done(self, control: TrainerControl) -> None:
         """An optimizer step and its callbacks are done: asks the loop for a checkpoint if one is due."""
-        if self._schedule.due(self._trainer.state.global_step) is not None:
+        if self._saves.are_due(self._trainer.state.global_step):
             control.should_save = True
 
     def saved(self, trial: Any) -> None:
         """A checkpoint was saved, or is being saved in the background."""
         state = self._trainer.state
-        self._schedule.saved(state.global_step)
+        self._saves.saved(state.global_step)
         folder = os.path.join(self._base._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         self._steps.train.note_checkpoint(folder)
         self._saved_at = (state.global_step, len(state.log_history))
@@ -552,7 +522,7 @@ class CheckpointSchedule:
     def save_before_evaluation(self, model: Any, trial: Any) -> None:
         """Saves if the training is to end: the evaluation may take longer than the time that is left."""
         trainer = self._trainer
-        if self._preemption.can_still_save(trainer.state.global_step) and trainer.control.should_evaluate:
+        if self._saves.can_still_save(trainer.state.global_step) and trainer.control.should_evaluate:
             trainer._save_checkpoint(model, trial)
 
     def end_if_asked(self, model: Any, trial: Any) -> None:
@@ -561,15 +531,10 @@ class CheckpointSchedule:
         Raises:
             SystemExit: with the exit status of the config.
         """
-        if not self._preemption.requested:
+        if not self._saves.end_is_near:
             return
-        state = self._trainer.state
-        step = state.global_step
-        if self._saved_at != (step, len(state.log_history)):
-            if self._preemption.can_still_save(step):
-                self._trainer._save_checkpoint(model, trial)
-            else:
-                _log.warning("the time to save has passed: the training ends after step %d unsaved", step)
-        self._checkpoints.settle()
-        _log.warning("the training ends after step %d, as a signal asked", step)
-        raise SystemExit(self._preemption.exit_code)
+        trainer, state = self._trainer, self._trainer.state
+        is_saved = self._saved_at == (state.global_step, len(state.log_history))
+        save = None if is_saved else functools.partial(trainer._save_checkpoint, model, trial)
+        self._saves.save_before_end(state.global_step, save, self._checkpoints.settle)
+        raise SystemExit(self._saves.exit_code)

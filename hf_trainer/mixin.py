@@ -250,9 +250,10 @@ class XLATrainerMixin(_Base):
         return self._xla.training.value("clipped norm", super()._clip_grad_norm, model)
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
-        if grad_norm is not None:
-            return super()._get_grad_norm(model, grad_norm=grad_norm)
-        return self._xla.training.value("norm", super()._get_grad_norm, model)
+        norm: Any = super()._get_grad_norm
+        return (
+            norm(model, grad_norm=grad_norm) if grad_norm is not None else self._xla.training.value("norm", norm, model)
+        )
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
         self._xla.training.track_tokens(inputs)

@@ -17,6 +17,7 @@ from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.checkpoint import CheckpointConfig, CheckpointWarning
 from xla_adapters.config import check_switch
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
+from xla_adapters.loop.checkpoints import refuse_background_shards
 from xla_adapters.sharding import ShardingConfig
 from xla_adapters.tracing.optimizer_packages import check_supported
 
@@ -262,11 +263,7 @@ def check_checkpoint_options(
         raise ConfigError(
             f"keep_last={config.keep_last} and save_total_limit={limit} say the same in two ways: give one of them"
         )
-    if config.asynchronous and in_parts:
-        raise UnsupportedOptionError(
-            "asynchronous=True with ShardingConfig(checkpoints='sharded'): parts come to the host one at a time, so "
-            "that the state never lies there as a whole, and a copy of all would be the opposite. Leave one of them out"
-        )
+    refuse_background_shards(config, in_parts)
     if processes > 1 and config != CheckpointConfig():
         raise UnsupportedOptionError(
             f"checkpoint={config!r}: {processes} processes train together, each of which would decide and write for "

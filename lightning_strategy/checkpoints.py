@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import sys
 import warnings
@@ -29,19 +28,21 @@ from xla_adapters.checkpoint import (
     Checkpoint,
     CheckpointConfig,
     CheckpointStore,
-    Preemption,
-    SaveSchedule,
     Watchdog,
-    differences,
     snapshot,
     verify,
-    warn_of_differences,
 )
 from xla_adapters.checkpoint.commit import remove_checkpoint
 from xla_adapters.checkpoint.sealing import read_manifest
 from xla_adapters.checkpoint.storage import LocalStorage
 from xla_adapters.checkpoint.write_failures import naming_failed_writes
 from xla_adapters.errors import CheckpointDamagedError, CheckpointWarning, UnsupportedOptionError
+from xla_adapters.loop.checkpoints import (
+    ScheduledSaves,
+    refuse_background_shards,
+    settings_for_manifest,
+    warn_of_differences,
+)
 
 # The key in a checkpoint under which an exact resume finds random numbers, data position and gradients.
 EXACT_STATE = "xla_adapters"
@@ -292,13 +293,8 @@ def settings_of(trainer: Trainer, config: XLAConfig, sharding: ModuleSharding | 
     loop: Any = trainer.fit_loop
     values = {name: getattr(trainer if hasattr(trainer, name) else loop, name) for name in _TRAINER}
     optimizers = {str(index): _described(optimizer) for index, optimizer in enumerate(trainer.optimizers)}
-    options = config.of_numbers()
-    # The algorithm in use is saved beside the random numbers, and resumed with them.
-    del options["rng_algorithm"]
-    plan = None
-    if sharding is not None:
-        plan = {"scheme": sharding.config.scheme, "mesh_shape": sharding.config.mesh_shape}
-    return {"trainer": values, "optimizers": optimizers, "xla": options, "sharding": plan}
+    own = {"trainer": values, "optimizers": optimizers}
+    return settings_for_manifest(own, config, None if sharding is None else sharding.config)
 
 
 def _described(optimizer: Optimizer) -> dict[str, Any]:
@@ -326,18 +322,16 @@ def show_differences(path: Any, settings: Mapping[str, Any] | None, sharding: Mo
     manifest = read_manifest(LocalStorage(), real)
     if manifest is None:
         return
-    world = {"processes": 1, "devices": devices_of(sharding)}
     compared = settings if manifest.settings else None
-    lines = differences(manifest, settings=compared, distributions=DISTRIBUTIONS, world=world)
-    warn_of_differences(Checkpoint(path=real, manifest=manifest), lines)
+    checkpoint = Checkpoint(path=real, manifest=manifest)
+    warn_of_differences(checkpoint, compared, distributions=DISTRIBUTIONS, devices=devices_of(sharding))
 
 
 # `ckpt_path="last"` looks for names that begin with "last".
 NAME = "last-xla_adapters.ckpt"
-_log = logging.getLogger(__name__)
 
 
-class ScheduledSaves(Callback):
+class SavingCallback(Callback):
     """Saves between steps, under one name, in the folder of the first `ModelCheckpoint`.
 
     It runs after all other callbacks, so that what it saves is what they see.
@@ -347,17 +341,14 @@ class ScheduledSaves(Callback):
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
-        self._config = config
-        self._preemption = Preemption(config, also=get_runtime().device.preemption_sync_point())
-        self._schedule = SaveSchedule(config, preemption=self._preemption)
+        self._saves = ScheduledSaves(config)
         self._lasting = ExitStack()
         # No step and no evaluation was done since the last save.
         self._is_saved = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to note signals, beside Lightning's own handler."""
-        if self._config.save_on == "preemption":
-            self._lasting.enter_context(self._preemption)
+        self._lasting.enter_context(self._saves.receiving_signals())
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Saves if it is due; after a signal saves and ends the process."""
@@ -365,7 +356,7 @@ class ScheduledSaves(Callback):
         _tidy(trainer)
         if trainer.fit_loop._should_accumulate():
             return
-        if self._schedule.due(trainer.global_step) is not None:
+        if self._saves.are_due(trainer.global_step):
             self._save(trainer)
         self._end_after_signal(trainer)
 
@@ -380,30 +371,24 @@ class ScheduledSaves(Callback):
         self._end_after_signal(trainer)
 
     def _end_after_signal(self, trainer: Trainer) -> None:
-        if self._preemption.requested:
+        if self._saves.end_is_near:
             self._save_before_end(trainer)
-            raise SystemExit(self._preemption.exit_code)
+            raise SystemExit(self._saves.exit_code)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Saves where Lightning's own handler ends the run: the signal came between two steps."""
-        if isinstance(exception, SIGTERMException) and self._preemption.requested:
+        if isinstance(exception, SIGTERMException) and self._saves.end_is_near:
             self._save_before_end(trainer)
-            exception.code = self._preemption.exit_code
+            exception.code = self._saves.exit_code
 
     def _save_before_end(self, trainer: Trainer) -> None:
-        step = trainer.global_step
-        if not self._is_saved:
-            if self._preemption.can_still_save(step):
-                self._save(trainer)
-            else:
-                _log.warning("the time to save has passed: the training ends after step %d unsaved", step)
         io = trainer.strategy.checkpoint_io
-        if isinstance(io, XLAEagerCheckpointIO):
-            io.settle()
-        _log.warning("the training ends after step %d, as a signal asked", step)
+        settle = io.settle if isinstance(io, XLAEagerCheckpointIO) else tuple
+        save = None if self._is_saved else functools.partial(self._save, trainer)
+        self._saves.save_before_end(trainer.global_step, save, settle)
 
     def _save(self, trainer: Trainer) -> None:
-        self._schedule.saved(trainer.global_step)
+        self._saves.saved(trainer.global_step)
         trainer.save_checkpoint(folder_of(trainer) / NAME)
         self._is_saved = True
 
@@ -436,12 +421,7 @@ def check_options(strategy: str, config: CheckpointConfig, *, sharded: bool) -> 
             f"{strategy}: keep_last={config.keep_last}: Lightning decides which checkpoints stay; give "
             f"ModelCheckpoint(save_top_k={config.keep_last}) instead"
         )
-    if config.asynchronous and sharded:
-        raise UnsupportedOptionError(
-            f"{strategy}: asynchronous=True with ShardingConfig(checkpoints='sharded'): parts come to the host one at "
-            "a time, so that the state never lies there as a whole, and a copy of all would be the opposite. Leave "
-            "one of them out"
-        )
+    refuse_background_shards(config, sharded, f"{strategy}: ")
 
 
 def check_plugin_saves(strategy: str, config: CheckpointConfig, io: Any) -> None:

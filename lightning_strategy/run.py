@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_strategy.checkpoints import ScheduledSaves
+from lightning_strategy.checkpoints import SavingCallback
 from lightning_strategy.connector import flops_of_devices
 from lightning_strategy.data_position import DataPosition, exact_state, restore_exact_state
 from lightning_strategy.metrics import RunMetrics
@@ -173,7 +173,7 @@ class Run:
         lasting.enter_context(self.metrics.patched())
         lasting.enter_context(averaging_in_one_graph(self.config))
         lasting.enter_context(backward_in_step(self._trainer, self.steps))
-        saves = ScheduledSaves(self._checkpoint)
+        saves = SavingCallback(self._checkpoint)
         lasting.callback(saves.close)
         lasting.enter_context(self.data.followed())
         lasting.enter_context(_errors_passing(self.stalls, self._trainer))

@@ -41,6 +41,7 @@ from tests.isolation import isolated, outcome_of, run_in_child
 from xla_adapters import ConfigError, get_runtime
 from xla_adapters.checkpoint import CheckpointConfig, CheckpointStore, CheckpointWarning, SaveSchedule
 from xla_adapters.errors import CheckpointWriteError, StallError, UnsupportedOptionError
+from xla_adapters.loop import checkpoints as scheduled
 
 
 def run(folder: Path, checkpoint: Any = None, *, resume: Any = None, seed: int = 0, **options: Any) -> Run:
@@ -247,7 +248,7 @@ def test_after_steps_and_after_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             now[0] += 1.5 if state.global_step == 4 else 0
 
-    monkeypatch.setattr(saves, "SaveSchedule", functools.partial(SaveSchedule, clock=lambda: now[0]))
+    monkeypatch.setattr(scheduled, "SaveSchedule", functools.partial(SaveSchedule, clock=lambda: now[0]))
     config = CheckpointConfig(every=timedelta(seconds=1.6))
     run(tmp_path / "never", config, save_strategy="no", save_total_limit=None, callbacks=[Waits()])
     assert checkpoints(tmp_path / "never") == []

@@ -47,6 +47,7 @@ from xla_adapters.errors import (
     StallError,
     UnsupportedOptionError,
 )
+from xla_adapters.loop import checkpoints as scheduled
 from xla_adapters.sharding import ShardingConfig
 
 
@@ -568,7 +569,7 @@ def test_after_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             now[0] += 1.2 if batch_idx == 4 else 0
 
-    monkeypatch.setattr(checkpoints, "SaveSchedule", functools.partial(SaveSchedule, clock=lambda: now[0]))
+    monkeypatch.setattr(scheduled, "SaveSchedule", functools.partial(SaveSchedule, clock=lambda: now[0]))
     fit(Waits, XLAEagerStrategy(checkpoint={"every": 1.1}), max_epochs=1, callbacks=lambda: [_last(tmp_path)])
     assert CheckpointStore(tmp_path).load(NAME).step == 5
 
