@@ -42,7 +42,7 @@ class XLATrainerMixin(_Base):
         kwargs: keyword arguments, likewise.
         xla_args: the XLA options as a whole, as `XLAArguments` or `XLAConfig`, instead of single ones.
         xla_mode: the option of `XLAConfig`. So are `on_graph_break`, `compile_eval`, `max_graphs`, `on_recompile`,
-            `free_grads`, `accumulation`, `step_replay`, `steps_per_execution` and `rng_algorithm`.
+            `free_grads`, `accumulation`, `step_replay` and `rng_algorithm`.
         auto_sharding: shards the model over all devices by the plan with the lowest estimated cost. The batch sizes of
             `TrainingArguments` are those of all devices together (as in transformers under SPMD).
         sharding: how to shard, by name (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or as a `ShardingConfig`, instead
@@ -71,7 +71,6 @@ class XLATrainerMixin(_Base):
         free_grads: bool | str | None = None,
         accumulation: str | None = None,
         step_replay: bool | str | None = None,
-        steps_per_execution: int | None = None,
         rng_algorithm: str | None = None,
         auto_sharding: bool | Mapping[str, Any] | None = None,
         sharding: str | Mapping[str, Any] | ShardingConfig | None = None,
@@ -91,7 +90,6 @@ class XLATrainerMixin(_Base):
                 "free_grads": free_grads,
                 "accumulation": accumulation,
                 "step_replay": step_replay,
-                "steps_per_execution": steps_per_execution,
                 "rng_algorithm": rng_algorithm,
             },
             auto_sharding=auto_sharding,

@@ -73,11 +73,6 @@ class XLAArguments:
         default="error",
         metadata={"help": "error or retrace: what a difference between a traced step and its replay does."},
     )
-    steps_per_execution: int = field(default=1, metadata={"help": "How many replayed steps run as one execution."})
-    steps_form: str = field(
-        default="loop",
-        metadata={"help": "loop or unrolled: whether the executable of several steps is a loop, or repeats the step."},
-    )
     rng_algorithm: str = field(
         default="auto",
         metadata={"help": "auto, default, philox or three_fry: the random number generator of the device."},

@@ -210,7 +210,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     Args:
         config: the XLA options as a whole, instead of single ones.
         xla_mode: the option of `XLAConfig`. So are `on_graph_break`, `compile_eval`, `max_graphs`, `on_recompile`,
-            `free_grads`, `accumulation`, `rng_algorithm`, `step_replay` and `steps_per_execution`.
+            `free_grads`, `accumulation`, `rng_algorithm` and `step_replay`.
         precision: `"32-true"`, `"bf16-true"` or `"bf16-mixed"`; the Trainer's `precision=` does the same.
         auto_sharding: shards the model over all devices of the process, with the plan that is estimated to cost least.
             A batch of the loader is for all devices together. Without this or `sharding` one device trains.
@@ -243,7 +243,6 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         accumulation: Accumulation | None = None,
         rng_algorithm: RngAlgorithm | None = None,
         step_replay: StepReplay | None = None,
-        steps_per_execution: int | None = None,
         precision: XLAPrecisionFlag | None = None,
         auto_sharding: AutoShardingOption = None,
         sharding: ShardingOption = None,
@@ -263,7 +262,6 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
                 "free_grads": free_grads,
                 "accumulation": accumulation,
                 "step_replay": step_replay,
-                "steps_per_execution": steps_per_execution,
                 "rng_algorithm": rng_algorithm,
             },
         )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from xla_adapters import CompiledStep, ConfigError, XLAAdapterError, XLAConfig, step
+from xla_adapters.config import REMOVED_OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,6 @@ _OF_COMPILED_STEPS = (
     {"max_graphs": 3},
     {"on_recompile": "error"},
     {"step_replay": True},
-    {"steps_per_execution": 2},
     {"profile_steps": (1, 2)},
 )
 
@@ -67,6 +67,13 @@ def test_from_dict_names_unknown_options() -> None:
     assert XLAConfig.from_dict({"max_graphs": 2}) == XLAConfig(max_graphs=2)
     with pytest.raises(ConfigError, match=r"colour.*valid options: xla_mode, on_graph_break"):
         XLAConfig.from_dict({"colour": "red"})
+
+
+@pytest.mark.parametrize("option", REMOVED_OPTIONS)
+def test_options_of_earlier_versions_say_what_to_do_instead(option: str) -> None:
+    for use in (lambda: XLAConfig.from_dict({option: 2}), lambda: step(**{option: 2})):
+        with pytest.raises(ConfigError, match=f"{option} is no longer an option: "):
+            use()
 
 
 def test_step_refuses_what_it_cannot_do() -> None:

@@ -16,9 +16,15 @@ FreeGrads = Literal["auto"] | bool
 StepReplay = Literal["auto"] | bool
 OnRecompile = Literal["warn", "error", "ignore"]
 OnReplayMismatch = Literal["error", "retrace"]
-StepsForm = Literal["loop", "unrolled"]
 RngAlgorithm = Literal["auto", "default", "philox", "three_fry"]
 ProfileSignal = Literal["SIGUSR1", "SIGUSR2"]
+
+
+# Options of earlier versions, and what to do instead.
+REMOVED_OPTIONS = {
+    "steps_per_execution": "each step is an execution of its own; leave it out (step_replay keeps short steps cheap)",
+    "steps_form": "each step is an execution of its own; leave it out",
+}
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -69,10 +75,6 @@ class XLAConfig:
             intervals. `None` for never.
         on_replay_mismatch: what happens if they differ: `"error"` raises `ReplayMismatchError`, which names the
             difference and the first step that is affected; `"retrace"` warns, and traces all further steps.
-        steps_per_execution: how many replayed steps one executable runs. Steps wait until the last of them is called;
-            if your code uses a tensor that they change, they are executed immediately, one by one.
-        steps_form: whether that executable loops over one copy of the step (`"loop"`), or has a copy for each step
-            (`"unrolled"`), which takes that many times as long to compile.
         rng_algorithm: the algorithm of random numbers on the device, for the whole process: `"default"` is the
             device's own; `"auto"` is `"three_fry"` on CPU devices, where it is the fastest, else `"default"`.
             Algorithms draw different numbers. The environment variable `XLA_RNG_BIT_GENERATOR` has priority.
@@ -99,8 +101,6 @@ class XLAConfig:
     step_replay: StepReplay = "auto"
     replay_verify_every: int | None = 1000
     on_replay_mismatch: OnReplayMismatch = "error"
-    steps_per_execution: int = 1
-    steps_form: StepsForm = "loop"
     rng_algorithm: RngAlgorithm = "auto"
     profile_steps: tuple[int, int] | None = None
     profile_signal: ProfileSignal | None = None
@@ -117,17 +117,7 @@ class XLAConfig:
         check_choice("on_replay_mismatch", self.on_replay_mismatch, get_args(OnReplayMismatch))
         check_choice("rng_algorithm", self.rng_algorithm, get_args(RngAlgorithm))
         check_choice("accumulation", self.accumulation, get_args(Accumulation))
-        check_choice("steps_form", self.steps_form, get_args(StepsForm))
         self._check_profile()
-        several = self.steps_per_execution
-        if isinstance(several, bool) or not isinstance(several, int) or several < 1:
-            raise ConfigError(f"steps_per_execution={several!r} is not a valid value; valid values: an integer >= 1")
-        if several > 1 and not self.may_replay:
-            raise ConfigError(
-                f"steps_per_execution={several}: only replayed steps are executed together, and with xla_mode="
-                f"{self.xla_mode!r}, step_replay={self.step_replay!r}, accumulation={self.accumulation!r} none is; it "
-                "needs 'eager+compile' or 'eager+dynamo', 'auto' or True, and 'per_micro_batch'"
-            )
         for name in ("max_graphs", "replay_verify_every"):
             limit = getattr(self, name)
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
@@ -187,8 +177,14 @@ class XLAConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> XLAConfig:
-        """Builds a config from plain values (JSON, YAML); an unknown key lists the valid ones."""
+        """Builds a config from plain values (JSON, YAML).
+
+        Raises:
+            ConfigError: a key is unknown, or an option of an earlier version; or a value is not valid.
+        """
         known = [field.name for field in fields(cls)]
+        for name in sorted(values.keys() & REMOVED_OPTIONS.keys()):
+            raise ConfigError(f"{name} is no longer an option: {REMOVED_OPTIONS[name]}")
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ConfigError(f"unknown option(s) {', '.join(unknown)}; valid options: {', '.join(known)}")
@@ -246,13 +242,6 @@ class XLAConfig:
     def may_replay(self) -> bool:
         """Whether these options allow an adapter to replay training steps."""
         return self.compiles_step and self.step_replay is not False and self.accumulation == "per_micro_batch"
-
-    @property
-    def needs_replay(self) -> str | None:
-        """The option that has no effect if steps cannot be replayed, for messages; None if there is none."""
-        if self.steps_per_execution > 1:
-            return f"steps_per_execution={self.steps_per_execution}"
-        return "step_replay=True" if self.step_replay is True else None
 
     @property
     def eager_by_default(self) -> bool:

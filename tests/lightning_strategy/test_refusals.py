@@ -131,8 +131,8 @@ def test_anomalies_are_looked_for_in_eager_mode() -> None:
     assert_close(ours.module.losses, plain)
     eager = fit(Classifier, XLAEagerStrategy(xla_mode="eager"), detect_anomaly=True, max_epochs=1)
     assert_close(eager.module.losses, plain)
-    with pytest.raises(UnsupportedOptionError, match=r"detect_anomaly=True reads.*but steps_per_execution=2"):
-        fit(Classifier, XLAEagerStrategy(steps_per_execution=2), detect_anomaly=True)
+    with pytest.raises(UnsupportedOptionError, match=r"detect_anomaly=True reads.*but step_replay=True"):
+        fit(Classifier, XLAEagerStrategy(step_replay=True), detect_anomaly=True)
 
 
 class Undefined(Classifier):

@@ -124,15 +124,6 @@ def test_the_profile_names_phases(tmp_path: Path) -> None:
 
 
 @isolated
-def test_steps_that_wait_for_others_are_executed_within_the_profile(tmp_path: Path) -> None:
-    step = _compiled(XLAConfig(profile_steps=(6, 7), profile_folder=str(tmp_path), steps_per_execution=4))
-    batch = torch.randn(3, 4).to("xla")
-    for _ in range(9):
-        step(batch)
-    assert _executions(tmp_path) == 2
-
-
-@isolated
 def test_an_error_ends_the_profile_and_keeps_it(tmp_path: Path) -> None:
     xla_adapters.initialize()
     weight = torch.ones(3, device="xla")

@@ -9,7 +9,7 @@ from typing import Any
 
 from xla_adapters.checkpoint import Checkpoint, CheckpointConfig, Preemption, SaveSchedule, differences
 from xla_adapters.checkpoint import warn_of_differences as warn_of_lines
-from xla_adapters.config import XLAConfig
+from xla_adapters.config import REMOVED_OPTIONS, XLAConfig
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.runtime import get_runtime
 from xla_adapters.sharding import ShardingConfig
@@ -122,5 +122,8 @@ def warn_of_differences(
         devices: of this run.
     """
     world = {"processes": 1, "devices": devices}
-    lines = differences(checkpoint.manifest, settings=settings, distributions=distributions, world=world)
+    removed = [f"xla.{name}" for name in REMOVED_OPTIONS]
+    lines = differences(
+        checkpoint.manifest, settings=settings, distributions=distributions, world=world, ignore=removed
+    )
     warn_of_lines(checkpoint, lines)

@@ -71,7 +71,7 @@ class StepDriver:
         self._runtime = get_runtime()
         # The adapters free gradients themselves, before they end a step: a step of an accumulation must keep them.
         train_config = replace(config, free_grads=False)
-        evaluation_config = replace(train_config.without_graph_limits(), steps_per_execution=1)
+        evaluation_config = train_config.without_graph_limits()
         self.train = StepProgram("train_step", train_config, hint=hint)
         self.update = StepProgram("optimizer_step", train_config.unprofiled(), hint=hint)
         self.evaluation = {name: StepProgram(name, evaluation_config, hint=evaluation_hint) for name in evaluation}

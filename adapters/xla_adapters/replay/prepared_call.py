@@ -173,15 +173,15 @@ class PreparedCall:
             runtime: the runtime.
         """
         slots = [slot for slot in map(self._sources.__getitem__, self._donated) if isinstance(slot, Slot)]
-        if self.separate((slot.get(tensors) for slot in slots), runtime):
+        if self._separate((slot.get(tensors) for slot in slots), runtime):
             inputs[:] = self.inputs(tensors, (), runtime)
         # A tensor of the batch may be one of the state.
         batch = [index for index, source in self._changing if isinstance(source, Slot) and source.kind == "batch"]
         given = {index: inputs[index] for index in batch}
-        for index, copy in copies_of_taken(self.donated_like(given.values(), inputs), given, runtime).items():
+        for index, copy in copies_of_taken(self._donated_like(given.values(), inputs), given, runtime).items():
             inputs[index] = copy
 
-    def separate(self, donated: Iterable[torch.Tensor], runtime: Runtime) -> bool:
+    def _separate(self, donated: Iterable[torch.Tensor], runtime: Runtime) -> bool:
         """Gives donated tensors new buffers if copies made since the last run may share theirs.
 
         Args:
@@ -198,7 +198,7 @@ class PreparedCall:
         self._copies = runtime.shared_buffers.copies_made()
         return bool(shared)
 
-    def donated_like(self, given: Iterable[torch.Tensor], inputs: _ByPosition) -> list[torch.Tensor]:
+    def _donated_like(self, given: Iterable[torch.Tensor], inputs: _ByPosition) -> list[torch.Tensor]:
         """The donated inputs that have the dtype and shape of one of these tensors."""
         if not self._donated_by_form:
             for index in self._donated:

@@ -175,9 +175,9 @@ def step(
         raise ConfigError(f"give either config= or single options, not both (got {', '.join(sorted(options))})")
     config = config if config is not None else XLAConfig.from_dict(options)
     check_no_model_is_compiled(config)
-    if config.needs_replay is not None:
+    if config.step_replay is True:
         raise ConfigError(
-            f"{config.needs_replay}: the code inside `with step()` runs at each call and cannot be skipped; make the "
+            "step_replay=True: the code inside `with step()` runs at each call and cannot be skipped; make the "
             "step a function and decorate it with xla_adapters.CompiledStep(config=...)"
         )
     made = Step(name=name, config=config, seed=seed, hint=hint)

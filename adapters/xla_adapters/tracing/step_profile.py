@@ -16,7 +16,6 @@ from typing import Any
 
 from xla_adapters.config import XLAConfig
 from xla_adapters.runtime import get_runtime
-from xla_adapters.runtime.waiting_steps import settle
 from xla_adapters.tracing.profile_spans import BETWEEN, FORWARD, SPANS
 from xla_adapters.tracing.step_scope import in_step
 
@@ -92,7 +91,6 @@ class StepProfile:
     def _start(self, until: int, why: str) -> None:
         runtime = get_runtime()
         runtime.device.initialize()
-        settle("a profile begins")
         # What earlier calls left to the device is no part of the profile.
         runtime.device.wait()
         self._from, self._until, self._why = self._calls, until, why
@@ -140,7 +138,6 @@ class StepProfile:
         self._is_recording = False
         SPANS.stop()
         atexit.unregister(self.stop)
-        settle("a profile ends")
         runtime = get_runtime()
         runtime.device.wait()
         runtime.device.stop_profile()
