@@ -121,9 +121,11 @@ def warn_of_differences(
         distributions: whose versions are compared, beside the core's own.
         devices: of this run.
     """
-    world = {"processes": 1, "devices": devices}
-    removed = [f"xla.{name}" for name in REMOVED_OPTIONS]
     lines = differences(
-        checkpoint.manifest, settings=settings, distributions=distributions, world=world, ignore=removed
+        checkpoint.manifest,
+        settings=settings,
+        distributions=distributions,
+        world={"processes": 1, "devices": devices},
+        ignore=[f"xla.{name}" for name in REMOVED_OPTIONS],
     )
     warn_of_lines(checkpoint, lines)
