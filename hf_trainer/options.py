@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -158,77 +157,39 @@ class TrainerOptions:
     xla_report: bool = True
 
     @classmethod
-    def resolve(
-        cls,
-        xla_args: XLAArguments | XLAConfig | None,
-        core: Mapping[str, object],
-        *,
-        auto_sharding: bool | Mapping[str, Any] | None,
-        sharding: str | Mapping[str, Any] | ShardingConfig | None,
-        safe_checkpoints: bool | None,
-        checkpoint: CheckpointConfig | Mapping[str, Any] | None,
-        xla_report: bool | None = None,
-    ) -> TrainerOptions:
+    def resolve(cls, xla_args: XLAArguments | XLAConfig | None, **options: Any) -> TrainerOptions:
         """The options from `xla_args` or from single arguments. Each may be given in one of the two ways.
 
         Args:
             xla_args: the options as one object; None if they are given singly.
-            core: the fields of `XLAConfig` by name; None stands for an option that was not given.
-            auto_sharding, sharding, safe_checkpoints, checkpoint, xla_report: as for `XLATrainerMixin`.
+            options: the fields of `XLAConfig`, and the other options of `XLATrainerMixin`, by name; None stands for an
+                option that was not given.
 
         Raises:
             ConfigError: an option was given in both ways, or a value is not valid.
         """
+        own = {name: options.pop(name) for name in _NOT_OF_THE_CORE}
+        core = {name: value for name, value in options.items() if value is not None}
+        sharding = ShardingConfig.resolve(auto_sharding=own["auto_sharding"], sharding=own["sharding"])
+        twice = [] if xla_args is None else sorted(core)
+        if isinstance(xla_args, XLAArguments):
+            twice = twice or [name for name in ("safe_checkpoints", "xla_report") if own[name] is not None][:1]
+            if sharding is not None and xla_args.to_sharding() is not None:
+                raise ConfigError("sharding was asked for twice: by xla_args= and by auto_sharding= or sharding=")
+            if own["checkpoint"] is not None and xla_args.checkpoint is not None:
+                raise ConfigError("the checkpoint options were given twice: as xla_args= and as checkpoint=")
+        if twice:
+            listed = ", ".join(f"{name}=" for name in twice)
+            raise ConfigError(f"the XLA options were given twice: as xla_args= and as {listed}")
+        whole = xla_args if isinstance(xla_args, XLAArguments) else XLAArguments(**core)
+        chosen = {name: getattr(whole, name) if value is None else value for name, value in own.items()}
         return cls(
-            config=_config(xla_args, core),
-            sharding=_sharding(xla_args, auto_sharding, sharding),
-            safe_checkpoints=_switch("safe_checkpoints", xla_args, safe_checkpoints),
-            checkpoint=_checkpoint(xla_args, checkpoint),
-            xla_report=_switch("xla_report", xla_args, xla_report),
+            config=xla_args if isinstance(xla_args, XLAConfig) else whole.to_config(),
+            sharding=sharding if sharding is not None else whole.to_sharding(),
+            safe_checkpoints=check_switch("safe_checkpoints", chosen["safe_checkpoints"]),
+            checkpoint=CheckpointConfig.resolve(chosen["checkpoint"]),
+            xla_report=check_switch("xla_report", chosen["xla_report"]),
         )
-
-
-def _config(xla_args: XLAArguments | XLAConfig | None, core: Mapping[str, object]) -> XLAConfig:
-    given = {name: value for name, value in core.items() if value is not None}
-    if xla_args is not None and given:
-        raise ConfigError(
-            f"the XLA options were given twice: as xla_args= and as {', '.join(f'{name}=' for name in sorted(given))}"
-        )
-    if isinstance(xla_args, XLAConfig):
-        return xla_args
-    if xla_args is not None:
-        return xla_args.to_config()
-    return XLAArguments(**given).to_config()  # type: ignore[arg-type]
-
-
-def _sharding(
-    xla_args: XLAArguments | XLAConfig | None,
-    auto_sharding: bool | Mapping[str, Any] | None,
-    sharding: str | Mapping[str, Any] | ShardingConfig | None,
-) -> ShardingConfig | None:
-    given = ShardingConfig.resolve(auto_sharding=auto_sharding, sharding=sharding)
-    parsed = xla_args.to_sharding() if isinstance(xla_args, XLAArguments) else None
-    if given is not None and parsed is not None:
-        raise ConfigError("sharding was asked for twice: by xla_args= and by auto_sharding= or sharding=")
-    return given if given is not None else parsed
-
-
-def _switch(name: str, xla_args: XLAArguments | XLAConfig | None, given: bool | None) -> bool:
-    """An option that is on by default."""
-    if not isinstance(xla_args, XLAArguments):
-        return check_switch(name, True if given is None else given)
-    if given is not None:
-        raise ConfigError(f"the XLA options were given twice: as xla_args= and as {name}=")
-    return bool(getattr(xla_args, name))
-
-
-def _checkpoint(
-    xla_args: XLAArguments | XLAConfig | None, given: CheckpointConfig | Mapping[str, Any] | None
-) -> CheckpointConfig:
-    parsed = xla_args.checkpoint if isinstance(xla_args, XLAArguments) else None
-    if given is not None and parsed is not None:
-        raise ConfigError("the checkpoint options were given twice: as xla_args= and as checkpoint=")
-    return CheckpointConfig.resolve(given if given is not None else parsed)
 
 
 def check_checkpoint_options(

@@ -8,21 +8,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 import torch
 from lightning.fabric import plugins as fabric_plugins
 from lightning.fabric.connector import _Connector, _convert_precision_to_unified_args
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins import Precision as FabricPrecision
+from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities import throughput
 from lightning.pytorch.accelerators import Accelerator, XLAAccelerator
 from lightning.pytorch.callbacks import throughput_monitor
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins import precision as trainer_plugins
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
+from lightning_strategy.checkpoints import XLAEagerCheckpointIO, with_writer
 from lightning_strategy.refusals import ConnectorFlags, check_devices, check_flags, flags_under_construction
+from lightning_strategy.sharding import ModuleSharding, plan_of
 from xla_adapters import get_runtime
+from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.errors import ConfigError, UnsupportedOptionError
+from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.utils.patching import replaced
 
 XLAPrecisionFlag = Literal["32-true", "bf16-true", "bf16-mixed"]
@@ -82,22 +89,18 @@ def choose_precision(own: str | None, flags: ConnectorFlags | None) -> str:
     return own or given or "32-true"
 
 
-def precision_plugin(precision: str, device_type: str) -> Precision:
-    """The plugin of Lightning's Trainer for one of the three precisions."""
-    if precision == "bf16-true":
-        return HalfPrecision("bf16-true")
-    if precision == "bf16-mixed":
-        return MixedPrecision("bf16-mixed", device_type)
-    return Precision()
+def _precision_of(plugins: Any, precision: str) -> Any:
+    """Lightning's plugin for one of the three precisions.
 
-
-def fabric_precision(precision: str, device_type: str) -> fabric_plugins.Precision:
-    """The plugin of Fabric for one of the three precisions."""
+    Args:
+        plugins: the module of the Trainer's plugins, or that of Fabric's.
+        precision: its name.
+    """
     if precision == "bf16-true":
-        return fabric_plugins.HalfPrecision("bf16-true")
+        return plugins.HalfPrecision("bf16-true")
     if precision == "bf16-mixed":
-        return fabric_plugins.MixedPrecision("bf16-mixed", device_type)
-    return fabric_plugins.Precision()
+        return plugins.MixedPrecision("bf16-mixed", get_runtime().device.torch_device().type)
+    return plugins.Precision()
 
 
 def check_plugin(plugin: Any, device_type: str) -> None:
@@ -290,7 +293,7 @@ class TrainerPlugins(ConnectorPlugins[Precision]):
     """The plugins of a strategy of the Trainer."""
 
     def _make(self, precision: str) -> Precision:
-        return precision_plugin(precision, get_runtime().device.torch_device().type)
+        return cast(Precision, _precision_of(trainer_plugins, precision))
 
     def _set_in(self, connector: Any) -> None:
         if connector._precision_plugin_flag is None:
@@ -301,7 +304,7 @@ class FabricPlugins(ConnectorPlugins[FabricPrecision]):
     """The plugins of a strategy of Fabric."""
 
     def _make(self, precision: str) -> FabricPrecision:
-        return fabric_precision(precision, get_runtime().device.torch_device().type)
+        return cast(FabricPrecision, _precision_of(fabric_plugins, precision))
 
     def _set_in(self, connector: Any) -> None:
         connector.accelerator = self._own_accelerator
@@ -313,6 +316,51 @@ class FabricPlugins(ConnectorPlugins[FabricPrecision]):
 
 
 NAME = "xla_eager"
+
+
+class StrategyHooks:
+    """What Lightning and the user ask of both strategies, that of the Trainer and that of Fabric."""
+
+    strategy_name = NAME
+    checkpoint_config: CheckpointConfig
+    _plugins: ConnectorPlugins[Any]
+    _sharding: ModuleSharding | None
+    _checkpoint_io: CheckpointIO | None
+
+    @property
+    def _accelerator(self) -> Any:
+        return self._plugins.accelerator()
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Any) -> None:
+        """Does nothing: the device is the strategy's, also where Lightning chose another for the flag `"auto"`."""
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's, or `XLAEagerCheckpointIO`."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = XLAEagerCheckpointIO(self.checkpoint_config)
+        return with_writer(self._checkpoint_io)
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def sharding_plan(self) -> ShardingPlan:
+        """The plan of the module or model that was prepared last.
+
+        Raises:
+            ConfigError: it is not sharded, or none was prepared yet.
+        """
+        return plan_of(self._sharding, type(self).__name__)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Registers the strategy as `"xla_eager"`."""
+        strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
+
+
 _STRATEGIES: tuple[tuple[Any, str], ...] = (
     (_AcceleratorConnector, "XLAEagerStrategy"),
     (_Connector, "XLAEagerFabricStrategy"),

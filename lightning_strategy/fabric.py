@@ -11,15 +11,15 @@ from typing import Any, TypeVar, overload
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, Precision
-from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from lightning.fabric.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.fabric.strategies.strategy import Strategy
 from torch.optim import Optimizer
 
 from lightning_strategy import sharded_checkpoints as sharded
-from lightning_strategy.checkpoints import EXACT_STATE, XLAEagerCheckpointIO, show_differences, with_writer
-from lightning_strategy.connector import FabricPlugins, XLAPrecisionFlag
+from lightning_strategy.checkpoints import EXACT_STATE, show_differences
+from lightning_strategy.connector import FabricPlugins, StrategyHooks, XLAPrecisionFlag
 from lightning_strategy.fabric_steps import FabricStep, FabricSteps, begin_launch, end_launch, made_or_applied
 from lightning_strategy.refusals import check_fabric_config, check_fused, check_placed, start_runtime
 from lightning_strategy.sharding import (
@@ -29,13 +29,12 @@ from lightning_strategy.sharding import (
     keeping_parameters,
     make_sharding,
     on_host,
-    plan_of,
 )
 from xla_adapters import XLAConfig, get_runtime, in_step
+from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, OnRecompile, RngAlgorithm, XLAMode
 from xla_adapters.errors import BreakKind
 from xla_adapters.runtime.transfers import uploading
-from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.tracing.optimizers import eager_reason
 from xla_adapters.tracing.step_scope import current_scope
 from xla_adapters.utils.compiling import as_if_compiling
@@ -205,7 +204,7 @@ def _is_resumable(state: dict[str, Any]) -> bool:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
+class XLAEagerFabricStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: ignore[misc]
     """Lets `Fabric` train on the PJRT device of the process; you write the loop, and mark its steps.
 
     The body of a step is compiled as one graph and executed once, at its end. Reading a tensor, saving a checkpoint or
@@ -250,7 +249,7 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
         RuntimeOrderError: the XLA runtime was started earlier in a mode that does not fit.
     """
 
-    strategy_name = "xla_eager"
+    _plugins: FabricPlugins
 
     def __init__(
         self,
@@ -283,6 +282,7 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
             },
         )
         check_fabric_config(self.xla_config)
+        self.checkpoint_config = CheckpointConfig()
         name = type(self).__name__
         self._plugins = FabricPlugins(name, precision)
         self._sharding = make_sharding(name, self.xla_config, auto_sharding=auto_sharding, sharding=sharding)
@@ -341,24 +341,7 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
         """Training steps since the seed was set; a checkpoint that is loaded sets it."""
         return self._steps.count
 
-    @property
-    def sharding_plan(self) -> ShardingPlan:
-        """The plan of the model that was set up last.
-
-        Raises:
-            ConfigError: it is not, or none was set up yet.
-        """
-        return plan_of(self._sharding, type(self).__name__)
-
     # ---- what Fabric asks for when it is constructed -------------------------------------------
-
-    @property
-    def _accelerator(self) -> Any:
-        return self._plugins.accelerator()
-
-    @_accelerator.setter
-    def _accelerator(self, accelerator: Any) -> None:
-        """Does nothing: the device is the strategy's, also where Lightning chose another for the flag `"auto"`."""
 
     @property
     def _precision(self) -> Precision | None:
@@ -376,22 +359,6 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
     @precision.setter
     def precision(self, plugin: Precision | None) -> None:
         self._plugins.set_precision(plugin)
-
-    @property  # type: ignore[override]
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's, or `XLAEagerCheckpointIO`."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = XLAEagerCheckpointIO()
-        return with_writer(self._checkpoint_io)
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._checkpoint_io = io
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Registers the strategy as `"xla_eager"`."""
-        strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
 
     # ---- launch and end ------------------------------------------------------------------------
 
@@ -501,3 +468,8 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
         """As `Strategy.load_checkpoint`; restores random numbers if there is an optimizer in the state."""
         load = super().load_checkpoint
         return self._checkpoints.load(path, state, load, strict=strict, weights_only=weights_only)
+
+
+# `L.Fabric(strategy="xla_eager")`.
+if XLAEagerFabricStrategy.strategy_name not in STRATEGY_REGISTRY:
+    XLAEagerFabricStrategy.register_strategies(STRATEGY_REGISTRY)

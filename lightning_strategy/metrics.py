@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -54,39 +54,6 @@ def _lists(metric: Metric) -> Iterable[tuple[str, list[Any]]]:
 
 # The connector's values for the progress bar, loggers and callbacks.
 _CONNECTOR_VALUES = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics")
-
-
-class RunSnapshot:
-    """Takes a snapshot of logged values and metrics before each step, and restores it if the step is discarded.
-
-    Args:
-        trainer: whose logged values are kept.
-        module: whose metrics are kept.
-    """
-
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._trainer = trainer
-        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
-        self._results: Any = None
-        self._logged: dict[str, Any] = {}
-        self._snapshot = MetricSnapshot([])
-        self._connector_values: list[dict[str, Any]] = []
-
-    def take(self) -> None:
-        """Takes a snapshot, which replaces the last one."""
-        self._results = self._trainer._results
-        self._connector_values = [dict(getattr(self._trainer._logger_connector, name)) for name in _CONNECTOR_VALUES]
-        self._logged = dict(self._results) if self._results is not None else {}
-        self._snapshot = MetricSnapshot([*self._metrics, *self._logged.values()])
-
-    def restore(self) -> None:
-        """Goes back to the last snapshot."""
-        for name, values in zip(_CONNECTOR_VALUES, self._connector_values, strict=True):
-            setattr(self._trainer._logger_connector, name, values)
-        if self._results is not None:
-            self._results.clear()
-            self._results.update(self._logged)
-        self._snapshot.restore()
 
 
 class BatchValue:
@@ -307,13 +274,21 @@ class RunMetrics:
         trainer: runs the loops.
         is_step_open: whether a step is being traced now.
         clock: told that results of steps are waited for.
+
+    Attributes:
+        deferred: updates of metrics that cannot be traced.
     """
 
     def __init__(self, trainer: Trainer, is_step_open: Callable[[], bool], clock: WallClock) -> None:
         self._trainer = trainer
         self._reader = MetricReader(is_step_open, clock)
-        self._deferred = DeferredMetrics()
-        self._snapshot: RunSnapshot | None = None
+        self.deferred = DeferredMetrics()
+        self._metrics: list[Metric] | None = None
+        # What a step that is discarded is undone with.
+        self._results: Any = None
+        self._logged: dict[str, Any] = {}
+        self._connector_values: list[dict[str, Any]] = []
+        self._snapshot = MetricSnapshot([])
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -323,15 +298,7 @@ class RunMetrics:
 
     def take_snapshots_of(self, module: LightningModule) -> None:
         """From the next step on the module's metrics are restored if a step is discarded."""
-        self._snapshot = RunSnapshot(self._trainer, module)
-
-    def deferring(self, module: LightningModule) -> AbstractContextManager[None]:
-        """Defers updates of the module's metrics that cannot be traced to the end of the step, until the exit."""
-        return self._deferred.of(module)
-
-    def deferred_updates(self) -> int:
-        """How many updates of metrics are deferred to the end of the step."""
-        return self._deferred.waiting()
+        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
 
     def make_progress_bar_values_numbers(self) -> None:
         """Reads what the progress bar showed last, so that nothing of it needs the device any more."""
@@ -341,17 +308,22 @@ class RunMetrics:
     # ---- events of the steps -------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """A step is about to be opened."""
+        """A step is about to be opened: takes a snapshot of logged values and metrics."""
         self._reader.forget()
-        if self._snapshot is not None:
-            self._snapshot.take()
-
-    def after_step(self) -> None:
-        """A step was executed."""
-        self._deferred.after_step()
+        if self._metrics is not None:
+            connector = self._trainer._logger_connector
+            self._results = self._trainer._results
+            self._connector_values = [dict(getattr(connector, name)) for name in _CONNECTOR_VALUES]
+            self._logged = dict(self._results) if self._results is not None else {}
+            self._snapshot = MetricSnapshot([*self._metrics, *self._logged.values()])
 
     def after_discard(self) -> None:
-        """A step was discarded."""
-        self._deferred.discard()
-        if self._snapshot is not None:
+        """A step was discarded: goes back to the snapshot."""
+        self.deferred.discard()
+        if self._metrics is not None:
+            for name, values in zip(_CONNECTOR_VALUES, self._connector_values, strict=True):
+                setattr(self._trainer._logger_connector, name, values)
+            if self._results is not None:
+                self._results.clear()
+                self._results.update(self._logged)
             self._snapshot.restore()

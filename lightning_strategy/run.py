@@ -140,7 +140,7 @@ class Run:
         return module
 
     def _after_step(self) -> None:
-        self.metrics.after_step()
+        self.metrics.deferred.after_step()
         self._report.step_ended()
 
     def _is_step_open(self) -> bool:
@@ -207,9 +207,9 @@ class Run:
         rules = None
         if self.steps.may_replay:
             proves = self.config.step_replay is not True
-            rules = ReplayRules(self._trainer, module, self.metrics.deferred_updates, proves=proves)
+            rules = ReplayRules(self._trainer, module, self.metrics.deferred.waiting, proves=proves)
             lasting.enter_context(replaying_loops(self._trainer, self.steps))
-        lasting.enter_context(self.metrics.deferring(module))
+        lasting.enter_context(self.metrics.deferred.of(module))
         if self._sharding is not None:
             lasting.enter_context(self._sharding.holding(module))
         self.batches.model_is_ready(rules)

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.io import CheckpointIO
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 
 from lightning_strategy import sharded_checkpoints as sharded
@@ -26,9 +25,8 @@ from lightning_strategy.checkpoints import (
     load_newest,
     settings_of,
     show_differences,
-    with_writer,
 )
-from lightning_strategy.connector import TrainerPlugins, XLAPrecisionFlag
+from lightning_strategy.connector import StrategyHooks, TrainerPlugins, XLAPrecisionFlag
 from lightning_strategy.refusals import check_fused, config_of_run, explaining_fused, start_runtime
 from lightning_strategy.report import FitReport
 from lightning_strategy.run import Run
@@ -42,7 +40,6 @@ from lightning_strategy.sharding import (
     make_sharding,
     on_host,
     optimizers_following,
-    plan_of,
     prepare_for_run,
 )
 from lightning_strategy.steps import GRADIENTS, load_gradients
@@ -61,7 +58,6 @@ from xla_adapters.insight.run_report import RunReport
 from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding.dtensor import accept_placements
-from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.utils.compiling import as_if_compiling
 
 
@@ -194,7 +190,7 @@ class TrainerCheckpoints:
             show_differences(self._loaded_from, self._settings(), self._sharding)
 
 
-class XLAEagerStrategy(SingleDeviceXLAStrategy):
+class XLAEagerStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: ignore[misc]
     """Trains a LightningModule on the PJRT device of the process.
 
     Everything runs eagerly, except steps: each training, validation, test or predict step is compiled as one graph and
@@ -228,7 +224,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         RuntimeOrderError: the XLA runtime was started earlier in a mode that does not fit.
     """
 
-    strategy_name = "xla_eager"
+    _plugins: TrainerPlugins
 
     def __init__(
         self,
@@ -284,14 +280,6 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     # ---- what the Trainer asks for when it is constructed --------------------------------------
 
     @property
-    def _accelerator(self) -> Any:
-        return self._plugins.accelerator()
-
-    @_accelerator.setter
-    def _accelerator(self, accelerator: Any) -> None:
-        """Does nothing: the device is the strategy's, also where Lightning chose another for the flag `"auto"`."""
-
-    @property
     def _precision_plugin(self) -> Precision | None:
         return self._plugins.precision_for_connector()
 
@@ -308,22 +296,6 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     def precision_plugin(self, plugin: Any) -> None:
         self._plugins.set_precision(plugin)
 
-    @property  # type: ignore[override]
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's, or `XLAEagerCheckpointIO`."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = XLAEagerCheckpointIO(self.checkpoint_config)
-        return with_writer(self._checkpoint_io)
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._checkpoint_io = io
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Registers the strategy as `"xla_eager"`."""
-        strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
-
     # ---- a run ---------------------------------------------------------------------------------
 
     @property
@@ -332,15 +304,6 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         if self._run is None:
             raise RuntimeError(f"{type(self).__name__}: no run is under way; the Trainer starts one")
         return self._run
-
-    @property
-    def sharding_plan(self) -> ShardingPlan:
-        """How the module is sharded.
-
-        Raises:
-            ConfigError: it is not, or no run has begun yet.
-        """
-        return plan_of(self._sharding, type(self).__name__)
 
     def xla_report(self) -> RunReport:
         """What the last fit did, or what this one has done so far: time, compiles, steps, rates."""
@@ -544,3 +507,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """As `Strategy.load_optimizer_state_dict`; accumulated gradients are loaded, too."""
         self._checkpoints.load_optimizers(self._run, checkpoint, super().load_optimizer_state_dict)
+
+
+# `L.Trainer(strategy="xla_eager")`.
+if XLAEagerStrategy.strategy_name not in StrategyRegistry:
+    XLAEagerStrategy.register_strategies(StrategyRegistry)
