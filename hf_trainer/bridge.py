@@ -12,7 +12,7 @@ import transformers
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from hf_trainer.checkpoints import CheckpointSchedule, CheckpointStores, SafeCheckpoints, restore_rest
+from hf_trainer.checkpoints import CheckpointStores, SafeCheckpoints, restore_rest
 from hf_trainer.data import Inputs
 from hf_trainer.model import ModelSharding, ParameterMoves, model_of
 from hf_trainer.options import TrainerOptions, check_checkpoint_options, check_runtime, hold_jit_checkpoint
@@ -107,7 +107,6 @@ class Bridge:
     session: Session
     training: TrainingSteps
     evaluation: Evaluation
-    schedule: CheckpointSchedule
 
     def __init__(self, trainer: transformers.Trainer, base: Any, options: TrainerOptions) -> None:
         self.options = options
@@ -127,7 +126,7 @@ class Bridge:
         self.inputs = Inputs(trainer, base, sharder)
         self.watch = StallWatch(options.checkpoint.stall_deadline)
         self.stores = CheckpointStores(trainer, options, self.sharding.devices, self._random_algorithm)
-        self.checkpoints = SafeCheckpoints(trainer, base, self.stores)
+        self.checkpoints = SafeCheckpoints(trainer, base, self.stores, options.checkpoint)
         self.sharded_checkpoints = ShardedCheckpoints(trainer, base, self.sharding)
         self.weights = WeightLoading(trainer, base)
 
@@ -153,7 +152,7 @@ class Bridge:
         self.session = Session(trainer, self.steps, self.sharding)
         self.training = TrainingSteps(trainer, base, self.steps, self.inputs, self.record)
         self.evaluation = Evaluation(trainer, base, self.steps, self.inputs, self.session)
-        self.schedule = CheckpointSchedule(trainer, base, options.checkpoint, self.steps, self.checkpoints)
+        self.checkpoints.steps = self.steps
         surround(
             trainer.callback_handler,
             before={
@@ -197,7 +196,6 @@ class Bridge:
             )
             self.run_stats.start()
             stack.callback(self.run_stats.stop)
-            stack.enter_context(self.schedule.training())
             yield stack.enter_context(self.checkpoints.training(resume_from))
 
     def training_loop(self) -> AbstractContextManager[object]:
@@ -252,7 +250,7 @@ class Bridge:
     def _step_is_done(self, control: TrainerControl) -> None:
         """An optimizer step and all its callbacks are done: a checkpoint may be due."""
         self.record.step_ended()
-        self.schedule.step_is_done(control)
+        self.checkpoints.step_is_done(control)
 
     def _accumulation_may_stop(self, control: TrainerControl) -> None:
         """If the loop stops between two micro batches of an update, the open step is discarded."""

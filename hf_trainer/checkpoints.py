@@ -284,15 +284,25 @@ class SafeCheckpoints:
         trainer: the trainer.
         base: the methods that the mixin overrides.
         stores: commit, verify and delete checkpoints.
+        config: when to save, beside the trainer's own schedule.
 
     Attributes:
+        steps: mention the newest checkpoint in their errors.
         resumed_from: the checkpoint that the training under way resumed from; None if it started from scratch.
     """
 
-    def __init__(self, trainer: transformers.Trainer, base: Any, stores: CheckpointStores) -> None:
+    steps: StepDriver
+    _saves: ScheduledSaves
+
+    def __init__(
+        self, trainer: transformers.Trainer, base: Any, stores: CheckpointStores, config: CheckpointConfig
+    ) -> None:
         self._trainer = trainer
         self._base = base
         self._stores = stores
+        self._config = config
+        # Steps done and entries logged at the last save. A later evaluation adds an entry that is not saved.
+        self._saved_at = (-1, -1)
         self.resumed_from: Path | None = None
         # The folder in which transformers creates the checkpoint being written.
         self._draft_folder: str | None = None
@@ -306,7 +316,7 @@ class SafeCheckpoints:
 
     @contextmanager
     def training(self, resume_from: str | bool | None) -> Iterator[str | bool | None]:
-        """Around a training: verifies the checkpoint it resumes from, and starts the saver of `asynchronous=True`.
+        """Around a training: verifies the checkpoint it resumes from; handles signals, and saves in the background.
 
         Args:
             resume_from: `resume_from_checkpoint` as the user gave it.
@@ -319,7 +329,9 @@ class SafeCheckpoints:
         elif isinstance(resume_from, str):
             self._stores.check_is_folder(resume_from)
         self.resumed_from = Path(str(resume_from)) if resume_from else None
+        self._saves = ScheduledSaves(self._config)
         with ExitStack() as stack:
+            stack.enter_context(self._saves.receiving_signals())
             if self._stores.asynchronous:
                 stack.callback(setattr, self, "_saver", None)
                 root = self._trainer._get_output_dir(None)
@@ -341,6 +353,10 @@ class SafeCheckpoints:
         Raises:
             CheckpointWriteError: this save failed, or the one in the background before it.
         """
+        self._save(model, trial)
+        self._note_saved(trial)
+
+    def _save(self, model: Any, trial: Any) -> None:
         state = self._trainer.state
         if not self._stores.are_used:
             with naming_failed_writes(f"checkpoint '{PREFIX}{state.global_step}'", self.output_dir(trial)):
@@ -422,6 +438,42 @@ class SafeCheckpoints:
                 return path
         return self._trainer.state.best_model_checkpoint
 
+    # ---- the schedule ----------------------------------------------------------------------------
+
+    def step_is_done(self, control: TrainerControl) -> None:
+        """An optimizer step and its callbacks are done: asks the loop for a checkpoint if one is due."""
+        if self._saves.are_due(self._trainer.state.global_step):
+            control.should_save = True
+
+    def _note_saved(self, trial: Any) -> None:
+        """A checkpoint was saved, or is being saved in the background."""
+        state = self._trainer.state
+        self._saves.saved(state.global_step)
+        self.steps.train.note_checkpoint(
+            os.path.join(self._base._get_output_dir(trial), f"{PREFIX}{state.global_step}")
+        )
+        self._saved_at = (state.global_step, len(state.log_history))
+
+    def save_before_evaluation(self, model: Any, trial: Any) -> None:
+        """Saves if the training is to end: the evaluation may take longer than the time that is left."""
+        trainer = self._trainer
+        if self._saves.can_still_save(trainer.state.global_step) and trainer.control.should_evaluate:
+            trainer._save_checkpoint(model, trial)
+
+    def end_if_asked(self, model: Any, trial: Any) -> None:
+        """Saves and ends the process if a signal asked for it.
+
+        Raises:
+            SystemExit: with the exit status of the config.
+        """
+        if not self._saves.end_is_near:
+            return
+        trainer, state = self._trainer, self._trainer.state
+        is_saved = self._saved_at == (state.global_step, len(state.log_history))
+        save = None if is_saved else functools.partial(trainer._save_checkpoint, model, trial)
+        self._saves.save_before_end(state.global_step, save, self.settle)
+        raise SystemExit(self._saves.exit_code)
+
     # ---- uploads to the hub ------------------------------------------------------------------------
 
     def push(self, checkpoint_folder: str) -> None:
@@ -468,73 +520,3 @@ class SafeCheckpoints:
 
 
 _log = logging.getLogger(__name__)
-
-
-class CheckpointSchedule:
-    """Saves checkpoints when they are due, and before a signal ends the process.
-
-    Args:
-        trainer: the trainer.
-        base: the methods that the mixin overrides.
-        config: when to save.
-        steps: mention the newest checkpoint in their errors.
-        checkpoints: waits for a save in the background.
-    """
-
-    _saves: ScheduledSaves
-
-    def __init__(
-        self,
-        trainer: transformers.Trainer,
-        base: Any,
-        config: CheckpointConfig,
-        steps: StepDriver,
-        checkpoints: SafeCheckpoints,
-    ) -> None:
-        self._trainer = trainer
-        self._base = base
-        self._config = config
-        self._steps = steps
-        self._checkpoints = checkpoints
-        # Steps done and entries logged at the last save. A later evaluation adds an entry that is not saved.
-        self._saved_at = (-1, -1)
-
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Around a training: starts its schedule, and handles signals under `save_on="preemption"`."""
-        self._saves = ScheduledSaves(self._config)
-        with self._saves.receiving_signals():
-            yield
-
-    def step_is_done(self, control: TrainerControl) -> None:
-        """An optimizer step and its callbacks are done: asks the loop for a checkpoint if one is due."""
-        if self._saves.are_due(self._trainer.state.global_step):
-            control.should_save = True
-
-    def saved(self, trial: Any) -> None:
-        """A checkpoint was saved, or is being saved in the background."""
-        state = self._trainer.state
-        self._saves.saved(state.global_step)
-        folder = os.path.join(self._base._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        self._steps.train.note_checkpoint(folder)
-        self._saved_at = (state.global_step, len(state.log_history))
-
-    def save_before_evaluation(self, model: Any, trial: Any) -> None:
-        """Saves if the training is to end: the evaluation may take longer than the time that is left."""
-        trainer = self._trainer
-        if self._saves.can_still_save(trainer.state.global_step) and trainer.control.should_evaluate:
-            trainer._save_checkpoint(model, trial)
-
-    def end_if_asked(self, model: Any, trial: Any) -> None:
-        """Saves and ends the process if a signal asked for it.
-
-        Raises:
-            SystemExit: with the exit status of the config.
-        """
-        if not self._saves.end_is_near:
-            return
-        trainer, state = self._trainer, self._trainer.state
-        is_saved = self._saved_at == (state.global_step, len(state.log_history))
-        save = None if is_saved else functools.partial(trainer._save_checkpoint, model, trial)
-        self._saves.save_before_end(state.global_step, save, self._checkpoints.settle)
-        raise SystemExit(self._saves.exit_code)

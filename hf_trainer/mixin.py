@@ -263,9 +263,9 @@ class XLATrainerMixin(_Base):
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
     ) -> None:
-        self._xla.schedule.save_before_evaluation(model, trial)
+        self._xla.checkpoints.save_before_evaluation(model, trial)
         self._xla.training.log(tr_loss, grad_norm, model, trial, *args, **kwargs)
-        self._xla.schedule.end_if_asked(model, trial)
+        self._xla.checkpoints.end_if_asked(model, trial)
 
     # ---- the evaluation step ---------------------------------------------------------------------
 
@@ -284,7 +284,6 @@ class XLATrainerMixin(_Base):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with self._xla.saving():
             self._xla.checkpoints.save(model, trial)
-        self._xla.schedule.saved(trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As `Trainer.save_model`. Waits for a checkpoint that is being written.

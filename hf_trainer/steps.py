@@ -22,12 +22,10 @@ from hf_trainer.replay import ReplayedLoss, call_spec, obstacle_around, obstacle
 from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.data.batches import token_count
 from xla_adapters.insight.run_record import RunRecord
-from xla_adapters.loop.steps import StepDriver
+from xla_adapters.loop.steps import StepDriver, around_run
 from xla_adapters.replay.call_spec import CallSpec
-from xla_adapters.runtime.modes import eager
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.tracing.loss_check import check_loss
-from xla_adapters.tracing.undo_log import release_retired
 from xla_adapters.utils.compiling import modules_compiled
 from xla_adapters.utils.inference import use_no_grad_for_inference_mode
 from xla_adapters.utils.patching import replaced
@@ -104,14 +102,11 @@ class Session:
             use_no_grad_for_inference_mode(model_of(self._trainer))
             stack.enter_context(trainer_patches())
             stack.enter_context(reads_answered(self._trainer))
-            # Otherwise a backward fails if one ran on the CPU before the runtime started (see `StepScope`).
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(eager(self._steps.config.eager_by_default))
+            stack.enter_context(around_run(self._steps.config))
             stack.enter_context(self._sharding.applied())
             if self._steps.config.xla_mode == "eager+dynamo":
                 model = model_of(self._trainer)
                 stack.enter_context(modules_compiled([model], get_runtime().dynamo_backend))
-            stack.callback(release_retired)
             stack.callback(self._steps.abort)
             yield
 

@@ -23,13 +23,12 @@ from lightning_strategy.refusals import check_nesting
 from lightning_strategy.sharding import ModuleSharding
 from xla_adapters import StepProgram, StepScope, StepSeed, XLAConfig, get_runtime, in_step
 from xla_adapters.errors import ConfigError, RuntimeOrderError
-from xla_adapters.runtime.modes import eager
+from xla_adapters.loop.steps import around_run
 from xla_adapters.runtime.random_algorithm import resume_random_algorithm
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.tracing.library_reads import LibraryReads, answering, reads_of_packages
 from xla_adapters.tracing.step import Step
-from xla_adapters.tracing.undo_log import release_retired
 from xla_adapters.tracing.unguarded_scopes import EagerScope, LazyScope
 from xla_adapters.utils.compiling import as_if_compiling
 from xla_adapters.utils.inference import inference_mode_as_no_grad
@@ -265,10 +264,7 @@ def begin_launch(steps: FabricSteps) -> None:
     check_nesting([other.config for other in _launched], steps.config)
     if not _launched:
         with ExitStack() as stack:
-            stack.callback(release_retired)
-            stack.enter_context(eager(steps.config.eager_by_default))
-            # For a backward outside of steps, too: see `StepScope`.
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(around_run(steps.config))
             stack.enter_context(flops_of_devices())
             stack.enter_context(inference_mode_as_no_grad())
             stack.enter_context(metrics_without_reads())

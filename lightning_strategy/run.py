@@ -36,11 +36,9 @@ from lightning_strategy.steps import (
 from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.errors import BreakKind
-from xla_adapters.loop.steps import StallWatch, StepDriver
-from xla_adapters.runtime.modes import eager
+from xla_adapters.loop.steps import StallWatch, StepDriver, around_run
 from xla_adapters.tracing.library_reads import answering, reads_of_packages
 from xla_adapters.tracing.step_scope import current_scope
-from xla_adapters.tracing.undo_log import release_retired
 from xla_adapters.utils.compiling import as_if_compiling
 from xla_adapters.utils.inference import inference_mode_as_no_grad
 from xla_adapters.utils.patching import replaced
@@ -161,12 +159,9 @@ class Run:
         lasting = self._lasting
         # Also where an exception has kept a hook of the strategy from restoring them.
         lasting.callback(TorchModes().restore)
-        # Each backward runs in this thread, also where no step is open: see `StepScope`.
-        lasting.enter_context(torch.autograd.set_multithreading_enabled(False))
         lasting.enter_context(as_if_compiling(torch.compiler._is_compiling_flag))
         lasting.callback(_active.remove, self)
-        lasting.callback(release_retired)
-        lasting.enter_context(eager(self.config.eager_by_default))
+        lasting.enter_context(around_run(self.config))
         lasting.enter_context(inference_mode_as_no_grad())
         lasting.enter_context(answering(reads_of_packages((), self._module)))
         lasting.enter_context(flops_of_devices())

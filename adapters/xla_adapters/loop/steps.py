@@ -9,13 +9,17 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from xla_adapters.checkpoint import Watchdog
 from xla_adapters.config import XLAConfig
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import get_runtime
+from xla_adapters.runtime.modes import eager
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.tracing.discarding import Discarding
+from xla_adapters.tracing.undo_log import release_retired
 from xla_adapters.utils.compiling import as_if_compiling
 
 # Streams of random numbers.
@@ -244,6 +248,19 @@ class StepDriver:
     def translate(self, error: BaseException) -> Exception | None:
         """The error to raise in place of one that the body of a step raised; None for the same."""
         return next((program.translate(error) for program in self.programs if program.is_open), None)
+
+
+@contextmanager
+def around_run(config: XLAConfig) -> Iterator[None]:
+    """Around a run: operations outside of steps execute at once (but under "lazy"), and backward in this thread.
+
+    Otherwise a backward fails if one ran on the CPU before the runtime started (see `StepScope`).
+    """
+    with torch.autograd.set_multithreading_enabled(False), eager(config.eager_by_default):
+        try:
+            yield
+        finally:
+            release_retired()
 
 
 class StallWatch:
