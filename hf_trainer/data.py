@@ -19,7 +19,7 @@ from xla_adapters import get_runtime
 from xla_adapters.data.workers import generators_of, renew_workers
 from xla_adapters.runtime.rng import ReadingStream
 from xla_adapters.runtime.transfers import uploading
-from xla_adapters.sharding.sharder import Sharder
+from xla_adapters.sharding import Sharder
 from xla_adapters.utils.host_random import HostRandom
 from xla_adapters.utils.nested_values import replaced
 

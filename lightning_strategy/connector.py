@@ -29,7 +29,7 @@ from lightning_strategy.sharding import ModuleSharding, plan_of
 from xla_adapters import get_runtime
 from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.errors import ConfigError, UnsupportedOptionError
-from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding import ShardingPlan
 from xla_adapters.utils.patching import replaced
 
 XLAPrecisionFlag = Literal["32-true", "bf16-true", "bf16-mixed"]

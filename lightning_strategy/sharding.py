@@ -24,9 +24,7 @@ from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.data.batches import example_of, sample_count
 from xla_adapters.errors import ConfigError, RuntimeOrderError
 from xla_adapters.runtime.transfers import to_host_in_one_transfer
-from xla_adapters.sharding import ShardingConfig
-from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.sharding.sharder import Sharder
+from xla_adapters.sharding import Sharder, ShardingConfig, ShardingPlan
 from xla_adapters.utils.host_random import host_random_numbers_kept
 from xla_adapters.utils.nested_values import identity
 from xla_adapters.utils.patching import replaced

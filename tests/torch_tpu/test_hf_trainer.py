@@ -16,8 +16,8 @@ import transformers
 from accelerate.state import AcceleratorState
 
 import hf_trainer
-from benchmarks.torch_tpu import stand_in
 from tests.isolation import isolated, outcome_of
+from tests.torch_tpu import stand_in
 from tests.torch_tpu.models import arguments, gpt2, losses, texts
 from xla_adapters import TensorReadError, get_runtime
 from xla_adapters.errors import UnsupportedOptionError, XLAAdapterError

@@ -15,9 +15,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.torch_tpu import stand_in
 from lightning_strategy import XLAEagerStrategy
 from tests.isolation import isolated, outcome_of
+from tests.torch_tpu import stand_in
 from xla_adapters import XLAAdapterError
 
 

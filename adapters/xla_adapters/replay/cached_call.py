@@ -143,9 +143,7 @@ class CachedCall:
 
     @cached_property
     def _remembered(self) -> list[int]:
-        kept = {leaf for value in self.values.kept.values() for leaf in value.leaves if isinstance(leaf, int)}
-        slots = ((index, slot) for index, slots in enumerate(self.values.targets) for slot in slots)
-        return sorted(kept | {at for at, slot in slots if slot.kind == "buffer" or slot.key in self.host.rebound})
+        return sorted({leaf for value in self.kept.values() for leaf in value.leaves if isinstance(leaf, int)})
 
     def difference(self, other: CachedCall) -> str | None:
         """How this call differs from an earlier one, in words; None if a replay of one is a replay of the other.

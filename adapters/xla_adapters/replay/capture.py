@@ -229,7 +229,7 @@ class CaptureScope(CachedScope):
         (seed,) = self._runtime.lazy.handles([self._seed_input])
         values = GraphValues(
             sources=slots.sources(seed, self._update_buffers),
-            targets=slots.targets(kept, self._kept),
+            targets=slots.targets(self._kept),
             donated=list(slots.graph.donors),
             kept=kept,
         )

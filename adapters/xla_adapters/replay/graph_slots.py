@@ -279,12 +279,11 @@ class GraphSlots:
                 return slot
         return None
 
-    def targets(self, kept: dict[str, Kept], values: dict[str, Any]) -> list[list[Slot]]:
+    def targets(self, values: dict[str, Any]) -> list[list[Slot]]:
         """Where the outputs go.
 
         Args:
-            kept: see `GraphValues`.
-            values: the values that the step returns, by name.
+            values: what the step returns, by name.
 
         Raises:
             CannotReplay: the step stores a tensor where it is not looked for.

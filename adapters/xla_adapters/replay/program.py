@@ -91,7 +91,7 @@ class StepProgram:
 
     @cached_property
     def _profile(self) -> StepProfile | None:
-        return StepProfile(self.name, self.config) if self.config.has_profiles else None
+        return StepProfile(self.name, self.config) if self.config.profile_steps is not None else None
 
     @property
     def graphs(self) -> int:
