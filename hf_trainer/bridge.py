@@ -25,7 +25,7 @@ from xla_adapters.insight.run_record import RunRecord
 from xla_adapters.insight.run_stats import RunStats
 from xla_adapters.loop.steps import StallWatch, StepDriver
 from xla_adapters.runtime.modes import check_mode
-from xla_adapters.runtime.random_algorithm import use_random_algorithm
+from xla_adapters.runtime.rng import use_random_algorithm
 from xla_adapters.sharding import Sharder
 from xla_adapters.utils.inference import use_no_grad_for_inference_mode
 from xla_adapters.utils.wall_clock import CALLBACKS, OTHER

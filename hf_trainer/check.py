@@ -16,9 +16,9 @@ from hf_trainer.mixin import XLATrainerMixin
 from hf_trainer.model import innermost, model_of
 from hf_trainer.options import TrainerOptions
 from hf_trainer.patches import give_device_to_accelerate, trainer_patches
-from xla_adapters.preflight.live_run import preflight_run
-from xla_adapters.preflight.run_preflight import RunPreflight
-from xla_adapters.scripts.put_in import Hand
+from xla_adapters.tools.preflight import preflight_run
+from xla_adapters.tools.preflight_report import PreflightReport
+from xla_adapters.tools.user_script import Hand
 from xla_adapters.utils.host_random import host_random_numbers_kept
 from xla_adapters.utils.location import line_of_caller
 
@@ -29,7 +29,7 @@ else:
 
 
 def checked(kind: type, hand: Hand) -> type:
-    """The class that is instantiated in place of a trainer's class; see `xla_adapters.scripts.put_in`."""
+    """The class that is instantiated in place of a trainer's class; see `xla_adapters.tools.user_script`."""
     bases = (kind,) if issubclass(kind, XLATrainerMixin) else (XLATrainerMixin, kind)
     if len(bases) == 2:
         hand.change(f"{kind.__module__}.{kind.__qualname__} ({line_of_caller()}): its steps run on hf_trainer's")
@@ -128,7 +128,7 @@ class _Again:
         trainer.train()
 
 
-def preflight(trainer: XLATrainerMixin, topology: str, *, timeout: float) -> RunPreflight:
+def preflight(trainer: XLATrainerMixin, topology: str, *, timeout: float) -> PreflightReport:
     """See `Trainer.preflight`; for other classes with `XLATrainerMixin`, too."""
     args = trainer.args
     update = args.train_batch_size * args.gradient_accumulation_steps

@@ -26,7 +26,7 @@ from transformers.trainer import SCHEDULER_NAME
 from hf_trainer.model import ModelSharding, innermost, model_of
 from xla_adapters import get_runtime
 from xla_adapters.checkpoint import snapshot
-from xla_adapters.runtime import saving
+from xla_adapters.runtime import patches
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding.state import load_optimizer, optimizer_state, save_state, write_safetensors
 from xla_adapters.utils.nested_values import identity, tensors_in
@@ -222,7 +222,7 @@ def deferring(writes: DeferredWrites) -> Iterator[None]:
 
     save_file = safetensors.torch.save_file
     with ExitStack() as stack:
-        for owner, name in ((xm, "_maybe_convert_to_cpu"), (saving, "weights_on_host")):
+        for owner, name in ((xm, "_maybe_convert_to_cpu"), (patches, "weights_on_host")):
             if owner is not None:
                 stack.enter_context(replaced(owner, name, noting(getattr(owner, name))))
         stack.enter_context(replaced(torch, "save", save_later))
@@ -248,7 +248,7 @@ def save_pretrained_from_device() -> None:
 
     @functools.wraps(find)
     def without_tied(state_dict: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = find(saving.weights_on_host(state_dict, get_runtime()), model)
+        found: dict[str, torch.Tensor] = find(patches.weights_on_host(state_dict, get_runtime()), model)
         return found
 
     without_tied.of_xla_adapters = True  # type: ignore[attr-defined]
@@ -292,7 +292,7 @@ def _with_tied_copied(model: Any) -> dict[str, torch.Tensor] | None:
     if len(set(map(identity, weights.values()))) == len(weights):
         return None
     copied: dict[str, torch.Tensor] = {}
-    for name, value in saving.weights_on_host(weights, get_runtime()).items():
+    for name, value in patches.weights_on_host(weights, get_runtime()).items():
         copied[name] = value.clone() if any(value is other for other in copied.values()) else value
     return copied
 

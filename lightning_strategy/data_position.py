@@ -21,8 +21,7 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from xla_adapters import get_runtime
 from xla_adapters.data.workers import generators_of, renew_workers
 from xla_adapters.errors import CheckpointError
-from xla_adapters.runtime.random_algorithm import resume_random_algorithm
-from xla_adapters.runtime.rng import ReadingStream
+from xla_adapters.runtime.rng import ReadingStream, resume_random_algorithm
 from xla_adapters.utils.host_random import HostRandom
 from xla_adapters.utils.patching import replaced
 

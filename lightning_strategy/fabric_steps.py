@@ -24,7 +24,7 @@ from lightning_strategy.sharding import ModuleSharding
 from xla_adapters import StepProgram, StepScope, StepSeed, XLAConfig, get_runtime, in_step
 from xla_adapters.errors import ConfigError, RuntimeOrderError
 from xla_adapters.loop.steps import around_run
-from xla_adapters.runtime.random_algorithm import resume_random_algorithm
+from xla_adapters.runtime.rng import resume_random_algorithm
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.tracing.library_reads import LibraryReads, answering, reads_of_packages

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler,
 from torch.utils.data import DataLoader, IterableDataset
 
 from xla_adapters.errors import UnsupportedOptionError
-from xla_adapters.preflight.live_run import preflight_run
-from xla_adapters.preflight.run_preflight import RunPreflight
-from xla_adapters.scripts.put_in import Hand
+from xla_adapters.tools.preflight import preflight_run
+from xla_adapters.tools.preflight_report import PreflightReport
+from xla_adapters.tools.user_script import Hand
 from xla_adapters.utils.host_random import host_random_numbers_kept
 from xla_adapters.utils.location import line_of_caller
 
@@ -104,7 +104,7 @@ def preflight(
     *,
     sharded: bool,
     timeout: float,
-) -> RunPreflight:
+) -> PreflightReport:
     """See `XLAEagerStrategy.preflight`.
 
     Args:
