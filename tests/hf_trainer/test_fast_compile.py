@@ -5,53 +5,36 @@ from __future__ import annotations
 import functools
 import logging
 import re
+from typing import Any
 
 import pytest
 import torch
-import transformers
+from transformers import BertForMaskedLM
 
 import xla_adapters
-from tests.hf_trainer.scenarios import VOCABULARY, arguments, ours, steps_of, token_samples
+from tests.hf_trainer.scenarios import arguments, ours, steps_of, token_samples
 from tests.isolation import run_in_child
+from tests.tiny_models import tiny
 
 # A compiler pass ignores rows of up to 32 numbers. The sums here are longer.
 _WIDTH, _LENGTH, _STEPS = 48, 40, 6
 # From this number on, equal layers are compiled as one outlined function.
 _LAYERS = 8
 _SIZES = {
-    "vocab_size": VOCABULARY,
     "hidden_size": _WIDTH,
     "intermediate_size": 2 * _WIDTH,
     "num_hidden_layers": _LAYERS,
-    "num_attention_heads": 2,
     "max_position_embeddings": _LENGTH,
 }
+_GPT2 = {"n_positions": _LENGTH, "n_embd": _WIDTH, "n_layer": _LAYERS}
 
 
-def _gpt2(dropout: float) -> transformers.PreTrainedModel:
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=_LENGTH,
-        n_embd=_WIDTH,
-        n_layer=_LAYERS,
-        n_head=2,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def _llama(dropout: float) -> transformers.PreTrainedModel:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES, attention_dropout=dropout))
-
-
-def _bert(dropout: float) -> transformers.PreTrainedModel:
-    dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    return transformers.BertForMaskedLM(transformers.BertConfig(**_SIZES, **dropouts))
-
-
-_MODELS = {"gpt2": _gpt2, "llama": _llama, "bert": _bert}
+def _model(name: str, dropout: float) -> Any:
+    if name == "gpt2":
+        return tiny("gpt2", **_GPT2, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
+    if name == "llama":
+        return tiny("llama", **_SIZES, attention_dropout=dropout)
+    return tiny("bert", kind=BertForMaskedLM, **_SIZES, hidden_dropout_prob=dropout)
 
 
 class _Messages(logging.Handler):
@@ -75,7 +58,7 @@ def _train(
     logger.setLevel(logging.INFO)
     torch.manual_seed(0)
     args = arguments(max_steps=_STEPS, logging_steps=1, optim=optim, gradient_accumulation_steps=accumulation)
-    run = ours(_MODELS[name](dropout), token_samples(32, length=_LENGTH), args=args)
+    run = ours(_model(name, dropout), token_samples(32, length=_LENGTH), args=args)
     run.assert_one_graph(_STEPS, graphs=accumulation, executions_per_step=accumulation)
     # Accumulation has a second graph, without the update.
     assert len(xla_adapters.get_runtime().executables._calls) == (accumulation if fast else 0)  # type: ignore[attr-defined]

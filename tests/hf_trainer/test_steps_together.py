@@ -12,8 +12,9 @@ from transformers import TrainerCallback
 import hf_trainer
 import xla_adapters
 from tests.hf_trainer.scenarios import Run, arguments, gpt2, ours, steps_of, token_samples
-from tests.isolation import isolated
 from xla_adapters import UnsupportedOptionError
+
+pytestmark = pytest.mark.isolated
 
 # The first two of the twelve steps are traced.
 _STEPS = 12
@@ -32,7 +33,6 @@ def _same(one: Run, other: Run) -> None:
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
-@isolated
 def test_the_same_run_in_fewer_executions() -> None:
     one, together = _run(1, warmup_steps=3), _run(5, warmup_steps=3)
     _same(one, together)
@@ -43,7 +43,6 @@ def test_the_same_run_in_fewer_executions() -> None:
     assert sum(step.compiles for step in together.steps) == 1
 
 
-@isolated
 def test_accumulation_evaluation_and_checkpoints(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "gradient_accumulation_steps": 2,
@@ -77,7 +76,6 @@ class _Norms(TrainerCallback):
         self.norms.append(float(model.lm_head.weight.norm()))
 
 
-@isolated
 def test_a_callback_that_looks_sees_each_step() -> None:
     callbacks = _Norms(), _Norms()
     one, together = (_run(several, callbacks=[callback]) for several, callback in zip((1, 4), callbacks, strict=True))
@@ -88,7 +86,6 @@ def test_a_callback_that_looks_sees_each_step() -> None:
     assert any("before their time" in reason and f"{__file__}:" in reason for reason in reasons), reasons
 
 
-@isolated
 def test_with_sharding_it_is_refused() -> None:
     xla_adapters.initialize(spmd=True)
     with pytest.raises(UnsupportedOptionError, match="steps_per_execution=2 with sharding"):

@@ -13,9 +13,10 @@ from lightning.pytorch.loggers import CSVLogger
 
 import xla_adapters
 from lightning_strategy import XLAEagerStrategy
-from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import Classifier, Outcome, fit
 from xla_adapters import UnsupportedOptionError
+
+pytestmark = pytest.mark.isolated
 
 
 class _Silent(Classifier):
@@ -62,13 +63,11 @@ def _pair(
     return one, together
 
 
-@isolated
 def test_the_same_run_in_fewer_executions() -> None:
     one, together = _pair(3)
     assert together.counters.executions < one.counters.executions
 
 
-@isolated
 def test_a_callback_that_looks_sees_each_step() -> None:
     looks = _Looks(), _Looks()
     _pair(3, [looks[0]], [looks[1]])
@@ -97,7 +96,6 @@ class _Resets(_Silent):
         self.sums.append(float(self.sum.sum_value))
 
 
-@isolated
 def test_a_metric_that_is_reset_between_steps() -> None:
     one, together = _pair(3, make=_Resets)
     assert one.module.sums == together.module.sums
@@ -111,14 +109,12 @@ class _LogsSteps(_Silent):
         return loss
 
 
-@isolated
 def test_what_is_logged_and_not_wanted_yet_lets_steps_wait(tmp_path: Any) -> None:
     one, together = _pair(3, make=_LogsSteps, logger=CSVLogger(tmp_path), log_every_n_steps=50)
     # In each epoch: traced calls, a group of 3, and single calls for the rest, when the means are read.
     assert (one.counters.executions, together.counters.executions) == (18, 4 + 4 + 4)
 
 
-@isolated
 def test_averages_of_weights_see_each_step() -> None:
     every: list[list[L.Callback]] = [[EMAWeightAveraging(decay=0.5)] for _ in range(2)]
     rarely: list[list[L.Callback]] = [
@@ -131,7 +127,6 @@ def test_averages_of_weights_see_each_step() -> None:
     assert fit(_Silent, strategy, callbacks=lambda: [WeightAveraging()]).trainer.global_step == 12
 
 
-@isolated
 def test_with_sharding_it_is_refused() -> None:
     xla_adapters.initialize(spmd=True)
     with pytest.raises(UnsupportedOptionError, match="steps_per_execution=2 with sharding"):

@@ -10,7 +10,6 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
 from lightning_strategy import XLAEagerStrategy
-from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import CLASSES, FEATURES, loader, trainer
 
 
@@ -34,7 +33,6 @@ def _trained(strategy: Any) -> list[torch.Tensor]:
     return [value.detach().cpu().float() for value in module.state_dict().values()]
 
 
-@isolated
 def test_the_update_after_its_last_epoch_has_the_gradients_of_the_batch_before() -> None:
     expected = _trained(None)
     for one, other in zip(_trained(XLAEagerStrategy()), expected, strict=True):
