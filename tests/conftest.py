@@ -91,10 +91,11 @@ def _leaves_nothing_behind() -> Iterator[None]:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs a test with the mark `isolated` in a forked child."""
     __tracebackhide__ = True
-    if pyfuncitem.get_closest_marker("isolated") is None or hasattr(pyfuncitem.obj, "runs_in_a_child"):
+    mark = pyfuncitem.get_closest_marker("isolated")
+    if mark is None or hasattr(pyfuncitem.obj, "runs_in_a_child"):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    run_in_child(functools.partial(pyfuncitem.obj, **arguments))
+    run_in_child(functools.partial(pyfuncitem.obj, **arguments), **mark.kwargs)
     return True
 
 

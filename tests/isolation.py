@@ -1,6 +1,6 @@
 """Runs a test in a forked child: XLA's state is per process and cannot be reset.
 
-`pytestmark = pytest.mark.isolated` does it for all tests of a file, `@isolated` for one.
+`pytestmark = pytest.mark.isolated` does it for all tests of a file, `@isolated` for one; both take `env` and `timeout`.
 
 The parent has imported everything and never touches the XLA runtime, nor computes with torch, so a
 fork costs a fraction of a second where an import costs many.

@@ -19,13 +19,15 @@ import xla_adapters
 from hf_trainer.checkpoints.deferred_weights import deferred_state_dict, writing_deferred_weights
 from tests.hf_trainer.scenarios import Run, arguments, assert_close, ours, reference
 from tests.hf_trainer.sharded_models import MODELS, ROWS, data, model
-from tests.hf_trainer.test_sharding import assert_cut_as_planned, on_8_devices, options, shape_of_a_shard, start
-from tests.isolation import isolated, run_in_child
+from tests.hf_trainer.test_sharding import assert_cut_as_planned, options, shape_of_a_shard, start
+from tests.isolation import run_in_child
 from xla_adapters.checkpoint import CheckpointStore, CheckpointWarning
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import ShardingConfig
 from xla_adapters.sharding.state import consolidate, model_state, save_state
 from xla_adapters.sharding.tiling import tiles_of
+
+pytestmark = pytest.mark.isolated(env={"CPU_NUM_DEVICES": "8"})
 
 STEPS = 6
 
@@ -42,7 +44,6 @@ def run(folder: Path, name: str, scheme: str | None, *, checkpoints: Any = "shar
 _IN_SHORT = ("gpt2", "mixtral", "vit")
 
 
-@on_8_devices
 @pytest.mark.parametrize(
     "name", [*_IN_SHORT, *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name not in _IN_SHORT)]
 )
@@ -105,14 +106,12 @@ def test_other_meshes_and_one_device_go_on_exactly(tmp_path: Path) -> None:
         assert_close(on_8, written, 1e-5)
 
 
-@on_8_devices
 def test_a_whole_checkpoint_is_gone_on_from_in_parts(tmp_path: Path) -> None:
     losses = run(tmp_path, "gpt2", "2d", checkpoints="whole").losses
     resumed = run(tmp_path, "gpt2", "2d", train_options={"resume_from_checkpoint": str(tmp_path / "checkpoint-3")})
     assert resumed.losses == losses
 
 
-@on_8_devices
 def test_parts_are_committed_and_verified_too(tmp_path: Path) -> None:
     losses = run(tmp_path, "gpt2", "2d").losses
     store = CheckpointStore(tmp_path)
@@ -128,7 +127,6 @@ def test_parts_are_committed_and_verified_too(tmp_path: Path) -> None:
     assert store.load("checkpoint-6").step == 6
 
 
-@on_8_devices
 def test_the_host_has_few_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mixtral's experts are one weight in the model and many in the file."""
     done = run(tmp_path / "run", "mixtral", "2d")
@@ -153,7 +151,6 @@ def test_the_host_has_few_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.
     assert set(_names(tmp_path / "saved")) == set(_names(tmp_path / "stock"))
 
 
-@on_8_devices
 def test_large_models_have_several_files(tmp_path: Path) -> None:
     xla_adapters.initialize(spmd=True)
     net = model("llama").to("xla")
@@ -165,7 +162,6 @@ def test_large_models_have_several_files(tmp_path: Path) -> None:
         assert torch.equal(loaded.state_dict()[name], value), name
 
 
-@on_8_devices
 def test_models_that_carry_dtensors(tmp_path: Path) -> None:
     xla_adapters.initialize(spmd=True)
     net, mesh = model("gpt2"), DeviceMesh("xla", torch.arange(8).reshape(4, 2))
@@ -183,7 +179,6 @@ def test_models_that_carry_dtensors(tmp_path: Path) -> None:
         ours(net, data("gpt2"), args=arguments(**options()), sharding="2d", optimizers=(former, None))
 
 
-@on_8_devices
 def test_a_module_of_ones_own_is_saved_as_ever(tmp_path: Path) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -207,7 +202,6 @@ def test_a_module_of_ones_own_is_saved_as_ever(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@isolated
 def test_from_pretrained_reads_them(name: str, tmp_path: Path) -> None:
     saved: Any = model(name)
     save_state({"model": model_state(saved)}, tmp_path / "parts")
@@ -230,7 +224,6 @@ def with_adapters() -> Any:
 
 
 @pytest.mark.parametrize("scheme", ["2d", "fsdp", pytest.param("auto", marks=pytest.mark.slow)])
-@on_8_devices
 def test_lora(scheme: str) -> None:
     args = options(learning_rate=0.05)
     start()
@@ -253,7 +246,6 @@ def test_lora(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
-@on_8_devices
 def test_generation(name: str, tmp_path: Path) -> None:
     start()
     trained = model(name)
@@ -272,7 +264,6 @@ def test_generation(name: str, tmp_path: Path) -> None:
     assert any(xla_adapters.get_runtime().spmd.tiles_of(item) is not None for item in trainer.model.parameters())
 
 
-@on_8_devices
 def test_predict_with_generate(tmp_path: Path) -> None:
     start()
     samples = [{name: value[:6] for name, value in sample.items()} for sample in data("t5", ROWS + 3)]
@@ -292,7 +283,6 @@ def test_predict_with_generate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["fsdp", "2d"])
-@on_8_devices
 def test_gradient_checkpointing_with_accumulation(scheme: str) -> None:
     args = options(gradient_checkpointing=True, gradient_accumulation_steps=2, max_steps=4)
     start()

@@ -22,12 +22,14 @@ from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
 from tests.isolation import run_in_child
 from tests.lightning_strategy.scenarios import assert_close, fit
 from tests.lightning_strategy.scenarios import trainer as make_trainer
-from tests.lightning_strategy.test_sharding import Tagger, Watches, both, devices, eight, loader, resume, saving
+from tests.lightning_strategy.test_sharding import Tagger, Watches, both, devices, loader, resume, saving
 from xla_adapters import get_runtime
 from xla_adapters.checkpoint import MANIFEST
 from xla_adapters.errors import CheckpointDamagedError, ConfigError, UnsupportedOptionError
 from xla_adapters.sharding import ShardingConfig
 from xla_adapters.sharding.dtensor import accept_placements
+
+pytestmark = pytest.mark.isolated(env={"CPU_NUM_DEVICES": "8"})
 
 
 def parts(scheme: Any) -> XLAEagerStrategy:
@@ -71,7 +73,6 @@ def goes_on(path: Path, strategy: Any) -> tuple[list[float], bool]:
     return resume(path, made, callbacks=callbacks).losses, bool(callbacks and watches.cut)
 
 
-@eight
 @pytest.mark.parametrize("kind", ["sharded", pytest.param("whole", marks=pytest.mark.slow)])
 def test_gradients_go_on_in_the_middle_of_an_accumulation(kind: Any, tmp_path: Path) -> None:
     class Saves(L.Callback):
@@ -141,7 +142,6 @@ class Tied(Tagger):
         self.seen = state["seen"]
 
 
-@eight
 def test_tied_weights_weights_alone_and_a_path_that_is_taken(tmp_path: Path) -> None:
     last = tmp_path / "last.ckpt"
     last.write_text("something else")
@@ -166,7 +166,6 @@ def test_tied_weights_weights_alone_and_a_path_that_is_taken(tmp_path: Path) -> 
         trainer.validate(Tagger(), loader(1), ckpt_path=last, verbose=False)
 
 
-@eight
 def test_what_writes_whole_files_is_refused() -> None:
     strategy = XLAEagerStrategy(
         sharding=ShardingConfig(scheme="dp", checkpoints="sharded"), checkpoint_io=AsyncCheckpointIO()
@@ -175,7 +174,6 @@ def test_what_writes_whole_files_is_refused() -> None:
         fit(Tagger, strategy, data=lambda: loader(6), max_epochs=1, callbacks=saving(Path("nowhere")))
 
 
-@eight
 def test_a_module_that_carries_dtensors() -> None:
     def make() -> Tagger:
         module, mesh = Tagger(), DeviceMesh("xla", torch.arange(8).reshape(4, 2))
@@ -247,7 +245,6 @@ def test_fabric(tmp_path: Path) -> None:
     assert_close(continued, losses, 0.2)
 
 
-@eight
 def test_fabric_with_dtensors() -> None:
     strategy = XLAEagerFabricStrategy(sharding="fsdp")
     fabric = L.Fabric(strategy=strategy)

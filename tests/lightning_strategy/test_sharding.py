@@ -26,18 +26,14 @@ from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptio
 from xla_adapters.sharding import ShardingConfig, ShardingPlan
 from xla_adapters.sharding.tiling import tiles_of
 
+pytestmark = pytest.mark.isolated(env={"CPU_NUM_DEVICES": "8"})
+
 TOLERANCE = 1e-5
 WIDTH, LENGTH, FEATURES, CLASSES, BATCH = 16, 4, 8, 8, 16
 
 
 def devices(number: int) -> dict[str, str]:
     return {"CPU_NUM_DEVICES": str(number), "PJRT_DEVICE": "CPU"}
-
-
-def eight(test: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a test to run in a child process with 8 CPU devices."""
-    child: Callable[..., None] = isolated(test, env=devices(8))
-    return child
 
 
 def loader(batches: int = 12, *, seed: int = 0, rows: int | None = None, **options: Any) -> DataLoader[Any]:
@@ -176,7 +172,6 @@ def check_scheme(scheme: str, number: int) -> None:
     assert {parameter.device.type for parameter in ours.module.parameters()} == {"cpu"}
 
 
-@eight
 def test_batch_norm_has_the_statistics_of_the_whole_batch() -> None:
     xla_adapters.initialize(spmd=True)
     ours, _ = both("dp", Classifier, data=functools.partial(small_loader, 12))
@@ -185,7 +180,6 @@ def test_batch_norm_has_the_statistics_of_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize("accumulation", ["per_micro_batch", "unrolled"])
-@eight
 def test_accumulation(accumulation: Any) -> None:
     strategy = XLAEagerStrategy(sharding="fsdp", accumulation=accumulation)
     options: dict[str, Any] = {"data": lambda: loader(8), "max_epochs": 1, "accumulate_grad_batches": 2}
@@ -197,7 +191,6 @@ def test_accumulation(accumulation: Any) -> None:
     assert_same_weights(ours.module, plain.module)
 
 
-@eight
 def test_partial_last_batch_is_held_whole() -> None:
     ours, plain = both(
         "2d",
@@ -228,7 +221,6 @@ class Manual(Tagger):
         optimizer.zero_grad()
 
 
-@eight
 def test_manual_optimization() -> None:
     watches = Watches()
     both("fsdp", Manual, callbacks=lambda: [watches])
@@ -242,7 +234,6 @@ class Augmenting(Tagger):
         return inputs * 2 - 1, classes
 
 
-@eight
 def test_batches_changed_on_the_device() -> None:
     watches = Watches()
     both("2d", Augmenting, callbacks=lambda: [watches], data=lambda: loader(4))
@@ -269,7 +260,6 @@ class LooksBehindTheError(L.Callback):
         self.cut = check_cuts(trainer.strategy.sharding_plan, pl_module, trainer.optimizers[0])
 
 
-@eight
 def test_a_failed_step_leaves_the_parameters_and_their_cut() -> None:
     looks = LooksBehindTheError()
     with pytest.raises(ValueError, match="from the model"):
@@ -282,7 +272,6 @@ def test_a_failed_step_leaves_the_parameters_and_their_cut() -> None:
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
-@eight
 def test_evaluation_alone() -> None:
     strategy = XLAEagerStrategy(sharding="2d")
     L.seed_everything(7, verbose=False)
@@ -308,7 +297,6 @@ def saving(folder: Path) -> Callable[[], list[Any]]:
     return lambda: [ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=6, save_top_k=-1)]
 
 
-@eight
 def test_checkpoints_both_ways(tmp_path: Path) -> None:
     strategy = XLAEagerStrategy(sharding="2d")
     whole = fit(Tagger, strategy, data=lambda: loader(6), max_epochs=2, callbacks=saving(tmp_path / "ours"))
@@ -353,7 +341,6 @@ class LoadsInBetween(L.Callback):
             self.cut = check_cuts(trainer.strategy.sharding_plan, pl_module)
 
 
-@eight
 def test_weights_that_are_loaded_in_a_run_are_cut() -> None:
     loads, watches = LoadsInBetween(), Watches()
     both("fsdp", callbacks=lambda: [loads, watches])
@@ -363,7 +350,6 @@ def test_weights_that_are_loaded_in_a_run_are_cut() -> None:
 # ---- options -------------------------------------------------------------------------------------
 
 
-@eight
 def test_what_cannot_be_is_refused_with_the_fix() -> None:
     def refused(kind: type[Exception], match: str, **options: Any) -> None:
         for strategy in (XLAEagerStrategy, XLAEagerFabricStrategy):
@@ -399,7 +385,6 @@ def test_plan_of_a_strategy_that_does_not_shard() -> None:
         _ = XLAEagerStrategy().sharding_plan
 
 
-@eight
 def test_automatic_plan_takes_nothing_from_the_run() -> None:
     def shuffled() -> DataLoader[Any]:
         return loader(6, shuffle=True)
@@ -414,7 +399,6 @@ class Stream(IterableDataset[Any]):
         return iter(loader(4).dataset)
 
 
-@eight
 def test_a_stream_of_data_is_not_looked_into() -> None:
     with pytest.warns(UserWarning, match="no batch to plan for"):
         ours, _ = both("auto", data=lambda: DataLoader(Stream(), batch_size=BATCH))
@@ -448,7 +432,6 @@ def fabric_losses(fabric: Any, batches: DataLoader[Any], *, seen: Callable[..., 
 
 
 @pytest.mark.parametrize("scheme", ["fsdp", "2d"])
-@eight
 def test_fabric(scheme: Any, tmp_path: Path) -> None:
     strategy = XLAEagerFabricStrategy(sharding=scheme)
     path = tmp_path / "fabric.ckpt"
