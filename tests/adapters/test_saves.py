@@ -76,17 +76,16 @@ def test_training_goes_on_while_a_checkpoint_is_written(kind: str, tmp_path: Pat
     assert actual.counts.compiles == 0, actual.program.events
     assert saved_steps(folder) == saved_steps(tmp_path / "sync") == [8]
     one, other = (contents(checkpoint(kind, tmp_path / name, 8)) for name in ("sync", "async"))
-    for name, value in one.items():
-        assert str(value) == str(other[name]), name
+    assert one == other
 
 
 class _Full(Quick):
     """A disk that is full at the second checkpoint."""
 
-    def fsync(self, path: str) -> None:
+    def write(self, path: str, *args: Any) -> None:
         if "checkpoint-4" in path or "step=4" in path:
             raise OSError(28, "No space left on device")
-        super().fsync(path)
+        super().write(path, *args)
 
 
 @isolated
@@ -173,7 +172,7 @@ def _left_alone(kind: str) -> tuple[list[float], list[float]]:
         return alone.losses, alone.evaluations
 
     losses, evaluations = run_in_child(child)
-    assert (len(losses), len(evaluations)) == (8, 2)
+    assert (len(losses), len(evaluations)) == (8, 3 if kind == "hf" else 2)
     return losses, evaluations
 
 
