@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import TrainerCallback
 
 import hf_trainer
@@ -493,13 +493,3 @@ def contents(path: Path) -> dict[str, Any]:
         lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, read
     )
     return listed
-
-
-class Stream(IterableDataset[Any]):
-    """Samples without a length."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self._samples = samples
-
-    def __iter__(self) -> Any:
-        return iter(self._samples)

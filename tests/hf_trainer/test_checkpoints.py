@@ -41,6 +41,7 @@ from tests.hf_trainer.scenarios import (
     vector_samples,
 )
 from tests.isolation import isolated, run_in_child
+from tests.support import flip
 from tests.tiny_models import tiny
 from tests.trainers import checkpoint, train
 from xla_adapters import ConfigError
@@ -79,12 +80,6 @@ def run(folder: Path, *, resume: bool | Path | None = None, seed: int = 0, **opt
 
 def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("checkpoint-*"))
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def test_the_files_are_those_of_transformers_and_the_manifest(tmp_path: Path) -> None:

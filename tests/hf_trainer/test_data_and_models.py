@@ -36,6 +36,7 @@ from tests.hf_trainer.scenarios import (
     vector_samples,
     without_xla,
 )
+from tests.support import Stream
 from xla_adapters import GraphLimitError
 from xla_adapters.errors import DenseGradientWarning
 from xla_adapters.sharding import Mesh
@@ -46,11 +47,7 @@ pytestmark = pytest.mark.isolated
 
 
 def test_iterable_dataset() -> None:
-    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-        def __iter__(self) -> Iterator[Sample]:
-            return iter(vector_samples(20))
-
-    run = assert_parity(Classifier, Stream(), args={"max_steps": 7})
+    run = assert_parity(Classifier, Stream(vector_samples(20)), args={"max_steps": 7})
     run.assert_one_graph(7)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from tests.hf_trainer.scenarios import (
     token_samples,
     vector_samples,
 )
+from tests.support import Stream
 
 pytestmark = pytest.mark.isolated
 
@@ -159,16 +159,6 @@ def test_predict() -> None:
     assert trainer.predict(unlabelled).label_ids is None
 
 
-class _Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-    """Samples without a length."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self._samples = samples
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._samples)
-
-
 def _by_hand(data: list[Any]) -> list[float]:
     """The loss of each sample."""
     model = Classifier()
@@ -190,12 +180,12 @@ def _by_hand(data: list[Any]) -> list[float]:
 def test_loss_of_a_stream_is_that_of_its_samples(samples: int, options: dict[str, Any]) -> None:
     """Stock gives the last batch the weight of a full one, on every device."""
     data = vector_samples(samples)
-    trainer = _trainer(Classifier(), _Stream(data), args=arguments(**options))
+    trainer = _trainer(Classifier(), Stream(data), args=arguments(**options))
     metrics = trainer.evaluate()
     each = _by_hand(data)
     # transformers drops no batch of an IterableDataset, whatever dataloader_drop_last says.
     assert_close([metrics["eval_loss"]], [sum(each) / samples], 1e-6)
-    assert_close([trainer.predict(_Stream(data)).metrics["test_loss"]], [sum(each) / samples], 1e-6)
+    assert_close([trainer.predict(Stream(data)).metrics["test_loss"]], [sum(each) / samples], 1e-6)
     count = metrics["eval_samples_per_second"] * metrics["eval_runtime"]
     assert count == pytest.approx(samples, rel=0.1)
 
@@ -209,7 +199,7 @@ def test_streams_by_name_and_losses_for_metrics() -> None:
         assert len(prediction.losses) == len(prediction.predictions) == len(prediction.label_ids)
         return {"sum": float(np.sum(prediction.losses))}
 
-    streams = {name: _Stream(samples) for name, samples in data.items()}
+    streams = {name: Stream(samples) for name, samples in data.items()}
     args = arguments(include_for_metrics=["loss"])
     actual = _trainer(Classifier(), streams, args=args, compute_metrics=metrics).evaluate()
     assert seen == [10, 9]
@@ -228,7 +218,7 @@ def test_batch_eval_metrics_of_a_stream() -> None:
 
     data = vector_samples(9)
     args = arguments(batch_eval_metrics=True, include_for_metrics=["loss"])
-    actual = _trainer(Classifier(), _Stream(data), args=args, compute_metrics=metrics).evaluate()
+    actual = _trainer(Classifier(), Stream(data), args=args, compute_metrics=metrics).evaluate()
     assert sizes == [(4, 4, False), (4, 4, False), (1, 1, True)]
     assert actual["eval_batches"] == 3
     assert_close([actual["eval_loss"]], [sum(_by_hand(data)) / 9], 1e-6)
@@ -259,7 +249,7 @@ def test_a_prediction_step_of_ones_own() -> None:
             return 2 * loss, logits, labels
 
     data = vector_samples(10)
-    trainer = Own(model=Classifier(), args=arguments(), eval_dataset=_Stream(data))
+    trainer = Own(model=Classifier(), args=arguments(), eval_dataset=Stream(data))
     assert_close([trainer.evaluate()["eval_loss"]], [2 * sum(_by_hand(data)) / 10], 1e-6)
     assert len(losses) == 3
     assert "prediction_step" not in vars(trainer)
@@ -290,7 +280,7 @@ def test_the_best_model_by_a_stream() -> None:
     data, held_out = vector_samples(24), vector_samples(9, seed=1)
     # If the dataset has a length, stock on CPU weighs correctly.
     expected = reference(Classifier(), data, args=args, eval_dataset=held_out)
-    run = ours(Classifier(), data, args=arguments(**args), eval_dataset=_Stream(held_out))
+    run = ours(Classifier(), data, args=arguments(**args), eval_dataset=Stream(held_out))
     assert_close(run.logged("eval_loss"), expected.logged("eval_loss"))
     assert run.trainer.state.best_global_step == expected.trainer.state.best_global_step
 

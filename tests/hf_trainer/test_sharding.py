@@ -22,6 +22,7 @@ from hf_trainer import XLAArguments
 from tests.hf_trainer.scenarios import Run, arguments, assert_close, ours, reference, steps_of, train
 from tests.hf_trainer.sharded_models import MODELS, ROWS, data, model
 from tests.isolation import isolated
+from tests.support import Stream
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan
 from xla_adapters.sharding.annotated import spec_of
@@ -293,20 +294,16 @@ def test_a_plan_that_was_made_before_is_used(tmp_path: Path) -> None:
 
 
 def test_a_stream_of_data_is_planned_by_a_recipe_and_says_so() -> None:
-    class Stream(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter(data("gpt2"))
-
     start()
     with pytest.warns(UserWarning, match="no batch to plan for"):
-        run = ours(model("gpt2"), Stream(), args=arguments(**options(max_steps=3)), auto_sharding=True)
+        run = ours(model("gpt2"), Stream(data("gpt2")), args=arguments(**options(max_steps=3)), auto_sharding=True)
     assert run.trainer.sharding_plan.name == "fsdp"
     config = ShardingConfig(memory_budget=1000)
     with (
         pytest.raises(ConfigError, match=r"memory_budget=1000 .* state alone take \d+ bytes on each of 8"),
         pytest.warns(UserWarning, match="not for activations"),
     ):
-        ours(model("gpt2"), Stream(), args=arguments(**options(max_steps=3)), sharding=config)
+        ours(model("gpt2"), Stream(data("gpt2")), args=arguments(**options(max_steps=3)), sharding=config)
 
 
 class LoadsInTheMiddle(transformers.TrainerCallback):

@@ -20,6 +20,7 @@ from tests.hf_trainer.scenarios import (
     token_samples,
     vector_samples,
 )
+from tests.support import Stream
 
 pytestmark = pytest.mark.isolated
 
@@ -74,13 +75,9 @@ def test_last_accumulation_of_an_epoch_is_partial(accumulation: str) -> None:
 
 @pytest.mark.parametrize("accumulation", ["per_micro_batch", "unrolled"])
 def test_epoch_of_unknown_length_ends_in_an_accumulation(accumulation: str) -> None:
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):  # type: ignore[no-untyped-def]
-            return iter(vector_samples(12))
-
     # 3 batches per epoch, 2 per update.
     args = {"gradient_accumulation_steps": 2, "max_steps": 4}
-    run = assert_parity(Classifier, Stream(), args=args, xla={"accumulation": accumulation})
+    run = assert_parity(Classifier, Stream(vector_samples(12)), args=args, xla={"accumulation": accumulation})
     assert len(run.losses) == 4
 
 

@@ -33,6 +33,7 @@ from tests.lightning_strategy.scenarios import (
     trainer,
     warnings_as_list,
 )
+from tests.support import flip
 from tests.trainers import Moment, train
 from xla_adapters.checkpoint import CheckpointStore, CheckpointWarning
 from xla_adapters.errors import (
@@ -387,12 +388,6 @@ def test_less_data_than_then(tmp_path: Path) -> None:
     run = trainer(XLAEagerStrategy(), max_epochs=1)
     with pytest.raises(CheckpointError, match="taken after 4 batches of its epoch, and the training data has only 3"):
         run.fit(dropping(), loader(3), ckpt_path=tmp_path / "step=4.ckpt")
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut off", "weights"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -24,6 +23,7 @@ from tests.lightning_strategy.scenarios import (
     loader,
     trainer,
 )
+from tests.support import Stream
 from xla_adapters import XLAConfig
 
 pytestmark = pytest.mark.isolated
@@ -272,27 +272,19 @@ def test_two_runs_of_one_strategy_object_and_no_callback_is_left() -> None:
 # ---- data ----------------------------------------------------------------------------------
 
 
-class Stream(torch.utils.data.IterableDataset[Any]):
-    """A data set without a length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(list(loader(5).dataset))  # type: ignore[call-overload]
+def stream() -> Any:
+    """A loader without a length."""
+    return torch.utils.data.DataLoader(Stream(loader(5).dataset), batch_size=BATCH)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("every", "graphs"), [(1, 1), (3, 3)])
 def test_iterable_dataset_of_unknown_length(every: int, graphs: int) -> None:
-    def stream() -> Any:
-        return torch.utils.data.DataLoader(Stream(), batch_size=BATCH)
-
     ours, plain = fit_both(Evaluated, data=stream, validation=stream, accumulate_grad_batches=every)
     assert (ours.counters.compiles, ours.counters.executions) == (graphs + 1, 2 * (5 + 5)), ours.compiles
     assert_logged_close(ours, plain)
 
 
 def test_iterable_dataset_in_unrolled_accumulation() -> None:
-    def stream() -> Any:
-        return torch.utils.data.DataLoader(Stream(), batch_size=BATCH)
-
     ours, _ = fit_both(Classifier, data=stream, accumulate_grad_batches=3, config=XLAConfig(accumulation="unrolled"))
     assert (ours.counters.compiles, ours.counters.executions) == (2, 2 * 2), ours.compiles
 

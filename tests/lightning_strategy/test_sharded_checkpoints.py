@@ -23,6 +23,7 @@ from tests.isolation import run_in_child
 from tests.lightning_strategy.scenarios import assert_close, fit
 from tests.lightning_strategy.scenarios import trainer as make_trainer
 from tests.lightning_strategy.test_sharding import Tagger, Watches, both, devices, loader, resume, saving
+from tests.support import flip
 from xla_adapters import get_runtime
 from xla_adapters.checkpoint import MANIFEST
 from xla_adapters.errors import CheckpointDamagedError, ConfigError, UnsupportedOptionError
@@ -97,11 +98,6 @@ def test_every_file_flipped_or_deleted_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "step=6.ckpt"
     names = {path.name for path in folder.iterdir()}
     assert len(names) > 3
-
-    def flip(file: Path) -> None:
-        data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 4
-        file.write_bytes(data)
 
     def child() -> tuple[set[str], set[str]]:
         found: tuple[set[str], set[str]] = set(), set()

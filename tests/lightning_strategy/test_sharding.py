@@ -13,7 +13,7 @@ import torch
 import torch_xla
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import xla_adapters
 from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
@@ -21,6 +21,7 @@ from tests.isolation import isolated, run_in_child
 from tests.lightning_strategy.scenarios import Classifier, assert_close, fit
 from tests.lightning_strategy.scenarios import loader as small_loader
 from tests.lightning_strategy.scenarios import trainer as make_trainer
+from tests.support import Stream
 from xla_adapters import get_runtime
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.sharding import ShardingConfig, ShardingPlan
@@ -394,14 +395,9 @@ def test_automatic_plan_takes_nothing_from_the_run() -> None:
     assert ours.counters.compiles == 1
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(loader(4).dataset)
-
-
 def test_a_stream_of_data_is_not_looked_into() -> None:
     with pytest.warns(UserWarning, match="no batch to plan for"):
-        ours, _ = both("auto", data=lambda: DataLoader(Stream(), batch_size=BATCH))
+        ours, _ = both("auto", data=lambda: DataLoader(Stream(loader(4).dataset), batch_size=BATCH))
     assert ours.trainer.strategy.sharding_plan.name == "fsdp"
 
 
