@@ -27,6 +27,7 @@ from lightning_strategy import XLAEagerStrategy
 from tests.hf_trainer.scenarios import Classifier, arguments, on_cpu, steps_of, vector_samples
 from tests.lightning_strategy.scenarios import trainer as lightning_trainer
 from xla_adapters import StepCounters, get_runtime
+from xla_adapters.sharding.tiling import tiles_of
 
 each_trainer = pytest.mark.parametrize("kind", ["hf", "lightning"])
 
@@ -493,3 +494,34 @@ def contents(path: Path) -> dict[str, Any]:
         lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, read
     )
     return listed
+
+
+# ---- sharding ----------------------------------------------------------------------------------------
+
+
+def check_cuts(plan: Any, module: nn.Module, optimizer: Any = None) -> set[str]:
+    """Parameters and their states are sharded as planned; returns the names of those that are not replicated."""
+    runtime, cut = get_runtime(), set()
+    runtime.device.wait()
+    for name, parameter in module.named_parameters():
+        wanted = tiles_of(plan.mesh, plan.spec_of(name))
+        values = [parameter]
+        if optimizer is not None:
+            state = [value for value in optimizer.state[parameter].values() if value.shape == parameter.shape]
+            assert len(state) == 2, name
+            values += state
+        for value in values:
+            assert runtime.spmd.tiles_of(value) == (wanted if wanted.number > 1 else None), name
+            local = tuple(size // count for size, count in zip(value.shape, wanted.counts, strict=True))
+            assert shape_of_a_shard(value) == local, name
+        if wanted.number > 1:
+            cut.add(name)
+    return cut
+
+
+def shape_of_a_shard(value: torch.Tensor) -> tuple[int, ...]:
+    """The shape on the first device, which an annotation may not match."""
+    import torch_xla
+
+    shards: Any = torch_xla._XLAC._get_local_shards([value.detach()])
+    return tuple(shards[0][0][0].shape)

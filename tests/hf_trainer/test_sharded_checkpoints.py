@@ -19,8 +19,9 @@ import xla_adapters
 from hf_trainer.checkpoints.deferred_weights import deferred_state_dict, writing_deferred_weights
 from tests.hf_trainer.scenarios import Run, arguments, assert_close, ours, reference
 from tests.hf_trainer.sharded_models import MODELS, ROWS, data, model
-from tests.hf_trainer.test_sharding import assert_cut_as_planned, options, shape_of_a_shard, start
+from tests.hf_trainer.test_sharding import assert_cut_as_planned, options, start
 from tests.isolation import run_in_child
+from tests.trainers import shape_of_a_shard
 from xla_adapters.checkpoint import CheckpointStore, CheckpointWarning
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import ShardingConfig

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch_xla
 import transformers
 from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -23,6 +22,7 @@ from tests.hf_trainer.scenarios import Run, arguments, assert_close, ours, refer
 from tests.hf_trainer.sharded_models import MODELS, ROWS, data, model
 from tests.isolation import isolated
 from tests.support import Stream
+from tests.trainers import check_cuts, optimizer_of
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan
 from xla_adapters.sharding.annotated import spec_of
@@ -55,29 +55,8 @@ def sharded(name: str, sharding: Any, *, args: dict[str, Any] | None = None, **m
 
 
 def assert_cut_as_planned(run: Run) -> int:
-    """Checks every parameter and every tensor of optimizer state. Returns how many are split."""
-    runtime, plan, split = xla_adapters.get_runtime(), run.trainer.sharding_plan, 0
-    runtime.device.wait()
-    optimizer = run.trainer.optimizer
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    for name, parameter in run.trainer.model.named_parameters():
-        expected = tiles_of(plan.mesh, plan.spec_of(name))
-        wanted = None if expected.number == 1 else expected
-        states = {key: value for key, value in optimizer.state[parameter].items() if value.device.type == "xla"}
-        assert set(states) == {"exp_avg", "exp_avg_sq"}, name
-        for key, value in {"parameter": parameter, **states}.items():
-            assert runtime.spmd.tiles_of(value) == wanted, f"{name}, {key}"
-            local = tuple(size // count for size, count in zip(value.shape, expected.counts, strict=True))
-            assert shape_of_a_shard(value) == local, f"{name}, {key}"
-            split += wanted is not None
-    return split
-
-
-def shape_of_a_shard(value: torch.Tensor) -> tuple[int, ...]:
-    """The shape on the first device, which an annotation may not match."""
-    shards: Any = torch_xla._XLAC._get_local_shards([value.detach()])
-    return tuple(shards[0][0][0].shape)
+    """Checks every parameter and every tensor of optimizer state. Returns how many parameters are split."""
+    return len(check_cuts(run.trainer.sharding_plan, run.trainer.model, optimizer_of(run.trainer)))
 
 
 def trains_as_on_one_cpu(name: str, sharding: Any, *, split: bool = True, steps: int = STEPS) -> Run:

@@ -29,11 +29,14 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler, XLAProfiler
+from torch import nn
 
 import xla_adapters
 from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
 from lightning_strategy.connector.accelerator import XLAEagerAccelerator
 from tests.lightning_strategy.scenarios import (
+    CLASSES,
+    FEATURES,
     Classifier,
     Outcome,
     WithoutBatchNorm,
@@ -443,3 +446,32 @@ def test_xla_profiler_traces_the_training_step(loop: str) -> None:
     profiled(loop, profiler)
     assert profiler._start_trace
     assert not profiler._recording_map
+
+
+# ---- averages where no user code looks at gradients -------------------------------------------------
+
+
+class _Net(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _trained(strategy: Any) -> list[torch.Tensor]:
+    module = _Net()
+    average = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1)
+    trainer(strategy, max_epochs=4, callbacks=[average]).fit(module, loader(4))
+    return [value.detach().cpu().float() for value in module.state_dict().values()]
+
+
+def test_the_update_after_its_last_epoch_has_the_gradients_of_the_batch_before() -> None:
+    expected = _trained(None)
+    for one, other in zip(_trained(XLAEagerStrategy()), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

@@ -10,7 +10,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch_xla
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,10 +21,10 @@ from tests.lightning_strategy.scenarios import Classifier, assert_close, fit
 from tests.lightning_strategy.scenarios import loader as small_loader
 from tests.lightning_strategy.scenarios import trainer as make_trainer
 from tests.support import Stream
+from tests.trainers import check_cuts
 from xla_adapters import get_runtime
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
-from xla_adapters.sharding import ShardingConfig, ShardingPlan
-from xla_adapters.sharding.tiling import tiles_of
+from xla_adapters.sharding import ShardingConfig
 
 pytestmark = pytest.mark.isolated(env={"CPU_NUM_DEVICES": "8"})
 
@@ -97,27 +96,6 @@ class Watches(L.Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.cut = check_cuts(trainer.strategy.sharding_plan, pl_module, trainer.optimizers[0])
-
-
-def check_cuts(plan: ShardingPlan, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> set[str]:
-    """Parameters and their states are sharded as planned; returns the names of those that are not replicated."""
-    runtime, cut = get_runtime(), set()
-    runtime.device.wait()
-    for name, parameter in module.named_parameters():
-        wanted = tiles_of(plan.mesh, plan.spec_of(name))
-        values = [parameter]
-        if optimizer is not None:
-            state = [value for value in optimizer.state[parameter].values() if value.shape == parameter.shape]
-            assert len(state) == 2, name
-            values += state
-        for value in values:
-            assert runtime.spmd.tiles_of(value) == (wanted if wanted.number > 1 else None), name
-            shards: Any = torch_xla._XLAC._get_local_shards([value.detach()])
-            local = tuple(size // count for size, count in zip(value.shape, wanted.counts, strict=True))
-            assert tuple(shards[0][0][0].shape) == local, name
-        if wanted.number > 1:
-            cut.add(name)
-    return cut
 
 
 def assert_same_weights(ours: nn.Module, plain: nn.Module, tolerance: float = 5 * TOLERANCE) -> None:

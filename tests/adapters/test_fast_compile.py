@@ -1,4 +1,4 @@
-"""`initialize(fast_compile=True)` in the Trainer: the same run up to rounding of sums, one graph, replayed."""
+"""`initialize(fast_compile=True)` in both trainers: the same run up to rounding of sums, one graph, replayed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import BertForMaskedLM
 
 import xla_adapters
+from lightning_strategy import XLAEagerStrategy
 from tests.hf_trainer.scenarios import arguments, ours, steps_of, token_samples
 from tests.isolation import run_in_child
+from tests.lightning_strategy.scenarios import CLASSES, FEATURES, Classifier, fit
 from tests.tiny_models import tiny
+
+# ---- transformers -----------------------------------------------------------------------------------
+
 
 # A compiler pass ignores rows of up to 32 numbers. The sums here are longer.
 _WIDTH, _LENGTH, _STEPS = 48, 40, 6
@@ -89,3 +95,32 @@ def test_the_same_training_but_for_rounding(name: str, dropout: float, optim: st
         # AdamW goes as far for a gradient that is nothing but rounding as for any other.
         for parameter, value in one[1].items():
             torch.testing.assert_close(other[1][parameter], value, rtol=1e-5, atol=1e-6, msg=parameter)
+
+
+# ---- Lightning --------------------------------------------------------------------------------------
+
+
+class _Deep(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [
+            nn.TransformerEncoderLayer(FEATURES, 2, 16, dropout=0.1, activation="gelu", batch_first=True)
+            for _ in range(6)
+        ]
+        self.net = nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES))
+
+
+def _fit(fast: bool) -> tuple[list[float], int, int, int]:
+    xla_adapters.initialize(fast_compile=fast)
+    # Graphs that are compiled in blocks are counted separately.
+    run = fit(_Deep, XLAEagerStrategy(), gradient_clip_val=1.0)
+    in_blocks = len(xla_adapters.get_runtime().executables._calls)  # type: ignore[attr-defined]
+    return run.module.losses, run.counters.compiles, run.counters.executions, in_blocks
+
+
+@pytest.mark.slow
+def test_the_same_training_in_one_graph() -> None:
+    usual, fast = (run_in_child(functools.partial(_fit, fast)) for fast in (False, True))
+    assert fast[1:3] == usual[1:3]
+    assert (usual[3], fast[3]) == (0, 1)
+    assert fast[0] == pytest.approx(usual[0], rel=1e-4)
