@@ -225,7 +225,7 @@ def test_the_data_goes_on(kind: str, data: str, tmp_path: Path) -> None:
             kind,
             tmp_path if step is None else tmp_path / "rest",
             resume=None if step is None else checkpoint(kind, tmp_path, step),
-            net=_Pairs(dropout=0.4, seed=0 if step is None else 1),
+            net=(_Pairs if data == "several" else Classifier)(dropout=0.4, seed=0 if step is None else 1),
             data=make(),
             steps=10,
             save_every=2,
