@@ -6,16 +6,16 @@ import warnings
 
 import pytest
 
-from tests.isolation import isolated
 from tests.sharding.planner.models import MODELS
 from xla_adapters.sharding import Mesh, ShardingConfig
 from xla_adapters.sharding.planner import Topology, evaluate_all, plan_model
+
+pytestmark = pytest.mark.isolated
 
 _MESH = Mesh.data_and_model(2, 4)
 _CPU = Topology.preset("cpu")
 
 
-@isolated
 @pytest.mark.parametrize(
     "name", [name if name in ("llama", "resnet") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
@@ -45,7 +45,6 @@ def test_plans(name: str) -> None:
     assert again == given
 
 
-@isolated
 @pytest.mark.parametrize("name", ["llama", "gpt2", "resnet"])
 def test_plans_are_evaluated_as_they_were_predicted(name: str) -> None:
     make, batch = MODELS[name]
@@ -56,7 +55,6 @@ def test_plans_are_evaluated_as_they_were_predicted(name: str) -> None:
         assert cost.step_seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-3)
 
 
-@isolated
 def test_tied_weights_are_one_entry() -> None:
     make, batch = MODELS["gpt2"]
     (plan, *_) = plan_model(make(), batch(), mesh=_MESH, devices=8, config=ShardingConfig(), topology=_CPU)
