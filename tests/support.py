@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tests.device import DEVICE
 class Stream(IterableDataset[Any]):
     """Samples without a length."""
 
-    def __init__(self, samples: Iterable[Any]) -> None:
+    def __init__(self, samples: Any) -> None:
         self._samples = list(samples)
 
     def __iter__(self) -> Iterator[Any]:

@@ -271,13 +271,14 @@ class _CountsSteps(TrainerCallback):
     logged_before = 0
 
     def __init__(self, counted: list[StepCounters]) -> None:
-        self._counted, self._context = counted, None
+        self._counted = counted
+        self._context: Any = None
 
     def on_train_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         self.logged_before = len(state.log_history)
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._context: Any = xla_adapters.count()
+        self._context = xla_adapters.count()
         self._counted.append(self._context.__enter__())
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:

@@ -21,8 +21,8 @@ def _averaging(kind: str, way: str, **options: Any) -> tuple[Training, Averages]
         if not made:
             made.append(Averages(moment.model, way))
 
-    at = {"step begin": begin, "step end": lambda moment: made[0].batch_ended(moment.step - 1)}
-    given = {"data": vector_samples(32), "evaluate_every": 4, "at": at, **options}
+    at: dict[str, Any] = {"step begin": begin, "step end": lambda moment: made[0].batch_ended(moment.step - 1)}
+    given: dict[str, Any] = {"data": vector_samples(32), "evaluate_every": 4, "at": at, **options}
     return train(kind, **given), made[0]
 
 

@@ -51,16 +51,10 @@ def traced_and_replayed(
         config: options of `XLAConfig`.
         **options: of `train`.
     """
-    runs = [
-        train(
-            kind,
-            net=net(),
-            data=data,
-            config=XLAConfig(**{"step_replay": mode, "replay_verify_every": None, **(config or {})}),
-            **options,
-        )
-        for mode in (False, "auto")
-    ]
+    runs = []
+    for mode in (False, "auto"):
+        chosen: dict[str, Any] = {"step_replay": mode, "replay_verify_every": None, **(config or {})}
+        runs.append(train(kind, net=net(), data=data, config=XLAConfig(**chosen), **options))
     one, other = runs
     batches = sum(step.executions for step in one.counted)
     assert one.program.replays == 0

@@ -163,7 +163,8 @@ class _Pairs(Classifier):
     def forward(self, **batches: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
         if "x" in batches:
             return super().forward(**batches)
-        return {"loss": sum(super(_Pairs, self).forward(**batch)["loss"] for batch in batches.values())}
+        losses = [super(_Pairs, self).forward(**batch)["loss"] for batch in batches.values()]
+        return {"loss": torch.stack(losses).sum()}
 
 
 def _several() -> Any:

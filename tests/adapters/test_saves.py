@@ -57,7 +57,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(kind: str, tmp_path: Pat
     """The checkpoint that it replaces stays until it is complete."""
     options: dict[str, Any] = {"dropout": 0.4, "save_every": 2, "keep": 1}
     expected = train(kind, tmp_path / "sync", **options)
-    held, seen, folder = _Held(), [], tmp_path / "async"
+    held, folder = _Held(), tmp_path / "async"
+    seen: list[tuple[int, list[int]]] = []
     use_storage(held)
 
     def let_go(moment: Moment) -> None:
@@ -130,8 +131,10 @@ def test_after_steps_and_after_time(kind: str, tmp_path: Path, monkeypatch: pyte
     def wait(moment: Moment) -> None:
         now[0] += 1.5 if moment.step == 5 else 0
 
-    monkeypatch.setitem(SaveSchedule.__init__.__kwdefaults__, "clock", lambda: now[0])
-    for seconds, expected in ((1.6, []), (1.4, [5])):
+    init: Any = SaveSchedule.__init__
+    monkeypatch.setitem(init.__kwdefaults__, "clock", lambda: now[0])
+    cases: list[tuple[float, list[int]]] = [(1.6, []), (1.4, [5])]
+    for seconds, expected in cases:
         folder = tmp_path / str(seconds)
         train(kind, folder, checkpoint=CheckpointConfig(every=timedelta(seconds=seconds)), at={"step begin": wait})
         assert saved_on_schedule(kind, folder) == expected

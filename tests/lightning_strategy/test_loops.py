@@ -274,7 +274,7 @@ def test_two_runs_of_one_strategy_object_and_no_callback_is_left() -> None:
 
 def stream() -> Any:
     """A loader without a length."""
-    return torch.utils.data.DataLoader(Stream(loader(5).dataset), batch_size=BATCH)  # type: ignore[arg-type]
+    return torch.utils.data.DataLoader(Stream(loader(5).dataset), batch_size=BATCH)
 
 
 @pytest.mark.parametrize(("every", "graphs"), [(1, 1), (3, 3)])
