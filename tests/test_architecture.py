@@ -13,7 +13,7 @@ from tests.architecture import CORE, PACKAGES, ROOMS, ROOT, STRANGERS, imported,
 _FRAMEWORKS = {"transformers", "accelerate", "lightning", "pytorch_lightning"}
 # The rest of the core is in folders.
 _FILES_OF_THE_CORE = {"__init__.py", "cli.py", "config.py", "errors.py"}
-_LINES_OF_A_FILE = 400
+_LINES_OF_A_FILE = 700
 _LINES_OF_A_FUNCTION = 60
 
 
