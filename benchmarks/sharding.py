@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("CPU_NUM_DEVICES", str(DEVICES))
 
 from benchmarks import report  # noqa: E402
-from benchmarks.sharding_models import FAMILIES, build  # noqa: E402
+from benchmarks.sizes import TO_SHARD, to_shard  # noqa: E402
 from hf_trainer.framework_patches import as_if_compiling  # noqa: E402
 from xla_adapters.errors import ConfigError  # noqa: E402
 from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan  # noqa: E402
@@ -138,7 +139,7 @@ def automatic(model: Any, batch: Any, budget: float | None, folder: Path) -> Ste
 
 def rows_of(model_name: str, width: int, caps: list[str]) -> tuple[list[Row], list[Step]]:
     """One model at one width, under each cap."""
-    model, batch = build(model_name, width=width)
+    model, batch = to_shard(model_name, width=width)
     state = sum(state_bytes(parameter, DEVICES) for parameter in model.parameters()) / 1e6
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -183,7 +184,7 @@ def _line(row: Row) -> str:
 
 def planning_time(depth: int) -> float:
     """Seconds to plan a Llama of this depth: captured, all meshes of 8 devices, nothing compiled."""
-    model, batch = build("llama", width=256, layers=depth)
+    model, batch = to_shard("llama", width=256, layers=depth)
     begun = time.monotonic()
     plan_model(
         model,
@@ -199,44 +200,15 @@ def planning_time(depth: int) -> float:
 
 def table_of(rows: list[Row]) -> str:
     """MB per device and step."""
-    cells = []
-    for row in rows:
-        hand, auto = row.by_hand, row.auto
-        cells.append(
-            (
-                row.model,
-                row.width,
-                row.cap,
-                row.budget,
-                hand.name if hand else "-",
-                hand.wire if hand else None,
-                hand.memory if hand else None,
-                auto.name if auto else "-",
-                auto.wire if auto else None,
-                auto.predicted_wire if auto else None,
-                auto.memory if auto else None,
-                auto.predicted_memory if auto else None,
-                row.ratio,
-                row.seconds,
-            )
-        )
-    headers = (
-        "model",
-        "width",
-        "cap",
-        "MB",
-        "by hand",
-        "sent",
-        "kept",
-        "auto",
-        "sent",
-        "said",
-        "kept",
-        "said",
-        "ratio",
-        "s",
-    )
-    return report.table(headers, cells)
+
+    def of(step: str, figure: str) -> Callable[[Row], object]:
+        return lambda row: getattr(getattr(row, step), figure, None)
+
+    shown: dict[str, str | Callable[[Row], object]] = {"model": "model", "width": "width", "cap": "cap", "MB": "budget"}
+    shown |= {"by hand": of("by_hand", "name"), "sent by it": of("by_hand", "wire"), "kept": of("by_hand", "memory")}
+    shown |= {"auto": of("auto", "name"), "sent": of("auto", "wire"), "said": of("auto", "predicted_wire")}
+    shown |= {"kept by it": of("auto", "memory"), "said of that": of("auto", "predicted_memory")}
+    return report.table_of(rows, {**shown, "ratio": "ratio", "s": "seconds"})
 
 
 def targets(made: report.Report, rows: list[Row]) -> None:
@@ -261,7 +233,7 @@ def targets(made: report.Report, rows: list[Row]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
     parser = report.parser(__doc__ or "")
-    parser.add_argument("--models", default=",".join(FAMILIES), help="comma-separated (all)")
+    parser.add_argument("--models", default=",".join(TO_SHARD), help="comma-separated (all)")
     parser.add_argument("--widths", default=WIDTHS, help=f"of the hidden states ({WIDTHS})")
     parser.add_argument("--caps", default=CAPS, help=f"multiples of the fully sharded state ({CAPS})")
     parser.add_argument("--join", type=Path, nargs="+", default=[], help="files of --json whose rows count too")

@@ -109,9 +109,9 @@ def check_fabric_config(config: XLAConfig) -> None:
             "accumulation='unrolled' with Fabric: the loop is yours; put one `with fabric.strategy.step():` around "
             "all micro batches of an update instead"
         )
-    if config.needs_replay is not None:
+    if config.step_replay is True:
         raise UnsupportedOptionError(
-            f"{config.needs_replay} with Fabric: the body of a `with` block cannot be left out; make the "
+            "step_replay=True with Fabric: the body of a `with` block cannot be left out; make the "
             "step a function and decorate it with xla_adapters.CompiledStep"
         )
 

@@ -44,7 +44,7 @@ from tests.isolation import isolated, run_in_child
 from tests.support import flip
 from tests.tiny_models import tiny
 from tests.trainers import checkpoint, train
-from xla_adapters import ConfigError
+from xla_adapters import ConfigError, XLAConfig
 from xla_adapters.checkpoint import (
     MANIFEST,
     CheckpointConfig,
@@ -54,6 +54,7 @@ from xla_adapters.checkpoint import (
     differences,
     inspection,
 )
+from xla_adapters.config import REMOVED_OPTIONS
 from xla_adapters.errors import (
     CheckpointDamagedError,
     CheckpointNotFoundError,
@@ -245,6 +246,18 @@ def test_another_configuration_is_shown(tmp_path: Path) -> None:
         "- arguments.max_steps: 6",
         "+ arguments.max_steps: 7",
     ]
+
+
+def test_options_that_are_gone_are_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = XLAConfig.of_numbers
+    with monkeypatch.context() as earlier:
+        earlier.setattr(
+            XLAConfig, "of_numbers", lambda config: {**numbers(config), **dict.fromkeys(REMOVED_OPTIONS, 1)}
+        )
+        run(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointMismatchWarning)
+        run(tmp_path, resume=tmp_path / "checkpoint-4")
 
 
 def test_other_random_numbers_are_shown(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import LlamaForSequenceClassification
 
-from benchmarks.ecosystem.text import llama, tokenizer
 from hf_trainer import XLATrainerMixin
 from hf_trainer.libraries import reads_answered
 from tests.hf_trainer.scenarios import Run, train, without_xla
+from tests.hf_trainer.text_models import llama, tokenizer
 from xla_adapters import GraphBreakWarning, get_runtime
 
 pytestmark = pytest.mark.isolated

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.sharding_models import build
+from benchmarks.sizes import to_shard
 from hf_trainer.framework_patches import as_if_compiling
 from tests.isolation import isolated
 from xla_adapters.errors import ConfigError
@@ -70,7 +70,7 @@ def test_without_a_budget_the_devices_memory_is_one() -> None:
 @isolated
 def test_where_a_recipe_beats_the_plans_those_that_gspmd_follows_by_itself_compete() -> None:
     rounds: list[list[Any]] = []
-    model, batch = build("gpt2", width=32)
+    model, batch = to_shard("gpt2", width=32)
 
     def compiled(plans: Any, *_: Any) -> list[Candidate]:
         # All recipes take a second, what is planned first two, and of what is planned then the first one half.
@@ -99,7 +99,7 @@ def test_where_a_recipe_beats_the_plans_those_that_gspmd_follows_by_itself_compe
 def test_with_a_budget_plans_are_tried_until_none_promises_to_be_faster() -> None:
     """Each takes more memory than was said: what fits in the end was planned for less."""
     rounds: list[list[Any]] = []
-    model, batch = build("gpt2", width=128)
+    model, batch = to_shard("gpt2", width=128)
 
     def compiled(plans: Any, *_: Any) -> list[Candidate]:
         rounds.append(list(plans))

@@ -13,7 +13,7 @@ from torch_tpu._internal.execution_mode import execution_mode_impl
 from torch_tpu._internal.sync import sync
 from torch_tpu._internal.utils import hardware
 
-from benchmarks.torch_tpu import stand_in
+from tests.torch_tpu import stand_in
 
 pytestmark = pytest.mark.isolated
 

@@ -11,7 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import xla_adapters
-from benchmarks.torch_tpu import stand_in
+from tests.torch_tpu import stand_in
 from tests.torch_tpu.nets import Train, batches, net_on, training
 from xla_adapters import CompiledStep, UnsupportedOptionError, runtime
 

@@ -15,10 +15,10 @@ import torch
 import transformers
 
 import hf_trainer
-from benchmarks.torch_tpu import stand_in
 from lightning_strategy import XLAEagerStrategy
 from tests.hf_trainer.scenarios import Classifier, arguments, gpt2, token_samples, vector_samples
 from tests.lightning_strategy.scenarios import trainer
+from tests.torch_tpu import stand_in
 from tests.trainers import Moment, each_trainer, train
 from xla_adapters.errors import UnsupportedOptionError, XLAAdapterError
 from xla_adapters.utils.patching import replaced
@@ -67,7 +67,6 @@ def test_it_trains_as_the_cpu_does_in_one_launch_per_step(kind: str, step_replay
     ("kind", "option", "value", "named"),
     [
         *((kind, "sharding", "fsdp", "torch_tpu") for kind in ("hf", "lightning")),
-        *((kind, "steps_per_execution", 2, "steps_per_execution=2") for kind in ("hf", "lightning")),
         *((kind, "xla_mode", "lazy", "xla_mode='lazy'") for kind in ("hf", "lightning")),
         ("hf", "xla_mode", "eager+dynamo", "xla_mode='eager\\+dynamo'"),
         ("hf", "rng_algorithm", "philox", "rng_algorithm='philox'"),

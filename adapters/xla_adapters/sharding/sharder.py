@@ -43,11 +43,6 @@ class Sharder:
                 "xla_mode='eager+dynamo' and sharding: dynamo's graphs do not know how tensors are cut; use "
                 "xla_mode='eager+compile'"
             )
-        if steps is not None and steps.steps_per_execution > 1:
-            raise UnsupportedOptionError(
-                f"steps_per_execution={steps.steps_per_execution} with sharding: the executable of several steps is "
-                "made for one device; leave one of them out"
-            )
         self.config = config
         self._runtime: Runtime = get_runtime()
         self._runtime.device.initialize(spmd=True)

@@ -1,4 +1,4 @@
-"""All timed runs of a transformer by name, and functions that run them interleaved."""
+"""All timed runs of a model by name, and functions that run them, interleaved or one after another."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import argparse
 import functools
 import importlib.util
 import os
+import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from benchmarks import loops_in_graphs, timed_loops, timed_trainers
-from benchmarks.clock import Plan, Timing
-from benchmarks.deep_models import GPT2, VIT, Size
-from benchmarks.interleaved import Pause, run_interleaved
+from benchmarks import timed_loops, timed_trainers
+from benchmarks.harness import Pause, Plan, Timing, run_interleaved
+from benchmarks.sizes import FAMILIES, GPT2, Size, sizes
 from xla_adapters import initialize
 from xla_adapters.cpu.process.compiler_flags import keep_no_barriers, leave_temporary_memory_whole
 from xla_adapters.cpu.process.host_memory import LARGEST_PIECE
@@ -61,12 +61,12 @@ def divided(one: float | None, other: float | None) -> float | None:
 
 def missing(name: str, size: Size) -> str | None:
     """Why a run is not possible here (a missing package, say); None if it is."""
-    if name in timed_trainers.TRL_RUNS and size.family == VIT:
+    if name in timed_trainers.TRL_RUNS and (size.family not in FAMILIES or FAMILIES[size.family].images):
         return "not measured: TRL's SFTTrainer trains language models"
     if name in timed_trainers.TRL_RUNS and importlib.util.find_spec("trl") is None:
         return "not measured: trl is not installed (pip install 'xla-adapters[dev]')"
     if name.removesuffix(ON_ONE_CORE) != JAX:
-        return None
+        return size.missing
     if importlib.util.find_spec("jax") is None:
         return "not measured: jax is not installed (pip install 'xla-adapters[bench]')"
     return None if size.family == GPT2 else f"not measured: {JAX}'s model is {GPT2}"
@@ -87,7 +87,7 @@ def run(name: str, size: Size, plan: Plan, pause: Pause) -> Timing:
         name = name.removesuffix(ON_ONE_CORE)
     if name.endswith(COMPILED_FAST):
         name = name.removesuffix(COMPILED_FAST)
-        is_ours = name in timed_loops.OURS or (name in timed_trainers.RUNS and name not in timed_trainers.STOCK)
+        is_ours = name in timed_loops.OURS or name == timed_trainers.HF_REPLAYED
         initialize(eager=is_ours, fast_compile=True, keep_memory=None if is_ours else False)
     if name == JAX:
         from benchmarks import jax_gpt2
@@ -96,28 +96,25 @@ def run(name: str, size: Size, plan: Plan, pause: Pause) -> Timing:
         leave_temporary_memory_whole(LARGEST_PIECE)
         keep_no_barriers()
         return jax_gpt2.run(size, plan, pause)
-    if name in loops_in_graphs.RUNS:
-        return loops_in_graphs.run(name, size.model, size.batches(plan.total), plan, pause)
-    group = timed_trainers if name in timed_trainers.RUNS else timed_loops
+    ours = (*timed_trainers.RUNS, *timed_trainers.NAMED_ONLY)
+    group = timed_trainers if name in ours else timed_loops
     return group.run(name, size.model, size.batches(plan.total), plan, pause)
 
 
-def measure(
-    runs: dict[str, Callable[[Pause], Timing]], rounds: int, timeout: float, title: str, failed: dict[str, str]
-) -> Found:
-    """Runs functions interleaved, with progress messages.
+def measure(names: Sequence[str], size: Size, plan: Plan, timeout: float) -> Found:
+    """Measures the named runs of a model, interleaved.
 
     Args:
-        runs: functions by name.
-        rounds: number of blocks.
+        names: see `run`.
+        size: the model.
+        plan: the number of steps.
         timeout: seconds per block.
-        title: what is measured, for the messages.
-        failed: runs that are left out, with the reason.
     """
-    found = Found(failed=dict(failed))
-    for name, why in failed.items():
-        say(f"{title}: {name}: {why}")
-    outcomes = run_interleaved(runs, rounds, timeout=timeout, say=lambda line: say(f"{title}: {line}"))
+    found = Found(failed={name: why for name in names if (why := missing(name, size)) is not None})
+    for name, why in found.failed.items():
+        say(f"{size}: {name}: {why}")
+    runs = {name: functools.partial(run, name, size, plan) for name in names if name not in found.failed}
+    outcomes = run_interleaved(runs, plan.rounds, timeout=timeout, say=lambda line: say(f"{size}: {line}"))
     for name, outcome in outcomes.items():
         if outcome.ok:
             found.timings[name] = outcome.value
@@ -126,11 +123,33 @@ def measure(
     return found
 
 
-def measure_transformer(names: Sequence[str], size: Size, plan: Plan, timeout: float) -> Found:
-    """Measures the named runs of a model."""
-    left_out = {name: why for name in names if (why := missing(name, size)) is not None}
-    runs = {name: functools.partial(run, name, size, plan) for name in names if name not in left_out}
-    return measure(runs, plan.rounds, timeout, str(size), left_out)
+# Of each run, one for each repeat.
+Timings = dict[str, list[Timing]]
+
+
+def median(timings: Timings, name: str, value: Callable[[Timing], Any]) -> float | None:
+    """The median of a figure over the repeats; None if it was not measured."""
+    values = [value(timing) for timing in timings.get(name, [])]
+    return statistics.median(values) if values and None not in values else None
+
+
+def measure_alone(
+    names: Sequence[str], size: Size, plan: Plan, timeout: float, repeats: int
+) -> tuple[Timings, list[str]]:
+    """Measures runs one after another, each several times.
+
+    Returns:
+        The timings, and a line for each run that failed.
+    """
+    timings: Timings = {}
+    failed: dict[str, None] = {}
+    for repeat in range(repeats):
+        for name in reversed(names) if repeat % 2 else names:
+            found = measure([name], size, plan, timeout)
+            if name in found.timings:
+                timings.setdefault(name, []).append(found.timings[name])
+            failed.update({f"  {size} {name}: {why}": None for why in found.failed.values()})
+    return timings, list(failed)
 
 
 def say(line: str) -> None:
@@ -145,6 +164,34 @@ def add_options(parser: argparse.ArgumentParser, names: Sequence[str], plan: Pla
     parser.add_argument("--steps", type=int, default=plan.steps, help="steps of a run in each round")
     parser.add_argument("--rounds", type=int, default=plan.rounds)
     parser.add_argument("--timeout", type=float, default=timeout, help="seconds for one turn of a run")
+
+
+def add_sizes(parser: argparse.ArgumentParser, depths: str, *names: str, **values: int) -> None:
+    """Adds the options for the models.
+
+    Args:
+        parser: gets the options.
+        depths: the default, see `sizes`.
+        names: of numbers of a `Size` that have an option, with its defaults.
+        values: such numbers with other defaults.
+    """
+    parser.add_argument("--depths", default=depths, help="comma-separated LAYERSxWIDTH, or FAMILY LAYERSxWIDTH")
+    for name in (*names, *values):
+        parser.add_argument(f"--{name}", type=int, default=values.get(name, getattr(Size(1, 1), name)))
+
+
+def chosen_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace, **values: Any) -> list[Size]:
+    """The models from the options.
+
+    Args:
+        parser, options: of the program.
+        values: of all models.
+    """
+    given = {field.name: getattr(options, field.name) for field in fields(Size) if hasattr(options, field.name)}
+    try:
+        return sizes(options.depths, **{**given, **values})
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def chosen(

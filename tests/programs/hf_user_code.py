@@ -11,10 +11,10 @@ from peft import LoraConfig, TaskType, get_peft_model
 from torch import nn
 from transformers import TrainerCallback
 
-from benchmarks.coverage_programs import data
-from benchmarks.coverage_programs.hf_language import arguments
-from benchmarks.coverage_programs.hf_media import pixels_of
 from hf_trainer import Trainer
+from tests.programs import data
+from tests.programs.hf_language import arguments
+from tests.programs.hf_media import pixels_of
 
 _LABELS = 5
 

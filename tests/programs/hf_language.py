@@ -16,8 +16,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from benchmarks.coverage_programs import data
 from hf_trainer import Seq2SeqTrainer, Trainer
+from tests.programs import data
 
 _CONFIG: dict[str, Any] = {
     "vocab_size": data.VOCABULARY,

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from benchmarks.coverage_programs import data
-from benchmarks.coverage_programs.program import Trained
+from tests.programs import data
+from tests.programs.program import Trained
 from xla_adapters import CompiledStep, get_runtime
 
 Compile = Callable[..., CompiledStep[Any]]

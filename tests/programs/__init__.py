@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.coverage_programs import (
+from tests.programs import (
     hf_language,
     hf_media,
     hf_user_code,
@@ -10,7 +10,7 @@ from benchmarks.coverage_programs import (
     lightning_tutorials,
     own_loops,
 )
-from benchmarks.coverage_programs.program import Program, hf, lightning, own_loop
+from tests.programs.program import Program, hf, lightning, own_loop
 
 PROGRAMS: tuple[Program, ...] = (
     hf("gpt2", hf_language.gpt2, stock=True),

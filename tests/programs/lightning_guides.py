@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from torch import nn
 from torch.utils.data import DataLoader
 
-from benchmarks.coverage_programs import data
-from benchmarks.coverage_programs.program import Fit
+from tests.programs import data
+from tests.programs.program import Fit
 
 _BATCH = 16
 

@@ -8,9 +8,9 @@ import torch
 import transformers
 from transformers import Seq2SeqTrainingArguments
 
-from benchmarks.coverage_programs import data
-from benchmarks.coverage_programs.hf_language import accuracy, arguments
 from hf_trainer import Seq2SeqTrainer, Trainer
+from tests.programs import data
+from tests.programs.hf_language import accuracy, arguments
 
 _MELS, _FRAMES = 8, 32
 
