@@ -35,12 +35,8 @@ from xla_adapters.errors import ConfigError
 from xla_adapters.preflight.job import StepJob, adamw
 from xla_adapters.preflight.measuring import results_for_tpu, tpu_compiler
 from xla_adapters.preflight.target import Compiler, Target
-from xla_adapters.sharding import ShardingConfig, ShardingPlan
-from xla_adapters.sharding.config import MEASURED_PLANS
-from xla_adapters.sharding.measure import PlanCompiler, PlanResult
-from xla_adapters.sharding.measure.compilers import register
-from xla_adapters.sharding.measure.plan_cache import digest_of_step
-from xla_adapters.sharding.sharder import make_plan
+from xla_adapters.sharding import MEASURED_PLANS, ShardingConfig, ShardingPlan, make_plan
+from xla_adapters.sharding.measure import PlanCompiler, PlanResult, digest_of_step, register
 
 TOPOLOGIES = "v4:2x2x2,v5e:2x4,v5p:2x2x2,v6e:2x4"
 

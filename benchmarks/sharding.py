@@ -32,14 +32,17 @@ from benchmarks import report  # noqa: E402
 from benchmarks.sizes import TO_SHARD, to_shard  # noqa: E402
 from hf_trainer.framework_patches import as_if_compiling  # noqa: E402
 from xla_adapters.errors import ConfigError  # noqa: E402
-from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan  # noqa: E402
-from xla_adapters.sharding.automatic import state_bytes  # noqa: E402
-from xla_adapters.sharding.candidates import measured  # noqa: E402
-from xla_adapters.sharding.config import MEASURED_PLANS  # noqa: E402
+from xla_adapters.sharding import (  # noqa: E402
+    MEASURED_PLANS,
+    Mesh,
+    ShardingConfig,
+    ShardingPlan,
+    make_plan,
+    template,
+)
+from xla_adapters.sharding.automatic import measured, state_bytes  # noqa: E402
 from xla_adapters.sharding.measure import PlanCache, compiler_for  # noqa: E402
-from xla_adapters.sharding.planner import Topology, plan_model  # noqa: E402
-from xla_adapters.sharding.sharder import make_plan  # noqa: E402
-from xla_adapters.sharding.templates import template  # noqa: E402
+from xla_adapters.sharding.planner import Planner, Topology, meshes_of  # noqa: E402
 
 WIDTHS, CAPS, DEPTHS = "128,256,512", "1.1,1.3,2,none", "2,8,32,64"
 RECIPES = (
@@ -99,19 +102,12 @@ def compiled_templates(model: Any, batch: Any, kept: PlanCache) -> list[Step]:
 
 def compile_together(model: Any, batch: Any, budgets: list[float | None], kept: PlanCache) -> None:
     """Compiles in one process what the automatic plans for these budgets want first: each would start its own."""
+    planner = Planner.begin(model, batch, topology=Topology.preset("cpu"), around=as_if_compiling)
     plans: list[ShardingPlan] = [template(name, model, Mesh.data_and_model(*shape)) for name, shape in RECIPES]
     for budget in budgets:
         try:
-            config = ShardingConfig(memory_budget=None if budget is None else int(budget * 1e6))
-            plans += plan_model(
-                model,
-                batch,
-                mesh=None,
-                devices=DEVICES,
-                config=config,
-                topology=Topology.preset("cpu"),
-                around=as_if_compiling,
-            )[:MEASURED_PLANS]
+            limit = None if budget is None else int(budget * 1e6)
+            plans += planner.best(meshes_of(None, DEVICES), limit, given=False)[:MEASURED_PLANS]
         except ConfigError:
             # No plan is predicted to fit; only the templates are compiled.
             continue
@@ -186,15 +182,8 @@ def planning_time(depth: int) -> float:
     """Seconds to plan a Llama of this depth: captured, all meshes of 8 devices, nothing compiled."""
     model, batch = to_shard("llama", width=256, layers=depth)
     begun = time.monotonic()
-    plan_model(
-        model,
-        batch,
-        mesh=None,
-        devices=DEVICES,
-        config=ShardingConfig(),
-        topology=Topology.preset("cpu"),
-        around=as_if_compiling,
-    )
+    planner = Planner.begin(model, batch, topology=Topology.preset("cpu"), around=as_if_compiling)
+    planner.best(meshes_of(None, DEVICES), None, given=False)
     return time.monotonic() - begun
 
 

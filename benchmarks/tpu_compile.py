@@ -18,7 +18,7 @@ from xla_adapters.preflight.compiler import compile_module
 from xla_adapters.preflight.job import InBfloat16, StepJob, adamw
 from xla_adapters.preflight.target import Target
 from xla_adapters.preflight.traced_step import TracedStep, trace_step
-from xla_adapters.sharding.templates import default_mesh, template
+from xla_adapters.sharding import default_mesh, template
 
 WANTED = 38
 

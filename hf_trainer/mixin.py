@@ -23,8 +23,7 @@ from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.checkpoint.write_failures import naming_failed_writes
 from xla_adapters.insight.run_report import RunReport
 from xla_adapters.insight.run_stats import RunStats
-from xla_adapters.sharding import ShardingConfig
-from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding import ShardingConfig, ShardingPlan
 from xla_adapters.utils.wall_clock import EVALUATION, INPUT, STEP
 
 if TYPE_CHECKING:

@@ -33,8 +33,7 @@ from xla_adapters.config import XLAOptions
 from xla_adapters.insight.run_report import RunReport
 from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.runtime.transfers import uploading
-from xla_adapters.sharding.dtensor import accept_placements
-from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding import ShardingPlan, accept_placements
 from xla_adapters.utils.compiling import as_if_compiling
 
 

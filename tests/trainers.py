@@ -27,7 +27,7 @@ from lightning_strategy import XLAEagerStrategy
 from tests.hf_trainer.scenarios import Classifier, arguments, on_cpu, steps_of, vector_samples
 from tests.lightning_strategy.scenarios import trainer as lightning_trainer
 from xla_adapters import StepCounters, get_runtime
-from xla_adapters.sharding.tiling import tiles_of
+from xla_adapters.sharding.mesh import tiles_of
 
 each_trainer = pytest.mark.parametrize("kind", ["hf", "lightning"])
 

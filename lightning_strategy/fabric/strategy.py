@@ -27,7 +27,7 @@ from lightning_strategy.sharding.module_sharding import AutoShardingOption, Shar
 from xla_adapters import XLAConfig, get_runtime, in_step
 from xla_adapters.config import XLAOptions
 from xla_adapters.runtime.transfers import uploading
-from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding import ShardingPlan
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

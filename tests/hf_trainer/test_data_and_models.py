@@ -39,9 +39,8 @@ from tests.hf_trainer.scenarios import (
 from tests.support import Stream
 from xla_adapters import GraphLimitError
 from xla_adapters.errors import DenseGradientWarning
-from xla_adapters.sharding import Mesh
-from xla_adapters.sharding.planner import Topology, evaluate
-from xla_adapters.sharding.templates import template
+from xla_adapters.sharding import Mesh, template
+from xla_adapters.sharding.planner import Planner, Topology
 
 pytestmark = pytest.mark.isolated
 
@@ -321,7 +320,7 @@ def test_the_planner_plans_for_the_experts_that_are_computed() -> None:
     model, tokens = transformers.MixtralForCausalLM(config), torch.zeros(8, 16, dtype=torch.long)
     plan = template("dp", model, Mesh.data_and_model(8, 1))
     batch = {"input_ids": tokens, "labels": tokens}
-    cost = evaluate(plan, model, batch, topology=Topology.preset("cpu"), around=as_if_compiling)
+    (cost,) = Planner.begin(model, batch, topology=Topology.preset("cpu"), around=as_if_compiling).costs([plan])
     numbers = sum(parameter.numel() for parameter in model.parameters())
     # Gradients and the loss, summed over a ring of 8; tokens are not sent to their experts.
     assert cost.wire_bytes == pytest.approx(2 * 4 * (numbers + 1) * 7 / 8, rel=1e-3)

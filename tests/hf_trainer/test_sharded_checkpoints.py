@@ -25,8 +25,8 @@ from tests.trainers import shape_of_a_shard
 from xla_adapters.checkpoint import CheckpointStore, CheckpointWarning
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import ShardingConfig
+from xla_adapters.sharding.mesh import tiles_of
 from xla_adapters.sharding.state import consolidate, model_state, save_state
-from xla_adapters.sharding.tiling import tiles_of
 
 pytestmark = pytest.mark.isolated(env={"CPU_NUM_DEVICES": "8"})
 

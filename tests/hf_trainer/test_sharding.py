@@ -25,8 +25,8 @@ from tests.support import Stream
 from tests.trainers import check_cuts, optimizer_of
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan
-from xla_adapters.sharding.annotated import spec_of
-from xla_adapters.sharding.tiling import tiles_of
+from xla_adapters.sharding.mesh import tiles_of
+from xla_adapters.sharding.sharder import spec_of
 
 pytestmark = pytest.mark.isolated(env={"CPU_NUM_DEVICES": "8"})
 
@@ -401,12 +401,10 @@ def test_what_the_model_or_the_batch_does_not_divide() -> None:
         sharded("gpt2", ShardingConfig(memory_budget=1000))
 
 
-def test_modes_and_partitioners_that_cannot_shard() -> None:
+def test_modes_that_cannot_shard() -> None:
     start()
     with pytest.raises(UnsupportedOptionError, match="dynamo"):
         sharded("gpt2", "dp", xla_mode="eager+dynamo")
-    with pytest.raises(UnsupportedOptionError, match="no pass that shards by itself"):
-        sharded("gpt2", {"auto_sharding": {"partitioner": "alpa", "keep_user_sharding": True}})
     with pytest.raises(RuntimeOrderError, match="without sharding"):
         ours(nn.Linear(2, 2), data("gpt2"))
 

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Iterator
 
 from xla_adapters.hlo import wire
-from xla_adapters.hlo.graph import (
+from xla_adapters.hlo.fields import (
     COMPUTATION_ID,
     ID,
     INSTRUCTIONS,

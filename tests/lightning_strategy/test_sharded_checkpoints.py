@@ -27,8 +27,7 @@ from tests.support import flip
 from xla_adapters import get_runtime
 from xla_adapters.checkpoint import MANIFEST
 from xla_adapters.errors import CheckpointDamagedError, ConfigError, UnsupportedOptionError
-from xla_adapters.sharding import ShardingConfig
-from xla_adapters.sharding.dtensor import accept_placements
+from xla_adapters.sharding import ShardingConfig, accept_placements
 
 pytestmark = pytest.mark.isolated(env={"CPU_NUM_DEVICES": "8"})
 

@@ -11,7 +11,7 @@ import torch
 
 from xla_adapters.errors import CheckpointDamagedError
 from xla_adapters.runtime import get_runtime
-from xla_adapters.runtime.random_algorithm import resume_random_algorithm
+from xla_adapters.runtime.rng import resume_random_algorithm
 from xla_adapters.utils.host_random import HostRandom
 
 _FILE = "xla_adapters.training_state-{rank}.pt"

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from xla_adapters.hlo import wire
-from xla_adapters.hlo.graph import (
+from xla_adapters.hlo.fields import (
     COMPUTATION_ID,
     ID,
     INSTRUCTIONS,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from xla_adapters.hlo import shapes, wire
-from xla_adapters.hlo.graph import (
+from xla_adapters.hlo.fields import (
     CALLED,
     COMPUTATION_ID,
     ID,

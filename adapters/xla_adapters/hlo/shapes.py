@@ -18,7 +18,7 @@ _MINOR_TO_MAJOR, _TAIL_PADDING = 1, 16
 # Bytes per element, by PrimitiveType.
 _BYTE_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 15: 8, 16: 2, 18: 16}
 # PrimitiveType numbers.
-PRED, S32, U32 = 1, 4, 8
+PRED, U32 = 1, 8
 
 
 @functools.cache
@@ -45,22 +45,6 @@ def count(shape: bytes) -> int:
 def byte_size(shape: bytes) -> int:
     """Bytes of an array; 0 for a tuple."""
     return count(shape) * _BYTE_SIZES.get(element_type(shape), 0)
-
-
-@functools.cache
-def is_scalar(shape: bytes) -> bool:
-    """Whether it is an array of no dimensions."""
-    return byte_size(shape) > 0 and not dimensions(shape)
-
-
-@functools.cache
-def is_dynamic(shape: bytes) -> bool:
-    """Whether a dimension is dynamic."""
-    return any(
-        any(wire.integers(value)) if number == _IS_DYNAMIC else number == _TUPLE_SHAPES and is_dynamic(bytes(value))
-        for number, value, _ in wire.fields(shape)
-        if number in (_IS_DYNAMIC, _TUPLE_SHAPES)
-    )
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xla_adapters.runtime import get_runtime
-from xla_adapters.sharding.planner.topology import Topology
+from xla_adapters.sharding.planner import Topology
 
 # What PJRT calls the kinds of TPU, and what the planner calls them.
 _TOPOLOGIES = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from xla_adapters.runtime.copies import copies_told
+from xla_adapters.runtime.interface.tensors import copies_told
 from xla_adapters.tracing.step_mode import FROM_NUMBERS, MOVES, READS
 from xla_adapters.tracing.step_scope import in_step
 from xla_adapters.utils.device_type import device_type

@@ -11,15 +11,14 @@ from torch import nn
 from benchmarks.sizes import of_real_size, to_shard
 from hf_trainer.framework_patches import as_if_compiling
 from tests.isolation import isolated
+from tests.sharding.planner.models import evaluate, plan_model
 from xla_adapters.sharding import ActivationPlan, Mesh, ParameterPlan, ShardingConfig, ShardingPlan
 from xla_adapters.sharding.measure import PlanResult, measure_plans
 from xla_adapters.sharding.mesh import DATA, Spec, used_axes
-from xla_adapters.sharding.planner import Topology, evaluate, plan_model
+from xla_adapters.sharding.planner import Topology
 from xla_adapters.sharding.planner.costs import Fabric
 from xla_adapters.sharding.planner.graph import Operand, Operator
-from xla_adapters.sharding.planner.reshard import reshard
-from xla_adapters.sharding.planner.strategies import Rules
-from xla_adapters.sharding.planner.strategies.base import Want
+from xla_adapters.sharding.planner.layouts import Want, reshard
 
 _CPU = Topology.preset("cpu")
 _MODEL = Mesh.data_and_model(1, 8)
@@ -117,13 +116,13 @@ def test_on_tpus_a_gradient_returns_to_the_layout_of_what_makes_its_value(kind: 
 @isolated
 def test_copies_for_experts_need_all_rows() -> None:
     """Of rows that are split to experts that are: gathered; each device has a part of their gradient."""
-    rules = Rules(fabric=Fabric(mesh=_MODEL, topology=dataclasses.replace(_CPU, reduce_scatter=True)))
+    fabric = Fabric(mesh=_MODEL, topology=dataclasses.replace(_CPU, reduce_scatter=True))
     source = Operator(
         index=0, target="mul", namespace="aten", args=(), kwargs={}, operands=(), shape=(64, 32), batch=0,
         size=64 * 32 * 4.0, modules=(), pointwise=True,
     )  # fmt: skip
     copies = Operand(shape=(8, 64, 32), batch=1, size=8 * source.size, source=0, dims=(1, 2))
-    found = reshard(rules, source, copies, 0, Want(state=0))
+    found = reshard(fabric, source, copies, 0, Want(state=0))
     assert [(charge.kind, charge.wire_bytes) for charge in found.forward] == [("all-gather", source.size * 7 / 8)]
     assert [(charge.kind, charge.wire_bytes) for charge in found.backward] == [("reduce-scatter", source.size * 7 / 8)]
     assert found.sums
