@@ -6,7 +6,6 @@ import argparse
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 from xla_adapters.checkpoint.commit import TEMPORARY, TRASH, UPLOADING
 from xla_adapters.checkpoint.inspection import DAMAGED, Found, check, look_at
@@ -16,9 +15,8 @@ from xla_adapters.checkpoint.store import CheckpointStore
 from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError, CheckpointWarning, ConfigError
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command `checkpoint` and its subcommands."""
-    parser = commands.add_parser("checkpoint", help="list, verify, repair and consolidate checkpoints")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser of the command `checkpoint` its subcommands."""
     own = parser.add_subparsers(dest="checkpoint_command", required=True)
     for name, run, text in (
         ("list", _list, "lists the checkpoints in a folder; reads manifests only"),

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
-from typing import Any
+from typing import Any, Protocol
 
 from xla_adapters.insight import charts
-from xla_adapters.preflight.page import section as preflight_section
-from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.tracing.graph_analysis import in_bytes
 
 # Rows of a table; of more, the first and a line that says how many are left out.
@@ -24,7 +22,25 @@ _COUNTS = {
 _WITHOUT_CHARTS = 'The charts are drawn with pygal, which is not installed: pip install "xla-adapters[report]"'
 
 
-def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], preflight: RunPreflight | None = None) -> str:
+class Preflight(Protocol):
+    """What a report shows of a pre-flight, of the tool of that name."""
+
+    @property
+    def topology(self) -> str:
+        """The slice of TPUs that the steps were compiled for."""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the training fits it, in a line."""
+
+    def as_values(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+
+    def section(self) -> str:
+        """The details as HTML."""
+
+
+def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], preflight: Preflight | None = None) -> str:
     """The page.
 
     Args:
@@ -46,7 +62,7 @@ def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], prefli
         sections.append(_section("Sharding plan", f"<pre>{escape(report['plan'])}</pre>"))
     if preflight is not None:
         verdict = f"<p><b>{escape(preflight.verdict)}</b></p>"
-        sections.append(_section(f"Pre-flight for {preflight.topology}", verdict + preflight_section(preflight)))
+        sections.append(_section(f"Pre-flight for {preflight.topology}", verdict + preflight.section()))
     style = resources.files("xla_adapters.insight").joinpath("report.css").read_text(encoding="utf-8")
     note = "" if charts.can_draw() else f'<p class="note">{escape(_WITHOUT_CHARTS)}</p>'
     title = f"XLA report: {report['about'].get('model', 'a training')}"

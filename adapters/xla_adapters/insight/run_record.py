@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from xla_adapters.insight.event_file import EventFile
 from xla_adapters.insight.peak_flops import peak_flops
+from xla_adapters.insight.report_page import Preflight
 from xla_adapters.insight.run_report import RunReport, StepSummary
 from xla_adapters.insight.run_stats import RunStats
 from xla_adapters.insight.step_times import StepTimes
 from xla_adapters.insight.transfer_lines import TransferLines
-from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import Metrics, get_runtime
 from xla_adapters.tracing.compile_events import CompileEvent, listening
@@ -65,7 +65,7 @@ class RunRecord:
         self.checkpoints: list[dict[str, Any]] = []
         self.transfers = TransferLines()
         self.is_running = False
-        self.preflight: RunPreflight | None = None
+        self.preflight: Preflight | None = None
         self._about: dict[str, Any] = {}
         self._programs: Callable[[], Sequence[StepProgram]] = tuple
         self._training: Callable[[], Sequence[StepProgram]] = tuple

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xla_adapters.insight.report_page import page
+from xla_adapters.insight.report_page import Preflight, page
 from xla_adapters.insight.transfer_lines import TransferLine
-from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.tracing.compile_events import CompileEvent
 from xla_adapters.tracing.graph_analysis import in_bytes
 
@@ -72,7 +71,7 @@ class RunReport:
     transfers_looked_at: int
     memory: dict[str, float]
     plan: str
-    preflight: RunPreflight | None = None
+    preflight: Preflight | None = None
 
     @property
     def wall_seconds(self) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 
@@ -21,3 +21,12 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, original)
         elif name in vars(owner):
             delattr(owner, name)
+
+
+@contextmanager
+def wrapped(*functions: tuple[Any, str, Callable[[Any], Any]]) -> Iterator[None]:
+    """Replaces attributes by what is made of them: owner, name, and what makes another function of the former one."""
+    with ExitStack() as stack:
+        for owner, name, wrap in functions:
+            stack.enter_context(replaced(owner, name, wrap(getattr(owner, name))))
+        yield
