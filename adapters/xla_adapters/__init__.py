@@ -24,6 +24,7 @@ from xla_adapters.errors import (
     XLAAdapterError,
 )
 from xla_adapters.insight.counters import StepCounters, count
+from xla_adapters.open_step import in_step
 from xla_adapters.replay.compiled_step import CompiledStep
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.replay.safety.promises import replay_safe
@@ -33,7 +34,7 @@ from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.sharding.distribute import distribute_module
 from xla_adapters.tracing.optimizers import prime, register_eager_optimizer, register_state_init
 from xla_adapters.tracing.step import step
-from xla_adapters.tracing.step_scope import StepScope, in_step
+from xla_adapters.tracing.step_scope import StepScope
 
 __all__ = [
     "CheckpointSaveError",

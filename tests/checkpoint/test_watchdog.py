@@ -20,7 +20,7 @@ from benchmarks import children
 from tests.checkpoint import time_of_hangs
 from tests.isolation import isolated, outcome_of
 from xla_adapters.checkpoint import CheckpointStore, TorchGroup, Watchdog
-from xla_adapters.checkpoint.watchdog import STALLED_EXIT_CODE
+from xla_adapters.checkpoint.group import STALLED_EXIT_CODE
 from xla_adapters.errors import StallError
 
 SOON = timedelta(seconds=0.2)

@@ -5,31 +5,32 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from xla_adapters.checkpoint.commit import Commit, Draft, MarkerCommit, RenameCommit, remove_checkpoint
-from xla_adapters.checkpoint.exclusive_folder import ExclusiveFolder
-from xla_adapters.checkpoint.group import Group, OneProcess
-from xla_adapters.checkpoint.inspection import (
+from xla_adapters.checkpoint.group import Group, OneProcess, Watchdog
+from xla_adapters.checkpoint.manifest import (
+    ONE_FILE,
+    Checkpoint,
+    FileRecord,
     Found,
+    Manifest,
     check,
     find,
     look_at,
+    make_durable,
+    problems,
     set_aside,
+    versions,
     warn_of,
 )
-from xla_adapters.checkpoint.manifest import Checkpoint, FileRecord, Manifest, versions
-from xla_adapters.checkpoint.object_storage import storage_of
-from xla_adapters.checkpoint.rotation import superfluous
-from xla_adapters.checkpoint.sealing import ONE_FILE, make_durable, problems
-from xla_adapters.checkpoint.storage import LocalStorage, Storage, join
-from xla_adapters.checkpoint.watchdog import Watchdog
-from xla_adapters.checkpoint.write_failures import cause, is_failed_write, kept, room
+from xla_adapters.checkpoint.storage import LocalStorage, Storage, cause, is_failed_write, join, kept, room, storage_of
 from xla_adapters.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -39,7 +40,97 @@ from xla_adapters.errors import (
     CheckpointWriteError,
     ConfigError,
 )
-from xla_adapters.tracing.step_scope import in_step
+from xla_adapters.open_step import in_step
+
+_Result = TypeVar("_Result")
+
+
+class ExclusiveFolder:
+    """Gives one caller at a time the right to change a folder, after completing what a dead process left half done.
+
+    Args:
+        storage: of the folder.
+        root: the folder.
+        group: the processes that save together; the first rank acts for all of them.
+        commit: completes or removes unfinished saves.
+    """
+
+    def __init__(self, storage: Storage, root: str, group: Group, commit: Commit) -> None:
+        self._storage = storage
+        self._root = root
+        self._group = group
+        self._commit = commit
+        self._lock = threading.RLock()
+        self._depth = 0
+
+    @contextmanager
+    def alone(self, doing: str, *, create: bool = False) -> Iterator[None]:
+        """Holds the folder for the time of a `with` block. May be nested.
+
+        Args:
+            doing: begins the message of an error.
+            create: whether to make the folder if it does not exist.
+
+        Raises:
+            CheckpointWriteError: the storage refuses.
+        """
+        with self._lock, ExitStack() as stack:
+            self.on_first_rank(doing, lambda: self.enter(stack, create=create))
+            yield
+
+    def enter(self, stack: ExitStack, *, create: bool = False) -> None:
+        """Holds the folder until `stack` is closed. For code that runs on the first rank alone.
+
+        Raises:
+            OSError: the storage refuses.
+        """
+        stack.enter_context(self._lock)
+        if self._depth == 0:
+            if create:
+                self._make(self._root)
+            stack.enter_context(self._storage.locked(self._root))
+            self._commit.recover()
+        self._depth += 1
+        stack.callback(self._leave)
+
+    def _leave(self) -> None:
+        self._depth -= 1
+
+    def _make(self, path: str) -> None:
+        if self._storage.entry(path) is None:
+            parent = path.rpartition("/")[0] or "/"
+            self._make(parent)
+            self._storage.make_folder(path)
+            self._storage.fsync_folder(parent)
+
+    def on_first_rank(self, doing: str, action: Callable[[], _Result]) -> _Result:
+        """Runs an action on the first rank. All ranks call this, and return or raise what the action did.
+
+        Args:
+            doing: begins the message of an error of the storage.
+            action: returns a value that can be sent to the other ranks.
+
+        Raises:
+            CheckpointWriteError: the storage refuses.
+            CheckpointError: (on the other ranks) the action raised on the first rank.
+        """
+        result: Any = None
+        failed: BaseException | None = None
+        if self._group.rank == 0:
+            try:
+                result = action()
+            except BaseException as error:  # noqa: BLE001 (raised again, once the other ranks know)
+                failed = error
+        told, result = self._group.gather((None if failed is None else str(failed), result))[0]
+        if isinstance(failed, OSError) and not isinstance(failed, CheckpointError):
+            hint = room(str(failed), self._root)
+            raise CheckpointWriteError(f"{doing}: {failed}{f'; {hint}' if hint else ''}") from failed
+        if failed is not None:
+            raise failed
+        if told is not None:
+            raise CheckpointError(f"rank 0: {told}")
+        first: _Result = result
+        return first
 
 
 class CheckpointStore:
@@ -397,3 +488,28 @@ def _checked(name: str) -> str:
     if not name or "/" in name or name.startswith((".", "_")) or name == "replaced":
         raise ConfigError(f"{name!r} cannot be the name of a checkpoint: no '/', no '.' or '_' at its beginning")
     return name
+
+
+def superfluous(
+    checkpoints: Sequence[Checkpoint],
+    *,
+    keep_last: int | None,
+    keep_every: int | None = None,
+    protected: Collection[str] = (),
+) -> list[Checkpoint]:
+    """The checkpoints that can be deleted.
+
+    Args:
+        checkpoints: oldest first; the last one must be valid, and is always kept.
+        keep_last: how many of the newest to keep; `None` keeps all.
+        keep_every: keep those whose step is a multiple of this.
+        protected: names to keep.
+    """
+    if keep_last is None:
+        return []
+    older = checkpoints[: -max(1, keep_last)]
+    return [
+        checkpoint
+        for checkpoint in older
+        if checkpoint.name not in protected and (keep_every is None or checkpoint.step % keep_every != 0)
+    ]

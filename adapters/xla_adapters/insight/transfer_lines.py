@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from xla_adapters.open_step import in_step
 from xla_adapters.runtime.copies import copies_told
 from xla_adapters.tracing.step_mode import FROM_NUMBERS, MOVES, READS
-from xla_adapters.tracing.step_scope import in_step
 from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.location import line_of_user
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.hlo.donors import with_donors
+from xla_adapters.open_step import in_step
 from xla_adapters.preflight.abstract_runtime import AbstractTransfers, Delegate
 from xla_adapters.preflight.step_capture import StepCapture, named_tensors
 from xla_adapters.preflight.traced_step import TracedStep
@@ -21,7 +22,7 @@ from xla_adapters.runtime.interface import Random, Transfers
 from xla_adapters.runtime.interface.placeholders import Placeholders, Run
 from xla_adapters.tracing.placeholders.scope import PlaceholderScope
 from xla_adapters.tracing.step_mode import READS
-from xla_adapters.tracing.step_scope import current_scope, in_step
+from xla_adapters.tracing.step_scope import current_scope
 from xla_adapters.utils.location import current_location
 
 

@@ -12,12 +12,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from xla_adapters.errors import ConfigError
+from xla_adapters.open_step import in_step
 from xla_adapters.runtime import Runtime, get_runtime
 from xla_adapters.sharding.gathering import gather_where_used
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.plan_data import ActivationPlan
 from xla_adapters.sharding.tiling import tiles_of
-from xla_adapters.tracing.step_scope import in_step
 
 
 class Placement:

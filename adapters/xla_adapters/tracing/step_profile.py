@@ -15,10 +15,10 @@ from types import FrameType
 from typing import Any
 
 from xla_adapters.config import XLAConfig
+from xla_adapters.open_step import in_step
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.waiting_steps import settle
 from xla_adapters.tracing.profile_spans import BETWEEN, FORWARD, SPANS
-from xla_adapters.tracing.step_scope import in_step
 
 logger = logging.getLogger("xla_adapters")
 

@@ -14,13 +14,13 @@ import torch
 from xla_adapters import errors
 from xla_adapters.config import XLAConfig
 from xla_adapters.insight.check.facts import Compile, DtypeUse, Facts, HostOperator, Place, StepFacts, Told
+from xla_adapters.open_step import in_step
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import Metrics, get_runtime
 from xla_adapters.tracing.graph_history import GraphHistory, StepSignature
 from xla_adapters.tracing.operation_log import Call, OperationLog, Update
 from xla_adapters.tracing.scope_report import ScopeReport
 from xla_adapters.tracing.step import Step
-from xla_adapters.tracing.step_scope import in_step
 from xla_adapters.utils.location import current_location
 from xla_adapters.utils.patching import replaced
 
