@@ -48,6 +48,7 @@ class Timing:
         compiles, compile_seconds: of graphs, from the start of the clock to the end of the last block.
         compiles_while_timed: graphs compiled in the blocks.
         executions: per step of the blocks.
+        transfers: copies to the device per step of the blocks, beside the tensors of the batch.
         warmup_peak_mb, steps_peak_mb: peak memory of the process above its memory at the start, in MiB.
         losses: the loss of each step, or only their mean.
     """
@@ -63,6 +64,7 @@ class Timing:
     compile_seconds: float | None = None
     compiles_while_timed: int | None = None
     executions: float | None = None
+    transfers: float | None = None
     warmup_peak_mb: float = 0.0
     steps_peak_mb: float = 0.0
     losses: list[float] = field(default_factory=list)
@@ -81,10 +83,14 @@ class Clock:
         pause: called after the warm-up and each block; other runs compute meanwhile.
         wait: waits for the device.
         xla: whether to read torch_xla's counters.
+        batch_tensors: how many tensors of a batch are copied to the device in each step.
     """
 
-    def __init__(self, plan: Plan, pause: Pause, wait: Callable[[], None], *, xla: bool = True) -> None:
+    def __init__(
+        self, plan: Plan, pause: Pause, wait: Callable[[], None], *, xla: bool = True, batch_tensors: int = 0
+    ) -> None:
         self.plan = plan
+        self._batch_tensors = batch_tensors
         self._pause = pause
         self._wait = wait
         self._read: Callable[[], Metrics] | None = get_runtime().counters.metrics if xla else None
@@ -141,7 +147,9 @@ class Clock:
             made.compiles = end.compiles - start.compiles
             made.compile_seconds = end.compile_seconds - start.compile_seconds
             made.compiles_while_timed = end.compiles - warm.compiles
-            made.executions = (end.executions - warm.executions) / (self.plan.steps * self.plan.rounds)
+            steps = self.plan.steps * self.plan.rounds
+            made.executions = (end.executions - warm.executions) / steps
+            made.transfers = (end.transfers_to_device - warm.transfers_to_device) / steps - self._batch_tensors
         return made
 
 

@@ -13,7 +13,9 @@ from benchmarks.training import token_batches
 from benchmarks.zoo_batches import Batch
 
 DROPOUT = 0.1
-GPT2 = "gpt2"
+GPT2, VIT = "gpt2", "vit"
+# Of a ViT's images and their patches.
+PIXELS, PATCH = 32, 8
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,17 @@ class Size:
         return FAMILIES[self.family](self)
 
     def batches(self, number: int) -> list[Batch]:
-        """Random tokens that predict themselves."""
+        """Random tokens that predict themselves; for a ViT, images with their classes."""
+        if self.family == VIT:
+            draw = torch.Generator().manual_seed(0)
+            shape = (self.batch, 3, PIXELS, PIXELS)
+            return [
+                {
+                    "pixel_values": torch.randn(shape, generator=draw),
+                    "labels": torch.randint(0, self.vocabulary, (self.batch,), generator=draw),
+                }
+                for _ in range(number)
+            ]
         return token_batches(number, (self.batch, self.length), self.vocabulary)
 
 
@@ -97,24 +109,42 @@ def _bert(size: Size) -> transformers.PreTrainedModel:
     return transformers.BertForMaskedLM(config)
 
 
+def _vit(size: Size) -> transformers.PreTrainedModel:
+    config = transformers.ViTConfig(
+        image_size=PIXELS,
+        patch_size=PATCH,
+        hidden_size=size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        intermediate_size=4 * size.width,
+        num_labels=size.vocabulary,
+        hidden_dropout_prob=size.dropout,
+    )
+    return transformers.ViTForImageClassification(config)
+
+
 FAMILIES: dict[str, Callable[[Size], transformers.PreTrainedModel]] = {
     GPT2: _gpt2,
     "llama": _llama,
     "qwen3": _qwen3,
     "bert": _bert,
+    VIT: _vit,
 }
 
 
 def sizes(text: str, **options: Any) -> list[Size]:
-    """`"2x128,12x32"`: layers and width of each.
+    """`"2x128,12x32"`: layers and width of each; `"vit 2x128"`: of another family than GPT-2.
 
     Raises:
         ValueError: it is written otherwise.
     """
     made = []
     for item in text.split(","):
-        layers, times, width = item.strip().partition("x")
+        family, _, size = item.strip().rpartition(" ")
+        layers, times, width = size.partition("x")
         if not (times and layers.isdigit() and width.isdigit()):
             raise ValueError(f"{item!r} is not LAYERSxWIDTH, as in 12x32")
-        made.append(Size(int(layers), int(width), **options))
+        if family and family not in FAMILIES:
+            raise ValueError(f"no family is called {family!r}; there are {', '.join(FAMILIES)}")
+        made.append(Size(int(layers), int(width), **options, **({"family": family} if family else {})))
     return made

@@ -8,26 +8,29 @@ Each run is in its own process. After the warm-up, the runs alternate in blocks 
   torch_xla.compile          the loop's body in torch_xla.compile;
   openxla+lazy, +compile, +dynamo   forward and backward in torch.compile(backend="openxla"); the update
                              lazily, in torch_xla.compile, or in torch.compile, too;
-  CompiledStep               the loop's body in our CompiledStep;
+  CompiledStep               the loop's body in our CompiledStep; "traced" with step_replay=False;
   CompiledStep x5            the same, five steps per execution;
   executable                 only the executable of CompiledStep, called with its own results;
+  TRL SFT stock, traced      TRL's SFTTrainer on XLA, and the same with our mixin;
   JAX                        the same model in JAX, with a jitted step and donated state.
+"--rows traced" runs what is traced at each step, and its stock peers, in fewer blocks.
 "on 1 core": the process is pinned to one core from its start. "Host CPU" is that of the main thread, "process CPU" that
 of all threads; milliseconds per step, medians over the blocks. During timing nothing is logged and no replay is
 verified (see `benchmarks.verification`). HF's mean loss is lower, because transformers divides by all labels, including
-the first of each row.
+the first of each row. "to stock" divides by the stock run of the same trainer, of a loop by the lazy one. "transfers"
+are copies to the device per step beside the tensors of the batch.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from benchmarks import report
 from benchmarks.clock import Plan
-from benchmarks.deep_models import Size, sizes
-from benchmarks.timed_loops import EXECUTABLE, OPENXLA
+from benchmarks.deep_models import VIT, Size, sizes
+from benchmarks.timed_loops import EXECUTABLE, LAZY, OPENXLA, STEP, STEP_TRACED
 from benchmarks.timed_runs import (
     DEVICE_RUNS,
     JAX,
@@ -37,13 +40,29 @@ from benchmarks.timed_runs import (
     chosen,
     divided,
     measure_transformer,
+    missing,
 )
-from benchmarks.timed_trainers import HF_REPLAYED, HF_STOCK, LIGHTNING_REPLAYED, LIGHTNING_STOCK
+from benchmarks.timed_trainers import (
+    HF_REPLAYED,
+    HF_STOCK,
+    HF_TRACED,
+    LIGHTNING_REPLAYED,
+    LIGHTNING_STOCK,
+    LIGHTNING_TRACED,
+    TRL_STOCK,
+    TRL_TRACED,
+)
 
 PINNED = tuple(name + ON_ONE_CORE for name in (HF_REPLAYED, LIGHTNING_REPLAYED, EXECUTABLE, JAX))
 RUNS = (*DEVICE_RUNS, *PINNED)
 DEPTHS = "2x128,6x64,12x32,24x32,48x32"
-_PAIRS = ((HF_REPLAYED, HF_STOCK), (LIGHTNING_REPLAYED, LIGHTNING_STOCK))
+REPLAYED_PEERS = {HF_REPLAYED: HF_STOCK, LIGHTNING_REPLAYED: LIGHTNING_STOCK}
+TRACED_PEERS = {HF_TRACED: HF_STOCK, LIGHTNING_TRACED: LIGHTNING_STOCK, STEP_TRACED: LAZY, TRL_TRACED: TRL_STOCK}
+PEERS = {**REPLAYED_PEERS, **TRACED_PEERS, STEP: LAZY}
+TRACED = tuple(dict.fromkeys(name for pair in TRACED_PEERS.items() for name in reversed(pair)))
+# Of a step that is traced: host CPU and wall time to the stock peer, copies to the device beside the batch.
+_TRACED_HOST, _TRACED_WALL, _TRACED_TRANSFERS = 1.1, 0.9, 8
+_TRACED_SIZES = ((2, 128), (12, 32))
 # Parts of JAX's process CPU and of the best openxla's that ours may cost.
 _JAX_LIMIT, _OPENXLA_LIMIT = 1.1, 0.8
 
@@ -60,12 +79,24 @@ def _host_limit(size: Size) -> float | None:
     return 1 / 12 if size.layers >= 12 else None
 
 
-def add_targets(made: report.Report, size: Size, found: Found) -> None:
-    """Adds our targets; a figure that was not measured misses its target."""
-    for ours, stock in _PAIRS:
-        host = _host_limit(size)
-        if host is not None:
-            made.target(f"{size} {ours}: host CPU to {stock}", found.ratio(ours, stock, "host_ms"), "at most", host)
+def add_targets(made: report.Report, size: Size, found: Found, names: Sequence[str] = RUNS) -> None:
+    """Adds the targets of the chosen runs; a figure that was not measured misses its target."""
+    for ours, stock in TRACED_PEERS.items():
+        if ours not in names or missing(ours, size) is not None:
+            continue
+        if (size.layers, size.width) in _TRACED_SIZES and size.family != VIT:
+            host, wall = (found.ratio(ours, stock, kind) for kind in ("host_ms", "wall_ms"))
+            made.target(f"{size} {ours}: host CPU to {stock}", host, "at most", _TRACED_HOST)
+            made.target(f"{size} {ours}: wall to {stock}", wall, "at most", _TRACED_WALL)
+        transfers = found.get(ours, "transfers")
+        made.target(f"{size} {ours}: transfers to the device per step", transfers, "at most", _TRACED_TRANSFERS)
+    for ours, stock in REPLAYED_PEERS.items():
+        if ours not in names:
+            continue
+        host_limit = _host_limit(size)
+        if host_limit is not None:
+            host = found.ratio(ours, stock, "host_ms")
+            made.target(f"{size} {ours}: host CPU to {stock}", host, "at most", host_limit)
         limit = _wall_limit(size)
         if limit is not None:
             made.target(f"{size} {ours}: wall to {stock}", found.ratio(ours, stock, "wall_ms"), "at most", limit)
@@ -79,11 +110,20 @@ def add_targets(made: report.Report, size: Size, found: Found) -> None:
 
 def table_of(found: dict[Size, Found], names: Sequence[str]) -> str:
     """The runs as a table, followed by the failed ones."""
-    kinds = ("host_ms", "process_ms", "wall_ms", "compiles", "executions", "mean_loss")
+    times, counts = ("host_ms", "process_ms", "wall_ms"), ("compiles", "executions", "transfers", "mean_loss")
     rows = [
-        (str(size), name, *(one.get(name, kind) for kind in kinds)) for size, one in found.items() for name in names
+        (
+            str(size),
+            name,
+            *(one.get(name, kind) for kind in times),
+            *(one.ratio(name, PEERS[name], kind) if name in PEERS else None for kind in ("host_ms", "wall_ms")),
+            *(one.get(name, kind) for kind in counts),
+        )
+        for size, one in found.items()
+        for name in names
     ]
-    headers = ("model", "run", "host CPU ms", "process CPU ms", "wall ms", "compiles", "executions/step", "mean loss")
+    headers = ["model", "run", "host CPU ms", "process CPU ms", "wall ms", "host to stock", "wall to stock"]
+    headers += ["compiles", "executions/step", "transfers/step", "mean loss"]
     lines = [f"  {size} {name}: {why}" for size, one in found.items() for name, why in one.failed.items()]
     return "\n".join([report.table(headers, rows), *lines])
 
@@ -92,11 +132,14 @@ def main(command: list[str] | None = None) -> int:
     """The program."""
     parser = report.parser(str(__doc__).splitlines()[0])
     add_options(parser, RUNS, Plan(), timeout=1800)
+    parser.add_argument("--rows", choices=("all", "traced"), default="all", help="the runs, where --runs is not given")
     parser.add_argument("--depths", default=DEPTHS, help="comma-separated LAYERSxWIDTH")
     for name in ("length", "batch", "vocabulary"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Size(1, 1), name))
     options = parser.parse_args(command)
     names, plan = chosen(parser, options, RUNS)
+    if options.rows == "traced" and options.runs == ",".join(RUNS):
+        names, plan = list(TRACED), plan if plan != Plan() else replace(plan, warmup=4, rounds=3)
     try:
         models = sizes(options.depths, length=options.length, batch=options.batch, vocabulary=options.vocabulary)
     except ValueError as error:
@@ -107,7 +150,7 @@ def main(command: list[str] | None = None) -> int:
     for size in models:
         found[size] = measure_transformer(names, size, plan, options.timeout)
         made.results["models"][str(size)] = found[size].plain()
-        add_targets(made, size, found[size])
+        add_targets(made, size, found[size], names)
         # Saved after each size, in case the program is killed.
         made.save(options)
     print(str(__doc__).split("\n\n", 1)[1])

@@ -23,11 +23,12 @@ LAZY, COMPILE = "lazy loop", "torch_xla.compile"
 OPENXLA_LAZY, OPENXLA_COMPILE, OPENXLA_DYNAMO = "openxla+lazy", "openxla+compile", "openxla+dynamo"
 OPENXLA = (OPENXLA_LAZY, OPENXLA_COMPILE, OPENXLA_DYNAMO)
 STEP, TOGETHER, EXECUTABLE = "CompiledStep", "CompiledStep x5", "executable"
+STEP_TRACED = "CompiledStep traced"
 # With a model that `torch.compile` compiled, as under `xla_mode="eager+dynamo"`.
 INLINED = "CompiledStep+dynamo"
 CPU, INDUCTOR = "plain CPU", "inductor"
 # Only these keep freed memory (`initialize(keep_memory=)`), the others use the allocator's defaults.
-OURS = (STEP, INLINED, TOGETHER, EXECUTABLE)
+OURS = (STEP, STEP_TRACED, INLINED, TOGETHER, EXECUTABLE)
 XLA_RUNS = (LAZY, COMPILE, *OPENXLA, *OURS)
 RUNS = (*XLA_RUNS, CPU, INDUCTOR)
 
@@ -67,13 +68,13 @@ def run(name: str, make: Callable[[], nn.Module], batches: Sequence[Batch], plan
     if isinstance(model, transformers.PreTrainedModel):
         # Moving to XLA makes two parameters of one that two modules share.
         model.tie_weights()
-    clock = Clock(plan, pause, runtime.device.wait)
+    clock = Clock(plan, pause, runtime.device.wait, batch_tensors=len(batches[0]))
     with ExitStack() as compiled:
         if name == INLINED:
             compiled.enter_context(modules_compiled([model], runtime.dynamo_backend))
         step = _device_step(name, model)
         timing = clock.timing(_drive(step, "xla", batches, clock))
-    if isinstance(step, CompiledStep) and step.replays < plan.steps * plan.rounds:
+    if name != STEP_TRACED and isinstance(step, CompiledStep) and step.replays < plan.steps * plan.rounds:
         raise RuntimeError(f"replayed {step.replays} times only: {step.reasons}")
     return timing
 
@@ -122,6 +123,8 @@ def _device_step(name: str, model: nn.Module) -> Step:
     if name in (STEP, INLINED):
         # Without verifications; `benchmarks.verification` measures their cost.
         return CompiledStep(joined(loss_of, update), config=XLAConfig(replay_verify_every=None))
+    if name == STEP_TRACED:
+        return CompiledStep(joined(loss_of, update), config=XLAConfig(step_replay=False))
     if name == TOGETHER:
         # One step of the warm-up is still waiting at its end, and so at the end of each block of ten.
         return CompiledStep(joined(loss_of, update), config=XLAConfig(steps_per_execution=5, replay_verify_every=None))

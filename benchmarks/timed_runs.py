@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import loops_in_graphs, timed_loops, timed_trainers
 from benchmarks.clock import Plan, Timing
-from benchmarks.deep_models import GPT2, Size
+from benchmarks.deep_models import GPT2, VIT, Size
 from benchmarks.interleaved import Pause, run_interleaved
 from xla_adapters import initialize
 from xla_adapters.cpu.process.compiler_flags import keep_no_barriers, leave_temporary_memory_whole
@@ -61,6 +61,10 @@ def divided(one: float | None, other: float | None) -> float | None:
 
 def missing(name: str, size: Size) -> str | None:
     """Why a run is not possible here (a missing package, say); None if it is."""
+    if name in timed_trainers.TRL_RUNS and size.family == VIT:
+        return "not measured: TRL's SFTTrainer trains language models"
+    if name in timed_trainers.TRL_RUNS and importlib.util.find_spec("trl") is None:
+        return "not measured: trl is not installed (pip install 'xla-adapters[dev]')"
     if name.removesuffix(ON_ONE_CORE) != JAX:
         return None
     if importlib.util.find_spec("jax") is None:

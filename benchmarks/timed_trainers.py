@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import hf_trainer
 from benchmarks.clock import Clock, Plan, Timing
+from benchmarks.ecosystem.text import tokenizer
 from benchmarks.interleaved import Pause
 from benchmarks.lightning_counts import LiftedAccelerator
 from benchmarks.training import LEARNING_RATE, MAX_NORM, Batches, arguments, only_item
@@ -24,10 +25,12 @@ from xla_adapters import XLAConfig, get_runtime, initialize
 
 HF_STOCK, HF_TRACED, HF_REPLAYED = "HF stock", "HF traced", "HF replayed"
 LIGHTNING_STOCK, LIGHTNING_TRACED, LIGHTNING_REPLAYED = "Lightning stock", "Lightning traced", "Lightning replayed"
-STOCK = (HF_STOCK, LIGHTNING_STOCK)
+TRL_STOCK, TRL_TRACED = "TRL SFT stock", "TRL SFT traced"
+STOCK = (HF_STOCK, LIGHTNING_STOCK, TRL_STOCK)
 HF_RUNS = (HF_STOCK, HF_TRACED, HF_REPLAYED)
 LIGHTNING_RUNS = (LIGHTNING_STOCK, LIGHTNING_TRACED, LIGHTNING_REPLAYED)
-RUNS = (*HF_RUNS, *LIGHTNING_RUNS)
+TRL_RUNS = (TRL_STOCK, TRL_TRACED)
+RUNS = (*HF_RUNS, *LIGHTNING_RUNS, *TRL_RUNS)
 
 MakeModel = Callable[[], torch.nn.Module]
 
@@ -48,8 +51,9 @@ def run(name: str, make: MakeModel, batches: Sequence[Batch], plan: Plan, pause:
         # The first access to `replay_works` executes two tiny graphs, which must not be counted.
         assert runtime.replay_works
     model = make()
-    clock = Clock(plan, pause, runtime.device.wait)
-    run_trainer = _run_hf if name in HF_RUNS else _run_lightning
+    # TRL adds a mask to tokens and labels.
+    clock = Clock(plan, pause, runtime.device.wait, batch_tensors=len(batches[0]) + (name in TRL_RUNS))
+    run_trainer = _run_hf if name in HF_RUNS else _run_trl if name in TRL_RUNS else _run_lightning
     return clock.timing(run_trainer(name, model, Batches(list(batches)), clock))
 
 
@@ -80,6 +84,37 @@ def _run_hf(name: str, model: torch.nn.Module, data: Batches, clock: Clock) -> l
         else:
             trainer = hf_trainer.Trainer(**common, xla_args=_config(name == HF_REPLAYED))
         # The logged loss is the mean of all steps.
+        return [float(trainer.train().training_loss)]
+
+
+def _run_trl(name: str, model: torch.nn.Module, data: Batches, clock: Clock) -> list[float]:
+    # They take seconds to import, and few runs need them.
+    import trl
+    from datasets import Dataset
+
+    class SFTTrainer(hf_trainer.XLATrainerMixin, trl.SFTTrainer):
+        """Ours. TRL has code around each step, so that it is traced whatever `step_replay` is."""
+
+    batches = [data[index] for index in range(len(data))]
+    rows = Dataset.from_list([{"input_ids": row} for batch in batches for row in batch["input_ids"].tolist()])
+    with tempfile.TemporaryDirectory() as folder:
+        args = arguments(
+            folder,
+            trl.SFTConfig,
+            per_device_train_batch_size=len(batches[0]["input_ids"]),
+            logging_steps=len(batches),
+            optim="adamw_torch",
+            max_grad_norm=MAX_NORM,
+            gradient_checkpointing=False,
+            bf16=False,
+        )
+        trainer: Any = (trl.SFTTrainer if name == TRL_STOCK else SFTTrainer)(
+            model=model,
+            args=args,
+            train_dataset=rows,
+            processing_class=tokenizer(),
+            callbacks=[HFSteps(clock)],
+        )
         return [float(trainer.train().training_loss)]
 
 

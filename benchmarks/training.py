@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Dataset
@@ -13,6 +13,7 @@ from benchmarks.zoo_batches import Batch
 LEARNING_RATE = 1e-3
 # transformers' default.
 MAX_NORM = 1.0
+_Arguments = TypeVar("_Arguments", bound=TrainingArguments)
 
 
 class Batches(Dataset[Any]):
@@ -41,7 +42,7 @@ def only_item(samples: list[Batch]) -> Batch:
     return batch
 
 
-def arguments(folder: str, **options: Any) -> TrainingArguments:
+def arguments(folder: str, kind: type[_Arguments] = TrainingArguments, **options: Any) -> _Arguments:
     """Arguments for one epoch over `Batches` in order; otherwise transformers' defaults, and `options`."""
     values: dict[str, Any] = {
         "output_dir": folder,
@@ -56,4 +57,4 @@ def arguments(folder: str, **options: Any) -> TrainingArguments:
         "disable_tqdm": True,
         "remove_unused_columns": False,
     }
-    return TrainingArguments(**{**values, **options})
+    return kind(**{**values, **options})
