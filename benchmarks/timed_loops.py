@@ -16,7 +16,7 @@ from benchmarks.zoo_batches import Batch
 from xla_adapters import CompiledStep, XLAConfig, get_runtime, initialize
 from xla_adapters.replay.prepared_call import PreparedCall
 from xla_adapters.replay.slots import CallTensors, Slot
-from xla_adapters.utils.compiling import modules_compiled
+from xla_adapters.utils.torch_modes import modules_compiled
 
 LAZY, COMPILE = "lazy loop", "torch_xla.compile"
 # Forward and backward by dynamo, and the update lazily, in `torch_xla.compile`, or by dynamo too.

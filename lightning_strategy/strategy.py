@@ -43,7 +43,7 @@ from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding.dtensor import accept_placements
 from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.utils.compiling import as_if_compiling
+from xla_adapters.utils.torch_modes import as_if_compiling
 
 
 class XLAEagerStrategy(SingleDeviceXLAStrategy):

@@ -11,7 +11,7 @@ import numpy as np
 from xla_adapters.hlo import wire
 from xla_adapters.hlo.builder import ComputationBuilder, IdCounter, written_module
 from xla_adapters.hlo.graph import DIMENSIONS, LITERAL, PARAMETER_NUMBER, TUPLE_INDEX, Computation, Node, parse
-from xla_adapters.hlo.shapes import S32, U32, element_type, tuple_shape
+from xla_adapters.hlo.wire import S32, U32, element_type, tuple_shape
 
 Value = "np.ndarray | tuple[Value, ...]"
 _OPERATIONS: dict[str, Callable[..., np.ndarray]] = {

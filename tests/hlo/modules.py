@@ -17,7 +17,7 @@ from xla_adapters.hlo.graph import (
     PARAMETER_NUMBER,
     SHAPE,
 )
-from xla_adapters.hlo.shapes import dimensions, element_type
+from xla_adapters.hlo.wire import dimensions, element_type
 
 SHARDING, BUFFER_DONOR = 40, 18
 

@@ -8,7 +8,7 @@ import torch
 import xla_adapters
 from tests.isolation import isolated
 from xla_adapters.data.batches import sample_count, token_count
-from xla_adapters.insight.run_stats import RunStats
+from xla_adapters.insight.run_record import RunStats
 
 
 @isolated

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.isolation import ChildFailed, run_in_child
-from xla_adapters.insight.event_file import NAME, EventFile
+from xla_adapters.insight.run_record import NAME, EventFile
 
 
 def lines(folder: Path) -> list[dict[str, object]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from xla_adapters.insight.step_times import StepTimes
-from xla_adapters.utils.wall_clock import INPUT, SAVE, STEP, WallClock
+from xla_adapters.insight.times import INPUT, SAVE, STEP, StepTimes, WallClock
 
 
 class Run:

@@ -20,7 +20,7 @@ from tests.preflight.test_compiler import needs_libtpu
 from xla_adapters import cli
 from xla_adapters.cli import main
 from xla_adapters.hlo.cost import Cost
-from xla_adapters.insight.report_page import page as report_page
+from xla_adapters.insight.run_report import page as report_page
 from xla_adapters.preflight import script
 from xla_adapters.preflight.compiler import DeviceMemory
 from xla_adapters.preflight.page import page

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from xla_adapters.utils.source_text import argument_text
+from xla_adapters.utils.location import argument_text
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xla_adapters.utils.wall_clock import CALLBACKS, COMPILE, INPUT, KINDS, OTHER, SETUP, STEP, WallClock
+from xla_adapters.insight.times import CALLBACKS, COMPILE, INPUT, KINDS, OTHER, SETUP, STEP, WallClock
 
 
 class Time:

@@ -1,14 +1,21 @@
-"""`ComputationBuilder`: writes an HLO computation instruction by instruction; functions that write whole modules."""
+"""Writes HLO: `ComputationBuilder` and `Arithmetic` make computations, `annotate` adds shardings and donations.
+
+Source: `xla/service/hlo.proto` and `xla/xla_data.proto` (numbers of fields and types).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
 
 from xla_adapters.hlo import wire
 from xla_adapters.hlo.graph import (
     CALLED,
+    COMPARISON_DIRECTION,
     COMPUTATION_ID,
     COMPUTATION_NAME,
+    DIMENSIONS,
     FRONTEND_ATTRIBUTES,
     ID,
     INSTRUCTIONS,
@@ -29,7 +36,7 @@ from xla_adapters.hlo.graph import (
     Computation,
     Node,
 )
-from xla_adapters.hlo.shapes import S32, U32, array_shape
+from xla_adapters.hlo.wire import PRED, S32, U32, array_shape
 
 # The shape of loop counters and indices.
 COUNT = array_shape(S32)
@@ -241,3 +248,168 @@ def written_module(computations: Sequence[bytes], name: str, entry: int, program
             wire.number(MODULE_ENTRY, entry),
         )
     )
+
+
+Sizes = tuple[int, ...]
+
+
+class Arithmetic:
+    """Builds a computation on u32 arrays; sums and products are modulo 2**32.
+
+    Methods append an instruction and return its id. `sizes` are the dimensions of the result, () for a scalar.
+
+    Args:
+        numbers: gives out instruction ids.
+        given: the shapes of the computation's parameters (ShapeProto).
+
+    Attributes:
+        parameters: the instruction id of each parameter.
+    """
+
+    def __init__(self, numbers: IdCounter, given: Sequence[bytes]) -> None:
+        self._numbers = numbers
+        self._given = given
+        self._body = ComputationBuilder((), numbers, ())
+        self.parameters = [self._body.parameter(position, shape) for position, shape in enumerate(given)]
+
+    def constant(self, value: int, sizes: Sizes = ()) -> int:
+        """An array with `value` in each element."""
+        return self.broadcast(self._body.add("constant", array_shape(U32), (), literal(U32, value)), sizes)
+
+    def broadcast(self, number: int, sizes: Sizes) -> int:
+        """An array with the scalar of instruction `number` in each element."""
+        return self._body.add("broadcast", array_shape(U32, *sizes), (number,)) if sizes else number
+
+    def iota(self, size: int) -> int:
+        """The vector 0, 1, ..., size - 1."""
+        return self._body.add("iota", array_shape(U32, size), (), wire.numbers(DIMENSIONS, [0]))
+
+    def apply(self, opcode: str, sizes: Sizes, *operands: int) -> int:
+        """An element-wise operation, by its HLO opcode."""
+        return self._body.add(opcode, array_shape(U32, *sizes), operands)
+
+    def less(self, one: int, other: int, sizes: Sizes) -> int:
+        """A boolean array: element-wise `one < other`."""
+        return self._body.add(
+            "compare", array_shape(PRED, *sizes), (one, other), wire.message(COMPARISON_DIRECTION, b"LT")
+        )
+
+    def reshape(self, value: int, shape: bytes) -> int:
+        """The same elements with another shape (ShapeProto)."""
+        return self._body.add("reshape", shape, (value,))
+
+    def finish(self, name: str, results: Sequence[int], shape: bytes) -> tuple[int, bytes]:
+        """Ends the computation.
+
+        Args:
+            name: the prefix of its name; the id is appended.
+            results: ids of the instructions that it returns as a tuple.
+            shape: of that tuple (ShapeProto).
+
+        Returns:
+            Its id, and the computation as a HloComputationProto.
+        """
+        root = self._body.make_tuple(results, shape)
+        identity = self._numbers.next()
+        text = self._body.computation(f"{name}.{identity}", identity, root, program_shape(self._given, shape))
+        return identity, text
+
+
+# Of HloModuleProto and HloInstructionProto.
+_BUFFER_DONOR, _SHARDING = 18, 40
+# Of HloBufferDonorProto and its entries.
+_ENTRY, _DONATED_PARAMETER = 1, 1
+# Of OpSharding, and its type OTHER (replicated is 0, which is not written).
+_TYPE, _TILE_DIMENSIONS, _DEVICES, _REPLICATE_LAST, _OTHER = 1, 3, 4, 6, 3
+
+
+def sharding(counts: Sequence[int], devices: Sequence[int]) -> bytes:
+    """An OpSharding.
+
+    Args:
+        counts: tiles along each dimension of the tensor.
+        devices: tile by tile in row-major order; as many per tile as there are copies of it.
+    """
+    number = math.prod(counts)
+    if number == 1:
+        return b""
+    copies = len(devices) // number
+    dimensions = [*counts, copies] if copies > 1 else counts
+    return b"".join(
+        (
+            wire.number(_TYPE, _OTHER),
+            wire.numbers(_TILE_DIMENSIONS, dimensions),
+            wire.numbers(_DEVICES, devices),
+            wire.number(_REPLICATE_LAST, 1) if copies > 1 else b"",
+        )
+    )
+
+
+def annotate(
+    module: bytes, parameters: Mapping[int, bytes], results: Mapping[int, bytes], donated: Collection[int]
+) -> bytes:
+    """The module with annotations; those that are there already are replaced.
+
+    Args:
+        module: an HloModuleProto, whose result is a tuple.
+        parameters: shardings, as `sharding` writes them, by number of the parameter.
+        results: shardings by position in the result.
+        donated: numbers of the parameters whose memory results may take.
+    """
+    parts = list(wire.fields(module))
+    entry = next(value for number, value, _ in parts if number == MODULE_ENTRY)
+    written = []
+    for number, value, encoded in parts:
+        if number == MODULE_COMPUTATIONS and isinstance(value, bytes) and _field(value, COMPUTATION_ID) == entry:
+            encoded = wire.message(MODULE_COMPUTATIONS, _annotated(value, parameters, results))
+        written.append(encoded)
+    # The index of the donated part of a parameter is empty: all of it.
+    donors = b"".join(wire.message(_ENTRY, wire.number(_DONATED_PARAMETER, number)) for number in sorted(donated))
+    return b"".join(written) + (wire.message(_BUFFER_DONOR, donors) if donors else b"")
+
+
+def _field(message: bytes, wanted: int) -> int | bytes:
+    return next((value for number, value, _ in wire.fields(message) if number == wanted), 0)
+
+
+def _annotated(computation: bytes, parameters: Mapping[int, bytes], results: Mapping[int, bytes]) -> bytes:
+    parts = list(wire.fields(computation))
+    instructions = [value for number, value, _ in parts if number == INSTRUCTIONS and isinstance(value, bytes)]
+    root_id = next(value for number, value, _ in parts if number == ROOT)
+    root = next(item for item in instructions if _field(item, ID) == root_id)
+    operands = [item for number, value, _ in wire.fields(root) if number == OPERANDS for item in wire.integers(value)]
+    by_id: dict[int | bytes, bytes] = {operands[position]: added for position, added in results.items()}
+    written = []
+    for number, value, encoded in parts:
+        if number == INSTRUCTIONS and isinstance(value, bytes):
+            fields = {field: item for field, item, _ in wire.fields(value) if field in (ID, OPCODE, PARAMETER_NUMBER)}
+            if fields[OPCODE] == b"parameter":
+                place = fields.get(PARAMETER_NUMBER, 0)
+                added = parameters.get(place) if isinstance(place, int) else None
+            else:
+                added = by_id.get(fields[ID])
+            if added is not None:
+                kept = [item for field, _, item in wire.fields(value) if field != _SHARDING]
+                encoded = wire.message(INSTRUCTIONS, b"".join(kept) + wire.message(_SHARDING, added))
+        written.append(encoded)
+    return b"".join(written)
+
+
+_DONOR = "jax.buffer_donor = true"
+
+
+def with_donors(module: bytes, donated: Collection[int]) -> bytes:
+    """The program, whose results may take the memory of some arguments.
+
+    Args:
+        module: text of an MLIR module whose function is `main`.
+        donated: positions of arguments.
+    """
+    before, main, signature = module.decode().partition("func.func @main(")
+    arguments, arrow, after = signature.partition(") -> ")
+    assert main
+    assert arrow
+    for number in donated:
+        arguments, found = re.subn(rf"(%arg{number}: tensor<[^>]*>)", rf"\1 {{{_DONOR}}}", arguments, count=1)
+        assert found == 1, number
+    return f"{before}{main}{arguments}{arrow}{after}".encode()

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from xla_adapters.hlo import shapes, wire
+from xla_adapters.hlo import wire
 from xla_adapters.hlo.graph import (
     CALLED,
     COMPUTATION_ID,
@@ -103,8 +103,8 @@ def cost_of(module: bytes) -> Cost:
         operations=sum(item.operations for item in computations.values()),
         inputs=len(given),
         outputs=len(results),
-        input_bytes=sum(map(shapes.byte_size, given)),
-        output_bytes=sum(map(shapes.byte_size, results)),
+        input_bytes=sum(map(wire.byte_size, given)),
+        output_bytes=sum(map(wire.byte_size, results)),
         flops=_flops(entry, computations),
     )
 
@@ -171,8 +171,8 @@ def _own_flops(instruction: _Instruction, instructions: dict[int, _Instruction])
     shape, fields = instruction.shape, instruction.fields
     if instruction.opcode == b"dot":
         contracted = _numbers(fields.get(_DOT_DIMENSIONS, b""), _LHS_CONTRACTING)
-        sizes = shapes.dimensions(instructions[instruction.operands[0]].shape)
-        return 2 * shapes.count(shape) * math.prod(sizes[axis] for axis in contracted)
+        sizes = wire.dimensions(instructions[instruction.operands[0]].shape)
+        return 2 * wire.count(shape) * math.prod(sizes[axis] for axis in contracted)
     if instruction.opcode == b"convolution":
         return _convolution(shape, instructions[instruction.operands[1]].shape, fields)
     return 0
@@ -185,8 +185,8 @@ def _convolution(result: bytes, kernel: bytes, fields: dict[int, bytes]) -> int:
     for number, value, _ in wire.fields(fields.get(_WINDOW, b"")):
         if number == _WINDOW_DIMENSIONS:
             zeros *= max([1, *_numbers(_message(value), _BASE_DILATION)])
-    sizes = shapes.dimensions(kernel)
-    return 2 * shapes.count(result) * shapes.count(kernel) // max(sizes[features], 1) // zeros
+    sizes = wire.dimensions(kernel)
+    return 2 * wire.count(result) * wire.count(kernel) // max(sizes[features], 1) // zeros
 
 
 def _numbers(text: bytes, field: int) -> list[int]:

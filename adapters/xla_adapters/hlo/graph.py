@@ -1,4 +1,4 @@
-"""`Graph`: the entry computation of an HLO module, as nodes that can be compared.
+"""`Graph`: the entry computation of an HLO module, as nodes that can be compared and ordered.
 
 A node is identified by its position in `Graph.nodes`; variables named `place` hold such a position.
 
@@ -7,11 +7,12 @@ Source: `xla/service/hlo.proto` (numbers of fields).
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xla_adapters.hlo import wire
-from xla_adapters.hlo.shapes import is_dynamic
+from xla_adapters.hlo.wire import is_dynamic
 
 # Field numbers of HloModuleProto.
 MODULE_NAME, MODULE_ENTRY_NAME, MODULE_COMPUTATIONS, MODULE_PROGRAM_SHAPE, MODULE_ID, MODULE_ENTRY = 1, 2, 3, 4, 5, 6
@@ -288,3 +289,49 @@ def _int(value: int | bytes) -> int:
     if isinstance(value, bytes):
         raise UnsupportedModuleError("a message where a number was expected")
     return value
+
+
+# A single node (-1, position), or a group of nodes, named by the caller with two numbers that are not negative.
+Item = tuple[int, int]
+
+
+def ordered(graph: Graph, item_of: Sequence[Item]) -> tuple[list[Item], set[Item]]:
+    """Sorts items topologically.
+
+    Args:
+        graph: the graph.
+        item_of: per node, the item it belongs to.
+
+    Returns:
+        The items in order, and those that cannot be ordered: they are on a cycle, or on a path between two cycles.
+    """
+    needs: dict[Item, set[Item]] = {item: set() for item in item_of}
+    users: dict[Item, set[Item]] = {item: set() for item in item_of}
+    for place, operands in enumerate(graph.operands):
+        item = item_of[place]
+        for operand in operands:
+            other = item_of[operand]
+            if other != item:
+                needs[item].add(other)
+                users[other].add(item)
+    order = _sorted_prefix(needs, users, set(needs))
+    stuck = set(needs).difference(order)
+    return order, stuck.difference(_sorted_prefix(users, needs, stuck))
+
+
+def _sorted_prefix(needs: dict[Item, set[Item]], users: dict[Item, set[Item]], among: set[Item]) -> list[Item]:
+    """The items of `among` that depend on no cycle, in topological order (Kahn's algorithm)."""
+    missing = {item: len(needs[item] & among) for item in among}
+    rank = {item: number for number, item in enumerate(needs)}
+    ready = [(rank[item], item) for item, count in missing.items() if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, item = heapq.heappop(ready)
+        order.append(item)
+        for user in users[item]:
+            if user in missing:
+                missing[user] -= 1
+                if not missing[user]:
+                    heapq.heappush(ready, (rank[user], user))
+    return order

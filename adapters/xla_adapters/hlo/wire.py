@@ -1,11 +1,14 @@
-"""Reads and writes protobuf messages field by field, without a schema; unknown fields can be copied as they are.
+"""Reads and writes protobuf messages field by field, without a schema, and the shapes of HLO in that form.
 
-The format: https://protobuf.dev/programming-guides/encoding/.
+Unknown fields can be copied as they are. The format: https://protobuf.dev/programming-guides/encoding/. Source of the
+shapes: ShapeProto and LayoutProto in `xla/xla_data.proto` (numbers of fields).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 _VARINT, _BYTES = 0, 2
 _FIXED = {1: 8, 5: 4}
@@ -85,3 +88,77 @@ def numbers(field: int, values: Iterable[int]) -> bytes:
     """Encodes a packed field of integers; empty if there are none."""
     packed = b"".join(map(varint, values))
     return message(field, packed) if packed else b""
+
+
+# Field numbers of ShapeProto.
+_ELEMENT_TYPE, _DIMENSIONS, _TUPLE_SHAPES, _LAYOUT, _IS_DYNAMIC, _TUPLE = 2, 3, 4, 5, 6, 13
+# Field numbers of LayoutProto.
+_MINOR_TO_MAJOR, _TAIL_PADDING = 1, 16
+# Bytes per element, by PrimitiveType.
+_BYTE_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 15: 8, 16: 2, 18: 16}
+# PrimitiveType numbers.
+PRED, S32, U32 = 1, 4, 8
+
+
+@functools.cache
+def element_type(shape: bytes) -> int:
+    """The PrimitiveType number of an array's elements."""
+    return next((value for number, value, _ in fields(shape) if number == _ELEMENT_TYPE), 0)  # type: ignore[return-value]
+
+
+@functools.cache
+def dimensions(shape: bytes) -> tuple[int, ...]:
+    """The dimensions of an array."""
+    return tuple(size for number, value, _ in fields(shape) if number == _DIMENSIONS for size in integers(value))
+
+
+@functools.cache
+def count(shape: bytes) -> int:
+    """The number of elements of an array."""
+    return math.prod(dimensions(shape))
+
+
+@functools.cache
+def byte_size(shape: bytes) -> int:
+    """Bytes of an array; 0 for a tuple."""
+    return count(shape) * _BYTE_SIZES.get(element_type(shape), 0)
+
+
+@functools.cache
+def is_scalar(shape: bytes) -> bool:
+    """Whether it is an array of no dimensions."""
+    return byte_size(shape) > 0 and not dimensions(shape)
+
+
+@functools.cache
+def is_dynamic(shape: bytes) -> bool:
+    """Whether a dimension is dynamic."""
+    return any(
+        any(integers(value)) if number == _IS_DYNAMIC else number == _TUPLE_SHAPES and is_dynamic(bytes(value))
+        for number, value, _ in fields(shape)
+        if number in (_IS_DYNAMIC, _TUPLE_SHAPES)
+    )
+
+
+@functools.cache
+def array_shape(kind: int, *sizes: int) -> bytes:
+    """The shape of an array in row-major layout.
+
+    Args:
+        kind: PrimitiveType number of the elements.
+        sizes: the dimensions; none for a scalar.
+    """
+    layout = numbers(_MINOR_TO_MAJOR, range(len(sizes) - 1, -1, -1)) + number(_TAIL_PADDING, 1)
+    return b"".join(
+        (
+            number(_ELEMENT_TYPE, kind),
+            numbers(_DIMENSIONS, sizes),
+            message(_LAYOUT, layout),
+            numbers(_IS_DYNAMIC, [0] * len(sizes)),
+        )
+    )
+
+
+def tuple_shape(shapes: Sequence[bytes]) -> bytes:
+    """The shape of a tuple with elements of these shapes."""
+    return number(_ELEMENT_TYPE, _TUPLE) + b"".join(message(_TUPLE_SHAPES, shape) for shape in shapes)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from xla_adapters.utils.device_type import device_type
+from xla_adapters.utils.torch_modes import device_type
 
 _Tensor = torch.Tensor
 

@@ -16,7 +16,7 @@ from xla_adapters.lowerings.complex_numbers import COMPLEX
 from xla_adapters.lowerings.masks import write_by_mask, write_by_mask_
 from xla_adapters.lowerings.norms import batch_norm_statistics
 from xla_adapters.lowerings.statistics import STATISTICS
-from xla_adapters.utils.device_type import device_type
+from xla_adapters.utils.torch_modes import device_type
 
 
 def _norm(

@@ -11,7 +11,7 @@ import torch
 
 from xla_adapters.sharding.measure.job import Job
 from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.utils.device_type import device_type
+from xla_adapters.utils.torch_modes import device_type
 
 MakeOptimizer = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 

@@ -34,7 +34,7 @@ from xla_adapters.tracing.profile_spans import FORWARD, REPLAY
 from xla_adapters.tracing.scope_report import ScopeReport
 from xla_adapters.tracing.scopes import make_scope
 from xla_adapters.tracing.step_profile import StepProfile
-from xla_adapters.utils.stack_room import with_stack_room
+from xla_adapters.utils.patching import with_stack_room
 
 
 class StepExecution(Protocol):

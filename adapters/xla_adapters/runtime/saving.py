@@ -10,8 +10,8 @@ import safetensors.torch
 import torch
 
 from xla_adapters.runtime.interface import Runtime
-from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.nested_values import Identity, identity
+from xla_adapters.utils.torch_modes import device_type
 
 _Weights = dict[str, torch.Tensor]
 

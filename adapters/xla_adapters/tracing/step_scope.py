@@ -37,10 +37,8 @@ from xla_adapters.tracing.step_mode import StepMode
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.tracing.undoing import keep_switches, restore_state
 from xla_adapters.tracing.updates import UpdateGuard
-from xla_adapters.utils.compiling import as_in_one_graph
-from xla_adapters.utils.inference import inference_mode_as_no_grad
-from xla_adapters.utils.stack_room import with_stack_room
-from xla_adapters.utils.torch_modes import without_dispatch_modes
+from xla_adapters.utils.patching import with_stack_room
+from xla_adapters.utils.torch_modes import as_in_one_graph, inference_mode_as_no_grad, without_dispatch_modes
 
 
 def current_scope() -> StepScope | None:

@@ -14,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 from torch.library import Library, get_kernel
 
-from xla_adapters.utils.function_transforms import unwrapped
+from xla_adapters.utils.torch_modes import unwrapped
 
 _KEY = "AutogradPrivateUse1"
 # Their functions save what they are given, so that a weak reference to it lives as long as a backward is possible.

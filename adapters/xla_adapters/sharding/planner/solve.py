@@ -11,7 +11,7 @@ from scipy.sparse import csr_matrix
 
 from xla_adapters.errors import SolverError
 from xla_adapters.sharding.planner.costs import Charge
-from xla_adapters.utils.native_output import without_lines
+from xla_adapters.utils.patching import without_lines
 
 # Relative tolerance of the optimum.
 _GAP = 1e-5

@@ -14,7 +14,7 @@ from xla_adapters.cpu.graph_passes.outlining.regions import Region
 from xla_adapters.hlo import wire
 from xla_adapters.hlo.builder import COUNT, ComputationBuilder, IdCounter, literal, program_shape
 from xla_adapters.hlo.graph import CALLED, COMPARISON_DIRECTION, DIMENSIONS, SLICE_SIZES, Graph
-from xla_adapters.hlo.shapes import PRED, U32, array_shape, dimensions, element_type, tuple_shape
+from xla_adapters.hlo.wire import PRED, U32, array_shape, dimensions, element_type, tuple_shape
 
 # Position of a result among an occurrence's nodes, and whether it is meant as the input carried into the iteration.
 _Value = tuple[int, bool]

@@ -6,8 +6,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from xla_adapters.cpu.graph_passes.outlining.regions import Region
-from xla_adapters.hlo.graph import Graph
-from xla_adapters.hlo.order import Item, ordered
+from xla_adapters.hlo.graph import Graph, Item, ordered
 
 # The fewest iterations, and the fewest instructions of each, that are worth a loop.
 _FEWEST, _SMALLEST = 4, 24

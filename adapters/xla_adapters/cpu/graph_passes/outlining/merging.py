@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from xla_adapters.cpu.graph_passes.outlining.loops import items
 from xla_adapters.cpu.graph_passes.outlining.regions import Region
-from xla_adapters.hlo.graph import Graph
-from xla_adapters.hlo.order import ordered
+from xla_adapters.hlo.graph import Graph, ordered
 
 # (occurrence of the upper region, occurrence of the lower region that reads from it).
 _Read = tuple[int, int]

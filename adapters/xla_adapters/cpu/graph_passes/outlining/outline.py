@@ -12,8 +12,7 @@ from xla_adapters.cpu.graph_passes.outlining.outlined_function import OutlinedFu
 from xla_adapters.cpu.graph_passes.outlining.peeling import peel
 from xla_adapters.cpu.graph_passes.outlining.regions import TIMES, Region, find_regions
 from xla_adapters.hlo.builder import ComputationBuilder, IdCounter, copied_computations, written_module
-from xla_adapters.hlo.graph import Graph, parse
-from xla_adapters.hlo.order import Item, ordered
+from xla_adapters.hlo.graph import Graph, Item, ordered, parse
 
 # XLA does not fuse across calls, so outlining must remove at least this share of the instructions.
 _LEAST_SAVED = 0.5

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from xla_adapters.cpu.graph_passes.outlining.regions import Region
 from xla_adapters.hlo.builder import ComputationBuilder, IdCounter, program_shape
 from xla_adapters.hlo.graph import Graph
-from xla_adapters.hlo.shapes import byte_size, is_scalar, tuple_shape
+from xla_adapters.hlo.wire import byte_size, is_scalar, tuple_shape
 
 # The function recomputes these inputs from their operands, which are not larger, instead of taking them as arguments.
 _FREE = frozenset(("broadcast", "reshape", "transpose"))

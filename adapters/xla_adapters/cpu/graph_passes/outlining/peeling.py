@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from xla_adapters.cpu.graph_passes.outlining.loops import is_large, items
 from xla_adapters.cpu.graph_passes.outlining.regions import Region, grown
-from xla_adapters.hlo.graph import Graph
-from xla_adapters.hlo.order import Item, ordered
+from xla_adapters.hlo.graph import Graph, Item, ordered
 
 # Only this many of the largest regions are peeled: usually a layer and its gradient.
 _MOST = 2

@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import math
 
-from xla_adapters.hlo.arithmetic import Arithmetic, Sizes
-from xla_adapters.hlo.builder import ComputationBuilder, IdCounter, program_shape, written_module
-from xla_adapters.hlo.shapes import PRED, U32, array_shape, tuple_shape
+from xla_adapters.hlo.builder import Arithmetic, ComputationBuilder, IdCounter, Sizes, program_shape, written_module
+from xla_adapters.hlo.wire import PRED, U32, array_shape, tuple_shape
 
 # Positions are 32-bit, so a mask must be smaller than this.
 MOST_ELEMENTS = 1 << 32
