@@ -17,9 +17,8 @@ from typing import get_args
 import torch
 
 from xla_adapters.checkpoint import commands as checkpoint_commands
-from xla_adapters.errors import ConfigError, XLAAdapterError
+from xla_adapters.errors import ConfigError, XLAAdapterError, entry, explained, meaning
 from xla_adapters.insight import commands as insight_commands
-from xla_adapters.insight.explain import entry, explained, text
 from xla_adapters.preflight import commands as preflight_commands
 from xla_adapters.preflight.target import Target
 from xla_adapters.sharding.config import MEASURED_PLANS, Scheme, ShardingConfig, TopologyName
@@ -83,7 +82,7 @@ def _run_explain(options: argparse.Namespace) -> int:
         print(entry(options.name))
         return 0
     for name, cls in explained().items():
-        print(f"{name:26}{text(cls).splitlines()[0]}")
+        print(f"{name:26}{meaning(cls).splitlines()[0]}")
     return 0
 
 

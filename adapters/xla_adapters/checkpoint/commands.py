@@ -28,7 +28,7 @@ from xla_adapters.checkpoint.manifest import (
     records,
     set_aside,
 )
-from xla_adapters.checkpoint.storage import join
+from xla_adapters.checkpoint.storage import in_words, join
 from xla_adapters.checkpoint.store import CheckpointStore
 from xla_adapters.errors import (
     CheckpointDamagedError,
@@ -91,7 +91,7 @@ def _list(options: argparse.Namespace) -> int:
             rows.append((found.name, step, "", "", "", found.problems[0].split(":")[0]))
             continue
         manifest = found.checkpoint.manifest
-        created, size = manifest.created.partition(".")[0].replace("T", " "), _size(manifest.size)
+        created, size = manifest.created.partition(".")[0].replace("T", " "), in_words(manifest.size)
         rows.append((found.name, step, created, str(len(manifest.files)), size, ""))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:
@@ -160,15 +160,6 @@ def _consolidate(options: argparse.Namespace) -> int:
         files = consolidate(folder, output, key=options.key, max_shard_size=options.max_shard_size)
         print("\n".join(map(str, files)))
     return 0
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 _UNFINISHED = f"{MANIFEST}.unfinished"

@@ -487,7 +487,7 @@ def room(said: str, folder: str | os.PathLike[str], draft: Path | None = None) -
     if any(os.strerror(code) in said for code in _NO_ROOM):
         usage = shutil.disk_usage(existing)
         free = usage.free + (0 if draft is None else _used(draft))
-        return f"{_in_words(free)} of {_in_words(usage.total)} are free there, less than the checkpoint needs"
+        return f"{in_words(free)} of {in_words(usage.total)} are free there, less than the checkpoint needs"
     if any(os.strerror(code) in said for code in _FORBIDDEN):
         found = existing.stat()
         return (
@@ -540,7 +540,8 @@ def _used(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _in_words(count: int) -> str:
+def in_words(count: int) -> str:
+    """A number of bytes with a binary unit."""
     value, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value /= 1024

@@ -360,7 +360,7 @@ def annotate(
     entry = next(value for number, value, _ in parts if number == MODULE_ENTRY)
     written = []
     for number, value, encoded in parts:
-        if number == MODULE_COMPUTATIONS and isinstance(value, bytes) and _field(value, COMPUTATION_ID) == entry:
+        if number == MODULE_COMPUTATIONS and wire.first(wire.by_number(value), COMPUTATION_ID) == entry:
             encoded = wire.message(MODULE_COMPUTATIONS, _annotated(value, parameters, results))
         written.append(encoded)
     # The index of the donated part of a parameter is empty: all of it.
@@ -368,29 +368,23 @@ def annotate(
     return b"".join(written) + (wire.message(_BUFFER_DONOR, donors) if donors else b"")
 
 
-def _field(message: bytes, wanted: int) -> int | bytes:
-    return next((value for number, value, _ in wire.fields(message) if number == wanted), 0)
-
-
 def _annotated(computation: bytes, parameters: Mapping[int, bytes], results: Mapping[int, bytes]) -> bytes:
-    parts = list(wire.fields(computation))
-    instructions = [value for number, value, _ in parts if number == INSTRUCTIONS and isinstance(value, bytes)]
-    root_id = next(value for number, value, _ in parts if number == ROOT)
-    root = next(item for item in instructions if _field(item, ID) == root_id)
-    operands = [item for number, value, _ in wire.fields(root) if number == OPERANDS for item in wire.integers(value)]
-    by_id: dict[int | bytes, bytes] = {operands[position]: added for position, added in results.items()}
+    parts = wire.by_number(computation)
+    instructions = {wire.first(found, ID): found for found in map(wire.by_number, parts[INSTRUCTIONS])}
+    operands = wire.packed(instructions[wire.first(parts, ROOT)], OPERANDS)
+    by_id = {operands[position]: added for position, added in results.items()}
+    for identity, found in instructions.items():
+        if wire.first(found, OPCODE) == b"parameter":
+            by_id.pop(identity, None)
+            place = wire.first(found, PARAMETER_NUMBER)
+            if place in parameters:
+                by_id[identity] = parameters[place]
     written = []
-    for number, value, encoded in parts:
-        if number == INSTRUCTIONS and isinstance(value, bytes):
-            fields = {field: item for field, item, _ in wire.fields(value) if field in (ID, OPCODE, PARAMETER_NUMBER)}
-            if fields[OPCODE] == b"parameter":
-                place = fields.get(PARAMETER_NUMBER, 0)
-                added = parameters.get(place) if isinstance(place, int) else None
-            else:
-                added = by_id.get(fields[ID])
-            if added is not None:
-                kept = [item for field, _, item in wire.fields(value) if field != _SHARDING]
-                encoded = wire.message(INSTRUCTIONS, b"".join(kept) + wire.message(_SHARDING, added))
+    for number, value, encoded in wire.fields(computation):
+        added = by_id.get(wire.first(wire.by_number(value), ID)) if number == INSTRUCTIONS else None
+        if added is not None:
+            kept = [item for field, _, item in wire.fields(value) if field != _SHARDING]
+            encoded = wire.message(INSTRUCTIONS, b"".join(kept) + wire.message(_SHARDING, added))
         written.append(encoded)
     return b"".join(written)
 

@@ -162,7 +162,7 @@ def parse(module: bytes, *, merged: bool = True) -> Graph:
     """
     try:
         return _parse(module, merged)
-    except (IndexError, KeyError, ValueError) as error:
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise UnsupportedModuleError(f"the module is not written as expected ({error!r})") from error
 
 
@@ -171,9 +171,9 @@ def _parse(module: bytes, merged: bool) -> Graph:
     entry = 0
     for number, value, _ in wire.fields(module):
         if number == MODULE_COMPUTATIONS:
-            texts.append(_bytes(value))
+            texts.append(value)
         elif number == MODULE_ENTRY:
-            entry = _int(value)
+            entry = value
         elif number not in (MODULE_NAME, MODULE_ENTRY_NAME, MODULE_PROGRAM_SHAPE, MODULE_ID) and value:
             raise UnsupportedModuleError(f"the module has a field {number}")
     known: dict[tuple[object, ...], int] = {}
@@ -203,15 +203,15 @@ def _computation(text: bytes, places: dict[int, int]) -> tuple[int, Computation]
     positions: dict[int, int] = {}
     for number, value, _ in wire.fields(text):
         if number == INSTRUCTIONS:
-            own, node = _node(_bytes(value), positions, places)
+            own, node = _node(value, positions, places)
             positions[own] = len(nodes)
             nodes.append(node)
         elif number == COMPUTATION_ID:
-            identity = _int(value)
+            identity = value
         elif number == ROOT:
-            root = _int(value)
+            root = value
         elif number == PROGRAM_SHAPE:
-            shape = _bytes(value)
+            shape = value
     return identity, Computation(nodes, positions[root], shape)
 
 
@@ -222,11 +222,11 @@ def _node(text: bytes, positions: dict[int, int], places: dict[int, int]) -> tup
     called: list[int] = []
     for number, value, written in wire.fields(text):
         if number == ID:
-            identity = _int(value)
+            identity = value
         elif number == OPCODE:
-            opcode = _bytes(value).decode()
+            opcode = value.decode()
         elif number == SHAPE:
-            shape = _bytes(value)
+            shape = value
         elif number == OPERANDS:
             operands += wire.integers(value)
         elif number == CALLED:
@@ -272,23 +272,11 @@ def _kept_nodes(entry: Computation, called: Sequence[Computation], merged: bool)
 
 
 def _parameter_number(node: Node) -> int:
-    return next((_int(value) for number, value, _ in wire.fields(node.rest) if number == PARAMETER_NUMBER), 0)
+    return int(wire.first(wire.by_number(node.rest), PARAMETER_NUMBER))
 
 
 def _is_stateful(node: Node, called: Sequence[Computation]) -> bool:
     return node.opcode in _STATEFUL or any(called[place].stateful for place in node.called)
-
-
-def _bytes(value: int | bytes) -> bytes:
-    if isinstance(value, int):
-        raise UnsupportedModuleError("a number where a message was expected")
-    return value
-
-
-def _int(value: int | bytes) -> int:
-    if isinstance(value, bytes):
-        raise UnsupportedModuleError("a message where a number was expected")
-    return value
 
 
 # A single node (-1, position), or a group of nodes, named by the caller with two numbers that are not negative.

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 _VARINT, _BYTES = 0, 2
 _FIXED = {1: 8, 5: 4}
 
 
-def fields(message: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
+def fields(message: bytes) -> Iterator[tuple[int, Any, bytes]]:
     """The fields of a message: number, value (an int for a varint, else bytes), and the encoded field with its tag.
 
     Raises:
@@ -40,6 +41,28 @@ def fields(message: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
         if at > end:
             raise ValueError(f"a field at byte {start} extends past the end, {end}")
         yield tag >> 3, value, message[start:at]
+
+
+def by_number(message: bytes) -> dict[int, list[Any]]:
+    """The values of a message's fields by number: ints of varints, and bytes of everything else.
+
+    Raises:
+        ValueError: it is not a protobuf message.
+    """
+    found: dict[int, list[Any]] = {}
+    for number, value, _ in fields(message):
+        found.setdefault(number, []).append(value)
+    return found
+
+
+def first(parts: Mapping[int, Sequence[Any]], field: int, default: Any = 0) -> Any:
+    """The value of a field that occurs once, of a message as `by_number` reads it; what is 0 is not written."""
+    return parts[field][0] if field in parts else default
+
+
+def packed(parts: Mapping[int, Sequence[Any]], field: int) -> list[int]:
+    """The values of a repeated integer field, of a message as `by_number` reads it."""
+    return [item for value in parts.get(field, ()) for item in integers(value)]
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
@@ -103,7 +126,7 @@ PRED, S32, U32 = 1, 4, 8
 @functools.cache
 def element_type(shape: bytes) -> int:
     """The PrimitiveType number of an array's elements."""
-    return next((value for number, value, _ in fields(shape) if number == _ELEMENT_TYPE), 0)  # type: ignore[return-value]
+    return int(first(by_number(shape), _ELEMENT_TYPE))
 
 
 @functools.cache

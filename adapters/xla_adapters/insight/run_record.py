@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -169,47 +169,31 @@ class RunStats:
 
     def lap(self) -> dict[str, float]:
         """As `as_dict`, since the last `lap()` or since `start()`; waits for the device."""
-        now = RunStats(
-            steps=self.steps,
-            samples=self.samples,
-            tokens=self.tokens,
-            after=get_runtime().counters.metrics(),
-            seconds=self.clock() - self._started,
-        )
+        now = replace(self, after=get_runtime().counters.metrics(), seconds=self.clock() - self._started, _last=None)
         last, self._last = self._last or RunStats(after=self.before), now
-        part = RunStats(
-            steps=now.steps - last.steps,
-            samples=now.samples - last.samples,
-            tokens=now.tokens - last.tokens,
-            before=last.after,
-            after=now.after,
-            seconds=now.seconds - last.seconds,
-        )
-        return part.as_dict()
+        counted = {name: getattr(now, name) - getattr(last, name) for name in ("steps", "samples", "tokens", "seconds")}
+        return RunStats(before=last.after, after=now.after, **counted).as_dict()
 
     def as_dict(self) -> dict[str, float]:
         """The totals by name. Rates per second exclude the time spent compiling. Empty before `stop()`."""
         if self.before is None or self.after is None:
             return {}
-        compile_seconds = self.after.compile_seconds - self.before.compile_seconds
-        running = max(self.seconds - compile_seconds, 1e-9)
-        steps = max(self.steps, 1)
-        totals = {
+        counts = self.after.since(self.before)
+        running = max(self.seconds - counts["compile_seconds"], 1e-9)
+        return {
             "steps": float(self.steps),
-            "compiles": float(self.after.compiles - self.before.compiles),
-            "executions": float(self.after.executions - self.before.executions),
-            "transfers_to_host": float(self.after.transfers_to_host - self.before.transfers_to_host),
-            "eager_ops": float(self.after.eager_ops - self.before.eager_ops),
+            **{name: float(counts[name]) for name in ("compiles", "executions", "transfers_to_host", "eager_ops")},
             "seconds": self.seconds,
-            "compile_seconds": compile_seconds,
+            "compile_seconds": counts["compile_seconds"],
             "steps_per_second": self.steps / running,
+            "executions_per_step": counts["executions"] / max(self.steps, 1),
+            **self.throughput(running),
         }
-        totals["executions_per_step"] = totals["executions"] / steps
-        if self.samples:
-            totals["samples_per_second"] = self.samples / running
-        if self.tokens:
-            totals["tokens_per_second"] = self.tokens / running
-        return totals
+
+    def throughput(self, seconds: float) -> dict[str, float]:
+        """Samples and tokens per second, if there were any in these seconds."""
+        counted = {"samples_per_second": self.samples, "tokens_per_second": self.tokens}
+        return {name: count / seconds for name, count in counted.items() if count}
 
     def summary(self) -> str:
         """The totals as a few lines of text."""
@@ -436,7 +420,6 @@ class RunRecord:
             return self._final
         wall = dict(zip(KINDS, self.clock.update(), strict=True))
         device = get_runtime().device
-        after = self._after
         steps = [
             StepSummary(name=program.name, calls=program.calls, replays=program.replays, reasons=program.replay_reasons)
             for program in self._programs()
@@ -449,7 +432,7 @@ class RunRecord:
             steps=self.times.as_dict(),
             curve=self.times.curve(),
             rates=self._rates(wall),
-            counts=_difference(self._before, after) if after is not None else {},
+            counts=self._counts(),
             compiles=list(self.events),
             programs=steps,
             checkpoints=list(self.checkpoints),
@@ -459,6 +442,12 @@ class RunRecord:
             plan=self._plan(),
             preflight=self.preflight,
         )
+
+    def _counts(self) -> dict[str, int]:
+        if self._before is None or self._after is None:
+            return {}
+        found = self._after.since(self._before)
+        return {name: found[name] for name in found if name not in ("compile_seconds", "eager_compiles")}
 
     def _rates(self, wall: dict[str, float]) -> dict[str, float | None]:
         stepping = sum(seconds for name, seconds in wall.items() if name not in _NOT_STEPPING)
@@ -474,13 +463,4 @@ class RunRecord:
             "flops_per_second": flops if known else None,
             "mfu": flops / peak if known and peak is not None else None,
         }
-        if self.stats.samples:
-            rates["samples_per_second"] = self.stats.samples / stepping
-        if self.stats.tokens:
-            rates["tokens_per_second"] = self.stats.tokens / stepping
-        return rates
-
-
-def _difference(before: Metrics | None, after: Metrics) -> dict[str, int]:
-    names = ("compiles", "executions", "transfers_to_host", "transfers_to_device", "eager_ops")
-    return {name: getattr(after, name) - (getattr(before, name) if before is not None else 0) for name in names}
+        return {**rates, **self.stats.throughput(stepping)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 # What a training loop spends time on: positions in `WallClock.seconds`. Plain numbers, because a switch between them
@@ -219,8 +219,4 @@ class StepTimes:
 
     def as_dict(self) -> dict[str, Any]:
         """Percentiles and slow steps, as JSON has them."""
-        slow = [
-            {"step": item.step, "seconds": item.seconds, "cause": item.cause, "cause_seconds": item.cause_seconds}
-            for item in self.slow
-        ]
-        return {"steps": len(self.seconds), **self.percentiles(), "slow": slow}
+        return {"steps": len(self.seconds), **self.percentiles(), "slow": list(map(asdict, self.slow))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,10 @@ class Metrics:
     transfers_to_device: int
     eager_compiles: int
     eager_ops: int
+
+    def since(self, before: Metrics) -> dict[str, Any]:
+        """What was added after `before`, by name."""
+        return {name: total - getattr(before, name) for name, total in vars(self).items()}
 
 
 class CompiledMemory(NamedTuple):
