@@ -243,18 +243,13 @@ def adopt(store: CheckpointStore, name: str, *, step: int) -> Checkpoint:
     return Checkpoint(path=path, manifest=manifest)
 
 
-def sharded_folders(checkpoint: Path) -> list[Path]:
-    """The folders in a checkpoint (or itself) that torch.distributed.checkpoint wrote."""
-    return sorted(path.parent for path in checkpoint.rglob(".metadata"))
-
-
 def one_sharded_folder(checkpoint: Path) -> Path:
     """The only folder in a checkpoint that torch.distributed.checkpoint wrote.
 
     Raises:
         CheckpointNotFoundError: there is none, or more than one.
     """
-    folders = sharded_folders(checkpoint)
+    folders = sorted(path.parent for path in checkpoint.rglob(".metadata"))
     if len(folders) != 1:
         listed = ", ".join(map(str, folders)) or "none"
         raise CheckpointNotFoundError(f"{checkpoint} must hold one sharded state (.metadata); it holds: {listed}")

@@ -14,6 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, get_args
 
 from xla_adapters.checkpoint.group import Group, OneProcess
+from xla_adapters.config import check_choice
 from xla_adapters.errors import ConfigError
 
 SaveOn = Literal["preemption"]
@@ -62,10 +63,8 @@ class CheckpointConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, timedelta) or value <= timedelta(0)):
                 raise ConfigError(f"{name}={value!r} is not a valid value; valid values: None or a timedelta > 0")
-        if self.save_on not in (None, *get_args(SaveOn)):
-            raise ConfigError(f"save_on={self.save_on!r} is not a valid value; valid values: None, 'preemption'")
-        if not isinstance(self.asynchronous, bool):
-            raise ConfigError(f"asynchronous={self.asynchronous!r} is not a valid value; valid values: True, False")
+        check_choice("save_on", self.save_on, (None, *get_args(SaveOn)))
+        check_choice("asynchronous", self.asynchronous, (True, False))
         code = self.preemption_exit_code
         if code is not None and (isinstance(code, bool) or not isinstance(code, int) or not 0 <= code <= 255):
             raise ConfigError(f"preemption_exit_code={code!r} is not a valid value; valid values: None, 0 to 255")

@@ -45,94 +45,6 @@ from xla_adapters.open_step import in_step
 _Result = TypeVar("_Result")
 
 
-class ExclusiveFolder:
-    """Gives one caller at a time the right to change a folder, after completing what a dead process left half done.
-
-    Args:
-        storage: of the folder.
-        root: the folder.
-        group: the processes that save together; the first rank acts for all of them.
-        commit: completes or removes unfinished saves.
-    """
-
-    def __init__(self, storage: Storage, root: str, group: Group, commit: Commit) -> None:
-        self._storage = storage
-        self._root = root
-        self._group = group
-        self._commit = commit
-        self._lock = threading.RLock()
-        self._depth = 0
-
-    @contextmanager
-    def alone(self, doing: str, *, create: bool = False) -> Iterator[None]:
-        """Holds the folder for the time of a `with` block. May be nested.
-
-        Args:
-            doing: begins the message of an error.
-            create: whether to make the folder if it does not exist.
-
-        Raises:
-            CheckpointWriteError: the storage refuses.
-        """
-        with self._lock, ExitStack() as stack:
-            self.on_first_rank(doing, lambda: self.enter(stack, create=create))
-            yield
-
-    def enter(self, stack: ExitStack, *, create: bool = False) -> None:
-        """Holds the folder until `stack` is closed. For code that runs on the first rank alone.
-
-        Raises:
-            OSError: the storage refuses.
-        """
-        stack.enter_context(self._lock)
-        if self._depth == 0:
-            if create:
-                self._make(self._root)
-            stack.enter_context(self._storage.locked(self._root))
-            self._commit.recover()
-        self._depth += 1
-        stack.callback(self._leave)
-
-    def _leave(self) -> None:
-        self._depth -= 1
-
-    def _make(self, path: str) -> None:
-        if self._storage.entry(path) is None:
-            parent = path.rpartition("/")[0] or "/"
-            self._make(parent)
-            self._storage.make_folder(path)
-            self._storage.fsync_folder(parent)
-
-    def on_first_rank(self, doing: str, action: Callable[[], _Result]) -> _Result:
-        """Runs an action on the first rank. All ranks call this, and return or raise what the action did.
-
-        Args:
-            doing: begins the message of an error of the storage.
-            action: returns a value that can be sent to the other ranks.
-
-        Raises:
-            CheckpointWriteError: the storage refuses.
-            CheckpointError: (on the other ranks) the action raised on the first rank.
-        """
-        result: Any = None
-        failed: BaseException | None = None
-        if self._group.rank == 0:
-            try:
-                result = action()
-            except BaseException as error:  # noqa: BLE001 (raised again, once the other ranks know)
-                failed = error
-        told, result = self._group.gather((None if failed is None else str(failed), result))[0]
-        if isinstance(failed, OSError) and not isinstance(failed, CheckpointError):
-            hint = room(str(failed), self._root)
-            raise CheckpointWriteError(f"{doing}: {failed}{f'; {hint}' if hint else ''}") from failed
-        if failed is not None:
-            raise failed
-        if told is not None:
-            raise CheckpointError(f"rank 0: {told}")
-        first: _Result = result
-        return first
-
-
 class CheckpointStore:
     """A folder of checkpoints.
 
@@ -182,7 +94,8 @@ class CheckpointStore:
         if self.group.size > 1 and not self.storage.can_rename:
             raise ConfigError(f"{root}: several processes need a file system they share, not an object store")
         self._commit: Commit = (RenameCommit if self.storage.can_rename else MarkerCommit)(self.storage, self.root)
-        self._folder = ExclusiveFolder(self.storage, self.root, self.group, self._commit)
+        self._lock = threading.RLock()
+        self._depth = 0
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -238,7 +151,7 @@ class CheckpointStore:
 
         doing = f"checkpoint {called!r} was not saved to {self.root}"
         with self._watchdog.watch(f"the save of checkpoint {called!r}"), self.alone(doing, create=True):
-            draft = self._folder.on_first_rank(doing, lambda: self._commit.begin(called, one_file))
+            draft = self._on_first_rank(doing, lambda: self._commit.begin(called, one_file))
             failed: BaseException | None = None
             try:
                 yield draft
@@ -258,7 +171,7 @@ class CheckpointStore:
                     raise failed
                 told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
                 raise CheckpointWriteError(f"{doing}: {told}")
-            draft.checkpoint = self._folder.on_first_rank(doing, lambda: self._finish(draft, describe))
+            draft.checkpoint = self._on_first_rank(doing, lambda: self._finish(draft, describe))
 
     def manifest(
         self, step: int, files: Mapping[str, FileRecord], settings: Mapping[str, Any] | None = None
@@ -322,13 +235,13 @@ class CheckpointStore:
         Newer ones that are damaged get a name that begins with `_damaged-`, and a `CheckpointWarning` says what is
         wrong with them; where nothing can be renamed they are passed over. All ranks get the same answer.
         """
-        return self._folder.on_first_rank(f"no checkpoint was looked for in {self.root}", self._newest_valid)
+        return self._on_first_rank(f"no checkpoint was looked for in {self.root}", self._newest_valid)
 
     def _newest_valid(self) -> Checkpoint | None:
         with ExitStack() as stack:
             # A folder that may only be read, or that is not there yet, is not tidied.
             with contextlib.suppress(OSError):
-                self._folder.enter(stack)
+                self._enter(stack)
             for found in reversed(self.found()):
                 checked = check(self.storage, found)
                 if not checked.problems:
@@ -361,7 +274,7 @@ class CheckpointStore:
             CheckpointNotFoundError: there is none.
             CheckpointDamagedError: it is not what was written, or nobody can tell, for it has no manifest.
         """
-        return self._folder.on_first_rank(f"{which} was not loaded", lambda: self._load(which))
+        return self._on_first_rank(f"{which} was not loaded", lambda: self._load(which))
 
     def _load(self, which: int | str | os.PathLike[str]) -> Checkpoint:
         name = f"{self.prefix}{which}" if isinstance(which, int) else os.fspath(which).rstrip("/")
@@ -419,7 +332,7 @@ class CheckpointStore:
 
         doing = f"checkpoints were not removed from {self.root}"
         with self.alone(doing):
-            return self._folder.on_first_rank(doing, rotate)
+            return self._on_first_rank(doing, rotate)
 
     def _rotate(
         self, keep_last: int | None, keep_every: int | None, protected: Collection[str], *, valid: Checkpoint
@@ -448,7 +361,7 @@ class CheckpointStore:
 
         doing = f"checkpoint {name!r} was not removed from {self.root}"
         with self.alone(doing):
-            self._folder.on_first_rank(doing, remove)
+            self._on_first_rank(doing, remove)
 
     # ---- one at a time ---------------------------------------------------------------------------
 
@@ -463,13 +376,74 @@ class CheckpointStore:
 
     @contextmanager
     def alone(self, doing: str, *, create: bool = False) -> Iterator[None]:
-        """Nobody else changes the folder meanwhile, and nothing in it is half done.
+        """Nobody else changes the folder meanwhile, and nothing in it is half done. May be nested.
+
+        Args:
+            doing: begins the message of an error.
+            create: whether to make the folder if it does not exist.
 
         Raises:
-            CheckpointWriteError: the storage refuses; the message begins with `doing`.
+            CheckpointWriteError: the storage refuses.
         """
-        with self._folder.alone(doing, create=create):
+        with self._lock, ExitStack() as stack:
+            self._on_first_rank(doing, lambda: self._enter(stack, create=create))
             yield
+
+    def _enter(self, stack: ExitStack, *, create: bool = False) -> None:
+        """Holds the folder until `stack` is closed; what a dead process left half done is completed before.
+
+        For code that runs on the first rank alone.
+
+        Raises:
+            OSError: the storage refuses.
+        """
+        stack.enter_context(self._lock)
+        if self._depth == 0:
+            if create:
+                self._make(self.root)
+            stack.enter_context(self.storage.locked(self.root))
+            self._commit.recover()
+        self._depth += 1
+        stack.callback(self._leave)
+
+    def _leave(self) -> None:
+        self._depth -= 1
+
+    def _make(self, path: str) -> None:
+        if self.storage.entry(path) is None:
+            parent = path.rpartition("/")[0] or "/"
+            self._make(parent)
+            self.storage.make_folder(path)
+            self.storage.fsync_folder(parent)
+
+    def _on_first_rank(self, doing: str, action: Callable[[], _Result]) -> _Result:
+        """Runs an action on the first rank, which acts for all. All ranks call this, and return or raise what it did.
+
+        Args:
+            doing: begins the message of an error of the storage.
+            action: returns a value that can be sent to the other ranks.
+
+        Raises:
+            CheckpointWriteError: the storage refuses.
+            CheckpointError: (on the other ranks) the action raised on the first rank.
+        """
+        result: Any = None
+        failed: BaseException | None = None
+        if self.group.rank == 0:
+            try:
+                result = action()
+            except BaseException as error:  # noqa: BLE001 (raised again, once the other ranks know)
+                failed = error
+        told, result = self.group.gather((None if failed is None else str(failed), result))[0]
+        if isinstance(failed, OSError) and not isinstance(failed, CheckpointError):
+            hint = room(str(failed), self.root)
+            raise CheckpointWriteError(f"{doing}: {failed}{f'; {hint}' if hint else ''}") from failed
+        if failed is not None:
+            raise failed
+        if told is not None:
+            raise CheckpointError(f"rank 0: {told}")
+        first: _Result = result
+        return first
 
 
 def refuse_inside_step(step: int) -> None:
