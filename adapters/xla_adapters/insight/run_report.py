@@ -117,7 +117,8 @@ def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], prefli
     drawn = ("median", "slowest") if report["steps"]["steps"] > len(curve) else ("slowest",)
     measured = [event for event in report["compiles"] if event["memory"] is not None]
     largest = max(measured, key=lambda event: event["memory"]["total"], default=None)
-    kinds = ("inputs", "outputs", "temporaries", "code") if largest is not None else ()
+    memory = {} if largest is None else largest["memory"]
+    kinds = [(name, memory.get(name, 0) / (1 << 20)) for name in ("inputs", "outputs", "temporaries", "code")]
     return template.render(
         report=report,
         preflight=preflight,
@@ -135,7 +136,7 @@ def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], prefli
         ],
         reasons=[(item["name"], times, why) for item in report["programs"] for why, times in item["reasons"].items()],
         largest=largest,
-        memory_kinds=[(name, largest["memory"][name] / (1 << 20)) for name in kinds if largest["memory"][name]],
+        memory_kinds=[(name, size) for name, size in kinds if size],
     )
 
 
