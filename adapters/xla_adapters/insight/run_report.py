@@ -117,7 +117,7 @@ def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], prefli
     drawn = ("median", "slowest") if report["steps"]["steps"] > len(curve) else ("slowest",)
     measured = [event for event in report["compiles"] if event["memory"] is not None]
     largest = max(measured, key=lambda event: event["memory"]["total"], default=None)
-    memory = {} if largest is None else largest["memory"]
+    memory: Mapping[str, int] = {} if largest is None else largest["memory"]
     kinds = [(name, memory.get(name, 0) / (1 << 20)) for name in ("inputs", "outputs", "temporaries", "code")]
     return template.render(
         report=report,
