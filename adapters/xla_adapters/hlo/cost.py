@@ -143,7 +143,7 @@ def _convolution(result: bytes, kernel: bytes, instruction: Fields) -> int:
     # Where the input is dilated (the gradient of a strided convolution), the zeros between are not computed with.
     zeros = 1
     for window in wire.by_number(wire.first(instruction, _WINDOW, b"")).get(_WINDOW_DIMENSIONS, ()):
-        zeros *= max(1, wire.first(wire.by_number(window), _BASE_DILATION, 1))
+        zeros *= max(1, int(wire.first(wire.by_number(window), _BASE_DILATION, 1)))
     return 2 * wire.count(result) * wire.count(kernel) // max(features, 1) // zeros
 
 
