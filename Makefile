@@ -12,7 +12,7 @@ TPU_BIN := $(TPU_VENV)/bin
 TPU_STAMP := $(TPU_VENV)/.installed
 
 .PHONY: demo demo-digits demo-lightning test test-apart test-rest test-slow test-untuned test-untuned-apart test-untuned-rest \
-	test-torch-tpu test-torch-tpu-apart test-torch-tpu-rest bench-torch-tpu lint docs bench dashboard clean
+	test-torch-tpu test-torch-tpu-apart test-torch-tpu-rest bench-torch-tpu lint docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.byte_lm
@@ -88,25 +88,13 @@ docs: $(STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 
 # All of them, even if an earlier one missed a target.
-BENCHMARKS := step_counts "step_counts --lightning" modes architectures "architectures --bf16" ecosystem operators explain sharding checkpoint "crash --peers" \
-	replay_coverage verification attribution host_overhead models memory compile_time
+BENCHMARKS := step_counts "step_counts --lightning" modes ecosystem "ecosystem --architectures" "ecosystem --bf16" operators explain sharding checkpoint "crash --peers" \
+	replay_coverage verification host_overhead models memory compile_time
 
 bench: $(BENCH_STAMP)
 	@missed=; for benchmark in $(BENCHMARKS); do \
 		echo "== $$benchmark"; $(BIN)/python -m benchmarks.$$benchmark --check || missed="$$missed, $$benchmark"; \
 	done; test -z "$$missed" || { echo "missed targets: $${missed#, }"; exit 1; }
-
-# In fifteen minutes at most; what does not fit in is left out.
-DASHBOARD := step_counts "step_counts --lightning" modes "host_overhead --depths 2x128" verification
-
-dashboard: $(STAMP)
-	@mkdir -p build/dashboard
-	@end=$$(( $$(date +%s) + 900 )); for benchmark in $(DASHBOARD); do \
-		left=$$(( end - $$(date +%s) )); test $$left -gt 0 || break; \
-		file="build/dashboard/$$(date +%Y%m%d-%H%M%S)-$$(echo $$benchmark | tr -c 'a-z0-9_\n' -).json"; \
-		echo "== $$benchmark"; timeout $$left $(BIN)/python -m benchmarks.$$benchmark --json $$file || true; \
-	done
-	$(BIN)/python -m benchmarks.dashboard build/dashboard/*.json -o build/dashboard/index.html
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -32,8 +32,8 @@ from torch.distributed import checkpoint as dcp
 
 from benchmarks import report
 from benchmarks.checkpoint_trainers import TRAINERS, players
-from benchmarks.children import run_in_child
-from benchmarks.interleaved import run_interleaved
+from benchmarks.harness import run_interleaved
+from tests.children import run_in_child
 from xla_adapters import get_runtime, initialize
 from xla_adapters.checkpoint import AsyncSaver, CheckpointStore, snapshot
 
@@ -58,43 +58,39 @@ def write_and_flush(state: State, folder: Path) -> None:
         os.fsync(stream.fileno())
 
 
-def write_shards(state: State, folder: Path) -> None:
-    dcp.save(dict(state), checkpoint_id=folder / "sharded", no_dist=True)
-
-
 def write_torch(state: State, folder: Path) -> None:
     torch.save(state, folder / "state.pt")
 
 
-def write_safetensors(state: State, folder: Path) -> None:
-    save_file(state, folder / "model.safetensors")
+# The peers, by name.
+WRITERS: dict[str, Callable[[State, Path], object]] = {
+    "torch.save": write_torch,
+    "safetensors": lambda state, folder: save_file(state, folder / "model.safetensors"),
+    "DCP": lambda state, folder: dcp.save(dict(state), checkpoint_id=folder / "sharded", no_dist=True),
+    "Lightning": lambda state, folder: TorchCheckpointIO().save_checkpoint({"state_dict": state}, folder / "m.ckpt"),
+}
 
 
-def write_lightning(state: State, folder: Path) -> None:
-    TorchCheckpointIO().save_checkpoint({"state_dict": state}, folder / "model.ckpt")
-
-
-def peer(write: Callable[[State, Path], None], state: State, folder: Path) -> tuple[float, float]:
-    """Copies and writes with one of the peers; the loop is blocked for the whole time."""
+def timed(action: Callable[[], object]) -> tuple[float, float]:
+    """What takes as long as it blocks the loop: seconds blocked, and in all."""
     started = time.perf_counter()
-    write(snapshot(state), folder)
+    action()
     seconds = time.perf_counter() - started
     return seconds, seconds
+
+
+def peer(write: Callable[[State, Path], object], state: State, folder: Path) -> tuple[float, float]:
+    """Copies and writes with one of the peers."""
+    return timed(lambda: write(snapshot(state), folder))
 
 
 def copy_only(state: State, folder: Path) -> tuple[float, float]:
-    started = time.perf_counter()
-    get_runtime().transfers.to_host(list(state.values()))
-    seconds = time.perf_counter() - started
-    return seconds, seconds
+    return timed(lambda: get_runtime().transfers.to_host(list(state.values())))
 
 
 def disk_only(state: State, folder: Path) -> tuple[float, float]:
     copied = snapshot(state)
-    started = time.perf_counter()
-    write_and_flush(copied, folder)
-    seconds = time.perf_counter() - started
-    return seconds, seconds
+    return timed(lambda: write_and_flush(copied, folder))
 
 
 def ours(state: State, folder: Path, *, asynchronous: bool) -> tuple[float, float]:
@@ -112,10 +108,7 @@ RUNS: dict[str, Callable[[State, Path], tuple[float, float]]] = {
     DISK: disk_only,
     ASYNC: functools.partial(ours, asynchronous=True),
     SYNC: functools.partial(ours, asynchronous=False),
-    "torch.save": functools.partial(peer, write_torch),
-    "safetensors": functools.partial(peer, write_safetensors),
-    "DCP": functools.partial(peer, write_shards),
-    "Lightning": functools.partial(peer, write_lightning),
+    **{name: functools.partial(peer, write) for name, write in WRITERS.items()},
 }
 
 

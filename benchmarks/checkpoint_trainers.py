@@ -21,14 +21,13 @@ from typing import Any
 import lightning as L
 import torch
 import transformers
-from lightning.pytorch.strategies import SingleDeviceXLAStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
 import hf_trainer
-from benchmarks.interleaved import Pause
-from benchmarks.lightning_counts import LiftedAccelerator
+from benchmarks.harness import Pause
+from benchmarks.stock_lightning import stock_on_xla
 from lightning_strategy import XLAEagerStrategy
 from lightning_strategy.checkpoints import XLAEagerCheckpointIO
 from xla_adapters import get_runtime, initialize
@@ -182,7 +181,7 @@ def lightning(pause: Pause, *, width: int, rounds: int, where: Path, checkpoint:
     clock = _Clock(pause)
     chosen: dict[str, Any] = {"strategy": XLAEagerStrategy(checkpoint=checkpoint)}
     if checkpoint is None:
-        chosen = {"strategy": SingleDeviceXLAStrategy(device=0), "accelerator": LiftedAccelerator(), "devices": 1}
+        chosen = stock_on_xla()
     trainer = L.Trainer(
         max_steps=rounds + 1,
         callbacks=[_Saves(clock, where)],

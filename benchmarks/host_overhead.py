@@ -9,8 +9,7 @@ Each run is in its own process. After the warm-up, the runs alternate in blocks 
   openxla+lazy, +compile, +dynamo   forward and backward in torch.compile(backend="openxla"); the update
                              lazily, in torch_xla.compile, or in torch.compile, too;
   CompiledStep               the loop's body in our CompiledStep; "traced" with step_replay=False;
-  CompiledStep x5            the same, five steps per execution;
-  executable                 only the executable of CompiledStep, called with its own results;
+  HF, Lightning unreported   replayed, with xla_report=False; only if named;
   TRL SFT stock, traced      TRL's SFTTrainer on XLA, and the same with our mixin;
   JAX                        the same model in JAX, with a jitted step and donated state.
 "--rows traced" runs what is traced at each step, and its stock peers, in fewer blocks.
@@ -28,36 +27,43 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from benchmarks import report
-from benchmarks.clock import Plan
-from benchmarks.deep_models import VIT, Size, sizes
-from benchmarks.timed_loops import EXECUTABLE, LAZY, OPENXLA, STEP, STEP_TRACED
-from benchmarks.timed_runs import (
+from benchmarks.harness import Plan
+from benchmarks.runs import (
     DEVICE_RUNS,
     JAX,
     ON_ONE_CORE,
     Found,
     add_options,
+    add_sizes,
     chosen,
+    chosen_sizes,
     divided,
-    measure_transformer,
+    measure,
     missing,
 )
+from benchmarks.sizes import VIT, Size
+from benchmarks.timed_loops import LAZY, OPENXLA, STEP, STEP_TRACED
 from benchmarks.timed_trainers import (
     HF_REPLAYED,
     HF_STOCK,
     HF_TRACED,
+    HF_UNREPORTED,
     LIGHTNING_REPLAYED,
     LIGHTNING_STOCK,
     LIGHTNING_TRACED,
+    LIGHTNING_UNREPORTED,
     TRL_STOCK,
     TRL_TRACED,
 )
 
-PINNED = tuple(name + ON_ONE_CORE for name in (HF_REPLAYED, LIGHTNING_REPLAYED, EXECUTABLE, JAX))
+PINNED = tuple(name + ON_ONE_CORE for name in (HF_REPLAYED, LIGHTNING_REPLAYED, JAX))
 RUNS = (*DEVICE_RUNS, *PINNED)
 DEPTHS = "2x128,6x64,12x32,24x32,48x32"
 REPLAYED_PEERS = {HF_REPLAYED: HF_STOCK, LIGHTNING_REPLAYED: LIGHTNING_STOCK}
 TRACED_PEERS = {HF_TRACED: HF_STOCK, LIGHTNING_TRACED: LIGHTNING_STOCK, STEP_TRACED: LAZY, TRL_TRACED: TRL_STOCK}
+# The same without the run report, where that is named: how much the report may add.
+UNREPORTED = {HF_REPLAYED: HF_UNREPORTED, LIGHTNING_REPLAYED: LIGHTNING_UNREPORTED}
+_REPORT = 1.01
 PEERS = {**REPLAYED_PEERS, **TRACED_PEERS, STEP: LAZY}
 TRACED = tuple(dict.fromkeys(name for pair in TRACED_PEERS.items() for name in reversed(pair)))
 # Of a step that is traced: host CPU and wall time to the stock peer, copies to the device beside the batch.
@@ -67,16 +73,11 @@ _TRACED_SIZES = ((2, 128), (12, 32))
 _JAX_LIMIT, _OPENXLA_LIMIT = 1.1, 0.8
 
 
-def _wall_limit(size: Size) -> float | None:
-    if size.layers == 2 and size.width == 128:
-        return 0.35
-    return 0.13 if size.layers >= 12 and size.width == 32 else None
-
-
-def _host_limit(size: Size) -> float | None:
-    if size.layers == 2 and size.width == 128:
-        return 1 / 4
-    return 1 / 12 if size.layers >= 12 else None
+def _limits(size: Size) -> tuple[float | None, float | None]:
+    """What host CPU and wall time of a replayed step may be, divided by the stock peer's."""
+    if (size.layers, size.width) == (2, 128):
+        return 1 / 4, 0.35
+    return (1 / 12, 0.13 if size.width == 32 else None) if size.layers >= 12 else (None, None)
 
 
 def add_targets(made: report.Report, size: Size, found: Found, names: Sequence[str] = RUNS) -> None:
@@ -90,16 +91,17 @@ def add_targets(made: report.Report, size: Size, found: Found, names: Sequence[s
             made.target(f"{size} {ours}: wall to {stock}", wall, "at most", _TRACED_WALL)
         transfers = found.get(ours, "transfers")
         made.target(f"{size} {ours}: transfers to the device per step", transfers, "at most", _TRACED_TRANSFERS)
+    for ours, without in UNREPORTED.items():
+        for kind in ("wall", "host CPU") if {ours, without} <= set(names) else ():
+            ratio = found.ratio(ours, without, "wall_ms" if kind == "wall" else "host_ms")
+            made.target(f"{size} {ours}: {kind} to {without}", ratio, "at most", _REPORT)
     for ours, stock in REPLAYED_PEERS.items():
-        if ours not in names:
+        if ours not in names or stock not in names:
             continue
-        host_limit = _host_limit(size)
-        if host_limit is not None:
-            host = found.ratio(ours, stock, "host_ms")
-            made.target(f"{size} {ours}: host CPU to {stock}", host, "at most", host_limit)
-        limit = _wall_limit(size)
-        if limit is not None:
-            made.target(f"{size} {ours}: wall to {stock}", found.ratio(ours, stock, "wall_ms"), "at most", limit)
+        for kind, limit in zip(("host CPU", "wall"), _limits(size), strict=True):
+            if limit is not None:
+                ratio = found.ratio(ours, stock, "wall_ms" if kind == "wall" else "host_ms")
+                made.target(f"{size} {ours}: {kind} to {stock}", ratio, "at most", limit)
         pinned = found.ratio(ours + ON_ONE_CORE, JAX + ON_ONE_CORE, "process_ms")
         made.target(f"{size} {ours}: process CPU to JAX, on 1 core", pinned, "at most", _JAX_LIMIT)
         part = divided(found.get(ours, "process_ms"), found.best(OPENXLA, "process_ms"))
@@ -133,22 +135,17 @@ def main(command: list[str] | None = None) -> int:
     parser = report.parser(str(__doc__).splitlines()[0])
     add_options(parser, RUNS, Plan(), timeout=1800)
     parser.add_argument("--rows", choices=("all", "traced"), default="all", help="the runs, where --runs is not given")
-    parser.add_argument("--depths", default=DEPTHS, help="comma-separated LAYERSxWIDTH")
-    for name in ("length", "batch", "vocabulary"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(Size(1, 1), name))
+    add_sizes(parser, DEPTHS, "length", "batch", "vocabulary")
     options = parser.parse_args(command)
-    names, plan = chosen(parser, options, RUNS)
+    names, plan = chosen(parser, options, (*RUNS, *UNREPORTED.values()))
     if options.rows == "traced" and options.runs == ",".join(RUNS):
         names, plan = list(TRACED), plan if plan != Plan() else replace(plan, warmup=4, rounds=3)
-    try:
-        models = sizes(options.depths, length=options.length, batch=options.batch, vocabulary=options.vocabulary)
-    except ValueError as error:
-        parser.error(str(error))
+    models = chosen_sizes(parser, options)
     made = report.Report("host_overhead", settings={**asdict(plan), "models": [asdict(size) for size in models]})
     made.results["models"] = {}
     found: dict[Size, Found] = {}
     for size in models:
-        found[size] = measure_transformer(names, size, plan, options.timeout)
+        found[size] = measure(names, size, plan, options.timeout)
         made.results["models"][str(size)] = found[size].plain()
         add_targets(made, size, found[size], names)
         # Saved after each size, in case the program is killed.

@@ -1,4 +1,4 @@
-"""GPT-2 in pure JAX, with the same model, loss, clipping and AdamW as `benchmarks.deep_models` in torch.
+"""GPT-2 in pure JAX, with the same model, loss, clipping and AdamW as `benchmarks.sizes` in torch.
 
 Import it only in a child process: JAX starts threads, and a process with threads must not be forked.
 """
@@ -12,18 +12,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import transformers
+from torch import nn
 
-from benchmarks.clock import Clock, Plan, Timing
-from benchmarks.deep_models import Size
-from benchmarks.interleaved import Pause
+from benchmarks.harness import Clock, Pause, Plan, Timing
+from benchmarks.sizes import Size
 from benchmarks.training import LEARNING_RATE, MAX_NORM
 
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8
 Params = dict[str, jax.Array]
 
 
-def parameters(model: transformers.PreTrainedModel) -> Params:
+def parameters(model: nn.Module) -> Params:
     """The weights of transformers' model, by their names there."""
     return {name: jnp.asarray(value.detach().numpy()) for name, value in model.named_parameters()}
 
@@ -89,7 +88,7 @@ def train_step(state: Any, tokens: jax.Array, labels: jax.Array, size: Size) -> 
     return (params, first, second, count, key), loss
 
 
-def first_state(model: transformers.PreTrainedModel) -> Any:
+def first_state(model: nn.Module) -> Any:
     """Parameters, the two moments, the number of steps, the random key."""
     params = parameters(model)
     zeros = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))

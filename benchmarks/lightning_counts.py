@@ -22,21 +22,18 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.accelerators import XLAAccelerator
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import SingleDeviceXLAStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import report
-from benchmarks.children import run_in_child
-from benchmarks.snapshots import difference
+from benchmarks.step_counts import Meter, Run, add_targets, table_of
+from benchmarks.stock_lightning import stock_on_xla
 from lightning_strategy import XLAEagerStrategy
-from xla_adapters import count, get_runtime, initialize
-from xla_adapters.runtime import Metrics
+from tests.children import run_in_child
+from tests.programs.program import Logged
+from xla_adapters import count, initialize
 
 CPU, STOCK, OURS = "plain CPU", "SingleDeviceXLAStrategy", "XLAEagerStrategy"
-COUNTS = ("compiles", "executions", "transfers_to_host", "eager_ops")
 FEATURES, CLASSES, ROWS = 16, 4, 8
 FAILS_AT = 3
 LEAST_STEPS = FAILS_AT + 1
@@ -83,26 +80,6 @@ SCENARIOS = (
 
 class InTrainingStepError(Exception):
     """Raised in the middle of a training step."""
-
-
-class LiftedAccelerator(XLAAccelerator):
-    """Lightning's, without its look for TPUs on the PCI bus."""
-
-    @staticmethod
-    def is_available() -> bool:  # type: ignore[override]
-        return True
-
-    @staticmethod
-    def auto_device_count() -> int:  # type: ignore[override]
-        return 1
-
-    @staticmethod
-    def parse_devices(devices: Any) -> int:
-        return 1
-
-    @staticmethod
-    def get_parallel_devices(devices: Any) -> list[torch.device]:
-        return [torch.device("xla", 0)]
 
 
 class Classifier(L.LightningModule):
@@ -175,30 +152,8 @@ def _batches(number: int, seed: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(inputs, classes), batch_size=ROWS)
 
 
-class Losses(Logger):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: list[float] = []
-
-    @property
-    def name(self) -> str:
-        return "losses"
-
-    @property
-    def version(self) -> int:
-        return 0
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.values += [float(value) for name, value in metrics.items() if name.endswith("loss")]
-
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Does nothing: there are no hyper-parameters."""
-
-
-class Snapshots(L.Callback):
-    """Reads the counters at the edges of training steps. Reading them moves no data.
+class CountedSteps(L.Callback):
+    """Counts each step.
 
     Attributes:
         steps: one entry per finished step.
@@ -206,48 +161,32 @@ class Snapshots(L.Callback):
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
-        self.begin: Metrics | None = None
+        self.meter = Meter()
 
     def end(self) -> None:
         """A step ends here, if one is under way."""
-        if self.begin is not None:
-            self.steps.append(difference(self.begin, get_runtime().counters.metrics()))
-            self.begin = None
+        if self.meter.began is not None:
+            self.steps.append(self.meter.so_far())
+            self.meter.began = None
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.end()
-        self.begin = get_runtime().counters.metrics()
+        self.meter.begin()
 
     def on_train_epoch_end(self, *_: Any) -> None:
         self.end()
-
-
-@dataclass
-class Run:
-    """One training: the counts, or why there are none."""
-
-    scenario: str
-    strategy: str
-    compiles: int | None = None
-    per_step: dict[str, float] = field(default_factory=dict)
-    most: dict[str, float] = field(default_factory=dict)
-    fewest: dict[str, float] = field(default_factory=dict)
-    after_exit: dict[str, float] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
-    difference: float | None = None
-    error: str | None = None
 
 
 def train(scenario: Scenario, strategy: str, steps: int) -> Run:
     """Runs in a child."""
     if strategy != CPU:
         initialize(eager=False)
-    run, losses, snapshots = Run(scenario.name, strategy), Losses(), Snapshots()
+    run, logged, counted = Run(scenario.name, strategy), Logged(), CountedSteps()
     L.seed_everything(0, verbose=False)
     options: dict[str, Any] = {
         "max_epochs": 1,
         "log_every_n_steps": 1,
-        "logger": losses,
+        "logger": logged,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
@@ -255,28 +194,21 @@ def train(scenario: Scenario, strategy: str, steps: int) -> Run:
         **scenario.options,
     }
     data = Data(-(-steps // scenario.whole) * scenario.whole, scenario.validation_batches)
-    fit = functools.partial(_fit, scenario, Classifier(scenario.fails, scenario.shown, snapshots.end), data)
+    fit = functools.partial(_fit, scenario, Classifier(scenario.fails, scenario.shown, counted.end), data)
     if strategy == CPU:
         fit(L.Trainer(accelerator="cpu", **options))
     else:
-        chosen: dict[str, Any]
-        if strategy == STOCK:
-            chosen = {"strategy": SingleDeviceXLAStrategy(device=0), "accelerator": LiftedAccelerator(), "devices": 1}
-        else:
-            # To construct it makes the process eager.
-            chosen = {"strategy": XLAEagerStrategy()}
-        trainer = L.Trainer(callbacks=[snapshots], **chosen, **options)
+        # To construct ours makes the process eager.
+        chosen: dict[str, Any] = stock_on_xla() if strategy == STOCK else {"strategy": XLAEagerStrategy()}
+        trainer = L.Trainer(callbacks=[counted], **chosen, **options)
         with count() as counters:
             fit(trainer)
             if scenario.fails:
-                assert snapshots.begin is not None
-                run.after_exit = difference(snapshots.begin, get_runtime().counters.metrics())
+                run.after_exit = counted.meter.so_far()
         run.compiles = counters.compiles
-        done = snapshots.steps
-        run.per_step = {name: sum(step[name] for step in done) / len(done) for name in COUNTS}
-        run.most = {name: max(step[name] for step in done) for name in COUNTS}
-        run.fewest = {name: min(step[name] for step in done) for name in COUNTS}
-    run.losses = losses.values
+        run.take(counted.steps)
+        run.logged_transfers = run.most["transfers_to_host"]
+    run.losses = [value for values in logged.values for name, value in values.items() if name.endswith("loss")]
     return run
 
 
@@ -312,51 +244,26 @@ def measure(steps: int, timeout: float, say: Callable[[str], None]) -> list[Run]
     return runs
 
 
-def table_of(runs: list[Run]) -> str:
-    """The runs as a table, followed by errors."""
-    headers = ["scenario", "strategy", "compiles", "exec per step", "to host", "eager"]
-    headers += ["exec after exit", "compiles after exit", "difference"]
-    rows = [
-        [
-            run.scenario,
-            run.strategy,
-            run.compiles,
-            *(run.per_step.get(name) for name in ("executions", "transfers_to_host", "eager_ops")),
-            run.after_exit.get("executions"),
-            run.after_exit.get("compiles"),
-            run.difference,
-        ]
-        for run in runs
-    ]
-    crashed = [f"  {run.scenario}, {run.strategy}: crashed: {run.error}" for run in runs if run.error]
-    return report.table(headers, rows) + ("\n" + "\n".join(crashed) if crashed else "")
-
-
-def add_targets(made: report.Report, runs: list[Run]) -> None:
-    """Adds our targets; a run that crashed misses all of them."""
-    scenarios = {scenario.name: scenario for scenario in SCENARIOS}
-    for run in runs:
-        if run.strategy != OURS:
-            continue
-        name, scenario = run.scenario, scenarios[run.scenario]
-        made.target(f"{name}: compiles in all", run.compiles, "exactly", scenario.graphs)
-        made.target(f"{name}: most executions in a step", run.most.get("executions"), "exactly", 1)
-        made.target(f"{name}: fewest executions in a step", run.fewest.get("executions"), "exactly", 1)
-        made.target(f"{name}: most transfers to the host in a step", run.most.get("transfers_to_host"), "at most", 1)
-        made.target(f"{name}: most eager operations in a step", run.most.get("eager_ops"), "exactly", 0)
-        made.target(f"{name}: difference to the plain CPU", run.difference, "at most", TOLERANCE)
-        if scenario.fails:
-            made.target(f"{name}: executions after the exit", run.after_exit.get("executions"), "exactly", 0)
-            made.target(f"{name}: compiles after the exit", run.after_exit.get("compiles"), "exactly", 0)
-
-
 def report_on(options: argparse.Namespace) -> int:
     """The program, with the options of `benchmarks.step_counts`."""
     runs = measure(options.steps, options.timeout, lambda line: print(line, file=sys.stderr, flush=True))
     made = report.Report("lightning_counts", settings={"steps": options.steps, "log_every_n_steps": 1})
     made.results["runs"] = [asdict(run) for run in runs]
-    add_targets(made, runs)
+    add_all_targets(made, runs)
     print(str(__doc__).split("\n\n", 1)[1])
     print(f"{options.steps} steps an epoch (with accumulation, whole updates), logging at every step\n")
-    print(table_of(runs))
+    print(table_of(runs, "scenario"))
     return made.finish(options)
+
+
+def add_all_targets(made: report.Report, runs: list[Run]) -> None:
+    """Adds our targets; a run that crashed misses all of them."""
+    scenarios = {scenario.name: scenario for scenario in SCENARIOS}
+    for run in runs:
+        if run.trainer != OURS:
+            continue
+        scenario = scenarios[run.what]
+        add_targets(made, run, scenario.graphs)
+        made.target(f"{run.what}: difference to the plain CPU", run.difference, "at most", TOLERANCE)
+        for count_of in ("executions", "compiles") if scenario.fails else ():
+            made.target(f"{run.what}: {count_of} after the exit", run.after_exit.get(count_of), "exactly", 0)

@@ -29,18 +29,14 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 import torch
 
 from benchmarks import report
-from benchmarks.preflight_models import MODELS, build
+from benchmarks.sizes import REAL_SIZES, of_real_size
 from hf_trainer.framework_patches import as_if_compiling
 from xla_adapters.errors import ConfigError
 from xla_adapters.preflight.job import StepJob, adamw
 from xla_adapters.preflight.measuring import results_for_tpu, tpu_compiler
 from xla_adapters.preflight.target import Compiler, Target
-from xla_adapters.sharding import ShardingConfig, ShardingPlan
-from xla_adapters.sharding.config import MEASURED_PLANS
-from xla_adapters.sharding.measure import PlanCompiler, PlanResult
-from xla_adapters.sharding.measure.compilers import register
-from xla_adapters.sharding.measure.plan_cache import digest_of_step
-from xla_adapters.sharding.sharder import make_plan
+from xla_adapters.sharding import MEASURED_PLANS, ShardingConfig, ShardingPlan, make_plan
+from xla_adapters.sharding.measure import PlanCompiler, PlanResult, digest_of_step, register
 
 TOPOLOGIES = "v4:2x2x2,v5e:2x4,v5p:2x2x2,v6e:2x4"
 
@@ -127,7 +123,7 @@ def _key(plan: ShardingPlan) -> tuple[str, str]:
 def rows_of(name: str, topology: str, options: Any, recorder: Recorder) -> list[Row]:
     """Plans, compiles and compares one model on one slice."""
     target = Target.parse(topology)
-    model, batch = build(name, options.layers)
+    model, batch = of_real_size(name, options.layers)
     model.to(getattr(torch, options.dtype))
     config = ShardingConfig(topology=topology, measure_top_k=options.top)
     try:
@@ -169,34 +165,19 @@ def _by_kind(result: PlanResult | None) -> dict[str, float]:
 
 def table_of(rows: list[Row]) -> str:
     """The rows for a person, in GB and MB."""
-    headers = (
-        "model", "slice", "plan", "mesh", "fits", "GB", "said", "MB sent", "said", "step ms", "trace and compile s",
-        "sent by",
-    )  # fmt: skip
-    lines = []
-    for row in rows:
-        kinds = sorted(row.by_kind.items(), key=lambda item: -item[1])
-        lines.append(
-            (
-                row.model,
-                row.topology,
-                row.plan + (" *" if row.chosen else ""),
-                row.mesh,
-                row.fits,
-                _in(row.memory, 1e9),
-                _in(row.predicted_memory, 1e9),
-                _in(row.sent, 1e6),
-                _in(row.predicted_sent, 1e6),
-                _in(row.step_seconds, 1e-3),
-                row.compile_seconds,
-                ", ".join(f"{kind} {size / 1e6:,.0f}" for kind, size in kinds) or row.remark,
-            )
-        )
-    return report.table(headers, lines)
 
+    def scaled(figure: str, unit: float) -> Callable[[Row], object]:
+        return lambda row: None if getattr(row, figure) is None else getattr(row, figure) / unit
 
-def _in(value: float | None, unit: float) -> float | None:
-    return None if value is None else value / unit
+    def kinds(row: Row) -> str:
+        found = sorted(row.by_kind.items(), key=lambda item: -item[1])
+        return ", ".join(f"{kind} {size / 1e6:,.0f}" for kind, size in found) or row.remark
+
+    shown: dict[str, str | Callable[[Row], object]] = {"model": "model", "slice": "topology"}
+    shown |= {"plan": lambda row: row.plan + (" *" if row.chosen else ""), "mesh": "mesh", "fits": "fits"}
+    shown |= {"GB": scaled("memory", 1e9), "said": scaled("predicted_memory", 1e9), "MB sent": scaled("sent", 1e6)}
+    shown |= {"MB said": scaled("predicted_sent", 1e6), "step ms": scaled("step_seconds", 1e-3)}
+    return report.table_of(rows, {**shown, "trace and compile s": "compile_seconds", "sent by": kinds})
 
 
 def targets(made: report.Report, rows: list[Row]) -> None:
@@ -223,7 +204,7 @@ def targets(made: report.Report, rows: list[Row]) -> None:
 def main(command: list[str] | None = None) -> int:
     """The program."""
     parser = report.parser(str(__doc__))
-    parser.add_argument("--models", default=",".join(MODELS), help=f"comma-separated ({','.join(MODELS)})")
+    parser.add_argument("--models", default=",".join(REAL_SIZES), help=f"comma-separated ({','.join(REAL_SIZES)})")
     parser.add_argument("--topologies", default=TOPOLOGIES, help=f"comma-separated slices ({TOPOLOGIES})")
     parser.add_argument("--layers", type=int, default=0, help="of each model, instead of those of its real size")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of parameters (float32)")

@@ -1,6 +1,6 @@
 """Checks for typical user programs whether their training steps are replayed; `python -m benchmarks.replay_coverage`.
 
-Each program of `benchmarks/coverage_programs` is trained twice on the same data with the same seed, each time in its
+Each program of `tests/programs` is trained twice on the same data with the same seed, each time in its
 own process: with step_replay="auto" and with step_replay=False.
   steps     calls of the training step; each micro batch is a call;
   replayed  calls that ran the executable without the step's Python;
@@ -13,19 +13,18 @@ A program that is not covered is listed with the reasons that the adapters give.
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from benchmarks import report
-from benchmarks.children import Outcome, run_in_children
-from benchmarks.coverage_programs import PROGRAMS, named
-from benchmarks.coverage_programs.program import Program, Ran
+from tests.children import Outcome, run_in_children
+from tests.programs import PROGRAMS, named
+from tests.programs.program import Program, Ran
 from xla_adapters.replay.verification import FIRST
 
 WANTED = 30
@@ -81,26 +80,18 @@ def difference(traced: Ran, auto: Ran) -> str | None:
     losses = sum("loss" in name for entry in traced.logged for name in entry)
     if losses < traced.steps // 2:
         return f"only {losses} losses were logged in {traced.steps} steps"
-    return _different_logs(traced.logged, auto.logged) or _different_weights(traced.weights, auto.weights)
-
-
-def _different_logs(traced: Sequence[dict[str, float]], auto: Sequence[dict[str, float]]) -> str | None:
-    if len(traced) != len(auto):
-        return f"{len(traced)} log entries traced, {len(auto)} under auto"
-    for index, (one, other) in enumerate(zip(traced, auto, strict=True)):
+    if len(traced.logged) != len(auto.logged):
+        return f"{len(traced.logged)} log entries traced, {len(auto.logged)} under auto"
+    for index, (one, other) in enumerate(zip(traced.logged, auto.logged, strict=True)):
         if one.keys() != other.keys():
             return f"log entry {index} holds {sorted(one)} traced, {sorted(other)} under auto"
-        for name, value in one.items():
-            # Not a number is equal to nothing, and no result to agree on.
-            if value != other[name]:
-                return f"log entry {index}: {name} is {value!r} traced, {other[name]!r} under auto"
-    return None
+        # Not a number is equal to nothing, and no result to agree on.
+        for name in (name for name, value in one.items() if value != other[name]):
+            return f"log entry {index}: {name} is {one[name]!r} traced, {other[name]!r} under auto"
+    return _different_weights(traced.weights, auto.weights)
 
 
-def _different_weights(
-    traced: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]],
-    auto: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]],
-) -> str | None:
+def _different_weights(traced: dict[str, Any], auto: dict[str, Any]) -> str | None:
     if not traced or traced.keys() != auto.keys():
         return f"weights {sorted(traced)} traced, {sorted(auto)} under auto"
     for name, value in traced.items():
@@ -147,11 +138,8 @@ def _failed(name: str, run: Outcome) -> str:
 
 def table_of(rows: list[Row]) -> str:
     """The table, and below it why a program is not covered or not correct."""
-    headers = ("program", "kind", "stock", "steps", "replayed", "covered", "correct", "s")
-    lines = [
-        (row.name, row.kind, row.stock, row.steps, row.replays, row.covered, row.correct, row.seconds) for row in rows
-    ]
-    text = report.table(headers, lines)
+    shown = {"program": "name", "kind": "kind", "stock": "stock", "steps": "steps", "replayed": "replays"}
+    text = report.table_of(rows, {**shown, "covered": "covered", "correct": "correct", "s": "seconds"})
     traced = [f"  {row.name}: {_reasons(row)}" for row in rows if not row.covered and row.error is None]
     wrong = [f"  {row.name}: {row.error or row.difference}" for row in rows if not row.correct]
     if traced:
@@ -188,19 +176,20 @@ def main(command: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     at_least = options.at_least if options.at_least is not None else WANTED * len(programs) // len(PROGRAMS)
-    # Children neither look through nor copy what the imports made.
-    gc.collect()
-    gc.freeze()
+    report.freeze_imports()
     made = report.Report("replay_coverage", settings={"programs": [program.name for program in programs]})
-    rows: list[Row] = []
-    for number, program in enumerate(programs, start=1):
-        row = measure(program, options.timeout, together=not options.one_at_a_time)
-        rows.append(row)
-        state = "correct" if row.correct else f"NOT correct: {row.error or row.difference}"
-        done = f"[{number}/{len(programs)}] {row.name} ({row.seconds:.0f} s)"
-        print(f"{done}: {row.replays} of {row.steps} replayed, {state}", file=sys.stderr, flush=True)
-        made.results["rows"] = [asdict(one) | {"covered": one.covered, "correct": one.correct} for one in rows]
-        made.save(options)
+    rows = report.measured(
+        made,
+        options,
+        programs,
+        lambda program: measure(program, options.timeout, together=not options.one_at_a_time),
+        name=lambda row: f"{row.name} ({row.seconds:.0f} s)",
+        state=lambda row: (
+            f"{row.replays} of {row.steps} replayed, "
+            f"{'correct' if row.correct else f'NOT correct: {row.error or row.difference}'}"
+        ),
+        verdict=lambda row: {"covered": row.covered, "correct": row.correct},
+    )
     add_targets(made, rows, at_least)
     print(str(__doc__).split("\n\n", 1)[1])
     print(table_of(rows))

@@ -9,14 +9,15 @@ import operator
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeVar
 
 _Chosen = TypeVar("_Chosen")
+_Row = TypeVar("_Row")
 Comparison = Literal["at least", "at most", "exactly"]
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "at least": operator.ge,
@@ -73,6 +74,30 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         return "  ".join(padded).rstrip()
 
     return "\n".join([line(headers), "  ".join("-" * width for width in widths), *map(line, cells)])
+
+
+def table_of(rows: Sequence[object], columns: Mapping[str, str | Callable[[Any], object]]) -> str:
+    """A table of objects.
+
+    Args:
+        rows: the objects.
+        columns: what is shown of each, by header: an attribute, or a function of it.
+    """
+
+    def value(row: object, of: str | Callable[[Any], object]) -> object:
+        return getattr(row, of) if isinstance(of, str) else of(row)
+
+    return table(tuple(columns), [[value(row, of) for of in columns.values()] for row in rows])
+
+
+def markdown(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table as the documents have it."""
+    lines = [headers, ["---"] * len(headers), *([_in_documents(value) for value in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _in_documents(value: object) -> str:
+    return f"{value:.0e}" if isinstance(value, float) else text_of(value)
 
 
 def text_of(value: object) -> str:
@@ -188,7 +213,7 @@ def of_table(
     *,
     only: str,
     timeout: float,
-    per: str = "run",
+    flags: Sequence[str] = (),
 ) -> tuple[argparse.Namespace, list[_Chosen]]:
     """The command line of a benchmark whose table has a row for each thing that it runs in a child.
 
@@ -198,20 +223,67 @@ def of_table(
         named: returns what is chosen by name; raises `ValueError` for a name that there is not.
         only: what the names are of.
         timeout: the default, in seconds.
-        per: what the timeout is of.
+        flags: further options that take no value.
 
     Returns:
         The options, and what was chosen.
     """
     made = parser(module.splitlines()[0])
     made.add_argument("--only", default="", metavar="NAMES", help=f"comma-separated {only}")
-    made.add_argument("--timeout", type=float, default=timeout, help=f"seconds per {per}")
+    made.add_argument("--timeout", type=float, default=timeout, help="seconds per run")
+    for flag in flags:
+        made.add_argument(flag, action="store_true", help="see above")
     made.add_argument("--markdown", action="store_true", help="print the table as the documents have it")
     options = made.parse_args(command)
     try:
         return options, named(options.only)
     except ValueError as error:
         made.error(str(error))
+
+
+def matching(words: str, every: Sequence[_Chosen], name: Callable[[_Chosen], str], what: str) -> list[_Chosen]:
+    """Those with one of the names, or whose name contains one of the words (comma separated); all if empty.
+
+    Raises:
+        ValueError: a word matches none; the message lists what there is.
+    """
+    chosen: list[_Chosen] = []
+    for word in (part.strip().lower() for part in words.split(",") if part.strip()):
+        found = [one for one in every if word == name(one).lower()]
+        found = found or [one for one in every if word in name(one).lower()]
+        if not found:
+            raise ValueError(f"no {what} is called {word!r}; there are {', '.join(map(name, every))}")
+        chosen += [one for one in found if one not in chosen]
+    return chosen or list(every)
+
+
+def measured(
+    made: Report,
+    options: argparse.Namespace,
+    things: Sequence[_Chosen],
+    measure: Callable[[_Chosen], _Row],
+    *,
+    name: Callable[[_Row], str],
+    state: Callable[[_Row], object],
+    verdict: Callable[[_Row], dict[str, Any]] = lambda row: {},
+) -> list[_Row]:
+    """Measures one thing after another, with a line for each, and saves what is known so far.
+
+    Args:
+        made, options: of the program.
+        things: what is measured.
+        measure: makes a row (a dataclass) of a thing.
+        name, state: of a row, for its line.
+        verdict: what the file has of a row beside its fields.
+    """
+    rows: list[_Row] = []
+    for number, thing in enumerate(things, start=1):
+        row = measure(thing)
+        rows.append(row)
+        print(f"[{number}/{len(things)}] {name(row)}: {state(row)}", file=sys.stderr, flush=True)
+        made.results["rows"] = [asdict(one) | verdict(one) for one in rows]  # type: ignore[call-overload]
+        made.save(options)
+    return rows
 
 
 def freeze_imports() -> None:

@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,17 +29,20 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("CPU_NUM_DEVICES", str(DEVICES))
 
 from benchmarks import report  # noqa: E402
-from benchmarks.sharding_models import FAMILIES, build  # noqa: E402
+from benchmarks.sizes import TO_SHARD, to_shard  # noqa: E402
 from hf_trainer.framework_patches import as_if_compiling  # noqa: E402
 from xla_adapters.errors import ConfigError  # noqa: E402
-from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan  # noqa: E402
-from xla_adapters.sharding.automatic import state_bytes  # noqa: E402
-from xla_adapters.sharding.candidates import measured  # noqa: E402
-from xla_adapters.sharding.config import MEASURED_PLANS  # noqa: E402
+from xla_adapters.sharding import (  # noqa: E402
+    MEASURED_PLANS,
+    Mesh,
+    ShardingConfig,
+    ShardingPlan,
+    make_plan,
+    template,
+)
+from xla_adapters.sharding.automatic import measured, state_bytes  # noqa: E402
 from xla_adapters.sharding.measure import PlanCache, compiler_for  # noqa: E402
-from xla_adapters.sharding.planner import Topology, plan_model  # noqa: E402
-from xla_adapters.sharding.sharder import make_plan  # noqa: E402
-from xla_adapters.sharding.templates import template  # noqa: E402
+from xla_adapters.sharding.planner import Planner, Topology, meshes_of  # noqa: E402
 
 WIDTHS, CAPS, DEPTHS = "128,256,512", "1.1,1.3,2,none", "2,8,32,64"
 RECIPES = (
@@ -98,19 +102,12 @@ def compiled_templates(model: Any, batch: Any, kept: PlanCache) -> list[Step]:
 
 def compile_together(model: Any, batch: Any, budgets: list[float | None], kept: PlanCache) -> None:
     """Compiles in one process what the automatic plans for these budgets want first: each would start its own."""
+    planner = Planner.begin(model, batch, topology=Topology.preset("cpu"), around=as_if_compiling)
     plans: list[ShardingPlan] = [template(name, model, Mesh.data_and_model(*shape)) for name, shape in RECIPES]
     for budget in budgets:
         try:
-            config = ShardingConfig(memory_budget=None if budget is None else int(budget * 1e6))
-            plans += plan_model(
-                model,
-                batch,
-                mesh=None,
-                devices=DEVICES,
-                config=config,
-                topology=Topology.preset("cpu"),
-                around=as_if_compiling,
-            )[:MEASURED_PLANS]
+            limit = None if budget is None else int(budget * 1e6)
+            plans += planner.best(meshes_of(None, DEVICES), limit, given=False)[:MEASURED_PLANS]
         except ConfigError:
             # No plan is predicted to fit; only the templates are compiled.
             continue
@@ -138,7 +135,7 @@ def automatic(model: Any, batch: Any, budget: float | None, folder: Path) -> Ste
 
 def rows_of(model_name: str, width: int, caps: list[str]) -> tuple[list[Row], list[Step]]:
     """One model at one width, under each cap."""
-    model, batch = build(model_name, width=width)
+    model, batch = to_shard(model_name, width=width)
     state = sum(state_bytes(parameter, DEVICES) for parameter in model.parameters()) / 1e6
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -183,60 +180,24 @@ def _line(row: Row) -> str:
 
 def planning_time(depth: int) -> float:
     """Seconds to plan a Llama of this depth: captured, all meshes of 8 devices, nothing compiled."""
-    model, batch = build("llama", width=256, layers=depth)
+    model, batch = to_shard("llama", width=256, layers=depth)
     begun = time.monotonic()
-    plan_model(
-        model,
-        batch,
-        mesh=None,
-        devices=DEVICES,
-        config=ShardingConfig(),
-        topology=Topology.preset("cpu"),
-        around=as_if_compiling,
-    )
+    planner = Planner.begin(model, batch, topology=Topology.preset("cpu"), around=as_if_compiling)
+    planner.best(meshes_of(None, DEVICES), None, given=False)
     return time.monotonic() - begun
 
 
 def table_of(rows: list[Row]) -> str:
     """MB per device and step."""
-    cells = []
-    for row in rows:
-        hand, auto = row.by_hand, row.auto
-        cells.append(
-            (
-                row.model,
-                row.width,
-                row.cap,
-                row.budget,
-                hand.name if hand else "-",
-                hand.wire if hand else None,
-                hand.memory if hand else None,
-                auto.name if auto else "-",
-                auto.wire if auto else None,
-                auto.predicted_wire if auto else None,
-                auto.memory if auto else None,
-                auto.predicted_memory if auto else None,
-                row.ratio,
-                row.seconds,
-            )
-        )
-    headers = (
-        "model",
-        "width",
-        "cap",
-        "MB",
-        "by hand",
-        "sent",
-        "kept",
-        "auto",
-        "sent",
-        "said",
-        "kept",
-        "said",
-        "ratio",
-        "s",
-    )
-    return report.table(headers, cells)
+
+    def of(step: str, figure: str) -> Callable[[Row], object]:
+        return lambda row: getattr(getattr(row, step), figure, None)
+
+    shown: dict[str, str | Callable[[Row], object]] = {"model": "model", "width": "width", "cap": "cap", "MB": "budget"}
+    shown |= {"by hand": of("by_hand", "name"), "sent by it": of("by_hand", "wire"), "kept": of("by_hand", "memory")}
+    shown |= {"auto": of("auto", "name"), "sent": of("auto", "wire"), "said": of("auto", "predicted_wire")}
+    shown |= {"kept by it": of("auto", "memory"), "said of that": of("auto", "predicted_memory")}
+    return report.table_of(rows, {**shown, "ratio": "ratio", "s": "seconds"})
 
 
 def targets(made: report.Report, rows: list[Row]) -> None:
@@ -261,7 +222,7 @@ def targets(made: report.Report, rows: list[Row]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
     parser = report.parser(__doc__ or "")
-    parser.add_argument("--models", default=",".join(FAMILIES), help="comma-separated (all)")
+    parser.add_argument("--models", default=",".join(TO_SHARD), help="comma-separated (all)")
     parser.add_argument("--widths", default=WIDTHS, help=f"of the hidden states ({WIDTHS})")
     parser.add_argument("--caps", default=CAPS, help=f"multiples of the fully sharded state ({CAPS})")
     parser.add_argument("--join", type=Path, nargs="+", default=[], help="files of --json whose rows count too")

@@ -9,26 +9,23 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.clock import Clock, Plan, Timing
-from benchmarks.interleaved import Pause
+from benchmarks.harness import Clock, Pause, Plan, Timing
 from benchmarks.training import LEARNING_RATE, MAX_NORM
-from benchmarks.zoo_batches import Batch
+from benchmarks.zoo import Batch
 from xla_adapters import CompiledStep, XLAConfig, get_runtime, initialize
-from xla_adapters.replay.prepared_call import PreparedCall
-from xla_adapters.replay.slots import CallTensors, Slot
 from xla_adapters.utils.torch_modes import modules_compiled
 
 LAZY, COMPILE = "lazy loop", "torch_xla.compile"
 # Forward and backward by dynamo, and the update lazily, in `torch_xla.compile`, or by dynamo too.
 OPENXLA_LAZY, OPENXLA_COMPILE, OPENXLA_DYNAMO = "openxla+lazy", "openxla+compile", "openxla+dynamo"
 OPENXLA = (OPENXLA_LAZY, OPENXLA_COMPILE, OPENXLA_DYNAMO)
-STEP, TOGETHER, EXECUTABLE = "CompiledStep", "CompiledStep x5", "executable"
+STEP = "CompiledStep"
 STEP_TRACED = "CompiledStep traced"
 # With a model that `torch.compile` compiled, as under `xla_mode="eager+dynamo"`.
 INLINED = "CompiledStep+dynamo"
 CPU, INDUCTOR = "plain CPU", "inductor"
 # Only these keep freed memory (`initialize(keep_memory=)`), the others use the allocator's defaults.
-OURS = (STEP, STEP_TRACED, INLINED, TOGETHER, EXECUTABLE)
+OURS = (STEP, STEP_TRACED, INLINED)
 XLA_RUNS = (LAZY, COMPILE, *OPENXLA, *OURS)
 RUNS = (*XLA_RUNS, CPU, INDUCTOR)
 
@@ -61,7 +58,7 @@ def run(name: str, make: Callable[[], nn.Module], batches: Sequence[Batch], plan
         return clock.timing(_drive(_host_step(name, model), "cpu", batches, clock))
     initialize(eager=name in OURS, keep_memory=None if name in OURS else False)
     runtime = get_runtime()
-    if name in (STEP, INLINED, EXECUTABLE):
+    if name in (STEP, INLINED):
         # The first access to `replay_works` executes two tiny graphs, which must not be counted.
         assert runtime.replay_works
     model.to("xla")
@@ -125,11 +122,6 @@ def _device_step(name: str, model: nn.Module) -> Step:
         return CompiledStep(joined(loss_of, update), config=XLAConfig(replay_verify_every=None))
     if name == STEP_TRACED:
         return CompiledStep(joined(loss_of, update), config=XLAConfig(step_replay=False))
-    if name == TOGETHER:
-        # One step of the warm-up is still waiting at its end, and so at the end of each block of ten.
-        return CompiledStep(joined(loss_of, update), config=XLAConfig(steps_per_execution=5, replay_verify_every=None))
-    if name == EXECUTABLE:
-        return _Executable(joined(loss_of, update))
     if name == COMPILE:
         return torch_xla.compile(joined(loss_of, update))  # type: ignore[no-any-return]
     if name in OPENXLA:
@@ -146,54 +138,3 @@ def _device_step(name: str, model: nn.Module) -> Step:
         return loss
 
     return synced
-
-
-class _Executable:
-    """Calls the executable of a `CompiledStep` directly, with its own results as the next inputs.
-
-    The numbers of the update (the bias corrections) stay as they are.
-    """
-
-    def __init__(self, step: Step) -> None:
-        self._step: CompiledStep[torch.Tensor] = CompiledStep(step)
-        self._prepared: PreparedCall | None = None
-        self._inputs: list[torch.Tensor] = []
-        self._carried: list[tuple[int, int]] = []
-
-    def __call__(self, batch: Batch) -> torch.Tensor:
-        if self._prepared is None:
-            loss = self._step(batch)
-            if self._step.replays:
-                self._take_over(list(batch.values()))
-            return loss
-        runtime, values, call = get_runtime(), list(batch.values()), self._prepared.call
-        for position, source in enumerate(call.values.sources):
-            if source == "seed":
-                self._inputs[position] = runtime.random.seed_input()
-            elif isinstance(source, Slot) and source.kind == "batch":
-                self._inputs[position] = values[int(source.name)]
-        taken = [self._inputs[position] for position, _ in self._carried]
-        results = runtime.executables.run(call.executable, self._inputs, taken=taken)
-        for position, result in self._carried:
-            self._inputs[position] = results[result]
-        runtime.executables.finish_run()
-        (loss_at,) = call.values.kept["result"].leaves
-        assert isinstance(loss_at, int)
-        return results[loss_at]
-
-    def _take_over(self, batch: list[torch.Tensor]) -> None:
-        replay = self._step.program._replay
-        assert replay is not None
-        (plan,) = replay._plans.values()
-        prepared = plan.prepared
-        assert prepared is not None
-        values = prepared.call.values
-        numbers = prepared.new_numbers(prepared.call.updates)
-        self._inputs = prepared.inputs(CallTensors(batch), numbers, get_runtime())
-        at = {slot.key: index for index, slots in enumerate(values.targets) for slot in slots}
-        self._carried = [
-            (position, at[source.key])
-            for position, source in enumerate(values.sources)
-            if isinstance(source, Slot) and source.key in at
-        ]
-        self._prepared = prepared

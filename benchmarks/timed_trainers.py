@@ -10,25 +10,29 @@ from typing import Any
 import lightning as L
 import torch
 import transformers
-from lightning.pytorch.strategies import SingleDeviceXLAStrategy
 from torch.utils.data import DataLoader
 
 import hf_trainer
-from benchmarks.clock import Clock, Plan, Timing
-from benchmarks.ecosystem.text import tokenizer
-from benchmarks.interleaved import Pause
-from benchmarks.lightning_counts import LiftedAccelerator
+from benchmarks.harness import Clock, Pause, Plan, Timing
+from benchmarks.stock_lightning import stock_on_xla
 from benchmarks.training import LEARNING_RATE, MAX_NORM, Batches, arguments, only_item
-from benchmarks.zoo_batches import Batch
+from benchmarks.zoo import Batch
 from lightning_strategy import XLAEagerStrategy
+from tests.hf_trainer.text_models import tokenizer
 from xla_adapters import XLAConfig, get_runtime, initialize
 
 HF_STOCK, HF_TRACED, HF_REPLAYED = "HF stock", "HF traced", "HF replayed"
 LIGHTNING_STOCK, LIGHTNING_TRACED, LIGHTNING_REPLAYED = "Lightning stock", "Lightning traced", "Lightning replayed"
 TRL_STOCK, TRL_TRACED = "TRL SFT stock", "TRL SFT traced"
+# Replayed, with `xla_report=False`.
+HF_UNREPORTED, LIGHTNING_UNREPORTED = "HF unreported", "Lightning unreported"
+# Ours with each `xla_mode`.
+MODES = {f"HF {mode}": mode for mode in ("eager", "lazy", "eager+compile", "eager+dynamo")}
 STOCK = (HF_STOCK, LIGHTNING_STOCK, TRL_STOCK)
 HF_RUNS = (HF_STOCK, HF_TRACED, HF_REPLAYED)
 LIGHTNING_RUNS = (LIGHTNING_STOCK, LIGHTNING_TRACED, LIGHTNING_REPLAYED)
+# Only run where they are named.
+NAMED_ONLY = (HF_UNREPORTED, LIGHTNING_UNREPORTED, *MODES)
 TRL_RUNS = (TRL_STOCK, TRL_TRACED)
 RUNS = (*HF_RUNS, *LIGHTNING_RUNS, *TRL_RUNS)
 
@@ -39,21 +43,29 @@ def run(name: str, make: MakeModel, batches: Sequence[Batch], plan: Plan, pause:
     """Runs in a child.
 
     Args:
-        name: one of `RUNS`.
+        name: one of `RUNS` or `NAMED_ONLY`.
         make: makes the model; called with a batch it returns something with a `loss`.
         batches: as many as the plan has steps.
         plan, pause: see `Clock`.
     """
     is_stock = name in STOCK
-    initialize(eager=not is_stock, keep_memory=False if is_stock else None)
+    initialize(eager=not is_stock and name not in MODES, keep_memory=False if is_stock else None)
     runtime = get_runtime()
+
+    def wait() -> None:
+        # What is traced lazily may be pending: then the step is not done.
+        if not runtime.tracing.eager() and runtime.tracing.pending_count():
+            runtime.tracing.flush()
+        runtime.device.wait()
+
     if not is_stock:
         # The first access to `replay_works` executes two tiny graphs, which must not be counted.
         assert runtime.replay_works
     model = make()
     # TRL adds a mask to tokens and labels.
-    clock = Clock(plan, pause, runtime.device.wait, batch_tensors=len(batches[0]) + (name in TRL_RUNS))
-    run_trainer = _run_hf if name in HF_RUNS else _run_trl if name in TRL_RUNS else _run_lightning
+    tensors = len(batches[0]) + (name in TRL_RUNS)
+    clock = Clock(plan, pause, wait if name in MODES else runtime.device.wait, batch_tensors=tensors)
+    run_trainer = _run_trl if name in TRL_RUNS else _run_hf if name.startswith("HF") else _run_lightning
     return clock.timing(run_trainer(name, model, Batches(list(batches)), clock))
 
 
@@ -65,9 +77,15 @@ class HFSteps(transformers.TrainerCallback):
         self._clock.step_done()
 
 
-def _config(replayed: bool) -> XLAConfig:
+def _ours(name: str) -> tuple[XLAConfig, bool]:
+    """The options of one of our runs, and whether there is a run report."""
     # Without verifications, of which so few steps would have many; `benchmarks.verification` measures their cost.
-    return XLAConfig(step_replay="auto" if replayed else False, replay_verify_every=None)
+    config = XLAConfig(
+        xla_mode=MODES.get(name, "eager+compile"),
+        step_replay=False if name in (HF_TRACED, LIGHTNING_TRACED) else "auto",
+        replay_verify_every=None,
+    )
+    return config, name not in (HF_UNREPORTED, LIGHTNING_UNREPORTED)
 
 
 def _run_hf(name: str, model: torch.nn.Module, data: Batches, clock: Clock) -> list[float]:
@@ -82,7 +100,8 @@ def _run_hf(name: str, model: torch.nn.Module, data: Batches, clock: Clock) -> l
         if name == HF_STOCK:
             trainer: Any = transformers.Trainer(**common)
         else:
-            trainer = hf_trainer.Trainer(**common, xla_args=_config(name == HF_REPLAYED))
+            config, report = _ours(name)
+            trainer = hf_trainer.Trainer(**common, xla_args=config, xla_report=report)
         # The logged loss is the mean of all steps.
         return [float(trainer.train().training_loss)]
 
@@ -143,10 +162,11 @@ class LightningSteps(L.Callback):
 def _run_lightning(name: str, model: torch.nn.Module, data: Batches, clock: Clock) -> list[float]:
     chosen: dict[str, Any]
     if name == LIGHTNING_STOCK:
-        chosen = {"strategy": SingleDeviceXLAStrategy(device=0), "accelerator": LiftedAccelerator(), "devices": 1}
+        chosen = stock_on_xla()
     else:
         # To construct it makes the process eager.
-        chosen = {"strategy": XLAEagerStrategy(_config(name == LIGHTNING_REPLAYED))}
+        config, report = _ours(name)
+        chosen = {"strategy": XLAEagerStrategy(config, xla_report=report)}
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     steps = LightningSteps(clock)
     trainer = L.Trainer(

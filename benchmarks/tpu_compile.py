@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from benchmarks import report, zoo
-from benchmarks.children import run_in_child
 from hf_trainer.framework_patches import as_if_compiling
+from tests.children import run_in_child
 from xla_adapters import get_runtime
 from xla_adapters.preflight.compiler import compile_module
 from xla_adapters.preflight.job import InBfloat16, StepJob, adamw
 from xla_adapters.preflight.target import Target
 from xla_adapters.preflight.traced_step import TracedStep, trace_step
-from xla_adapters.sharding.templates import default_mesh, template
+from xla_adapters.sharding import default_mesh, template
 
 WANTED = 38
 
@@ -76,22 +76,11 @@ def measure(architecture: zoo.Architecture, target: Target, timeout: float, bf16
 
 def table_of(rows: list[Row]) -> str:
     """The rows for a person; reasons stand below, they are long."""
-    headers = ("architecture", "topology", "ok", "arguments", "temporaries", "sent", "trace s", "compile s")
-    lines = [
-        (
-            row.name,
-            row.topology,
-            row.ok,
-            row.arguments,
-            row.temporaries,
-            row.sent,
-            row.trace_seconds,
-            row.compile_seconds,
-        )
-        for row in rows
-    ]
+    shown = {"architecture": "name", "topology": "topology", "ok": "ok", "arguments": "arguments", "sent": "sent"}
+    shown |= {"temporaries": "temporaries", "trace s": "trace_seconds", "compile s": "compile_seconds"}
     failed = [f"  {row.name} on {row.topology}: {row.reason}" for row in rows if not row.ok]
-    return report.table(headers, lines) + ("\n\nnot ok, and why:\n" + "\n".join(failed) if failed else "")
+    text = report.table_of(rows, shown)
+    return text + ("\n\nnot ok, and why:\n" + "\n".join(failed) if failed else "")
 
 
 def main(command: list[str] | None = None) -> int:
@@ -108,15 +97,16 @@ def main(command: list[str] | None = None) -> int:
         architecture.load_classes()
     targets = [Target.parse(name) for name in options.topologies.split(",")]
     made = report.Report("tpu_compile", settings={"topologies": options.topologies, "bf16": options.bf16})
-    rows = []
+    rows = report.measured(
+        made,
+        options,
+        [(architecture, target) for target in targets for architecture in chosen],
+        lambda pair: measure(*pair, options.timeout, options.bf16),
+        name=lambda row: f"{row.name} on {row.topology}",
+        state=lambda row: "ok" if row.ok else row.reason,
+        verdict=lambda row: {"ok": row.ok},
+    )
     for target in targets:
-        for number, architecture in enumerate(chosen, start=1):
-            row = measure(architecture, target, options.timeout, options.bf16)
-            rows.append(row)
-            state = "ok" if row.ok else str(row.reason)
-            print(f"[{number}/{len(chosen)}] {row.name} on {target}: {state}", file=sys.stderr, flush=True)
-            made.results["rows"] = [asdict(item) | {"ok": item.ok} for item in rows]
-            made.save(options)
         good = sum(row.ok for row in rows if row.topology == str(target))
         made.target(f"architectures that compile for {target}", good, "at least", options.at_least)
     print(f"{len(chosen)} architectures, {'bfloat16 autocast' if options.bf16 else 'float32'}\n")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import torch
 from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
-from benchmarks.zoo_batches import Batch
+from benchmarks.zoo import Batch
 
 LEARNING_RATE = 1e-3
 # transformers' default.
@@ -27,13 +26,6 @@ class Batches(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Batch:
         return self._batches[index]
-
-
-def token_batches(number: int, shape: tuple[int, int], vocabulary: int) -> list[Batch]:
-    """Random tokens with themselves as labels; the same at each call."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = [torch.randint(0, vocabulary, shape, generator=generator) for _ in range(number)]
-    return [{"input_ids": ids, "labels": ids.clone()} for ids in tokens]
 
 
 def only_item(samples: list[Batch]) -> Batch:

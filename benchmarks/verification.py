@@ -12,13 +12,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from benchmarks import report
-from benchmarks.deep_models import Size
+from benchmarks.sizes import Size
 from benchmarks.timed_loops import LEARNING_RATE, joined, parts
-from benchmarks.zoo_batches import Batch
+from benchmarks.zoo import Batch
 from xla_adapters import CompiledStep, XLAConfig, get_runtime, initialize
 
 LIMIT = 0.03
@@ -26,7 +27,7 @@ _WARMUP = 6
 
 
 def _step(size: Size, every: int | None) -> CompiledStep[torch.Tensor]:
-    model = size.model().train().to("xla")
+    model: Any = size.model().train().to("xla")
     model.tie_weights()
     loss_and_update = parts(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0))
     return CompiledStep(joined(*loss_and_update), config=XLAConfig(replay_verify_every=every))

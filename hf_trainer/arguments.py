@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import json
+import re
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from types import MappingProxyType
+from typing import Any
 
 from xla_adapters import XLAConfig
 from xla_adapters.checkpoint import CheckpointConfig
@@ -13,83 +15,27 @@ from xla_adapters.config import check_switch
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import ShardingConfig
 
-# Options that are not fields of `XLAConfig`.
-_NOT_OF_THE_CORE = ("auto_sharding", "sharding", "safe_checkpoints", "checkpoint", "xla_report")
 
-
-@dataclass
-class XLAArguments:
+@dataclass(frozen=True, kw_only=True)
+class XLAArguments(XLAConfig):
     """The XLA options for `HfArgumentParser`.
 
     Parse it beside `TrainingArguments` and pass it to the trainer as `xla_args`. The fields are the options of
     `XLAConfig` and of `XLATrainerMixin`; each has a help text.
 
     Raises:
-        ConfigError: a value is not one of those that the help text lists.
+        ConfigError: a value is not valid.
     """
 
-    xla_mode: str = field(
-        default="eager+compile",
-        metadata={"help": "eager, eager+compile, eager+dynamo or lazy: how steps are executed."},
-    )
-    on_graph_break: str = field(
-        default="error",
-        metadata={"help": "error, warn or allow: what a tensor read, save or sync inside a step does."},
-    )
-    compile_eval: bool = field(
-        default=True, metadata={"help": "Whether evaluation and prediction steps are compiled too."}
-    )
-    max_graphs: Optional[int] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
-        default=None, metadata={"help": "How many different graphs the training step may compile."}
-    )
-    on_recompile: str = field(
-        default="warn",
-        metadata={"help": "warn, error or ignore: what a graph after the first one of a training step does."},
-    )
-    free_grads: str = field(
-        default="auto",
-        metadata={"help": "auto, true or false: drop gradients inside the step, so that they are not its outputs."},
-    )
-    accumulation: str = field(
-        default="per_micro_batch",
-        metadata={"help": "per_micro_batch or unrolled: one graph per micro batch, or one per optimizer step."},
-    )
-    step_replay: str = field(
-        default="auto",
-        metadata={"help": "auto, true or false: run the executable of a step without its Python, once it is known."},
-    )
-    replay_verify_every: Optional[int] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
-        default=1000, metadata={"help": "Every how many replayed steps one is traced again, to compare the results."}
-    )
-    on_replay_mismatch: str = field(
-        default="error",
-        metadata={"help": "error or retrace: what a difference between a traced step and its replay does."},
-    )
-    steps_per_execution: int = field(default=1, metadata={"help": "How many replayed steps run as one execution."})
-    steps_form: str = field(
-        default="loop",
-        metadata={"help": "loop or unrolled: whether the executable of several steps is a loop, or repeats the step."},
-    )
-    rng_algorithm: str = field(
-        default="auto",
-        metadata={"help": "auto, default, philox or three_fry: the random number generator of the device."},
-    )
-    profile_steps: Optional[list[int]] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
-        default=None, metadata={"help": "The first and the last step, from 1, of which a profile is recorded."}
-    )
-    profile_signal: Optional[str] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
-        default=None, metadata={"help": "A signal, such as SIGUSR2, at which a profile of three steps is recorded."}
-    )
-    profile_slow_steps: bool = field(
-        default=False, metadata={"help": "Record a profile of three steps after one of three times the median."}
-    )
-    profile_folder: Optional[str] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
-        default=None, metadata={"help": "Where the profile is written; xla-profile in the output folder by default."}
-    )
+    # `HfArgumentParser` has no unions but with None, and no tuples.
+    free_grads: str = "auto"  # type: ignore[assignment]
+    step_replay: str = "auto"  # type: ignore[assignment]
+    profile_steps: list[int] | None = None  # type: ignore[assignment]
+
     auto_sharding: bool = field(
         default=False, metadata={"help": "Shard the model over all devices by the plan with the lowest estimated cost."}
     )
-    sharding: Optional[str] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
+    sharding: str | None = field(
         default=None,
         metadata={"help": "dp, fsdp, tp, 2d or auto, or the options of a ShardingConfig as JSON."},
     )
@@ -97,7 +43,7 @@ class XLAArguments:
         default=True,
         metadata={"help": "Commit checkpoints atomically, and verify them when a run resumes."},
     )
-    checkpoint: Optional[str] = field(  # noqa: UP045 (HfArgumentParser reads it at run time)
+    checkpoint: str | None = field(
         default=None,
         metadata={
             "help": "The options of a CheckpointConfig as JSON, durations in seconds: asynchronous, save_on, ..."
@@ -118,12 +64,7 @@ class XLAArguments:
 
     def to_config(self) -> XLAConfig:
         """The options as the core's checked config."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_OF_THE_CORE}
-        for name in ("free_grads", "step_replay"):
-            value = values[name]
-            if isinstance(value, str) and value.lower() in ("true", "false"):
-                values[name] = value.lower() == "true"
-        return XLAConfig(**values)
+        return XLAConfig.from_dict({name: getattr(self, name) for name in XLAConfig.names()})
 
     def to_sharding(self) -> ShardingConfig | None:
         """The sharding options as the core's checked config; None is one device."""
@@ -134,3 +75,15 @@ class XLAArguments:
             except json.JSONDecodeError as error:
                 raise ConfigError(f"sharding={self.sharding!r} is neither a scheme nor JSON: {error}") from error
         return ShardingConfig.resolve(auto_sharding=self.auto_sharding, sharding=sharding)
+
+
+def _meanings() -> dict[str, str]:
+    """What the docstring of `XLAConfig` says of each option."""
+    options = inspect.cleandoc(XLAConfig.__doc__ or "").partition("Args:\n")[2].partition("\nRaises:")[0]
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", options, re.MULTILINE)
+    return {name: " ".join(meaning.split()) for name, meaning in found}
+
+
+for _name, _meaning in _meanings().items():
+    # Where `HfArgumentParser` looks for help.
+    XLAArguments.__dataclass_fields__[_name].metadata = MappingProxyType({"help": _meaning})

@@ -12,7 +12,7 @@ import transformers
 from hf_trainer.user_code import overridden
 from xla_adapters import get_runtime
 from xla_adapters.runtime.transfers import uploading
-from xla_adapters.sharding.sharder import Sharder
+from xla_adapters.sharding import Sharder
 from xla_adapters.utils.nested_values import replaced
 
 

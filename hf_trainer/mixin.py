@@ -15,7 +15,7 @@ from hf_trainer.bridge import Bridge
 from hf_trainer.framework_patches import correct_process_index, trainer_patches
 from hf_trainer.libraries import before_log
 from hf_trainer.optimizers import OptimizerChoice
-from hf_trainer.options import TrainerOptions
+from hf_trainer.options import TrainerOptions, take_options
 from hf_trainer.preparation import bfloat16_autocast, prepare_for_xla
 from hf_trainer.refusals import check_arguments, check_optimizer
 from xla_adapters import XLAConfig
@@ -23,8 +23,7 @@ from xla_adapters.checkpoint import CheckpointConfig, naming_failed_writes
 from xla_adapters.insight.run_record import RunStats
 from xla_adapters.insight.run_report import RunReport
 from xla_adapters.insight.times import EVALUATION, INPUT, STEP
-from xla_adapters.sharding import ShardingConfig
-from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding import ShardingConfig, ShardingPlan
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -42,10 +41,8 @@ class XLATrainerMixin(_Base):
 
     Args:
         args: positional arguments, as for the class it is mixed into.
-        kwargs: keyword arguments, likewise.
-        xla_args: the XLA options as a whole, as `XLAArguments` or `XLAConfig`, instead of single ones.
-        xla_mode: the option of `XLAConfig`. So are `on_graph_break`, `compile_eval`, `max_graphs`, `on_recompile`,
-            `free_grads`, `accumulation`, `step_replay`, `steps_per_execution` and `rng_algorithm`.
+        kwargs: keyword arguments, likewise; and the options of `XLAConfig` one by one, instead of `xla_args`.
+        xla_args: the XLA options as a whole, as `XLAArguments` or `XLAConfig`.
         auto_sharding: shards the model over all devices by the plan with the lowest estimated cost. The batch sizes of
             `TrainingArguments` are those of all devices together (as in transformers under SPMD).
         sharding: how to shard, by name (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or as a `ShardingConfig`, instead
@@ -66,16 +63,6 @@ class XLATrainerMixin(_Base):
         self,
         *args: Any,
         xla_args: XLAArguments | XLAConfig | None = None,
-        xla_mode: str | None = None,
-        on_graph_break: str | None = None,
-        compile_eval: bool | None = None,
-        max_graphs: int | None = None,
-        on_recompile: str | None = None,
-        free_grads: bool | str | None = None,
-        accumulation: str | None = None,
-        step_replay: bool | str | None = None,
-        steps_per_execution: int | None = None,
-        rng_algorithm: str | None = None,
         auto_sharding: bool | Mapping[str, Any] | None = None,
         sharding: str | Mapping[str, Any] | ShardingConfig | None = None,
         safe_checkpoints: bool | None = None,
@@ -85,18 +72,7 @@ class XLATrainerMixin(_Base):
     ) -> None:
         options = TrainerOptions.resolve(
             xla_args,
-            {
-                "xla_mode": xla_mode,
-                "on_graph_break": on_graph_break,
-                "compile_eval": compile_eval,
-                "max_graphs": max_graphs,
-                "on_recompile": on_recompile,
-                "free_grads": free_grads,
-                "accumulation": accumulation,
-                "step_replay": step_replay,
-                "steps_per_execution": steps_per_execution,
-                "rng_algorithm": rng_algorithm,
-            },
+            take_options(kwargs),
             auto_sharding=auto_sharding,
             sharding=sharding,
             safe_checkpoints=safe_checkpoints,

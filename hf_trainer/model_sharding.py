@@ -14,9 +14,7 @@ from hf_trainer.framework_patches import as_if_compiling
 from hf_trainer.placement import model_of
 from xla_adapters.data.batches import example_of
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding.dtensor import accept_placements
-from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.sharding.sharder import Sharder
+from xla_adapters.sharding import Sharder, ShardingPlan, accept_placements
 from xla_adapters.sharding.state import names_of_updated
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from hf_trainer.arguments import XLAArguments
 from xla_adapters import XLAConfig
 from xla_adapters.checkpoint import CheckpointConfig
-from xla_adapters.config import check_switch
+from xla_adapters.config import REMOVED_OPTIONS, check_switch
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import ShardingConfig
 
@@ -48,14 +48,14 @@ class TrainerOptions:
 
         Args:
             xla_args: the options as one object; None if they are given singly.
-            core: the fields of `XLAConfig` by name; None stands for an option that was not given.
+            core: options of `XLAConfig` by name.
             auto_sharding, sharding, safe_checkpoints, checkpoint, xla_report: as for `XLATrainerMixin`.
 
         Raises:
             ConfigError: an option was given in both ways, or a value is not valid.
         """
         return cls(
-            config=_config(xla_args, core),
+            config=XLAConfig.resolve(xla_args.to_config() if isinstance(xla_args, XLAArguments) else xla_args, core),
             sharding=_sharding(xla_args, auto_sharding, sharding),
             safe_checkpoints=_switch("safe_checkpoints", xla_args, safe_checkpoints),
             checkpoint=_checkpoint(xla_args, checkpoint),
@@ -63,17 +63,10 @@ class TrainerOptions:
         )
 
 
-def _config(xla_args: XLAArguments | XLAConfig | None, core: Mapping[str, object]) -> XLAConfig:
-    given = {name: value for name, value in core.items() if value is not None}
-    if xla_args is not None and given:
-        raise ConfigError(
-            f"the XLA options were given twice: as xla_args= and as {', '.join(f'{name}=' for name in sorted(given))}"
-        )
-    if isinstance(xla_args, XLAConfig):
-        return xla_args
-    if xla_args is not None:
-        return xla_args.to_config()
-    return XLAArguments(**given).to_config()  # type: ignore[arg-type]
+def take_options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Takes the options of `XLAConfig`, also those of earlier versions, out of keyword arguments of all kinds."""
+    names = (*XLAConfig.names(), *REMOVED_OPTIONS)
+    return {name: arguments.pop(name) for name in names if name in arguments}
 
 
 def _sharding(

@@ -36,7 +36,7 @@ class StepDriver:
         # Whether a step frees gradients depends on its phase, so `end_update` does it and not the core.
         scope_config = replace(config, free_grads=False)
         self.train = StepProgram("train_step", scope_config, hint=_HINT)
-        other_config = replace(scope_config.without_graph_limits(), steps_per_execution=1)
+        other_config = scope_config.without_graph_limits()
         self.evaluation = StepProgram("eval_step", other_config, hint=_EVAL_HINT)
         self.generation = StepProgram("generate", other_config, hint=_EVAL_HINT)
         self._micro_step = 0

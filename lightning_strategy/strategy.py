@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from lightning.fabric.plugins.io import CheckpointIO
@@ -29,20 +29,11 @@ from lightning_strategy.sharding.host import bring_to_host
 from lightning_strategy.sharding.module_sharding import AutoShardingOption, ShardingOption, make_sharding, plan_of
 from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.checkpoint import CheckpointConfig
-from xla_adapters.config import (
-    Accumulation,
-    FreeGrads,
-    OnGraphBreak,
-    OnRecompile,
-    RngAlgorithm,
-    StepReplay,
-    XLAMode,
-)
+from xla_adapters.config import XLAOptions
 from xla_adapters.insight.run_report import RunReport
 from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.runtime.transfers import uploading
-from xla_adapters.sharding.dtensor import accept_placements
-from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding import ShardingPlan, accept_placements
 from xla_adapters.utils.torch_modes import as_if_compiling
 
 
@@ -61,8 +52,6 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
 
     Args:
         config: the XLA options as a whole, instead of single ones.
-        xla_mode: the option of `XLAConfig`. So are `on_graph_break`, `compile_eval`, `max_graphs`, `on_recompile`,
-            `free_grads`, `accumulation`, `rng_algorithm`, `step_replay` and `steps_per_execution`.
         precision: `"32-true"`, `"bf16-true"` or `"bf16-mixed"`; the Trainer's `precision=` does the same.
         auto_sharding: shards the model over all devices of the process, with the plan that is estimated to cost least.
             A batch of the loader is for all devices together. Without this or `sharding` one device trains.
@@ -73,6 +62,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
             before the process is ended, after a time, with a deadline for steps and saves that hang.
         xla_report: records where the time of a fit goes and writes it to the Trainer's folder; `"log"` also logs it to
             the Trainer's loggers, as `xla/...`; False does none of it.
+        options: the options of `XLAConfig` one by one, instead of `config`.
 
     Raises:
         ConfigError: an option is not valid, or given twice.
@@ -86,39 +76,16 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         self,
         config: XLAConfig | None = None,
         *,
-        xla_mode: XLAMode | None = None,
-        on_graph_break: OnGraphBreak | None = None,
-        compile_eval: bool | None = None,
-        max_graphs: int | None = None,
-        on_recompile: OnRecompile | None = None,
-        free_grads: FreeGrads | None = None,
-        accumulation: Accumulation | None = None,
-        rng_algorithm: RngAlgorithm | None = None,
-        step_replay: StepReplay | None = None,
-        steps_per_execution: int | None = None,
         precision: XLAPrecisionFlag | None = None,
         auto_sharding: AutoShardingOption = None,
         sharding: ShardingOption = None,
         checkpoint_io: CheckpointIO | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
         xla_report: bool | Literal["log"] = True,
+        **options: Unpack[XLAOptions],
     ) -> None:
         self.checkpoint_config = CheckpointConfig.resolve(checkpoint)
-        self.xla_config = XLAConfig.resolve(
-            config,
-            {
-                "xla_mode": xla_mode,
-                "on_graph_break": on_graph_break,
-                "compile_eval": compile_eval,
-                "max_graphs": max_graphs,
-                "on_recompile": on_recompile,
-                "free_grads": free_grads,
-                "accumulation": accumulation,
-                "step_replay": step_replay,
-                "steps_per_execution": steps_per_execution,
-                "rng_algorithm": rng_algorithm,
-            },
-        )
+        self.xla_config = XLAConfig.resolve(config, options)
         name = type(self).__name__
         self._plugins = TrainerPlugins(name, precision)
         self._sharding = make_sharding(name, self.xla_config, auto_sharding=auto_sharding, sharding=sharding)

@@ -7,5 +7,3 @@ from importlib.util import find_spec
 ON_TORCH_TPU = find_spec("torch_tpu") is not None
 # The type of the runtime's device.
 DEVICE = "tpu" if ON_TORCH_TPU else "xla"
-# Options for one step in an execution, and for several where the runtime has that.
-STEPS_TOGETHER: tuple[dict[str, int], ...] = ({},) if ON_TORCH_TPU else ({}, {"steps_per_execution": 3})

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from benchmarks import children
+from tests import children
 
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 # Seconds for a child that waits in vain; one that still computes has so many times as long, on a slow or busy machine.

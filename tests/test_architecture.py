@@ -90,8 +90,7 @@ def test_only_the_folder_of_the_cpu_asks_whether_it_is_one() -> None:
     allowed = {"cpu", "sharding", "preflight"}
     tables = {
         "xla_adapters.insight.doctor.traps",
-        "xla_adapters.runtime.torch_xla.compile_cache",
-        "xla_adapters.runtime.torch_xla.compiler_flags",
+        "xla_adapters.runtime.torch_xla.device",
     }
     asking = {
         module
@@ -108,6 +107,17 @@ def test_only_the_folder_of_the_cpu_asks_whether_it_is_one() -> None:
 def test_only_the_package_itself_imports_the_folder_of_the_cpu() -> None:
     between = architecture.between_rooms()
     assert [source for source, target in between if target == "cpu"] == ["xla_adapters"]
+
+
+def test_sharding_is_used_through_its_doors() -> None:
+    doors = {"xla_adapters.sharding", *(f"xla_adapters.sharding.{room}" for room in ("measure", "planner", "state"))}
+    beside = {
+        (module, target)
+        for module, targets in architecture.edges().items()
+        for target in targets
+        if room_of(module) != "sharding" and room_of(target) == "sharding" and target not in doors
+    }
+    assert beside == set()
 
 
 def test_the_core_is_in_folders() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from xla_adapters import CompiledStep, ConfigError, XLAAdapterError, XLAConfig, step
+from xla_adapters.config import REMOVED_OPTIONS, XLAOptions
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,6 @@ _OF_COMPILED_STEPS = (
     {"max_graphs": 3},
     {"on_recompile": "error"},
     {"step_replay": True},
-    {"steps_per_execution": 2},
     {"profile_steps": (1, 2)},
 )
 
@@ -69,8 +69,21 @@ def test_from_dict_names_unknown_options() -> None:
         XLAConfig.from_dict({"colour": "red"})
 
 
+@pytest.mark.parametrize("option", REMOVED_OPTIONS)
+def test_options_of_earlier_versions_say_what_to_do_instead(option: str) -> None:
+    for use in (lambda: XLAConfig.from_dict({option: 2}), lambda: step(**{option: 2})):
+        with pytest.raises(ConfigError, match=f"{option} is no longer an option: "):
+            use()
+
+
+def test_keyword_arguments_have_the_types_of_the_options() -> None:
+    keywords, options = get_type_hints(XLAOptions), get_type_hints(XLAConfig)
+    assert list(keywords) == list(options)
+    assert all(keywords[name] == option | None for name, option in options.items())
+
+
 def test_step_refuses_what_it_cannot_do() -> None:
-    with pytest.raises(ConfigError, match="not both"):
+    with pytest.raises(ConfigError, match="given twice"):
         step(config=XLAConfig(), max_graphs=2)
     with pytest.raises(ConfigError, match="openxla"):
         step(xla_mode="eager+dynamo")

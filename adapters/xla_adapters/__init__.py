@@ -31,7 +31,7 @@ from xla_adapters.replay.safety.promises import replay_safe
 from xla_adapters.runtime import get_runtime, initialize
 from xla_adapters.runtime.modes import eager
 from xla_adapters.runtime.rng import StepSeed
-from xla_adapters.sharding.distribute import distribute_module
+from xla_adapters.sharding import distribute_module
 from xla_adapters.tracing.optimizers import prime, register_eager_optimizer, register_state_init
 from xla_adapters.tracing.step import step
 from xla_adapters.tracing.step_scope import StepScope

@@ -21,9 +21,15 @@ from xla_adapters.errors import ConfigError, XLAAdapterError, entry, explained, 
 from xla_adapters.insight import commands as insight_commands
 from xla_adapters.preflight import commands as preflight_commands
 from xla_adapters.preflight.target import Target
-from xla_adapters.sharding.config import MEASURED_PLANS, Scheme, ShardingConfig, TopologyName
-from xla_adapters.sharding.model_loading import checkpoint_activations, load_model
-from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding import (
+    MEASURED_PLANS,
+    Scheme,
+    ShardingConfig,
+    ShardingPlan,
+    TopologyName,
+    checkpoint_activations,
+    load_model,
+)
 
 _GIGABYTE = 10**9
 
@@ -144,8 +150,8 @@ def _batch(text: str) -> tuple[int, ...]:
 
 def _plan(options: argparse.Namespace) -> ShardingPlan:
     # Imported late: the planner and its solver take seconds to import.
-    from xla_adapters.sharding.planner import Topology, evaluate
-    from xla_adapters.sharding.sharder import make_plan
+    from xla_adapters.sharding import make_plan
+    from xla_adapters.sharding.planner import Planner, Topology
 
     rows, *length = options.batch
     model, batch, around = load_model(options.model, rows, length[0] if length else None)
@@ -164,7 +170,7 @@ def _plan(options: argparse.Namespace) -> ShardingPlan:
     plan = make_plan(model, config, _devices(options), example=lambda: batch, around=around)
     if plan.predicted is None:
         topology = Topology.preset(options.topology.partition(":")[0])
-        predicted = evaluate(plan, model, batch, topology=topology, around=around)
+        (predicted,) = Planner.begin(model, batch, topology=topology, around=around).costs([plan])
         plan = dataclasses.replace(plan, predicted=predicted)
     return plan
 

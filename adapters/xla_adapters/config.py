@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from xla_adapters.errors import ConfigError
 
@@ -16,9 +16,16 @@ FreeGrads = Literal["auto"] | bool
 StepReplay = Literal["auto"] | bool
 OnRecompile = Literal["warn", "error", "ignore"]
 OnReplayMismatch = Literal["error", "retrace"]
-StepsForm = Literal["loop", "unrolled"]
 RngAlgorithm = Literal["auto", "default", "philox", "three_fry"]
-ProfileSignal = Literal["SIGUSR1", "SIGUSR2"]
+
+
+# Options of earlier versions, and what to do instead.
+REMOVED_OPTIONS = {
+    "steps_per_execution": "each step is an execution of its own; leave it out (step_replay keeps short steps cheap)",
+    "steps_form": "each step is an execution of its own; leave it out",
+    "profile_signal": "use profile_steps=(first, last)",
+    "profile_slow_steps": "use profile_steps=(first, last)",
+}
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -36,6 +43,24 @@ def check_switch(name: str, value: object) -> bool:
     """
     check_choice(name, value, (True, False))
     return bool(value)
+
+
+class XLAOptions(TypedDict, total=False):
+    """The options of `XLAConfig` as the type of keyword arguments, `**options: Unpack[XLAOptions]`."""
+
+    xla_mode: XLAMode | None
+    on_graph_break: OnGraphBreak | None
+    compile_eval: bool | None
+    max_graphs: int | None
+    on_recompile: OnRecompile | None
+    free_grads: FreeGrads | None
+    accumulation: Accumulation | None
+    step_replay: StepReplay | None
+    replay_verify_every: int | None
+    on_replay_mismatch: OnReplayMismatch | None
+    rng_algorithm: RngAlgorithm | None
+    profile_steps: tuple[int, int] | None
+    profile_folder: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +94,12 @@ class XLAConfig:
             intervals. `None` for never.
         on_replay_mismatch: what happens if they differ: `"error"` raises `ReplayMismatchError`, which names the
             difference and the first step that is affected; `"retrace"` warns, and traces all further steps.
-        steps_per_execution: how many replayed steps one executable runs. Steps wait until the last of them is called;
-            if your code uses a tensor that they change, they are executed immediately, one by one.
-        steps_form: whether that executable loops over one copy of the step (`"loop"`), or has a copy for each step
-            (`"unrolled"`), which takes that many times as long to compile.
         rng_algorithm: the algorithm of random numbers on the device, for the whole process: `"default"` is the
             device's own; `"auto"` is `"three_fry"` on CPU devices, where it is the fastest, else `"default"`.
             Algorithms draw different numbers. The environment variable `XLA_RNG_BIT_GENERATOR` has priority.
         profile_steps: the first and the last call of the training step (from 1, each micro batch of an accumulation is
             one) of which a profile is recorded; `None` for no profile. An error, or the end of the run, ends it early.
-        profile_signal: the name of a signal, `"SIGUSR1"` or `"SIGUSR2"`: when the process gets it, a profile of the
-            next three calls is recorded. Its handler, which calls the former one, stays for the rest of the process.
-        profile_slow_steps: whether a profile of the next three calls is recorded when a call took three times the
-            median of those before it, at most three times in a run. Calls that compile do not count.
-        profile_folder: where profiles are written; `None` for `xla-profile` in the run's folder (HF's `output_dir`,
+        profile_folder: where the profile is written; `None` for `xla-profile` in the run's folder (HF's `output_dir`,
             Lightning's `default_root_dir`), else in the working directory.
 
     Raises:
@@ -99,12 +116,8 @@ class XLAConfig:
     step_replay: StepReplay = "auto"
     replay_verify_every: int | None = 1000
     on_replay_mismatch: OnReplayMismatch = "error"
-    steps_per_execution: int = 1
-    steps_form: StepsForm = "loop"
     rng_algorithm: RngAlgorithm = "auto"
     profile_steps: tuple[int, int] | None = None
-    profile_signal: ProfileSignal | None = None
-    profile_slow_steps: bool = False
     profile_folder: str | None = None
 
     def __post_init__(self) -> None:
@@ -117,17 +130,7 @@ class XLAConfig:
         check_choice("on_replay_mismatch", self.on_replay_mismatch, get_args(OnReplayMismatch))
         check_choice("rng_algorithm", self.rng_algorithm, get_args(RngAlgorithm))
         check_choice("accumulation", self.accumulation, get_args(Accumulation))
-        check_choice("steps_form", self.steps_form, get_args(StepsForm))
         self._check_profile()
-        several = self.steps_per_execution
-        if isinstance(several, bool) or not isinstance(several, int) or several < 1:
-            raise ConfigError(f"steps_per_execution={several!r} is not a valid value; valid values: an integer >= 1")
-        if several > 1 and not self.may_replay:
-            raise ConfigError(
-                f"steps_per_execution={several}: only replayed steps are executed together, and with xla_mode="
-                f"{self.xla_mode!r}, step_replay={self.step_replay!r}, accumulation={self.accumulation!r} none is; it "
-                "needs 'eager+compile' or 'eager+dynamo', 'auto' or True, and 'per_micro_batch'"
-            )
         for name in ("max_graphs", "replay_verify_every"):
             limit = getattr(self, name)
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
@@ -154,45 +157,47 @@ class XLAConfig:
                 )
 
     def _check_profile(self) -> None:
-        check_choice("profile_slow_steps", self.profile_slow_steps, (True, False))
         steps = self.profile_steps
-        if not self.has_profiles:
+        if steps is None:
             if self.profile_folder is not None:
-                raise ConfigError(
-                    f"profile_folder={self.profile_folder!r} without profile_steps, profile_signal or "
-                    "profile_slow_steps: nothing is recorded"
-                )
+                raise ConfigError(f"profile_folder={self.profile_folder!r} without profile_steps: nothing is recorded")
             return
-        if steps is not None:
-            is_pair = isinstance(steps, (tuple, list)) and len(steps) == 2 and all(type(step) is int for step in steps)
-            if not is_pair or not 1 <= steps[0] <= steps[1]:
-                raise ConfigError(
-                    f"profile_steps={steps!r} is not a valid value; valid values: None, or two integers, the first "
-                    "step and the last, counted from 1"
-                )
-            # JSON and YAML have lists only.
-            object.__setattr__(self, "profile_steps", tuple(steps))
-        if self.profile_signal is not None:
-            check_choice("profile_signal", self.profile_signal, get_args(ProfileSignal))
+        is_pair = isinstance(steps, (tuple, list)) and len(steps) == 2 and all(type(step) is int for step in steps)
+        if not is_pair or not 1 <= steps[0] <= steps[1]:
+            raise ConfigError(
+                f"profile_steps={steps!r} is not a valid value; valid values: None, or two integers, the first "
+                "step and the last, counted from 1"
+            )
+        # JSON and YAML have lists only.
+        object.__setattr__(self, "profile_steps", tuple(steps))
         if not self.compiles_step:
             raise ConfigError(
                 f"a profile needs xla_mode='eager+compile' or 'eager+dynamo' (it is {self.xla_mode!r}): the other "
                 "modes have no step at whose edges a profile could begin and end; use torch_xla.debug.profiler itself"
             )
 
-    @property
-    def has_profiles(self) -> bool:
-        """Whether profiles may be recorded."""
-        return self.profile_steps is not None or self.profile_signal is not None or self.profile_slow_steps
+    @staticmethod
+    def names() -> list[str]:
+        """The names of the options."""
+        return [field.name for field in fields(XLAConfig)]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> XLAConfig:
-        """Builds a config from plain values (JSON, YAML); an unknown key lists the valid ones."""
-        known = [field.name for field in fields(cls)]
+        """Builds a config from plain values (JSON, YAML, a command line); `"true"` and `"false"` are those of Python.
+
+        Raises:
+            ConfigError: a key is unknown, or an option of an earlier version; or a value is not valid.
+        """
+        known = cls.names()
+        for name in sorted(values.keys() & REMOVED_OPTIONS.keys()):
+            raise ConfigError(f"{name} is no longer an option: {REMOVED_OPTIONS[name]}")
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ConfigError(f"unknown option(s) {', '.join(unknown)}; valid options: {', '.join(known)}")
-        return cls(**values)
+        words = {"true": True, "false": False}
+        given = dict(values)
+        given.update({name: words[str(value).lower()] for name, value in values.items() if str(value).lower() in words})
+        return cls(**given)
 
     @classmethod
     def resolve(cls, config: XLAConfig | None, options: Mapping[str, Any]) -> XLAConfig:
@@ -200,12 +205,12 @@ class XLAConfig:
 
         Args:
             config: all options; None if single options are given.
-            options: single options by name; `None` values count as not given.
+            options: single options by name. None counts as not given, except of `replay_verify_every`.
 
         Raises:
-            ConfigError: both ways were used, or a value is not valid.
+            ConfigError: both ways were used, an option is unknown, or a value is not valid.
         """
-        given = {name: value for name, value in options.items() if value is not None}
+        given = {name: value for name, value in options.items() if value is not None or name == "replay_verify_every"}
         if config is None:
             return cls.from_dict(given)
         if given:
@@ -234,11 +239,11 @@ class XLAConfig:
 
     def unprofiled(self) -> XLAConfig:
         """The same options without a profile, for steps that are no training steps."""
-        return replace(self, profile_steps=None, profile_signal=None, profile_slow_steps=False, profile_folder=None)
+        return replace(self, profile_steps=None, profile_folder=None)
 
     def of_run(self, folder: str | None) -> XLAConfig:
         """The same options for a run that writes into this folder."""
-        if folder is None or not self.has_profiles or self.profile_folder is not None:
+        if folder is None or self.profile_steps is None or self.profile_folder is not None:
             return self
         return replace(self, profile_folder=os.path.join(folder, "xla-profile"))
 
@@ -246,13 +251,6 @@ class XLAConfig:
     def may_replay(self) -> bool:
         """Whether these options allow an adapter to replay training steps."""
         return self.compiles_step and self.step_replay is not False and self.accumulation == "per_micro_batch"
-
-    @property
-    def needs_replay(self) -> str | None:
-        """The option that has no effect if steps cannot be replayed, for messages; None if there is none."""
-        if self.steps_per_execution > 1:
-            return f"steps_per_execution={self.steps_per_execution}"
-        return "step_replay=True" if self.step_replay is True else None
 
     @property
     def eager_by_default(self) -> bool:

@@ -8,33 +8,31 @@ operation is refused so, with "warn", which executes the step in pieces. Dropout
   losses, weights   largest difference to the CPU: of a loss (relative, for losses above 1), of a weight at the end;
   replayed     calls of the step that ran without its Python, of all calls. Those of Fabric are traced always.
 What is not one execution per step under "error" is listed with the error that was raised.
+
+With --architectures, transformers' Trainer with each of the 39 architectures of `benchmarks.zoo` instead, of which only
+the losses are compared; --bf16 trains them under bfloat16 autocast.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 
 from benchmarks import report
-from benchmarks.ecosystem.cell import LEARNING_RATE, LOSS_LIMIT, STEPS, WEIGHT_LIMIT, Cell, Row, measure
+from benchmarks.ecosystem.cell import LEARNING_RATE, STEPS, Cell, Row, measure
 from benchmarks.ecosystem.output import markdown, table_of
 from benchmarks.ecosystem.table import cells
+from benchmarks.ecosystem.with_transformers import architectures
 
 SHARE = 0.9
 
 
-def named(names: str) -> list[Cell]:
+def named(names: str, every: list[Cell]) -> list[Cell]:
     """The cells whose `trainer x model` contains one of the words (comma separated); all if empty.
 
     Raises:
         ValueError: a word matches none.
     """
-    every = cells()
-    words = [word.strip().lower() for word in names.split(",") if word.strip()]
-    for word in words:
-        if not any(word in cell.name.lower() for cell in every):
-            raise ValueError(f"no cell is called {word!r}; there are {', '.join(cell.name for cell in every)}")
-    return [cell for cell in every if not words or any(word in cell.name.lower() for word in words)]
+    return report.matching(names, every, lambda cell: cell.name, "cell")
 
 
 def _verdict(row: Row) -> dict[str, bool]:
@@ -53,25 +51,38 @@ def add_targets(made: report.Report, rows: list[Row]) -> None:
 
 def main(command: list[str] | None = None) -> int:
     """The program."""
-    options, chosen = report.of_table(str(__doc__), command, named, only="parts of `trainer x model`", timeout=300)
+    arguments = sys.argv[1:] if command is None else command
+    bf16 = "--bf16" in arguments
+    every = architectures(bf16=bf16) if bf16 or "--architectures" in arguments else cells()
+    flags = ("--architectures", "--bf16")
+    options, chosen = report.of_table(
+        str(__doc__),
+        command,
+        lambda names: named(names, every),
+        only="parts of `trainer x model`",
+        timeout=300,
+        flags=flags,
+    )
     for cell in chosen:
         cell.prepare()
     report.freeze_imports()
     made = report.Report("ecosystem", settings={"steps": STEPS, "learning_rate": LEARNING_RATE})
-    rows: list[Row] = []
-    for number, cell in enumerate(chosen, start=1):
-        row = measure(cell, options.timeout)
-        rows.append(row)
-        state = row.why or f"1 execution per step, {row.replays} of {row.calls} calls replayed"
-        print(f"[{number}/{len(chosen)}] {cell.name} ({row.seconds:.0f} s): {state}", file=sys.stderr, flush=True)
-        made.results["rows"] = [asdict(one) | _verdict(one) for one in rows]
-        made.save(options)
+    rows = report.measured(
+        made,
+        options,
+        chosen,
+        lambda cell: measure(cell, options.timeout),
+        name=lambda row: f"{row.trainer} x {row.model} ({row.seconds:.0f} s)",
+        state=lambda row: row.why or f"1 execution per step, {row.replays} of {row.calls} calls replayed",
+        verdict=_verdict,
+    )
     add_targets(made, rows)
     print(str(__doc__).split("\n\n", 1)[1])
     print(markdown(rows) if options.markdown else table_of(rows))
     single, equal = sum(row.single_execution for row in rows), sum(row.equal for row in rows)
     print(f'\n{single} of {len(rows)} cells train with 1 execution per step under on_graph_break="error";')
-    print(f"{equal} have the CPU's losses (within {LOSS_LIMIT:g}) and weights (within {WEIGHT_LIMIT:g}).")
+    limits = f"losses (within {chosen[0].loss_limit:g}) and weights (within {chosen[0].weight_limit:g})"
+    print(f"{equal} have the CPU's {limits}.")
     return made.finish(options)
 
 

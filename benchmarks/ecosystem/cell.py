@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.children import Outcome, run_in_child
+from tests.children import Outcome, run_in_child
 from xla_adapters.config import OnGraphBreak
 from xla_adapters.errors import GraphBreakError, GraphBreakWarning
 
@@ -25,6 +25,8 @@ EPSILON = 1e-6
 # Of a loss, relative to losses above 1; of a weight. A step can move a weight by the learning rate, however small its
 # gradient, so rounding shows: float32 on the CPU is 6e-5 from float64 after these steps (a bias of timm's ResNet).
 LOSS_LIMIT, WEIGHT_LIMIT = 1e-5, 3e-4
+# Of losses, with every architecture; and under bfloat16 autocast.
+ARCHITECTURE_LIMIT, BF16_LIMIT, NO_LIMIT = 1e-4, 2e-2, 1e9
 # Compiling takes most of the time. These flags reduce LLVM's optimizations; graphs and XLA's passes are the same.
 _ENVIRONMENT = {
     "XLA_FLAGS": os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0"),
@@ -91,12 +93,15 @@ class Cell:
         trainer, model: their names.
         train: trains, in a child.
         prepare: called in the parent before it forks.
+        loss_limit, weight_limit: how far it may be from the CPU.
     """
 
     trainer: str
     model: str
     train: Train
     prepare: Callable[[], None] = lambda: None
+    loss_limit: float = LOSS_LIMIT
+    weight_limit: float = WEIGHT_LIMIT
 
     @property
     def name(self) -> str:
@@ -109,7 +114,7 @@ class Row:
     """A line of the table.
 
     Attributes:
-        trainer, model: see `Cell`.
+        trainer, model, loss_limit, weight_limit: see `Cell`.
         compiles, executions: under `on_graph_break="error"`; of the executions in a step the number furthest from 1.
         replays, calls, reasons: see `Trained`.
         loss_difference: the largest to the CPU, of losses above 1 relative to them.
@@ -133,6 +138,8 @@ class Row:
     refused: str | None = None
     error: str | None = None
     seconds: float = 0.0
+    loss_limit: float = LOSS_LIMIT
+    weight_limit: float = WEIGHT_LIMIT
 
     @property
     def equal(self) -> bool:
@@ -140,8 +147,8 @@ class Row:
         return (
             self.loss_difference is not None
             and self.weight_difference is not None
-            and self.loss_difference <= LOSS_LIMIT
-            and self.weight_difference <= WEIGHT_LIMIT
+            and self.loss_difference <= self.loss_limit
+            and self.weight_difference <= self.weight_limit
         )
 
     @property
@@ -192,7 +199,7 @@ def _furthest(ours: Weights, plain: Weights) -> float | None:
 
 def measure(cell: Cell, timeout: float) -> Row:
     """Trains on the CPU and on XLA, each in a child; if an operation is refused, once more with a warning for it."""
-    row = Row(cell.trainer, cell.model)
+    row = Row(cell.trainer, cell.model, loss_limit=cell.loss_limit, weight_limit=cell.weight_limit)
 
     def run(on_graph_break: OnGraphBreak | None) -> Outcome:
         outcome = run_in_child(

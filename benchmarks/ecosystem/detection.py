@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from benchmarks.ecosystem.model import Model
-from benchmarks.zoo_batches import BATCH, Batch
+from benchmarks.zoo import BATCH, Batch
 
 _PIXELS, _CLASSES, _BOXES, _QUERIES = 32, 3, 4, 8
 # More than any cost of a pair.

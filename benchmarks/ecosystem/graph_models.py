@@ -9,7 +9,7 @@ from torch_geometric.nn import GCNConv
 from torch_geometric.transforms import GCNNorm
 
 from benchmarks.ecosystem.model import Model
-from benchmarks.zoo_batches import Batch
+from benchmarks.zoo import Batch
 
 _NODES, _EDGES, _FEATURES, _CLASSES = 24, 60, 8, 3
 _IGNORED = -100

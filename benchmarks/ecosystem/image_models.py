@@ -9,7 +9,7 @@ from diffusers import DDPMScheduler, UNet2DConditionModel, UNet2DModel
 from torch import nn
 
 from benchmarks.ecosystem.model import Model
-from benchmarks.zoo_batches import BATCH, Batch
+from benchmarks.zoo import BATCH, Batch
 
 _PIXELS, _CLASSES, _TEXT_WIDTH = 16, 3, 12
 _STEPS = 1000

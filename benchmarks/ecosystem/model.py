@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks import zoo
-from benchmarks.zoo_batches import Batch
+from benchmarks.zoo import Batch
 
 
 @dataclass(frozen=True)

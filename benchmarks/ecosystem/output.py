@@ -23,9 +23,7 @@ def table_of(rows: list[Row]) -> str:
 
 def markdown(rows: list[Row]) -> str:
     """The same for the documents."""
-    lines = [_HEADERS, ["---"] * len(_HEADERS)]
-    lines += [[_cell(value) for value in _values(row)] for row in rows]
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    text = report.markdown(_HEADERS, [_values(row) for row in rows])
     for title, about in (("Not one execution per step", _split), ("Never replayed", _traced)):
         text += f"\n\n## {title}\n\n" + "\n".join(f"- {line}" for line in _explained(rows, about, code="`"))
     return text
@@ -35,12 +33,6 @@ def _values(row: Row) -> tuple[object, ...]:
     replayed = f"{row.replays} of {row.calls}" if row.calls is not None else "no"
     figures = (row.compiles, row.executions, row.loss_difference, row.weight_difference)
     return (row.trainer, row.model, *figures, replayed, row.single_execution)
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.0e}" if isinstance(value, float) else str("-" if value is None else value)
 
 
 def _split(row: Row) -> str | None:

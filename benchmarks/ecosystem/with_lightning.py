@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -12,13 +13,13 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader
 
-from benchmarks.coverage_programs.program import KeepProgram, Logged
 from benchmarks.ecosystem.cell import EPSILON, LEARNING_RATE, STEPS, Cell, Trained, weights_of
 from benchmarks.ecosystem.model import Model
-from benchmarks.lightning_counts import Snapshots
+from benchmarks.lightning_counts import CountedSteps
 from benchmarks.training import Batches
 from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
-from xla_adapters import count, get_runtime
+from tests.programs.program import KeepProgram, Logged
+from xla_adapters import StepCounters, count, get_runtime
 from xla_adapters.config import OnGraphBreak
 
 
@@ -52,7 +53,7 @@ def trainer(models: tuple[Model, ...]) -> list[Cell]:
 
 
 def _fit(model: Model, on_graph_break: OnGraphBreak | None) -> Trained:
-    logged, kept, snapshots = Logged(), KeepProgram(), Snapshots()
+    logged, kept, snapshots = Logged(), KeepProgram(), CountedSteps()
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {
             "max_epochs": 1,
@@ -95,38 +96,24 @@ def fabric(models: tuple[Model, ...]) -> list[Cell]:
 
 
 def _loop(model: Model, on_graph_break: OnGraphBreak | None) -> Trained:
-    if on_graph_break is None:
-        return _loop_on_cpu(model)
-    fabric = Fabric(strategy=XLAEagerFabricStrategy(on_graph_break=on_graph_break))
+    on_cpu = on_graph_break is None
+    fabric = (
+        Fabric(accelerator="cpu") if on_cpu else Fabric(strategy=XLAEagerFabricStrategy(on_graph_break=on_graph_break))
+    )
     fabric.launch()
     net = model.seeded()
     module, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE, eps=EPSILON))
     module.train()
-    losses, executions, compiles = [], [], 0
+    trained = Trained(losses=[], weights={})
     for batch in fabric.setup_dataloaders(_loader(model)):
-        with count() as counters:
-            with fabric.strategy.step():
+        with nullcontext(StepCounters()) if on_cpu else count() as counters:
+            with nullcontext() if on_cpu else fabric.strategy.step():
                 loss = module(**batch)["loss"]
                 fabric.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-        losses.append(loss.item())
-        executions.append(counters.executions)
-        compiles += counters.compiles
-    return Trained(losses=losses, weights=weights_of(net), compiles=compiles, executions=executions)
-
-
-def _loop_on_cpu(model: Model) -> Trained:
-    fabric = Fabric(accelerator="cpu")
-    fabric.launch()
-    net = model.seeded()
-    module, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE, eps=EPSILON))
-    module.train()
-    losses = []
-    for batch in fabric.setup_dataloaders(_loader(model)):
-        loss = module(**batch)["loss"]
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Trained(losses=losses, weights=weights_of(net))
+        trained.losses.append(loss.item())
+        trained.executions.append(counters.executions)
+        trained.compiles += counters.compiles
+    trained.weights = weights_of(net)
+    return trained

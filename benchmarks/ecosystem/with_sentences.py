@@ -20,19 +20,10 @@ from sentence_transformers.sentence_transformer.losses import CoSENTLoss, Multip
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from transformers import BertForSequenceClassification
 
-from benchmarks.ecosystem import text
 from benchmarks.ecosystem.cell import STEPS, Cell, Trained
-from benchmarks.ecosystem.with_transformers import train_with
-from hf_trainer import XLATrainerMixin
+from benchmarks.ecosystem.with_transformers import on_xla, train_with
+from tests.hf_trainer import text_models as text
 from xla_adapters.config import OnGraphBreak
-
-
-class _Sentences(XLATrainerMixin, SentenceTransformerTrainer):
-    pass
-
-
-class _Pairs(XLATrainerMixin, CrossEncoderTrainer):
-    pass
 
 
 def _answered(index: int) -> dict[str, Any]:
@@ -57,7 +48,7 @@ def _pairs() -> Any:
 
 
 def _train(
-    ours: type,
+    stock: type,
     config: type,
     model: Callable[[], Any],
     loss: Callable[[Any], Any],
@@ -69,14 +60,15 @@ def _train(
         rows = Dataset.from_list([row(index) for index in range(4 * STEPS)])
         return {"model": net, "loss": loss(net), "train_dataset": rows}
 
-    # The class that the mixin is put before is the stock one.
-    return train_with(ours.__mro__[2], ours, config, options, on_graph_break)
+    return train_with(stock, on_xla(stock), config, options, on_graph_break)
 
 
 def cells() -> list[Cell]:
     """Bi-encoders with two losses, and a cross-encoder."""
-    by_sentences = functools.partial(_train, _Sentences, SentenceTransformerTrainingArguments, _sentences)
-    by_pairs = functools.partial(_train, _Pairs, CrossEncoderTrainingArguments, _pairs)
+    by_sentences = functools.partial(
+        _train, SentenceTransformerTrainer, SentenceTransformerTrainingArguments, _sentences
+    )
+    by_pairs = functools.partial(_train, CrossEncoderTrainer, CrossEncoderTrainingArguments, _pairs)
     name = "sentence-transformers"
     return [
         Cell(name, "encoder, ranking loss", functools.partial(by_sentences, MultipleNegativesRankingLoss, _answered)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import transformers
@@ -12,16 +13,29 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import hf_trainer
-from benchmarks.ecosystem.cell import EPSILON, LEARNING_RATE, STEPS, Cell, Trained, weights_of
+from benchmarks import zoo
+from benchmarks.ecosystem.cell import (
+    ARCHITECTURE_LIMIT,
+    BF16_LIMIT,
+    EPSILON,
+    LEARNING_RATE,
+    NO_LIMIT,
+    STEPS,
+    Cell,
+    Trained,
+    weights_of,
+)
 from benchmarks.ecosystem.model import Model
-from benchmarks.plain_cpu import without_xla
-from benchmarks.snapshots import StepSnapshots
+from benchmarks.step_counts import CountedSteps
 from benchmarks.training import Batches, only_item
+from tests.plain_cpu import without_xla
 from xla_adapters import count, get_runtime
 from xla_adapters.config import OnGraphBreak
 
 
-def cells(stock: type, ours: type, config: type, trainer: str, models: tuple[Model, ...]) -> list[Cell]:
+def cells(
+    stock: type, ours: type, config: type, trainer: str, models: tuple[Model, ...], **arguments: Any
+) -> list[Cell]:
     """Cells of one of transformers' trainers.
 
     Args:
@@ -30,6 +44,7 @@ def cells(stock: type, ours: type, config: type, trainer: str, models: tuple[Mod
         config: of the arguments.
         trainer: its name.
         models: trained by it.
+        arguments: for `config`.
     """
 
     def train(model: Model, on_graph_break: OnGraphBreak | None) -> Trained:
@@ -45,14 +60,23 @@ def cells(stock: type, ours: type, config: type, trainer: str, models: tuple[Mod
             on_graph_break,
             per_device_train_batch_size=1,
             remove_unused_columns=False,
+            **arguments,
         )
 
     return [Cell(trainer, model.name, functools.partial(train, model), model.prepare) for model in models]
 
 
-def plain(models: tuple[Model, ...]) -> list[Cell]:
-    """Cells of the Trainer."""
-    return cells(transformers.Trainer, hf_trainer.Trainer, transformers.TrainingArguments, "HF Trainer", models)
+def plain(models: tuple[Model, ...], **arguments: Any) -> list[Cell]:
+    """Cells of the Trainer, with these training arguments."""
+    config = transformers.TrainingArguments
+    return cells(transformers.Trainer, hf_trainer.Trainer, config, "HF Trainer", models, **arguments)
+
+
+def architectures(*, bf16: bool) -> list[Cell]:
+    """Cells of the Trainer with every architecture of the zoo, of which only the losses are compared."""
+    models = tuple(Model(one.name, one.build, one.batch, one.load_classes) for one in zoo.ARCHITECTURES)
+    limit = BF16_LIMIT if bf16 else ARCHITECTURE_LIMIT
+    return [replace(cell, loss_limit=limit, weight_limit=NO_LIMIT) for cell in plain(models, bf16=bf16)]
 
 
 def seq2seq(models: tuple[Model, ...]) -> list[Cell]:
@@ -76,6 +100,11 @@ def adapted(models: tuple[Model, ...], *, dora: bool) -> list[Cell]:
     name = "PEFT DoRA" if dora else "PEFT LoRA"
     changed = tuple(Model(model.name, functools.partial(build, model), model.batch, model.prepare) for model in models)
     return cells(transformers.Trainer, hf_trainer.Trainer, transformers.TrainingArguments, name, changed)
+
+
+def on_xla(stock: type) -> type:
+    """Our class of a trainer that is derived from transformers'."""
+    return type(f"XLA{stock.__name__}", (hf_trainer.XLATrainerMixin, stock), {})
 
 
 def train_with(
@@ -117,8 +146,8 @@ def train_with(
             return Trained(losses=_losses(trainer), weights=weights_of(trainer.model))
         # The first access to `replay_works` executes two tiny graphs, which must not be counted.
         _ = get_runtime().replay_works
-        snapshots = StepSnapshots()
-        trainer = ours(args=config(folder, **values), callbacks=[snapshots], on_graph_break=on_graph_break, **options())
+        counted = CountedSteps()
+        trainer = ours(args=config(folder, **values), callbacks=[counted], on_graph_break=on_graph_break, **options())
         with count() as counters:
             trainer.train()
     program = trainer._xla.steps.train
@@ -126,7 +155,7 @@ def train_with(
         losses=_losses(trainer),
         weights=weights_of(trainer.model),
         compiles=counters.compiles,
-        executions=[int(step["executions"]) for step in snapshots.steps],
+        executions=[int(step["executions"]) for step in counted.steps],
         calls=program.calls,
         replays=program.replays,
         reasons=program.replay_reasons,

@@ -13,7 +13,6 @@ Programs without a fault are run for 100 steps each: whatever is reported of the
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 
 from benchmarks import report
 from benchmarks.explain import own_breaks, own_loops, with_lightning, with_transformers
@@ -37,11 +36,7 @@ def named(names: str) -> list[Program]:
     Raises:
         ValueError: a word matches none.
     """
-    words = [word.strip().lower() for word in names.split(",") if word.strip()]
-    for word in words:
-        if not any(word in program.name.lower() for program in programs()):
-            raise ValueError(f"no fault is called {word!r}; there are {', '.join(one.name for one in programs())}")
-    return [one for one in programs() if not words or any(word in one.name.lower() for word in words)]
+    return report.matching(names, programs(), lambda program: program.name, "fault")
 
 
 def add_targets(made: report.Report, rows: list[Row], alarms: dict[str, list[str]]) -> None:
@@ -70,14 +65,16 @@ def main(command: list[str] | None = None) -> int:
     options, chosen = report.of_table(str(__doc__), command, named, only="parts of names of faults", timeout=180)
     report.freeze_imports()
     made = report.Report("explain", settings={"steps without a fault": STEPS})
-    rows: list[Row] = []
-    for number, program in enumerate(chosen, start=1):
-        row = measure(program, options.timeout)
-        rows.append(row)
-        marks = f"cause {row.cause}, line {row.line}, remedy {row.remedy}, {len(row.others)} others"
-        print(f"[{number}/{len(chosen)}] {program.name}: {row.error or marks}", file=sys.stderr, flush=True)
-        made.results["rows"] = [asdict(one) for one in rows]
-        made.save(options)
+    rows = report.measured(
+        made,
+        options,
+        chosen,
+        lambda program: measure(program, options.timeout),
+        name=lambda row: row.name,
+        state=lambda row: (
+            row.error or f"cause {row.cause}, line {row.line}, remedy {row.remedy}, {len(row.others)} others"
+        ),
+    )
     alarms: dict[str, list[str]] = {}
     for name, run in CLEAN.items() if not options.only else ():
         alarms[name] = listen(run, options.timeout).reports

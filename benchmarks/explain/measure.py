@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.children import run_in_child
 from benchmarks.explain.program import Program
+from tests.children import run_in_child
 from xla_adapters.errors import XLAAdapterError
 
 # Compiling takes most of the time. These flags reduce LLVM's optimizations; graphs and XLA's passes are the same.

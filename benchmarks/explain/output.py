@@ -20,9 +20,7 @@ def table_of(rows: Sequence[Row]) -> str:
 
 def markdown(rows: Sequence[Row]) -> str:
     """The same for the documents, with all that was said."""
-    lines: list[Sequence[str]] = [_HEADERS, ["---"] * len(_HEADERS)]
-    lines += [[str(value) for value in _values(row)] for row in rows]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    table = report.markdown(_HEADERS, [_values(row) for row in rows])
     said = "\n".join(f"{row.name} ({row.loop}):\n\n{_indented(row.said)}\n" for row in rows if not row.harmless)
     return f"{table}\n\n## What is said\n\n{said}"
 

@@ -19,13 +19,13 @@ import sys
 from dataclasses import asdict
 
 from benchmarks import report
-from benchmarks.children import run_in_child
 from benchmarks.operators.cases import MOST_CASES, Case, choose
 from benchmarks.operators.groups import rows
 from benchmarks.operators.measure import LIMIT
 from benchmarks.operators.output import markdown, summary, table_of
 from benchmarks.operators.row import Row
 from benchmarks.operators.sources import core_operators, sources
+from tests.children import run_in_child
 
 SHARE = 0.95
 
@@ -64,9 +64,7 @@ def _chosen(operators: list[str], timeout: float) -> dict[str, list[Case]]:
 
 def main(command: list[str] | None = None) -> int:
     """The program."""
-    options, operators = report.of_table(
-        str(__doc__), command, named, only="names of operators", timeout=120, per="process, of which there is a handful"
-    )
+    options, operators = report.of_table(str(__doc__), command, named, only="names of operators", timeout=120)
     sources()
     report.freeze_imports()
     made = report.Report("operators", settings={"samples": MOST_CASES, "limit": LIMIT})

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import xla_adapters
-from benchmarks.children import run_in_child
 from benchmarks.operators.cases import Case
 from benchmarks.operators.measure import measure
 from benchmarks.operators.row import Row, failed, row_of
+from tests.children import run_in_child
 
 # Of operators in a child: each starts the runtime anew, which takes a second.
 GROUP = 32

@@ -20,9 +20,7 @@ def table_of(rows: Sequence[Row]) -> str:
 
 def markdown(rows: Sequence[Row]) -> str:
     """The same for the documents."""
-    lines: list[Sequence[str]] = [_HEADERS, ["---"] * len(_HEADERS)]
-    lines += [[str("-" if value is None else value) for value in _values(row)] for row in rows]
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    text = report.markdown(_HEADERS, [_values(row) for row in rows])
     notes = [f"- `{row.operator}`: `{note}`" for row in rows for note in row.notes]
     return f"{text}\n\n## Not in the graph, or not equal\n\n" + "\n".join(notes)
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.children import run_in_child
-from benchmarks.torch_tpu import stand_in
+from tests.children import run_in_child
+from tests.torch_tpu import stand_in
 
 _EXACT = 1e-5
 _OF_EAGER = 1 / 20

@@ -10,42 +10,23 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
-from benchmarks.torch_tpu import stand_in
-from benchmarks.training import LEARNING_RATE, MAX_NORM, Batches, arguments, only_item, token_batches
-from benchmarks.zoo_batches import Batch
+from benchmarks.sizes import Size
+from benchmarks.training import LEARNING_RATE, MAX_NORM, Batches, arguments, only_item
+from benchmarks.zoo import Batch
+from tests.torch_tpu import stand_in
 
-VOCABULARY, SHAPE = 64, (8, 16)
-_WARM_UP = 6
 # TorchTPU's attention is a kernel for TPUs, which the CPU cannot run.
-_COMMON: dict[str, Any] = {
-    "attn_implementation": "eager",
-    "vocab_size": VOCABULARY,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "use_cache": False,
-}
-_MODELS: dict[str, Callable[[], Any]] = {
-    "GPT-2": lambda: GPT2LMHeadModel(
-        GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **_COMMON)
-    ),
-    "Llama": lambda: LlamaForCausalLM(
-        LlamaConfig(
-            num_hidden_layers=2,
-            hidden_size=32,
-            intermediate_size=64,
-            num_attention_heads=2,
-            max_position_embeddings=32,
-            **_COMMON,
-        )
-    ),
-}
+_OPTIONS = (("attn_implementation", "eager"), ("use_cache", False))
+_GPT2 = Size(2, 32, length=16, vocabulary=64, dropout=0.0, options=_OPTIONS)
+_MODELS = {"GPT-2": _GPT2, "Llama": replace(_GPT2, family="llama", grows=2)}
+_WARM_UP = 6
 NAMES = tuple(_MODELS)
 
 
@@ -128,7 +109,7 @@ class Training:
     def make(cls, name: str, steps: int, device: str, *, capturable: bool = False, falls: bool = True) -> Training:
         """A training of one of `NAMES`."""
         torch.manual_seed(0)
-        model = _MODELS[name]().to(device)
+        model = _MODELS[name].model().to(device)
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, capturable=capturable)
         if falls:
@@ -253,7 +234,7 @@ def _trainer(name: str, steps: int, make: Callable[..., Any], **options: Any) ->
         args = arguments(folder, **options)
         metered = _Metered(Meter(on_device=args.device.type != "cpu"))
         made = make(
-            model=_MODELS[name](),
+            model=_MODELS[name].model(),
             args=args,
             train_dataset=Batches(_batches(steps)),
             data_collator=only_item,
@@ -283,8 +264,8 @@ def our_trainer(name: str, steps: int) -> Run:
 
 def _batches(steps: int) -> list[Batch]:
     # Without a mask transformers looks for packed sequences, by a sum that the stand-in for the TPU cannot compile.
-    mask = torch.ones(SHAPE, dtype=torch.long)
-    return [{**batch, "attention_mask": mask} for batch in token_batches(steps, SHAPE, VOCABULARY)]
+    mask = torch.ones(_GPT2.batch, _GPT2.length, dtype=torch.long)
+    return [{**batch, "attention_mask": mask} for batch in _GPT2.batches(steps)]
 
 
 def largest_difference(losses: list[float], reference: list[float]) -> float | None:

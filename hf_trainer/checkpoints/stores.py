@@ -12,6 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_trainer.options import TrainerOptions
 from xla_adapters.checkpoint import Checkpoint, CheckpointStore, Watchdog, differences, warn_of_differences
+from xla_adapters.config import REMOVED_OPTIONS
 
 PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
 _DISTRIBUTIONS = ("transformers", "accelerate")
@@ -111,6 +112,7 @@ class CheckpointStores:
             settings=self.settings,
             distributions=_DISTRIBUTIONS,
             world={"processes": 1, "devices": self._devices},
+            ignore=[f"xla.{name}" for name in REMOVED_OPTIONS],
         )
         warn_of_differences(checkpoint, lines)
 

@@ -14,6 +14,7 @@ from lightning_strategy.checkpoints.io import DISTRIBUTIONS
 from lightning_strategy.sharding.module_sharding import ModuleSharding
 from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.checkpoint import Checkpoint, LocalStorage, differences, read_manifest, warn_of_differences
+from xla_adapters.config import REMOVED_OPTIONS
 
 # Attributes of the Trainer. The length of the training is not compared: a resumed run is often a longer one.
 _TRAINER = (
@@ -74,5 +75,6 @@ def show_differences(path: Any, settings: Mapping[str, Any] | None, sharding: Mo
         return
     world = {"processes": 1, "devices": devices_of(sharding)}
     compared = settings if manifest.settings else None
-    lines = differences(manifest, settings=compared, distributions=DISTRIBUTIONS, world=world)
+    removed = [f"xla.{name}" for name in REMOVED_OPTIONS]
+    lines = differences(manifest, settings=compared, distributions=DISTRIBUTIONS, world=world, ignore=removed)
     warn_of_differences(Checkpoint(path=real, manifest=manifest), lines)

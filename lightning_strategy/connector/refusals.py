@@ -15,7 +15,7 @@ from lightning_strategy.connector.flags import ConnectorFlags
 from xla_adapters import XLAConfig, get_runtime, initialize
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.runtime.modes import check_mode
-from xla_adapters.sharding.dtensor import accept_placements
+from xla_adapters.sharding import accept_placements
 
 _GPU_NAMES = ("gpu", "cuda")
 _NO_FUSED_KERNEL = (
@@ -109,9 +109,9 @@ def check_fabric_config(config: XLAConfig) -> None:
             "accumulation='unrolled' with Fabric: the loop is yours; put one `with fabric.strategy.step():` around "
             "all micro batches of an update instead"
         )
-    if config.needs_replay is not None:
+    if config.step_replay is True:
         raise UnsupportedOptionError(
-            f"{config.needs_replay} with Fabric: the body of a `with` block cannot be left out; make the "
+            "step_replay=True with Fabric: the body of a `with` block cannot be left out; make the "
             "step a function and decorate it with xla_adapters.CompiledStep"
         )
 
@@ -125,7 +125,7 @@ def check_placed(module: torch.nn.Module) -> None:
     if placed := accept_placements(module):
         raise ConfigError(
             f"{placed[0]} is a DTensor, of which a plain parameter was made, and an optimizer would update the "
-            "former one: call xla_adapters.sharding.dtensor.accept_placements(module) before the optimizer is made"
+            "former one: call xla_adapters.sharding.accept_placements(module) before the optimizer is made"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, Unpack, overload
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, Precision
@@ -25,9 +25,9 @@ from lightning_strategy.fabric.steps import FabricSteps
 from lightning_strategy.fabric.updates import FabricUpdates
 from lightning_strategy.sharding.module_sharding import AutoShardingOption, ShardingOption, make_sharding, plan_of
 from xla_adapters import XLAConfig, get_runtime, in_step
-from xla_adapters.config import Accumulation, FreeGrads, OnGraphBreak, OnRecompile, RngAlgorithm, XLAMode
+from xla_adapters.config import XLAOptions
 from xla_adapters.runtime.transfers import uploading
-from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding import ShardingPlan
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -60,9 +60,6 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
 
     Args:
         config: the XLA options as a whole, instead of single ones.
-        xla_mode: the option of `XLAConfig`. So are `on_graph_break`, `compile_eval`, `max_graphs`, `on_recompile`,
-            `free_grads` and `rng_algorithm`.
-        accumulation: only the default is possible: your loop decides whether a step is one micro batch or several.
         precision: `"32-true"`, `"bf16-true"` or `"bf16-mixed"`; Fabric's `precision=` does the same.
         auto_sharding: shards the model over all devices of the process; with Fabric there is no data to plan with, and
             the plan is `"fsdp"`. A batch of the loader is for all devices together. Without this or `sharding` one
@@ -70,6 +67,8 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
         sharding: how to shard, by name (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or as a `ShardingConfig`, instead
             of `auto_sharding`.
         checkpoint_io: writes and reads checkpoints; it gets them with all tensors on the host.
+        options: the options of `XLAConfig` one by one, instead of `config`. `accumulation` and `step_replay` have no
+            effect in a loop of your own, and are refused.
 
     Raises:
         ConfigError: an option is not valid, or given twice.
@@ -83,32 +82,13 @@ class XLAEagerFabricStrategy(SingleDeviceXLAStrategy):
         self,
         config: XLAConfig | None = None,
         *,
-        xla_mode: XLAMode | None = None,
-        on_graph_break: OnGraphBreak | None = None,
-        compile_eval: bool | None = None,
-        max_graphs: int | None = None,
-        on_recompile: OnRecompile | None = None,
-        free_grads: FreeGrads | None = None,
-        accumulation: Accumulation | None = None,
-        rng_algorithm: RngAlgorithm | None = None,
         precision: XLAPrecisionFlag | None = None,
         auto_sharding: AutoShardingOption = None,
         sharding: ShardingOption = None,
         checkpoint_io: CheckpointIO | None = None,
+        **options: Unpack[XLAOptions],
     ) -> None:
-        self.xla_config = XLAConfig.resolve(
-            config,
-            {
-                "xla_mode": xla_mode,
-                "on_graph_break": on_graph_break,
-                "compile_eval": compile_eval,
-                "max_graphs": max_graphs,
-                "on_recompile": on_recompile,
-                "free_grads": free_grads,
-                "accumulation": accumulation,
-                "rng_algorithm": rng_algorithm,
-            },
-        )
+        self.xla_config = XLAConfig.resolve(config, options)
         check_fabric_config(self.xla_config)
         name = type(self).__name__
         self._plugins = FabricPlugins(name, precision)

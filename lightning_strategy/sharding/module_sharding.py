@@ -17,9 +17,7 @@ from lightning_strategy.sharding.host import predictions_in_one_transfer
 from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.data.batches import sample_count
 from xla_adapters.errors import ConfigError, RuntimeOrderError
-from xla_adapters.sharding import ShardingConfig
-from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.sharding.sharder import Sharder
+from xla_adapters.sharding import Sharder, ShardingConfig, ShardingPlan
 
 ShardingOption = str | Mapping[str, Any] | ShardingConfig | None
 AutoShardingOption = bool | Mapping[str, Any] | None

@@ -39,9 +39,8 @@ def averaging_in_one_graph(config: XLAConfig) -> Iterator[None]:
     """
     stock: Callable[[Any, Any], None] = AveragedModel.update_parameters
 
-    # The update has no gradients, its graph is not limited, and its Python runs each time. Training
-    # steps that wait to be executed together are executed before it.
-    config = replace(config.without_graph_limits(), free_grads=False, step_replay=False, steps_per_execution=1)
+    # The update has no gradients, its graph is not limited, and its Python runs each time.
+    config = replace(config.without_graph_limits(), free_grads=False, step_replay=False)
 
     @functools.wraps(stock)
     def update_parameters(self: Any, model: torch.nn.Module) -> None:

@@ -56,7 +56,7 @@ class StepDriver:
         self._runtime = get_runtime()
         # The strategy frees gradients itself, in the update: a step of an accumulation must keep them.
         train_config = replace(config, free_grads=False)
-        eval_config = replace(train_config.without_graph_limits(), steps_per_execution=1)
+        eval_config = train_config.without_graph_limits()
         self.train = StepProgram("train_step", train_config, hint=_TRAIN_HINT)
         self.update = StepProgram("optimizer_step", train_config.unprofiled(), hint=_TRAIN_HINT)
         self.evaluation = {

@@ -67,6 +67,17 @@ def test_a_cell_of_each_library_trains(tmp_path: Path, monkeypatch: pytest.Monke
         assert row["weight_difference"] <= cell.WEIGHT_LIMIT, name
 
 
+@pytest.mark.parametrize(("flag", "name"), [("--architectures", "gpt-2"), ("--bf16", "llama")])
+def test_an_architecture_trains(flag: str, name: str, tmp_path: Path) -> None:
+    """Of Llama under autocast attention has float32 queries and keys, and bfloat16 values."""
+    path = tmp_path / "a.json"
+    assert ecosystem.main([flag, "--only", name, "--check", "--json", str(path)]) == 0
+    (row,) = _rows(path).values()
+    assert row["compiles"] == row["executions"] == 1
+    limits = (1e-5, cell.BF16_LIMIT) if flag == "--bf16" else (0, 1e-5)
+    assert limits[0] <= row["loss_difference"] <= limits[1]
+
+
 def test_a_cell_that_is_refused_trains_in_pieces_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,4 +154,4 @@ def test_targets_come_from_the_rows() -> None:
 
 def test_a_name_that_matches_no_cell_lists_those_that_are() -> None:
     with pytest.raises(ValueError, match="Lightning x timm ViT"):
-        ecosystem.named("nothing like it")
+        ecosystem.named("nothing like it", table.cells())

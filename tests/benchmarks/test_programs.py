@@ -8,66 +8,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import architectures, lightning_counts, modes, report, step_counts, zoo
+from benchmarks import lightning_counts, report, step_counts, zoo
 
 _STRATEGIES = (lightning_counts.STOCK, lightning_counts.OURS)
 
 
 def _document(path: Path) -> Any:
     return json.loads(path.read_text())
-
-
-def test_architectures_trains_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "a.json"
-    command = ["--only", "gpt-2", "--steps", "2", "--at-least", "1", "--check", "--json", str(path)]
-    assert architectures.main(command) == 0
-    (row,) = _document(path)["results"]["rows"]
-    assert (row["compiles"], row["executions_per_step"], row["transfers_per_step"], row["eager_ops"]) == (1, 1, 1, 0)
-    assert row["difference"] <= 1e-5
-    printed = capsys.readouterr().out
-    assert f"{row['first_loss']:.4g}" in printed
-    assert "1 of 1 are ok" in printed
-
-
-def test_architectures_under_autocast(tmp_path: Path) -> None:
-    """Attention after rotary embeddings: float32 queries and keys, bfloat16 values."""
-    path = tmp_path / "a.json"
-    command = ["--only", "llama", "--steps", "2", "--at-least", "1", "--bf16", "--check", "--json", str(path)]
-    assert architectures.main(command) == 0
-    rows = _document(path)["results"]["rows"]
-    assert all(row["compiles"] == row["executions_per_step"] == 1 for row in rows)
-    assert all(1e-5 < row["difference"] <= 2e-2 for row in rows)
-
-
-def test_architectures_fails_the_check_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "a.json"
-    command = ["--only", "wav2vec2 (ctc)", "--steps", "1", "--at-least", "1", "--check", "--json", str(path)]
-    assert architectures.main(command) == 1
-    (row,) = _document(path)["results"]["rows"]
-    assert not row["ok"]
-    # It reads the largest label on the host in its forward pass.
-    assert "modeling_wav2vec2.py:" in row["reason"]
-    assert row["reason"] in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({}, None),
-        ({"compiles": 2}, "2 compiles"),
-        ({"executions_per_step": 0}, "0 executions in a step"),
-        ({"difference": 0.5}, "losses differ by 0.5"),
-        ({"difference": None}, "losses differ by None"),
-        ({"difference": float("nan")}, "losses differ by nan"),
-        ({"reason": "it broke", "compiles": None}, "it broke"),
-    ],
-)
-def test_row_is_judged_by_its_numbers(change: dict[str, Any], reason: str | None) -> None:
-    good = {"compiles": 1, "executions_per_step": 1, "difference": 1e-6}
-    row = architectures.Row("example", **{**good, **change})
-    row.judge()
-    assert row.reason == reason
-    assert row.ok is (reason is None)
 
 
 def test_a_name_that_is_not_in_the_zoo_lists_those_that_are() -> None:
@@ -82,20 +29,22 @@ def test_step_counts_shows_both_trainers(tmp_path: Path, capsys: pytest.CaptureF
     crashed, stock, ours = _document(path)["results"]["runs"]
     assert "fused=True" in crashed["error"]
     assert stock["error"] is ours["error"] is None
-    assert (ours["in_all"]["compiles"], ours["per_step"]["executions"]) == (1, 1)
+    assert (ours["compiles"], ours["per_step"]["executions"]) == (1, 1)
     assert stock["per_step"]["executions"] > ours["per_step"]["executions"]
     assert stock["losses"] == pytest.approx(ours["losses"], abs=1e-5)
     assert "crashed" in capsys.readouterr().out
 
 
 def test_step_counts_targets_come_from_the_runs() -> None:
+    run = step_counts.Run("m", step_counts.OURS, compiles=1, logged_transfers=1)
+    step = {"compiles": 0, "executions": 1, "transfers_to_host": 0, "eager_ops": 0}
+    run.take([step, {**step, "executions": 2}])
+    assert run.per_step["executions"] == 1.5
     made = report.Report("step_counts")
-    counts = {"compiles": 1, "executions": 2, "transfers_to_host": 0, "eager_ops": 0, "fewest_executions": 1}
-    run = step_counts.Run("m", step_counts.OURS, in_all=counts, in_step=counts, logged_transfers=1)
-    step_counts.add_targets(made, [run, step_counts.Run("m", step_counts.STOCK)])
+    step_counts.add_targets(made, run)
     assert [target.name for target in made.targets if not target.met] == ["m: most executions in a step"]
     crashed = report.Report("step_counts")
-    step_counts.add_targets(crashed, [step_counts.Run("m", step_counts.OURS, error="crashed")])
+    step_counts.add_targets(crashed, step_counts.Run("m", step_counts.OURS, error="crashed"))
     assert not any(target.met for target in crashed.targets)
 
 
@@ -122,66 +71,32 @@ def test_lightning_counts_checks_every_scenario(tmp_path: Path) -> None:
     assert step_counts.main(["--lightning", "--steps", "4", "--check", "--json", str(path)]) == 0
     runs = _document(path)["results"]["runs"]
     pairs = [(scenario.name, strategy) for scenario in lightning_counts.SCENARIOS for strategy in _STRATEGIES]
-    assert [(run["scenario"], run["strategy"]) for run in runs] == pairs
+    assert [(run["what"], run["trainer"]) for run in runs] == pairs
     assert {run["error"] for run in runs} == {None}
 
 
 def test_lightning_counts_targets_come_from_the_runs() -> None:
     scenario = lightning_counts.SCENARIOS[0]
     step = {"executions": 1, "transfers_to_host": 1, "eager_ops": 0}
-    good = lightning_counts.Run(
-        scenario.name, lightning_counts.OURS, compiles=1, most=step, fewest={**step, "executions": 0}, losses=[1.0, 2.0]
+    good = step_counts.Run(
+        *(scenario.name, lightning_counts.OURS, 1),
+        most=step,
+        fewest={**step, "executions": 0},
+        logged_transfers=1,
+        losses=[1.0, 2.0],
     )
-    lightning_counts.compare(good, lightning_counts.Run(scenario.name, lightning_counts.CPU, losses=[1.0, 2.5]))
+    lightning_counts.compare(good, step_counts.Run(scenario.name, lightning_counts.CPU, losses=[1.0, 2.5]))
     made = report.Report("lightning_counts")
-    lightning_counts.add_targets(made, [good, lightning_counts.Run(scenario.name, lightning_counts.STOCK)])
+    lightning_counts.add_all_targets(made, [good, step_counts.Run(scenario.name, lightning_counts.STOCK)])
     missed = [(target.name, target.value) for target in made.targets if not target.met]
     assert missed == [
         (f"{scenario.name}: fewest executions in a step", 0),
         (f"{scenario.name}: difference to the plain CPU", 0.5),
     ]
-    crashed = lightning_counts.Run(scenario.name, lightning_counts.OURS, error="ValueError: no")
-    lightning_counts.compare(crashed, lightning_counts.Run(scenario.name, lightning_counts.CPU, losses=[1.0]))
+    crashed = step_counts.Run(scenario.name, lightning_counts.OURS, error="ValueError: no")
+    lightning_counts.compare(crashed, step_counts.Run(scenario.name, lightning_counts.CPU, losses=[1.0]))
     made = report.Report("lightning_counts")
-    lightning_counts.add_targets(made, [crashed])
+    lightning_counts.add_all_targets(made, [crashed])
     assert made.targets
     assert not any(target.met for target in made.targets)
-    assert "crashed: ValueError: no" in lightning_counts.table_of([crashed])
-
-
-@pytest.mark.slow
-def test_modes_times_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "m.json"
-    small = ["--rounds", "1", "--steps", "2", "--warmup", "2", "--width", "16", "--length", "8", "--batch", "2"]
-    assert modes.main([*small, "--layers", "1", "--vocabulary", "64", "--json", str(path)]) == 0
-    runs = {run["name"]: run for run in _document(path)["results"]["runs"]}
-    assert set(runs) == set(modes.RUNS)
-    assert {name: run["error"] for name, run in runs.items()} == dict.fromkeys(modes.RUNS)
-    losses = [run["timings"][0]["last_loss"] for run in runs.values()]
-    assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-5)
-    # What was compiled in the warm-up is not compiled again while the clock runs.
-    for name in ("lazy", "eager+compile", "eager+dynamo", modes.STOCK):
-        assert runs[name]["timings"][0]["compiles_after_warmup"] == 0, name
-    assert "7253" in capsys.readouterr().out
-
-
-def _result(name: str, *walls: float) -> modes.Result:
-    return modes.Result(name, [modes.Timing(wall, wall, 0.0, 0, 1.0) for wall in walls])
-
-
-def test_modes_ratios_and_targets_are_computed_from_medians() -> None:
-    settings = modes.Settings(steps=10, batch=2, length=5)
-    results = {
-        "eager": _result("eager", 3.0, 9.0, 4.0),
-        "lazy": _result("lazy", 1.0),
-        "eager+compile": _result("eager+compile", 2.0, 1.0, 50.0),
-        modes.STOCK: modes.Result(modes.STOCK, error="crashed"),
-    }
-    assert results["eager"].rate(settings) == 25.0
-    made = report.Report("modes")
-    modes.add_targets(made, results, settings)
-    assert [(target.value, target.met) for target in made.targets] == [(0.5, False), (None, False), (2.0, True)]
-    table = modes.table_of(results, settings)
-    assert "crashed" in table
-    (line,) = [line for line in table.splitlines() if line.startswith("eager+compile")]
-    assert line.split()[1:3] == ["50", "2"]
+    assert "crashed: ValueError: no" in step_counts.table_of([crashed], "scenario")

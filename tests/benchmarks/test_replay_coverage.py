@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import coverage_programs, replay_coverage, report
-from benchmarks.coverage_programs.program import Program, Ran
+from benchmarks import replay_coverage, report
+from tests import programs
+from tests.programs.program import Program, Ran
 
-_LOOP, _LIGHTNING = coverage_programs.named("loop-mlp,autoencoder")
+_LOOP, _LIGHTNING = programs.named("loop-mlp,autoencoder")
 
 
 def _one_bit_off(step_replay: Any) -> Ran:
@@ -140,6 +141,6 @@ def test_a_program_that_is_not_covered_has_a_reason() -> None:
 
 
 def test_there_are_forty_programs_each_under_its_own_name() -> None:
-    assert len(coverage_programs.PROGRAMS) == len({program.name for program in coverage_programs.PROGRAMS}) == 40
+    assert len(programs.PROGRAMS) == len({program.name for program in programs.PROGRAMS}) == 40
     with pytest.raises(ValueError, match="gpt2"):
-        coverage_programs.named("nothing like it")
+        programs.named("nothing like it")

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import children, report
-from benchmarks.children import run_in_child
+from benchmarks import report
+from tests import children
+from tests.children import run_in_child
 
 
 def _report(value: float | None) -> report.Report:

@@ -17,22 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import (
-    compile_time,
-    host_overhead,
-    interleaved,
-    loops_in_graphs,
-    memory,
-    model_table,
-    models,
-    report,
-    timed_loops,
-    timed_runs,
-)
-from benchmarks.clock import Plan, Timing
-from benchmarks.deep_models import FAMILIES, Size, sizes
-from benchmarks.interleaved import run_interleaved
-from benchmarks.timed_loops import CPU, EXECUTABLE, INDUCTOR, INLINED, LAZY, OPENXLA, STEP
+from benchmarks import compile_time, harness, host_overhead, memory, models, modes, report, runs, timed_loops
+from benchmarks.harness import Plan, Timing, run_interleaved
+from benchmarks.sizes import FAMILIES, VIT, Classified, Size, sizes
+from benchmarks.timed_loops import CPU, INDUCTOR, INLINED, LAZY, OPENXLA, STEP
 from benchmarks.timed_trainers import HF_REPLAYED, HF_STOCK, HF_TRACED, LIGHTNING_REPLAYED
 from tests.isolation import isolated
 
@@ -95,7 +83,7 @@ def test_a_run_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path, monke
         "hangs": hangs,
         "works": _player(tmp_path / "log", "w", 2),
     }
-    monkeypatch.setattr(interleaved, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(harness, "time", SimpleNamespace(monotonic=monotonic))
     outcomes = run_interleaved(runs, 1, timeout=240, say=lambda line: None)
     assert outcomes["fails"].short_error == "ValueError: no"
     assert "still running" in str(outcomes["hangs"].error)
@@ -109,8 +97,8 @@ def test_a_run_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path, monke
 @_needs_jax
 def test_jax_trains_the_same_model() -> None:
     size, plan = Size(2, 16, length=8, batch=2, dropout=0.0), Plan(warmup=5, steps=2, rounds=1)
-    runs = {name: functools.partial(timed_runs.run, name, size, plan) for name in (timed_runs.JAX, STEP)}
-    outcomes = run_interleaved(runs, plan.rounds, timeout=200, say=print)
+    both = {name: functools.partial(runs.run, name, size, plan) for name in (runs.JAX, STEP)}
+    outcomes = run_interleaved(both, plan.rounds, timeout=200, say=print)
     jax, ours = (outcome.value for outcome in outcomes.values())
     assert len(jax.losses) == plan.total
     assert jax.losses == pytest.approx(ours.losses, abs=2e-5)
@@ -123,7 +111,7 @@ class _Image(nn.Module):
     def __init__(self, *, loud: bool) -> None:
         super().__init__()
         self.loud = loud
-        self.linear = nn.Linear(3 * 8 * 8, model_table.CLASSES)
+        self.linear = nn.Linear(3 * 8 * 8, 10)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         if self.loud:
@@ -134,11 +122,9 @@ class _Image(nn.Module):
 @isolated
 @pytest.mark.parametrize("loud", [False, True])
 def test_image_models_are_replayed_or_said_not_to_be(loud: bool) -> None:
-    plan, images = Plan(warmup=5, steps=2, rounds=1), model_table.MODELS[0]
-    batches = images.batches(plan.total, model_table.Shape(batch=2, pixels=8))
-    run = functools.partial(
-        timed_loops.run, STEP, lambda: model_table.Classified(_Image(loud=loud)), batches, plan, lambda: None
-    )
+    plan = Plan(warmup=5, steps=2, rounds=1)
+    batches = Size(1, 8, batch=2, family=VIT, classes=10, pixels=8).batches(plan.total)
+    run = functools.partial(timed_loops.run, STEP, lambda: Classified(_Image(loud=loud)), batches, plan, lambda: None)
     if loud:
         with pytest.raises(RuntimeError, match=r"replayed 0 times only: .* it uses print"):
             run()
@@ -146,32 +132,18 @@ def test_image_models_are_replayed_or_said_not_to_be(loud: bool) -> None:
         assert run().executions == 1
 
 
-@isolated
-def test_the_bare_executable_trains() -> None:
-    size, plan = Size(1, 16, length=8, batch=2, dropout=0.0), Plan(warmup=5, steps=3, rounds=1)
-    bare, ours = (
-        timed_loops.run(name, size.model, size.batches(plan.total), plan, lambda: None) for name in (EXECUTABLE, STEP)
-    )
-    # The bias corrections stay behind, and with them the size of the steps.
-    assert bare.losses[:4] == pytest.approx(ours.losses[:4], abs=1e-5)
-    assert bare.losses == pytest.approx(ours.losses, abs=0.05)
-    assert bare.losses != ours.losses
-    assert (bare.executions, ours.executions, ours.compiles_while_timed) == (1, 1, 0)
-
-
 def test_what_is_not_installed_is_left_out_and_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     size = Size(12, 32)
-    found = timed_runs.measure_transformer([host_overhead.PINNED[-1]], size, Plan(), 1)
+    found = runs.measure([host_overhead.PINNED[-1]], size, Plan(), 1)
     assert "xla-adapters[bench]" in found.failed["JAX on 1 core"]
     made = report.Report("host_overhead")
     host_overhead.add_targets(made, size, found)
     assert made.targets
     assert not any(target.met for target in made.targets)
-    (resnet,) = model_table.named("ResNet-18")
-    row = models.measure_model(resnet, models.RUNS, model_table.Shape(), Plan(), 1)
+    row = runs.measure(models.RUNS, models.MODELS["ResNet-18"], Plan(), 1)
     assert set(row.failed) == set(models.RUNS)
-    assert "xla-adapters[bench]" in models.table_of({resnet: row}, model_table.Shape())
+    assert "xla-adapters[bench]" in models.table_of({"ResNet-18": row}, 8)
 
 
 # ---- targets -------------------------------------------------------------------------------------
@@ -182,7 +154,7 @@ def test_host_overhead_targets_come_from_the_runs() -> None:
     timings = {HF_STOCK: _timing(300.0), HF_REPLAYED: _timing(16.0), "JAX": _timing(1.0), **pinned}
     timings |= {name: _timing(19.0 + number) for number, name in enumerate(OPENXLA)}
     made = report.Report("host_overhead")
-    host_overhead.add_targets(made, Size(12, 32), timed_runs.Found(timings))
+    host_overhead.add_targets(made, Size(12, 32), runs.Found(timings))
     values = {target.name.removeprefix("12x32 "): (target.value, target.met) for target in made.targets}
     assert values["HF replayed: host CPU to HF stock"] == (pytest.approx(16 / 300), True)
     assert values["HF replayed: wall to HF stock"] == (pytest.approx(16 / 300), True)
@@ -193,13 +165,13 @@ def test_host_overhead_targets_come_from_the_runs() -> None:
 
 
 def test_models_targets_come_from_the_runs() -> None:
-    (model,) = model_table.named("gpt-2")
+    model = "GPT-2"
     timings = {STEP: _timing(10.0), LAZY: _timing(20.0), CPU: _timing(5.0), OPENXLA[0]: _timing(9.0)}
-    found = timed_runs.Found(timings, {INDUCTOR: "crashed"})
+    found = runs.Found(timings, {INDUCTOR: "crashed"})
     made = report.Report("models")
     models.add_targets(made, model, found, (STEP, LAZY, CPU, OPENXLA[0], INDUCTOR))
     assert [(target.value, target.met) for target in made.targets] == [(2.0, True), (0.9, False)]
-    table = models.table_of({model: found}, model_table.Shape(batch=3))
+    table = models.table_of({model: found}, 3)
     assert "crashed" in table
     assert table.splitlines()[2].split()[1:10] == ["300", "150", "333.3", "600", "-", "2", "0.9", "0.5", "-"]
 
@@ -214,27 +186,26 @@ def test_models_targets_come_from_the_runs() -> None:
     ],
 )
 def test_a_run_with_dynamo_must_be_the_same_step(losses: list[float], executions: float, met: list[bool]) -> None:
-    (model,) = model_table.named("gpt-2")
+    model = "GPT-2"
     ours = [4.0, 2.0, 1.0, 0.5]
     # Rounding has grown in the last step.
-    found = timed_runs.Found({STEP: _timing(1.0, losses=ours), CPU: _timing(1.0, losses=[4.0, 2.0, 1.0, 0.4])})
+    found = runs.Found({STEP: _timing(1.0, losses=ours), CPU: _timing(1.0, losses=[4.0, 2.0, 1.0, 0.4])})
     found.timings[INLINED] = _timing(2.0, losses=losses, executions=executions)
     made = report.Report("models")
     models.add_targets(made, model, found, (STEP, INLINED, CPU), dropout=False)
     assert [target.met for target in made.targets] == met
-    table = models.table_with_dynamo({model: found}, model_table.Shape(batch=3))
+    table = models.table_with_dynamo({model: found}, 3)
     assert table.splitlines()[2].split()[1:5] == ["1", f"{executions:g}", "1,500", "3,000"]
     missed = report.Report("models")
-    models.add_targets(missed, model, timed_runs.Found({}), (STEP, INLINED, CPU), dropout=False)
+    models.add_targets(missed, model, runs.Found({}), (STEP, INLINED, CPU), dropout=False)
     assert [target.met for target in missed.targets] == [False] * 5
 
 
 @isolated
 def test_without_dropout_nothing_is_dropped() -> None:
-    (model,) = model_table.named("bert")
-    shape = model_table.Shape(batch=1, length=4)
-    (batch,) = model.batches(1, shape)
-    kept, dropped = (model.build(shape, dropout=dropout).train() for dropout in (False, True))
+    size = Size(1, 16, length=4, batch=1, family="bert")
+    (batch,) = size.batches(1)
+    kept, dropped = (replace(size, dropout=dropout).model().train() for dropout in (0.0, 0.1))
     assert kept(**batch).loss == kept(**batch).loss
     assert dropped(**batch).loss != dropped(**batch).loss
 
@@ -246,8 +217,9 @@ def test_sizes_say_what_they_do_not_understand() -> None:
     ]
     with pytest.raises(ValueError, match="'12' is not LAYERSxWIDTH"):
         sizes("2x128,12")
-    with pytest.raises(ValueError, match="ResNeXt-50"):
-        model_table.named("nothing like it")
+    with pytest.raises(ValueError, match="no family is called 'alpaca'"):
+        sizes("alpaca 2x128")
+    assert [str(size) for size in sizes("llama 2x128,2x16")] == ["llama 2x128", "2x16"]
 
 
 # ---- the programs --------------------------------------------------------------------------------
@@ -262,7 +234,7 @@ def test_host_overhead_times_every_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert host_overhead.main([*small, "--json", str(path)]) == 0
     document = _document(path)
     found = document["results"]["models"]["1x16"]
-    left_out = {name for name in host_overhead.RUNS if timed_runs.missing(name, Size(2, 16)) is not None}
+    left_out = {name for name in host_overhead.RUNS if runs.missing(name, Size(2, 16)) is not None}
     assert set(found["failed"]) == left_out
     assert set(found["timings"]) == set(host_overhead.RUNS) - left_out
     losses = {name: timing["losses"] for name, timing in found["timings"].items()}
@@ -276,12 +248,12 @@ def test_host_overhead_times_every_run(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.slow
 def test_models_times_runs(tmp_path: Path) -> None:
     path = tmp_path / "m.json"
-    runs = [STEP, INLINED, LAZY, OPENXLA[0], CPU]
-    command = ["--runs", ",".join(runs), "--models", "GPT-2", "--length", "8", "--batch", "1", "--json", str(path)]
+    names = [STEP, INLINED, LAZY, OPENXLA[0], CPU]
+    command = ["--runs", ",".join(names), "--models", "GPT-2", "--length", "8", "--batch", "1", "--json", str(path)]
     assert models.main([*_SMALL, *command]) == 0
     found = _document(path)["results"]["models"]["GPT-2"]
     assert found["failed"] == {}
-    assert set(found["timings"]) == set(runs)
+    assert set(found["timings"]) == set(names)
     # Dropout draws other numbers in each.
     means = [sum(timing["losses"]) / len(timing["losses"]) for timing in found["timings"].values()]
     assert means == pytest.approx([means[0]] * len(means), rel=0.05)
@@ -312,43 +284,48 @@ def test_compile_time_of_other_families() -> None:
 
 def test_jax_has_no_other_families(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert timed_runs.missing("JAX on 1 core", Size(12, 32)) is None
-    assert "JAX's model is gpt2" in str(timed_runs.missing("JAX on 1 core", Size(12, 32, family="llama")))
+    assert runs.missing("JAX on 1 core", Size(12, 32)) is None
+    assert "JAX's model is gpt2" in str(runs.missing("JAX on 1 core", Size(12, 32, family="llama")))
 
 
 @isolated
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_are_as_deep_and_wide_as_is_said(family: str) -> None:
-    size = Size(3, 16, length=8, batch=2, dropout=0.0, family=family)
-    model = size.model()
-    assert (model.config.num_hidden_layers, model.config.hidden_size) == (3, 16)
+    size = Size(4, 16, length=8, batch=2, heads=8, dropout=0.0, family=family)
+    model: Any = size.model()
+    assert (model.config.num_hidden_layers, model.config.hidden_size) == (4, 16)
     assert model.config.num_attention_heads == size.heads
     again = dict(size.model().named_parameters())
     assert all(torch.equal(again[name], value) for name, value in model.named_parameters())
 
 
-def test_unknown_families_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        compile_time.main(["--families", "llama,alpaca"])
-    assert "unknown families: alpaca; there are gpt2, llama, qwen3, bert" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@isolated(env={"XLA_FLAGS": ""})
-def test_graphs_that_are_rolled_up_train_alike() -> None:
-    size, plan = Size(2, 16, length=8, dropout=0.0), Plan(1, 2, 1)
-    losses = {name: timed_runs.run(name, size, plan, lambda: None).losses for name in loops_in_graphs.RUNS}
-    for name in (loops_in_graphs.SCAN, loops_in_graphs.STACKED):
-        assert losses[name] == pytest.approx(losses[loops_in_graphs.LAZY_UPDATE], rel=1e-5), name
-
-
 @pytest.mark.slow
 def test_memory_and_compile_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, runs = tmp_path / "o.json", ["--runs", f"{HF_TRACED},{HF_REPLAYED}", "--depths", "1x16", "--repeats", "1"]
-    assert memory.main([*_SMALL, *runs, "--length", "8", "--json", str(path)]) == 0
+    path, chosen = tmp_path / "o.json", ["--runs", f"{HF_TRACED},{HF_REPLAYED}", "--depths", "1x16", "--repeats", "1"]
+    assert memory.main([*_SMALL, *chosen, "--length", "8", "--json", str(path)]) == 0
     targets = {target["name"]: target["value"] for target in _document(path)["targets"]}
     assert targets["1x16 HF replayed: peak of the run to HF traced"] == pytest.approx(1, rel=0.3)
     assert "whole run MB" in capsys.readouterr().out
-    assert compile_time.main([*_SMALL, *runs, "--check", "--json", str(path)]) == 0
+    assert compile_time.main([*_SMALL, *chosen, "--check", "--json", str(path)]) == 0
     for timing in (values[0] for values in _document(path)["results"]["1x16"].values()):
         assert 0 < timing["compile_seconds"] < timing["first_step_seconds"] <= timing["warmup_seconds"]
+
+
+@pytest.mark.slow
+def test_modes_times_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.json"
+    command = [*_SMALL, "--depths", "llama 1x16", "--length", "8", "--batch", "2", "--vocabulary", "64"]
+    assert modes.main([*command, "--json", str(path)]) == 0
+    found = _document(path)["results"]["llama 1x16"]
+    assert found["failed"] == {}
+    assert set(found["timings"]) == set(modes.RUNS)
+    for name in (modes.LAZY, modes.COMPILED, HF_STOCK):
+        assert found["timings"][name]["compiles_while_timed"] == 0, name
+    assert "7253" in capsys.readouterr().out
+
+
+def test_modes_ratios_and_targets() -> None:
+    found = runs.Found({modes.EAGER: _timing(4.0), modes.LAZY: _timing(1.0), modes.COMPILED: _timing(2.0)})
+    made = report.Report("modes")
+    modes.add_targets(made, found)
+    assert [(target.value, target.met) for target in made.targets] == [(0.5, False), (None, False), (2.0, True)]

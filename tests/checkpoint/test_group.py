@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from benchmarks import children
+from tests import children
 from tests.checkpoint import time_of_hangs
 from tests.isolation import isolated, outcome_of, run_in_child
 from xla_adapters.checkpoint import CheckpointStore, TorchGroup, Watchdog

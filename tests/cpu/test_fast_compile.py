@@ -104,14 +104,6 @@ def test_what_is_compiled_holds_the_calls(tmp_path: Path) -> None:
     assert "input_output_alias=" in compiled.partition("\n")[0]
 
 
-def test_several_steps_in_one_execution() -> None:
-    (single, together) = (
-        run_in_child(functools.partial(_trained, True, {"steps_per_execution": number}, 2 + 2 * 4)) for number in (1, 4)
-    )
-    assert together["executions"] == 2 + 2
-    _assert_alike(single, together)
-
-
 def test_what_is_traced_each_time_runs_the_same_executable() -> None:
     traced, replayed = (
         run_in_child(functools.partial(_trained, True, {"step_replay": replay})) for replay in (False, True)
@@ -151,7 +143,6 @@ def test_what_cannot_be_compiled_in_blocks_is_compiled_as_a_whole(monkeypatch: p
         found = _trained(True)
     assert found["in blocks"] == 0
     assert found["replays"] == STEPS - 2
-    assert _trained(True, {"steps_per_execution": 4})["in blocks"] == 0
 
 
 @isolated(env={"XLA_COMPILATION_CACHE_SIZE": "8"})

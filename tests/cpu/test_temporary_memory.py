@@ -14,9 +14,9 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import xla_adapters
-from benchmarks import timed_loops, timed_runs, timed_trainers
-from benchmarks.clock import Plan
-from benchmarks.deep_models import sizes
+from benchmarks import runs, timed_loops, timed_trainers
+from benchmarks.harness import Plan
+from benchmarks.sizes import sizes
 from lightning_strategy import XLAEagerStrategy
 from tests.cpu.glibc import NEEDS_GLIBC
 from tests.isolation import isolated, run_in_child
@@ -119,7 +119,7 @@ def test_ours_are_measured_with_it() -> None:
 
 def _flags_of_a_run(name: str) -> list[str]:
     """Of a benchmark."""
-    timed_runs.run(name, sizes("2x32")[0], Plan(warmup=4, steps=1, rounds=1), lambda: None)
+    runs.run(name, sizes("2x32")[0], Plan(warmup=4, steps=1, rounds=1), lambda: None)
     assert xla_adapters.get_runtime().device.started()
     return _flags()
 

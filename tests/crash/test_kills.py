@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import crash
-from benchmarks.crash_runs import OURS
-from tests.crash import history
+from tests.crash import history, kills
 from tests.crash.history import Form
+from tests.crash.killed_trainings import OURS, RUNS
 from tests.crash.storages import Operation, Quick, WithoutExchange, dying, recording
 from tests.isolation import outcome_of
 from xla_adapters.checkpoint import storage as storage_module
@@ -110,21 +110,21 @@ def test_a_kill_and_a_few_bits(name: str, tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize("name", list(OURS))
 def test_five_kills(name: str, tmp_path: Path) -> None:
     """Of each way to save; `benchmarks.crash` kills more often."""
-    result = crash.kill(name, 5, 3, tmp_path)
+    result = kills.kill(name, 5, 3, tmp_path)
     assert (result.kills, result.resumed, result.identical, result.errors) == (5, 5, 5, [])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in OURS if "parts" in name or "async" in name])
 def test_terminated_and_killed_after_a_grace_period(name: str, tmp_path: Path) -> None:
-    result = crash.kill(name, 3, 4, tmp_path, 1.0)
+    result = kills.kill(name, 3, 4, tmp_path, 1.0)
     assert (result.kills, result.resumed, result.identical, result.errors) == (3, 3, 3, [])
 
 
 def test_a_peer_does_not_notice_bits(tmp_path: Path) -> None:
     """If that were not counted, nothing would be."""
     name = "Lightning's Trainer"
-    crash.whole(crash.RUNS[name], tmp_path)
-    caught, silent = crash.flip(name, 6, 1, tmp_path)
+    kills.whole(RUNS[name], tmp_path)
+    caught, silent = kills.flip(name, 6, 1, tmp_path)
     assert caught + len(silent) == 6
     assert silent

@@ -19,9 +19,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingA
 
 import hf_trainer
 import xla_adapters
-from benchmarks.plain_cpu import without_xla
 from hf_trainer.step_driver import StepDriver
 from tests.device import ON_TORCH_TPU
+from tests.plain_cpu import without_xla
 from tests.support import differences
 from xla_adapters import StepCounters, get_runtime
 from xla_adapters.replay.verification import FIRST

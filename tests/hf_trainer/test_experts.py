@@ -12,9 +12,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from hf_trainer.experts import dense_experts_forward, experts_of_fixed_shape
 from hf_trainer.framework_patches import as_if_compiling
 from tests.isolation import isolated
-from xla_adapters.sharding import Mesh
-from xla_adapters.sharding.planner import Topology, evaluate
-from xla_adapters.sharding.templates import template
+from xla_adapters.sharding import Mesh, template
+from xla_adapters.sharding.planner import Planner, Topology
 
 _SIZES = {"hidden_size": 8, "intermediate_size": 6, "num_local_experts": 4, "num_experts_per_tok": 2}
 _EXPERTS = {
@@ -76,7 +75,7 @@ def test_the_planner_plans_for_the_experts_that_are_computed() -> None:
     model, tokens = transformers.MixtralForCausalLM(config), torch.zeros(8, 16, dtype=torch.long)
     plan = template("dp", model, Mesh.data_and_model(8, 1))
     batch = {"input_ids": tokens, "labels": tokens}
-    cost = evaluate(plan, model, batch, topology=Topology.preset("cpu"), around=as_if_compiling)
+    (cost,) = Planner.begin(model, batch, topology=Topology.preset("cpu"), around=as_if_compiling).costs([plan])
     numbers = sum(parameter.numel() for parameter in model.parameters())
     # Gradients and the loss, summed over a ring of 8; tokens are not sent to their experts.
     assert cost.wire_bytes == pytest.approx(2 * 4 * (numbers + 1) * 7 / 8, rel=1e-3)

@@ -114,6 +114,13 @@ def test_options_given_twice() -> None:
 
 
 @isolated
+def test_every_option_is_an_argument() -> None:
+    assert _construct(replay_verify_every=None, profile_steps=(2, 3)).xla_config.replay_verify_every is None
+    with pytest.raises(ConfigError, match="steps_per_execution is no longer an option"):
+        _construct(steps_per_execution=2)
+
+
+@isolated
 def test_unknown_mode_lists_the_valid_ones() -> None:
     with pytest.raises(ConfigError, match=r"'eager', 'eager\+compile', 'eager\+dynamo', 'lazy'"):
         _construct(xla_mode="jit")

@@ -30,7 +30,7 @@ from tests.hf_trainer.scenarios import (
     vector_samples,
 )
 from tests.isolation import isolated, run_in_child
-from xla_adapters import ConfigError
+from xla_adapters import ConfigError, XLAConfig
 from xla_adapters.checkpoint import (
     MANIFEST,
     CheckpointMismatchWarning,
@@ -39,6 +39,7 @@ from xla_adapters.checkpoint import (
     differences,
     manifest,
 )
+from xla_adapters.config import REMOVED_OPTIONS
 from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError, CheckpointWriteError
 
 
@@ -232,6 +233,19 @@ def test_another_configuration_is_shown(tmp_path: Path) -> None:
         "- arguments.max_steps: 6",
         "+ arguments.max_steps: 7",
     ]
+
+
+@isolated
+def test_options_that_are_gone_are_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = XLAConfig.of_numbers
+    with monkeypatch.context() as earlier:
+        earlier.setattr(
+            XLAConfig, "of_numbers", lambda config: {**numbers(config), **dict.fromkeys(REMOVED_OPTIONS, 1)}
+        )
+        run(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointMismatchWarning)
+        run(tmp_path, resume=tmp_path / "checkpoint-4")
 
 
 def test_other_random_numbers_are_shown(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import xla_adapters
 from tests.hf_trainer.scenarios import arguments, assert_close, ours, reference
 from tests.hf_trainer.sharded_models import ROWS, data, model
 from tests.hf_trainer.test_sharding import on_8_devices, options, shape_of_a_shard, start
-from xla_adapters.sharding.tiling import tiles_of
+from xla_adapters.sharding.mesh import tiles_of
 
 
 def with_adapters() -> Any:

@@ -24,8 +24,8 @@ from tests.hf_trainer.sharded_models import MODELS, ROWS, data, model
 from tests.isolation import isolated
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan
-from xla_adapters.sharding.annotated import spec_of
-from xla_adapters.sharding.tiling import tiles_of
+from xla_adapters.sharding.mesh import tiles_of
+from xla_adapters.sharding.sharder import spec_of
 
 STEPS = 6
 on_8_devices = functools.partial(isolated, env={"CPU_NUM_DEVICES": "8"})
@@ -447,12 +447,10 @@ def test_what_the_model_or_the_batch_does_not_divide() -> None:
 
 
 @on_8_devices
-def test_modes_and_partitioners_that_cannot_shard() -> None:
+def test_modes_that_cannot_shard() -> None:
     start()
     with pytest.raises(UnsupportedOptionError, match="dynamo"):
         sharded("gpt2", "dp", xla_mode="eager+dynamo")
-    with pytest.raises(UnsupportedOptionError, match="no pass that shards by itself"):
-        sharded("gpt2", {"auto_sharding": {"partitioner": "alpa", "keep_user_sharding": True}})
     with pytest.raises(RuntimeOrderError, match="without sharding"):
         ours(nn.Linear(2, 2), data("gpt2"))
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import LlamaForSequenceClassification
 
-from benchmarks.ecosystem.text import llama, tokenizer
 from hf_trainer import XLATrainerMixin
 from hf_trainer.libraries import reads_answered
 from tests.hf_trainer.scenarios import train
+from tests.hf_trainer.text_models import llama, tokenizer
 from tests.hf_trainer.trl_runs import (
     arguments_of,
     assert_logs_are_equal,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaForSequenceClassification
 
-from benchmarks.ecosystem.text import llama, tokenizer
 from hf_trainer import XLATrainerMixin
+from tests.hf_trainer.text_models import llama, tokenizer
 from tests.hf_trainer.trl_runs import assert_logs_are_equal, assert_one_execution, both, pair, preference, rows_of
 from tests.isolation import isolated
 from xla_adapters import GraphBreakWarning

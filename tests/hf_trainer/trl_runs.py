@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ecosystem.text import tokenizer
 from tests.hf_trainer.scenarios import Run, train, without_xla
+from tests.hf_trainer.text_models import tokenizer
 from xla_adapters import get_runtime
 
 datasets = pytest.importorskip("datasets")

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import Strategy
 
 import xla_adapters
 from lightning_strategy import XLAEagerStrategy
@@ -73,9 +74,22 @@ def test_options_of_the_strategy() -> None:
 
     refused("xla_mode='turbo'.*valid values: 'eager', 'eager.compile', 'eager.dynamo', 'lazy'", xla_mode="turbo")
     refused("given twice: as an XLAConfig and as max_graphs=", XLAConfig(), max_graphs=3)
+    refused("steps_per_execution is no longer an option", steps_per_execution=2)
+    refused("unknown option.s. colour; valid options: xla_mode, on_graph_break", colour="red")
     refused("accumulation='unrolled' needs xla_mode='eager.compile'", xla_mode="lazy", accumulation="unrolled")
     refused("precision='16-mixed'.*use precision='bf16-mixed'", precision="16-mixed")
     refused("precision='int8'.*valid values: '32-true', 'bf16-true', 'bf16-mixed'", precision="int8")
+
+
+@isolated
+def test_options_on_the_command_line_of_lightning() -> None:
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--strategy", type=Strategy)
+    given = {"xla_mode": "eager", "max_graphs": "null", "profile_folder": "null", "xla_report": "false"}
+    line = [f"--strategy.{name}={value}" for name, value in given.items()]
+    parsed = parser.parse_args(["--strategy=lightning_strategy.XLAEagerStrategy", *line])
+    assert parser.instantiate(parsed).strategy.xla_config == XLAConfig(xla_mode="eager")
 
 
 @isolated
@@ -131,8 +145,8 @@ def test_anomalies_are_looked_for_in_eager_mode() -> None:
     assert_close(ours.module.losses, plain)
     eager = fit(Classifier, XLAEagerStrategy(xla_mode="eager"), detect_anomaly=True, max_epochs=1)
     assert_close(eager.module.losses, plain)
-    with pytest.raises(UnsupportedOptionError, match=r"detect_anomaly=True reads.*but steps_per_execution=2"):
-        fit(Classifier, XLAEagerStrategy(steps_per_execution=2), detect_anomaly=True)
+    with pytest.raises(UnsupportedOptionError, match=r"detect_anomaly=True reads.*but step_replay=True"):
+        fit(Classifier, XLAEagerStrategy(step_replay=True), detect_anomaly=True)
 
 
 class Undefined(Classifier):

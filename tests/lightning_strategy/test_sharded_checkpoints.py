@@ -26,8 +26,7 @@ from tests.lightning_strategy.test_sharding import Tagger, Watches, both, device
 from xla_adapters import get_runtime
 from xla_adapters.checkpoint import MANIFEST
 from xla_adapters.errors import CheckpointDamagedError, ConfigError, UnsupportedOptionError
-from xla_adapters.sharding import ShardingConfig
-from xla_adapters.sharding.dtensor import accept_placements
+from xla_adapters.sharding import ShardingConfig, accept_placements
 
 
 def parts(scheme: Any) -> XLAEagerStrategy:

@@ -24,7 +24,7 @@ from tests.lightning_strategy.scenarios import trainer as make_trainer
 from xla_adapters import get_runtime
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.sharding import ShardingConfig, ShardingPlan
-from xla_adapters.sharding.tiling import tiles_of
+from xla_adapters.sharding.mesh import tiles_of
 
 TOLERANCE = 1e-5
 WIDTH, LENGTH, FEATURES, CLASSES, BATCH = 16, 4, 8, 8, 16

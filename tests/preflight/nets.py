@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from xla_adapters.preflight.job import StepJob, adamw
-from xla_adapters.sharding import Mesh, ShardingPlan
-from xla_adapters.sharding.templates import template
+from xla_adapters.sharding import Mesh, ShardingPlan, template
 
 ROWS, WIDTH = 16, 128
 needs_libtpu = pytest.mark.skipif(

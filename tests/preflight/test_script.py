@@ -30,7 +30,7 @@ from xla_adapters.runtime import Runtime, get_runtime
 from xla_adapters.runtime.torch_xla.tracing import XLATracing
 from xla_adapters.scripts import put_in
 from xla_adapters.scripts.running import run_command
-from xla_adapters.sharding.measure.job import unpack
+from xla_adapters.sharding.measure import unpack
 from xla_adapters.tracing.step_scope import current_scope
 
 ON_FOUR = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_ADAPTERS_CPU_TUNING": "0"}

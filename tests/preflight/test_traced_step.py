@@ -13,8 +13,7 @@ from xla_adapters.preflight.job import adamw
 from xla_adapters.preflight.traced_step import TracedStep, trace_step
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.torch_xla.tracing import XLATracing
-from xla_adapters.sharding import ShardingConfig
-from xla_adapters.sharding.distribute import place_batch
+from xla_adapters.sharding import ShardingConfig, place_batch
 
 ON_FOUR = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch import nn
 import xla_adapters
 from tests.isolation import isolated
 from xla_adapters import CompiledStep, ConfigError, XLAConfig
-from xla_adapters.tracing import step_profile
 
 
 def _profiles(folder: Path) -> list[Path]:
@@ -124,15 +121,6 @@ def test_the_profile_names_phases(tmp_path: Path) -> None:
 
 
 @isolated
-def test_steps_that_wait_for_others_are_executed_within_the_profile(tmp_path: Path) -> None:
-    step = _compiled(XLAConfig(profile_steps=(6, 7), profile_folder=str(tmp_path), steps_per_execution=4))
-    batch = torch.randn(3, 4).to("xla")
-    for _ in range(9):
-        step(batch)
-    assert _executions(tmp_path) == 2
-
-
-@isolated
 def test_an_error_ends_the_profile_and_keeps_it(tmp_path: Path) -> None:
     xla_adapters.initialize()
     weight = torch.ones(3, device="xla")
@@ -171,49 +159,6 @@ def test_a_profile_of_the_users_own_is_left_alone(tmp_path: Path, caplog: pytest
     device.stop_profile()
     assert len(_profiles(tmp_path / "own")) == 1
     assert not (tmp_path / "ours").exists()
-
-
-@isolated
-def test_a_signal_asks_for_a_profile_of_three_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    own: list[int] = []
-    signal.signal(signal.SIGUSR2, lambda number, frame: own.append(number))
-    step = _compiled(XLAConfig(profile_signal="SIGUSR2", profile_folder=str(tmp_path)))
-    batch = torch.randn(3, 4).to("xla")
-    with caplog.at_level(logging.INFO, "xla_adapters"):
-        for number in range(1, 12):
-            step(batch)
-            if number == 5:
-                os.kill(os.getpid(), signal.SIGUSR2)
-            assert bool(_profiles(tmp_path)) == (number >= 8)
-    assert own == [signal.SIGUSR2]
-    assert _executions(tmp_path) == 3
-    assert "the profile of the steps 6 to 8" in caplog.text
-    assert "(SIGUSR2)" in caplog.text
-
-
-@isolated
-def test_a_slow_step_asks_for_a_profile_of_those_that_follow(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = _compiled(XLAConfig(profile_slow_steps=True, profile_folder=str(tmp_path)))
-    batch = torch.randn(3, 4).to("xla")
-    # It is asked at the beginning and at the end of a call. The first two calls compile.
-    seconds = iter([100, *[1] * 9, 2.9, 3.1, 1, 1, 50, *[1] * 9])
-    now = [0.0]
-
-    def clock() -> float:
-        now.append(now[-1] + (0.0 if len(now) % 2 else next(seconds)))
-        return now[-1]
-
-    monkeypatch.setattr(step_profile, "perf_counter", clock)
-    with caplog.at_level(logging.INFO, "xla_adapters"):
-        for number in range(1, 18):
-            step(batch)
-            assert bool(_profiles(tmp_path)) == (number >= 15)
-    assert "the profile of the steps 13 to 15" in caplog.text
-    assert "step 12 took 3.100 s, where the median is 1.000 s" in caplog.text
-    # The 50 seconds of step 15 are those of a step that was recorded.
-    assert len(_profiles(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("steps", [(0, 3), (4, 3), (1,), 5, (1.0, 2), (True, 2), "12"])

@@ -65,11 +65,8 @@ _ALIASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("how", _ALIASES.values(), ids=_ALIASES)
-@pytest.mark.parametrize("several", [1, 3])
 @isolated
-def test_a_batch_that_comes_to_be_a_buffer_which_the_step_changes(
-    several: int, how: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def test_a_batch_that_comes_to_be_a_buffer_which_the_step_changes(how: Callable[[torch.Tensor], torch.Tensor]) -> None:
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
         model = nn.Linear(4, 3).to(DEVICE)
         model.register_buffer("memory", torch.ones(2, 4, device=DEVICE))
@@ -89,7 +86,7 @@ def test_a_batch_that_comes_to_be_a_buffer_which_the_step_changes(
         losses += [step(torch.full((2, 4), number / 12), how(model.memory)) for number in range(6)]
         return losses, model
 
-    step = alike(body, steps_per_execution=several)
+    step = alike(body)
     assert step.replays == 4
     assert "a tensor of the batch is one of the state" in step.reasons
 
@@ -134,9 +131,8 @@ class _TwoLayers(nn.Module):
 # Calls 0 and 1 are traced, call 2 is the first that can be replayed.
 @pytest.mark.parametrize("at", [1, 2, 3, 6])
 @pytest.mark.parametrize("turned", [False, True], ids=["the same", "transposed"])
-@pytest.mark.parametrize("several", [1, 3])
 @isolated
-def test_weights_that_come_to_share_their_storage_and_cease_to(several: int, turned: bool, at: int) -> None:
+def test_weights_that_come_to_share_their_storage_and_cease_to(turned: bool, at: int) -> None:
     """Also between the traced steps and the first replay: an executable would update each of them by itself."""
 
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
@@ -151,5 +147,5 @@ def test_weights_that_come_to_share_their_storage_and_cease_to(several: int, tur
             losses.append(step(torch.linspace(-1, 1, 8).view(2, 4) * (number + 1) / 16))
         return losses, model
 
-    step = alike(body, steps_per_execution=several)
+    step = alike(body)
     assert step.replays >= 2 or at < 6

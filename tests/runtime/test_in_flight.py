@@ -98,15 +98,3 @@ def test_what_a_replay_takes_outlives_the_execution() -> None:
     twin.run(EXECUTIONS_KEPT)
     assert former.isdisjoint(set().union(*map(numbers, held)))
     assert twin.step.replays == 7
-
-
-@isolated
-def test_steps_in_one_execution_too() -> None:
-    twin = Twin("auto", config={"steps_per_execution": 2})
-    twin.run(10)
-    runtime: Any = xla_adapters.get_runtime()
-    held = runtime.executables._graphs._taken._taken
-    former = {runtime.lazy.tensor_number(runtime.values.snapshot(parameter)) for parameter in twin.model.parameters()}
-    twin.run(2)
-    assert former <= {runtime.lazy.tensor_number(value) for value in held[-1]}
-    assert not any(torch._is_functional_tensor(value) for values in held for value in values)

@@ -12,8 +12,7 @@ import xla_adapters
 from tests.isolation import isolated
 from xla_adapters import CompiledStep, UnsupportedOptionError, XLAConfig, get_runtime
 from xla_adapters.runtime import Runtime, using_runtime
-from xla_adapters.sharding.config import ShardingConfig
-from xla_adapters.sharding.sharder import Sharder
+from xla_adapters.sharding import Sharder, ShardingConfig
 
 
 def _without_optional_parts() -> Runtime:

@@ -216,25 +216,3 @@ def test_torchs_seed_in_a_forked_worker() -> None:
     before = xla_adapters.get_runtime().random.seed()
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
     assert xla_adapters.get_runtime().random.seed() == before
-
-
-@isolated
-def test_steps_that_wait_are_executed_before_the_device_is_seeded() -> None:
-    xla_adapters.initialize()
-    weight = torch.nn.Parameter(torch.ones(8, device="xla"))
-
-    def draw(inputs: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.dropout(inputs * weight).detach()
-
-    drawn = []
-    for together in (1, 4):
-        step = xla_adapters.CompiledStep(draw, config=xla_adapters.XLAConfig(steps_per_execution=together))
-        torch.manual_seed(1)
-        masks = []
-        for call in range(12):
-            masks.append(step(torch.ones(8)))
-            if call == 6:
-                torch.manual_seed(2)
-        assert step.replays > 8
-        drawn.append([mask.tolist() for mask in masks])
-    assert drawn[0] == drawn[1]

@@ -15,8 +15,7 @@ from torch import nn
 from tests.isolation import isolated
 from tests.preflight.nets import needs_libtpu
 from xla_adapters.cli import main
-from xla_adapters.sharding import ShardingPlan
-from xla_adapters.sharding.model_loading import load_model
+from xla_adapters.sharding import ShardingPlan, load_model
 
 LLAMA = {
     "model_type": "llama",

@@ -1,4 +1,7 @@
-"""Plans are compiled in a process of their own; what the compiled steps send and keep decides."""
+"""The automatic plan: the cheapest of planner and recipes, within the device's memory.
+
+Plans are compiled in a process of their own; what the compiled steps send and keep decides.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +20,148 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.sizes import to_shard
+from hf_trainer.framework_patches import as_if_compiling
 from tests.isolation import isolated
 from tests.preflight.nets import needs_libtpu
+from tests.sharding.planner.models import evaluate
 from xla_adapters.errors import ConfigError
 from xla_adapters.preflight.measuring import tpu_compiler
-from xla_adapters.sharding import Measurement, Mesh, PlanCost, ShardingConfig, ShardingPlan, automatic
-from xla_adapters.sharding.candidates import Candidate, alternatives, cheapest, distinct
+from xla_adapters.sharding import (
+    ActivationPlan,
+    CollectiveCost,
+    Measurement,
+    Mesh,
+    PlanCost,
+    ShardingConfig,
+    ShardingPlan,
+    automatic,
+    default_mesh,
+    make_plan,
+    template,
+)
+from xla_adapters.sharding.automatic import Candidate, alternatives, cheapest, distinct
 from xla_adapters.sharding.measure import (
+    Job,
     MeasuringError,
     PlanCache,
     PlanCompiler,
     PlanResult,
-    compilers,
+    digest_of_step,
     measure_plans,
+    pack,
+    process,
+    unpack,
 )
-from xla_adapters.sharding.measure.job import Job, pack, unpack
-from xla_adapters.sharding.measure.plan_cache import digest_of_step
-from xla_adapters.sharding.plan_data import ActivationPlan, CollectiveCost
-from xla_adapters.sharding.sharder import make_plan
-from xla_adapters.sharding.templates import template
+from xla_adapters.sharding.planner import Topology
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(inputs))).square().mean()
+
+
+def plan_for(width: int, rows: int, **options: Any) -> tuple[Any, nn.Module, dict[str, torch.Tensor]]:
+    with torch.device("meta"):
+        model = Wide(width)
+    batch = {"inputs": torch.empty(rows, width, device="meta")}
+    config = ShardingConfig(**{"topology": "v5e", **options})
+    return make_plan(model, config, 8, example=lambda: batch), model, batch
+
+
+@isolated
+@pytest.mark.parametrize(("width", "rows"), [(64, 4096), (1024, 64), (4096, 16)])
+def test_no_recipe_is_predicted_to_be_cheaper(width: int, rows: int) -> None:
+    plan, model, batch = plan_for(width, rows)
+    topology = Topology.preset("v5e")
+    assert plan.predicted is not None
+    for scheme in ("dp", "fsdp", "tp", "2d"):
+        recipe = template(scheme, model, default_mesh(scheme, 8))
+        predicted = evaluate(recipe, model, batch, topology=topology)
+        assert plan.predicted.step_seconds <= predicted.step_seconds * (1 + 1e-6), scheme
+
+
+@isolated
+def test_the_mesh_that_was_asked_for_is_used() -> None:
+    plan, _, _ = plan_for(256, 64, mesh_shape=(2, 4))
+    assert plan.mesh == Mesh.data_and_model(2, 4)
+
+
+@isolated
+def test_without_a_budget_the_devices_memory_is_one() -> None:
+    # 24 GB of state, of which a v5e has 16: no device can hold it whole.
+    plan, model, _ = plan_for(14000, 8)
+    assert 16 * sum(parameter.numel() for parameter in model.parameters()) > 16 * 2**30
+    assert plan.predicted.memory_bytes <= 0.9 * 16 * 2**30
+    assert all(plan.mesh.shards(entry.spec) > 1 for entry in plan.parameters if len(entry.shape) == 2)
+    with pytest.raises(ConfigError, match="too little"):
+        plan_for(100_000, 8)
+
+
+@isolated
+def test_where_a_recipe_beats_the_plans_those_that_gspmd_follows_by_itself_compete() -> None:
+    rounds: list[list[Any]] = []
+    model, batch = to_shard("gpt2", width=32)
+
+    def compiled(plans: Any, *_: Any) -> list[Candidate]:
+        # All recipes take a second, what is planned first two, and of what is planned then the first one half.
+        rounds.append(list(plans))
+        cost = [1.0 if plan.name != "planner" else 2.0 if len(rounds) == 1 else 0.5 + n for n, plan in enumerate(plans)]
+        return [Candidate(plan=plan, seconds=item, memory_bytes=1.0) for plan, item in zip(plans, cost, strict=True)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(automatic, "measured", compiled)
+        plan = make_plan(model, ShardingConfig(), 8, example=lambda: batch, around=as_if_compiling)
+        first, second = rounds
+        assert second
+        assert all(item.name == "planner" for item in second)
+        assert (plan.mesh, plan.parameters) == (second[0].mesh, second[0].parameters)
+        assert distinct([*first, *second]) == [*first, *second]
+        rounds.clear()
+        # With a budget, plans are corrected for it instead; what was not measured corrects nothing.
+        config = ShardingConfig(memory_budget=10**9)
+        plan = make_plan(model, config, 8, example=lambda: batch, around=as_if_compiling)
+        assert len(rounds) == 2
+        assert all(item.name == "planner" for item in rounds[1])
+        assert plan.name != "planner"
+
+
+@isolated
+def test_with_a_budget_plans_are_tried_until_none_promises_to_be_faster() -> None:
+    """Each takes more memory than was said: what fits in the end was planned for less."""
+    rounds: list[list[Any]] = []
+    model, batch = to_shard("gpt2", width=128)
+
+    def compiled(plans: Any, *_: Any) -> list[Candidate]:
+        rounds.append(list(plans))
+        found = []
+        for plan in plans:
+            said = plan.predicted
+            more = said.memory_bytes + (4e6 if plan.name == "planner" else 0.0)
+            done = dataclasses.replace(plan, measured=Measurement(wire_bytes=said.wire_bytes, memory_bytes=int(more)))
+            # A recipe is slower than any plan.
+            seconds = said.step_seconds + (plan.name != "planner")
+            found.append(Candidate(plan=done, seconds=seconds, memory_bytes=more))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(automatic, "measured", compiled)
+        config = ShardingConfig(memory_budget=30 * 10**6)
+        plan = make_plan(model, config, 8, example=lambda: batch, around=as_if_compiling)
+    tried = [item for plans in rounds for item in plans]
+    assert distinct(tried) == tried
+    assert 2 <= len(rounds) <= 5
+    assert all(len(plans) <= 4 for plans in rounds[1:])
+    assert plan.name == "planner"
+    assert plan.predicted is not None
+    assert plan.predicted.memory_bytes + 4e6 <= 30e6
+    (fits,) = [item for item in tried if (item.mesh, item.parameters) == (plan.mesh, plan.parameters)][:1]
+    assert fits not in rounds[0]
+
 
 WIDTH, ROWS = 32, 16
 
@@ -101,7 +227,7 @@ def test_plans_are_measured_kept_and_compared(tmp_path: Path) -> None:
         assert all(plan.name == "planner" for plan in plans), "recipes are known already"
         return [PlanResult(problem="not now") for _ in plans]
 
-    compilers.measure_plans = unwanted
+    process.measure_plans = unwanted
     assert make_plan(model, ShardingConfig(), 8, example=batch, folder=tmp_path) == plan
     # Another budget is another plan, of steps that are known already.
     least = min(item.measured.memory_bytes for item in plan.alternatives if item.measured is not None)
@@ -224,7 +350,7 @@ def test_without_a_compiler_for_tpus_predictions_decide_and_the_plan_says_so(mon
     assert plan.measured is None
     (note,) = [note for note in plan.notes if note.startswith("measure_top_k=1: nothing was measured")]
     assert "libtpu and pypjrt is not installed" in note
-    monkeypatch.setattr(compilers, "_registered", [])
+    monkeypatch.setattr(process, "_registered", [])
     (note,) = make_plan(Net(), config, 8, example=batch).notes
     assert note.endswith("plans are compiled for CPU devices only")
     with pytest.raises(ConfigError, match="topology v5e:2x2: it has 4 devices, and the mesh 8"):
@@ -249,7 +375,7 @@ def test_a_plan_for_tpus_is_what_their_compiler_says_is_fastest_and_fits(monkeyp
         ]
 
     compiler = PlanCompiler(name="libtpu", measure=measure)
-    monkeypatch.setattr(compilers, "_registered", [lambda topology, devices: compiler])
+    monkeypatch.setattr(process, "_registered", [lambda topology, devices: compiler])
     plan = make_plan(Net(), ShardingConfig(topology="v5e", measure_top_k=1), 8, example=batch)
     assert plan.name == "fsdp"
     assert plan.measured is not None
@@ -273,7 +399,7 @@ def test_what_is_too_large_without_activations_is_not_compiled(monkeypatch: pyte
         return [PlanResult(measurement=Measurement(wire_bytes=1e6, memory_bytes=1e6)) for _ in plans]
 
     compiler = PlanCompiler(name="libtpu", measure=measure)
-    monkeypatch.setattr(compilers, "_registered", [lambda topology, devices: compiler])
+    monkeypatch.setattr(process, "_registered", [lambda topology, devices: compiler])
     example = (torch.empty(16, 2**15, device="meta"),)
     plan = make_plan(model, ShardingConfig(topology="v5e", measure_top_k=1), 8, example=lambda: example)
     # Parameters and two averages take 26 GB, a v5e has 17.

@@ -23,9 +23,8 @@ from tests.isolation import isolated, run_in_child
 from xla_adapters.cli import main
 from xla_adapters.errors import ConfigError
 from xla_adapters.runtime import get_runtime
-from xla_adapters.sharding import Mesh, ShardingConfig
-from xla_adapters.sharding.placement import Placement
-from xla_adapters.sharding.sharder import make_plan
+from xla_adapters.sharding import Mesh, Placement, ShardingConfig, make_plan
+from xla_adapters.sharding.mesh import tiles_of
 from xla_adapters.sharding.state import (
     consolidate,
     load_model,
@@ -37,7 +36,6 @@ from xla_adapters.sharding.state import (
     write_safetensors,
 )
 from xla_adapters.sharding.state.loading import Destination, Reader
-from xla_adapters.sharding.tiling import tiles_of
 
 ON_8 = {"CPU_NUM_DEVICES": "8"}
 

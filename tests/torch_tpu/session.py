@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.torch_tpu import stand_in
+from tests.torch_tpu import stand_in
 
 _OBSTACLE = stand_in.obstacle()
 

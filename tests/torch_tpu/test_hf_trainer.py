@@ -16,8 +16,8 @@ import transformers
 from accelerate.state import AcceleratorState
 
 import hf_trainer
-from benchmarks.torch_tpu import stand_in
 from tests.isolation import isolated, outcome_of
+from tests.torch_tpu import stand_in
 from tests.torch_tpu.models import arguments, gpt2, losses, texts
 from xla_adapters import TensorReadError, get_runtime
 from xla_adapters.errors import UnsupportedOptionError, XLAAdapterError
@@ -39,7 +39,7 @@ class StepCounts(transformers.TrainerCallback):
 
 
 def _trainer(folder: Path, *, dropout: float = 0.0, callbacks: list[Any] | None = None, **options: Any) -> Any:
-    names = {"step_replay", "accumulation", "sharding", "steps_per_execution", "xla_mode", "rng_algorithm"}
+    names = {"step_replay", "accumulation", "sharding", "xla_mode", "rng_algorithm"}
     of_xla = {name: options.pop(name) for name in names & set(options)}
     return hf_trainer.Trainer(
         model=gpt2(dropout),
@@ -120,7 +120,6 @@ def test_accumulation_is_that_of_the_cpu(accumulation: str, tmp_path: Path) -> N
     ("option", "value", "named"),
     [
         ("sharding", "fsdp", "torch_tpu"),
-        ("steps_per_execution", 2, "steps_per_execution=2"),
         ("xla_mode", "lazy", "xla_mode='lazy'"),
         ("xla_mode", "eager+dynamo", "xla_mode='eager\\+dynamo'"),
         ("rng_algorithm", "philox", "rng_algorithm='philox'"),

@@ -15,9 +15,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.torch_tpu import stand_in
 from lightning_strategy import XLAEagerStrategy
 from tests.isolation import isolated, outcome_of
+from tests.torch_tpu import stand_in
 from xla_adapters import XLAAdapterError
 
 
@@ -126,7 +126,6 @@ def test_ours_by_name_is_no_choice_of_the_cpu(tmp_path: Path) -> None:
     [
         ({"sharding": "fsdp"}, "torch_tpu"),
         ({"xla_mode": "lazy"}, "xla_mode='lazy'"),
-        ({"steps_per_execution": 2}, "steps_per_execution=2"),
     ],
 )
 def test_what_is_not_there_says_so(options: Any, named: str, tmp_path: Path) -> None:

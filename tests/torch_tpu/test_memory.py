@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import xla_adapters
-from benchmarks.torch_tpu import stand_in
 from tests.isolation import isolated
+from tests.torch_tpu import stand_in
 from xla_adapters import CompiledStep, GraphBreakError, UnsupportedOptionError, get_runtime
 from xla_adapters.errors import DeviceOutOfMemoryError, PlaceholderError
 from xla_adapters.tracing.placeholders.program import executables_of_the_process

@@ -13,8 +13,8 @@ from torch_tpu._internal.execution_mode import execution_mode_impl
 from torch_tpu._internal.sync import sync
 from torch_tpu._internal.utils import hardware
 
-from benchmarks.torch_tpu import stand_in
 from tests.isolation import isolated
+from tests.torch_tpu import stand_in
 
 _RECORD = execution_mode_impl._EagerMode.INTERNAL_COMPILE_FX_GRAPH
 

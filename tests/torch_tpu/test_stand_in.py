@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.torch_tpu import stand_in
 from tests.isolation import isolated
+from tests.torch_tpu import stand_in
 
 
 def _losses(device: str, steps: int = 4) -> list[float]:

@@ -20,7 +20,6 @@ from xla_adapters import (
     GraphBreakError,
     TensorReadError,
     UnsupportedOptionError,
-    XLAConfig,
     get_runtime,
 )
 from xla_adapters.errors import PlaceholderError
@@ -311,18 +310,10 @@ def test_what_is_not_there_is_refused_by_name() -> None:
     for option, value in (("on_graph_break", "warn"), ("xla_mode", "lazy")):
         with pytest.raises(UnsupportedOptionError, match=option), xla_adapters.step(**{option: value}):
             pass
-    with pytest.raises(UnsupportedOptionError, match="steps_per_execution"):
-        CompiledStep(_training(_net("tpu"), torch.optim.SGD(_net("tpu").parameters())), config=_several())(
-            *next(_batches("tpu", 1))
-        )
     with pytest.raises(xla_adapters.ConfigError, match="fast_compile"):
         xla_adapters.initialize(fast_compile="blocks")
     with pytest.raises(xla_adapters.RuntimeOrderError, match="torch_tpu is in use"):
         xla_adapters.initialize(runtime="torch_xla")
-
-
-def _several() -> XLAConfig:
-    return XLAConfig(steps_per_execution=4)
 
 
 @isolated

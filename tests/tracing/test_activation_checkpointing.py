@@ -18,7 +18,7 @@ import xla_adapters
 from tests.device import DEVICE
 from tests.isolation import isolated, run_in_child
 from xla_adapters import CompiledStep, StepSeed, XLAConfig, get_runtime
-from xla_adapters.sharding.hlo_memory import read_memory_report
+from xla_adapters.sharding.hlo_text import read_memory_report
 from xla_adapters.tracing.activation_checkpointing import checkpoint
 
 _VARIANTS = pytest.mark.parametrize("reentrant", [False, True])

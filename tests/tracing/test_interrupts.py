@@ -32,10 +32,7 @@ _EDGES = (
         f"{_CORE}/tracing/{name}.py"
         for name in ("discarding", "interrupts", "step", "step_mode", "step_scope", "updates")
     ),
-    *(
-        f"{_CORE}/{name}.py"
-        for name in ("replay/garbage", "runtime/waiting_steps", "utils/compiling", "utils/patching")
-    ),
+    *(f"{_CORE}/{name}.py" for name in ("replay/garbage", "utils/compiling", "utils/patching")),
     *(inspect.getfile(module) for module in (contextlib, torch.overrides, torch.autograd.grad_mode)),
     inspect.getfile(torch.amp.autocast),
 )

@@ -22,7 +22,7 @@ from xla_adapters.insight.transfer_lines import TransferLines
 from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import Metrics, get_runtime
-from xla_adapters.sharding.planner.topology import Topology
+from xla_adapters.sharding.planner import Topology
 from xla_adapters.tracing.compile_events import CompileEvent, listening
 
 

@@ -1,6 +1,6 @@
 """Pre-flight: compiles training steps for TPUs that are not there."""
 
-from xla_adapters.sharding.measure.compilers import PlanCompiler, register
+from xla_adapters.sharding.measure import PlanCompiler, register
 
 
 def _compiler(topology: str, devices: int) -> PlanCompiler:

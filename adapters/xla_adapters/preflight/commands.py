@@ -17,9 +17,7 @@ from xla_adapters.preflight.run import Dtype, StepOptions, preflight
 from xla_adapters.preflight.script import preflight_script
 from xla_adapters.preflight.target import Target
 from xla_adapters.scripts.running import command_of
-from xla_adapters.sharding.config import Scheme
-from xla_adapters.sharding.model_loading import load_model
-from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding import Scheme, ShardingPlan, load_model
 
 
 def add_parser(

@@ -16,7 +16,7 @@ from typing import Any
 from xla_adapters.preflight import libtpu_process
 from xla_adapters.preflight.live_values import memory_of
 from xla_adapters.preflight.target import Compiler, ModuleForm, Target
-from xla_adapters.sharding.hlo import HloStats, read_hlo
+from xla_adapters.sharding import HloStats, read_hlo
 
 # What torch_xla 2.9 sets on a host with TPUs (`torch_xla._setup_libtpu_flags`), so that the same program is compiled.
 _FLAGS = {

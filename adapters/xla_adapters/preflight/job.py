@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from xla_adapters.sharding.measure.job import Job
-from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding import ShardingPlan
+from xla_adapters.sharding.measure import Job
 from xla_adapters.utils.torch_modes import device_type
 
 MakeOptimizer = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]

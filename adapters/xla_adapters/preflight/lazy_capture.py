@@ -15,8 +15,7 @@ from xla_adapters.preflight.abstract_runtime import Shardings, abstract_runtime
 from xla_adapters.preflight.step_capture import StepCapture, named_tensors
 from xla_adapters.preflight.traced_step import TracedStep, encoded, pending_results
 from xla_adapters.runtime import Runtime, TileAssignment
-from xla_adapters.sharding.placement import Placement
-from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding import Placement, ShardingPlan
 from xla_adapters.tracing.step_scope import StepScope, current_scope
 from xla_adapters.tracing.undo_log import UndoLog
 

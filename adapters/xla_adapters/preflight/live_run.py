@@ -14,8 +14,7 @@ from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.preflight.script import preflight_process
 from xla_adapters.preflight.target import Target
 from xla_adapters.scripts.put_in import Hand
-from xla_adapters.sharding.measure import MeasuringError
-from xla_adapters.sharding.measure.job import Job, pack
+from xla_adapters.sharding.measure import Job, MeasuringError, pack
 
 
 @dataclass(frozen=True, kw_only=True)

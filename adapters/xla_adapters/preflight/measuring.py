@@ -17,10 +17,8 @@ from xla_adapters.preflight.job import MakeOptimizer, StepJob, adamw
 from xla_adapters.preflight.live_values import memory_of
 from xla_adapters.preflight.target import Compiler, Target
 from xla_adapters.preflight.trace_process import TracingError, trace_plans_in_process
-from xla_adapters.sharding.hlo import read_hlo
+from xla_adapters.sharding import Measurement, ShardingPlan, read_hlo
 from xla_adapters.sharding.measure import MeasuringError, PlanCompiler, PlanResult
-from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.sharding.plan_data import Measurement
 
 # Seconds for each plan to be traced, and for each to be compiled.
 TIMEOUT = 900.0

@@ -8,9 +8,7 @@ from typing import Any
 
 from xla_adapters.preflight.compiler import DeviceMemory
 from xla_adapters.preflight.live_values import LiveValue
-from xla_adapters.sharding.plan_data import CollectiveCost
-from xla_adapters.sharding.tables import table
-from xla_adapters.sharding.units import UNITS_NOTE, human_bytes, human_seconds
+from xla_adapters.sharding import UNITS_NOTE, CollectiveCost, human_bytes, human_seconds, table
 
 
 @dataclass(frozen=True, kw_only=True)

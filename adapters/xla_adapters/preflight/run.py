@@ -19,13 +19,8 @@ from xla_adapters.preflight.target import Target
 from xla_adapters.preflight.trace_process import TracingError, trace_in_process
 from xla_adapters.preflight.traced_step import TracedStep
 from xla_adapters.runtime import runtime_name
-from xla_adapters.sharding.candidates import collective_seconds
-from xla_adapters.sharding.config import Scheme, ShardingConfig
-from xla_adapters.sharding.mesh import Mesh
-from xla_adapters.sharding.model_loading import Around, checkpoint_activations
-from xla_adapters.sharding.plan import ShardingPlan
-from xla_adapters.sharding.planner import Topology
-from xla_adapters.sharding.sharder import make_plan
+from xla_adapters.sharding import Around, Mesh, Scheme, ShardingConfig, ShardingPlan, checkpoint_activations, make_plan
+from xla_adapters.sharding.planner import Topology, collective_seconds
 
 Dtype = Literal["float32", "bfloat16", "bf16-mixed"]
 NO_SHARDING = (
@@ -237,7 +232,7 @@ def report_on(step: str, traced: TracedStep, compiled: CompiledModule, mesh: Mes
     if compiled.collectives is None:
         return report
     costs = [
-        dataclasses.replace(item, seconds=collective_seconds(item, mesh, topology))
+        dataclasses.replace(item, seconds=collective_seconds([item], topology))
         for item in compiled.collectives.costs(mesh)
     ]
     return dataclasses.replace(

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xla_adapters.preflight.report import PreflightReport
-from xla_adapters.sharding.tables import table
-from xla_adapters.sharding.units import human_bytes, human_seconds
+from xla_adapters.sharding import human_bytes, human_seconds, table
 
 
 @dataclass(frozen=True, kw_only=True)

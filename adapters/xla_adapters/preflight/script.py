@@ -22,7 +22,7 @@ from xla_adapters.preflight.script_process import Traced
 from xla_adapters.preflight.target import Compiler, Target
 from xla_adapters.preflight.trace_process import environment_for
 from xla_adapters.scripts.running import run_limited
-from xla_adapters.sharding.mesh import Mesh
+from xla_adapters.sharding import Mesh
 from xla_adapters.sharding.planner import Topology
 from xla_adapters.utils.location import location_of_line
 

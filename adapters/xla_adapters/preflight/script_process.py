@@ -22,9 +22,8 @@ from xla_adapters.runtime import get_runtime, prepare
 from xla_adapters.scripts.put_in import Hand, put_in
 from xla_adapters.scripts.running import run_command
 from xla_adapters.scripts.saving import FilesWritten, skipping_saves
-from xla_adapters.sharding.config import ShardingConfig
-from xla_adapters.sharding.measure.job import unpack
-from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding import ShardingConfig, ShardingPlan
+from xla_adapters.sharding.measure import unpack
 from xla_adapters.utils.location import described
 from xla_adapters.utils.patching import replaced
 

@@ -14,7 +14,7 @@ import torch
 from xla_adapters.preflight.traced_step import TracedStep, described_batch, named_batch
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import Runtime, get_runtime, using_runtime
-from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding import ShardingPlan
 from xla_adapters.tracing.step_scope import StepScope
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.location import line_of_caller

@@ -21,8 +21,7 @@ from xla_adapters.preflight.job import StepJob
 from xla_adapters.preflight.target import INSTALL_FOR_TORCH_TPU
 from xla_adapters.preflight.traced_step import TracedStep
 from xla_adapters.runtime import get_runtime, runtime_name
-from xla_adapters.sharding.measure import MeasuringError
-from xla_adapters.sharding.measure.job import pack, unpack
+from xla_adapters.sharding.measure import MeasuringError, pack, unpack
 from xla_adapters.utils.location import described
 
 # A package of the extra "preflight-torch-tpu".

@@ -17,8 +17,8 @@ from xla_adapters.preflight.target import ModuleForm
 from xla_adapters.runtime import Runtime, TileAssignment, get_runtime, using_runtime
 from xla_adapters.runtime.modes import eager
 from xla_adapters.runtime.transfers import uploading
-from xla_adapters.sharding.measure.compiled_step import loss_of
-from xla_adapters.sharding.placement import Placement
+from xla_adapters.sharding import Placement
+from xla_adapters.sharding.measure import loss_of
 from xla_adapters.tracing.optimizers import prime
 from xla_adapters.tracing.step_scope import StepScope
 

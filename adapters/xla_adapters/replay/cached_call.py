@@ -84,7 +84,6 @@ class CachedCall:
         unrepeatable: what this call did that a replay cannot do; empty if nothing.
         sharing: which tensors of the state shared their storage after this call, as `shared_storages`.
         graph: the name of the graph.
-        text: the graph itself, if several calls are to be one executable.
         executable: its name; empty until the call was executed.
         flops: of the graph, if they are known.
         outputs: those outputs of the last call that are needed as examples for pending outputs, by position.
@@ -98,7 +97,6 @@ class CachedCall:
     unrepeatable: str
     sharing: tuple[int, ...]
     graph: bytes
-    text: bytes = b""
     executable: bytes = b""
     flops: int | None = None
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -145,9 +143,7 @@ class CachedCall:
 
     @cached_property
     def _remembered(self) -> list[int]:
-        kept = {leaf for value in self.values.kept.values() for leaf in value.leaves if isinstance(leaf, int)}
-        slots = ((index, slot) for index, slots in enumerate(self.values.targets) for slot in slots)
-        return sorted(kept | {at for at, slot in slots if slot.kind == "buffer" or slot.key in self.host.rebound})
+        return sorted({leaf for value in self.kept.values() for leaf in value.leaves if isinstance(leaf, int)})
 
     def difference(self, other: CachedCall) -> str | None:
         """How this call differs from an earlier one, in words; None if a replay of one is a replay of the other.

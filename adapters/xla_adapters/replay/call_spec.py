@@ -30,7 +30,6 @@ class CallSpec:
         constants: tensors that the step reads and never writes.
         change: what the user code reads that has changed since the call before; None if nothing.
         look_again: analyses the user code again, after a change that its own guards cannot see.
-        several: whether several calls are to run as one executable, for which the graph is kept; set by `StepProgram`.
         strict: whether side effects and unknown optimizers are refused; set by `StepProgram`.
         tensors: `batch` and `extras` together.
     """
@@ -48,7 +47,6 @@ class CallSpec:
     constants: Sequence[torch.Tensor] = ()
     change: str | None = None
     look_again: Callable[[], object] = tuple
-    several: bool = False
     strict: bool = True
     tensors: CallTensors = field(init=False)
 

@@ -165,8 +165,6 @@ class CaptureScope(CachedScope):
                 found = error
             self._verify(found)
             is_cached = isinstance(found, CachedCall) or graph.name in self._executables
-            if isinstance(found, CachedCall) and self._spec.several:
-                found.text = self._runtime.executables.text(graph.outputs)
             if is_cached:
                 # Tracing has advanced the seed. The next step continues from the seed at the beginning of this one.
                 self._runtime.random.set_seed(self._stream)
@@ -231,7 +229,7 @@ class CaptureScope(CachedScope):
         (seed,) = self._runtime.lazy.handles([self._seed_input])
         values = GraphValues(
             sources=slots.sources(seed, self._update_buffers),
-            targets=slots.targets(kept, self._kept),
+            targets=slots.targets(self._kept),
             donated=list(slots.graph.donors),
             kept=kept,
         )

@@ -16,7 +16,6 @@ from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.capture import CaptureScope
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.guards.ambient import environment
-from xla_adapters.replay.multistep.call_group import CallGroup
 from xla_adapters.replay.number import Number, find_roles
 from xla_adapters.replay.optimizer_update import Update, numbers_of
 from xla_adapters.replay.prepared_call import PreparedCall
@@ -25,7 +24,6 @@ from xla_adapters.replay.verification import Verification, next_due
 from xla_adapters.runtime import Runtime, get_runtime
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.runtime.uploads import upload_of
-from xla_adapters.runtime.waiting_steps import settle
 from xla_adapters.tracing.index_check import Bounds, bounds_of, violated
 from xla_adapters.tracing.step_scope import StepScope
 
@@ -101,7 +99,6 @@ class ExecutableCache:
         calls: returns how many calls of the step there were.
         on_mismatch: called when a traced call differs from its replay, with what differs, and the number of calls whose
             results can be trusted.
-        group: collects replayed calls that are executed together; None if each is executed at once.
         replays: calls that were replayed.
         verified: calls that were traced to verify the replays before them.
         reasons: why calls were traced that might have been replayed, with how often.
@@ -111,7 +108,6 @@ class ExecutableCache:
     verify_every: int | None = None
     calls: Callable[[], int] = int
     on_mismatch: Callable[[str, int], None] = lambda what, trusted: None
-    group: CallGroup | None = None
     replays: int = 0
     verified: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
@@ -129,7 +125,6 @@ class ExecutableCache:
             **options: as for `StepScope`.
         """
         runtime = get_runtime()
-        settle("another step begins", but=self.group)
         plan = self._plan_of((key, environment(), self._gradients(spec)))
         if plan.failures >= _ATTEMPTS:
             # The scope must make the same graph as those before, including which numbers share an input.
@@ -142,7 +137,7 @@ class ExecutableCache:
             runtime.transfers.deliver_piggy_backed()
         verification: Verification | None = None
         if plan.prepared is not None:
-            if self.group is not None or not runtime.tracing.eager():
+            if not runtime.tracing.eager():
                 runtime.tracing.flush()
             try:
                 next_call = self._replay(plan, plan.prepared, spec, seed, runtime)
@@ -154,7 +149,6 @@ class ExecutableCache:
                 if isinstance(next_call, ReplayedCall):
                     return next_call
                 verification = next_call
-        settle("a step is traced")
         return self._capture(plan, spec, verification, seed, options)
 
     def _gradients(self, spec: CallSpec) -> Hashable:
@@ -176,7 +170,6 @@ class ExecutableCache:
         updates = self._updates(prepared, spec, runtime)
         numbers = prepared.new_numbers(updates)
         if plan.due is None or plan.replayed < plan.due:
-            waits = self.group is not None and self.group.accepts(prepared)
             return self._replayed(
                 self.name,
                 prepared,
@@ -186,7 +179,6 @@ class ExecutableCache:
                 seed=seed,
                 runtime=runtime,
                 done=lambda: self._count(plan),
-                group=self.group if waits else None,
             )
         return self._verification(prepared, spec, numbers, seed, runtime)
 
@@ -220,7 +212,6 @@ class ExecutableCache:
         runtime: Runtime,
     ) -> Verification:
         """Compares the next call, which is traced, with its replay."""
-        settle("a step is traced")
         with torch.no_grad(), torch._C.DisableTorchFunction():
             runtime.random.set_seed(runtime.random.seed() if seed is None else seed.value())
             inputs = prepared.inputs(spec.tensors, numbers, runtime)

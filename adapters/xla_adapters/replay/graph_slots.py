@@ -17,7 +17,6 @@ from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
 from xla_adapters.replay.pending_graph import PendingGraph, written_slots
 from xla_adapters.replay.slots import Kept, Slot
 from xla_adapters.runtime import Runtime
-from xla_adapters.runtime.waiting_steps import storage_of
 from xla_adapters.tracing.undo_log import TensorEntry, UndoLog
 from xla_adapters.utils.nested_values import is_simple
 
@@ -123,8 +122,8 @@ class GraphSlots:
 
     def _written(self, undo_log: UndoLog, bound: BoundState) -> None:
         self._ours = {id(value) for entry in undo_log.entries() for value in (entry.value, entry.twin)}
-        batch = {storage_of(tensor) for tensor in self._spec.tensors.batch}
-        batch -= {storage_of(tensor) for tensor in self._spec.tensors.extras}
+        batch = {_storage_of(tensor) for tensor in self._spec.tensors.batch}
+        batch -= {_storage_of(tensor) for tensor in self._spec.tensors.extras}
         for slot, entry in written_slots(undo_log, self._spec.tensors, bound):
             if self._is_of_batch(slot, entry, batch):
                 continue
@@ -132,7 +131,7 @@ class GraphSlots:
                 raise CannotReplay("a tensor was written through an alias (data or detach()), and its value is lost")
             self._source(slot, entry.former)
             if self._runtime.tracing.is_pending(entry.tensor):
-                if storage_of(entry.tensor) in batch:
+                if _storage_of(entry.tensor) in batch:
                     # The next call has another batch, so the write would be lost.
                     raise CannotReplay("the step writes into a tensor of its batch")
                 if slot.holds(entry.tensor):
@@ -150,7 +149,7 @@ class GraphSlots:
         return (
             slot.kind == "tensor"
             and self._spec.strict
-            and storage_of(entry.tensor) in batch
+            and _storage_of(entry.tensor) in batch
             and not self._runtime.tracing.is_pending(entry.tensor)
             and self._runtime.values.holds(entry.tensor, entry.value)
         )
@@ -280,12 +279,11 @@ class GraphSlots:
                 return slot
         return None
 
-    def targets(self, kept: dict[str, Kept], values: dict[str, Any]) -> list[list[Slot]]:
+    def targets(self, values: dict[str, Any]) -> list[list[Slot]]:
         """Where the outputs go.
 
         Args:
-            kept: see `GraphValues`.
-            values: the values that the step returns, by name.
+            values: what the step returns, by name.
 
         Raises:
             CannotReplay: the step stores a tensor where it is not looked for.
@@ -297,3 +295,8 @@ class GraphSlots:
                     shape = tuple(tensor.shape)
                     raise CannotReplay(f"the step stores a tensor of shape {shape} that it does not return")
         return [self._results.get(number, []) for number in self.graph.numbers]
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Names what a tensor shares with its views and aliases."""
+    return int(tensor.untyped_storage()._cdata)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_, is_not
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -17,10 +17,8 @@ from xla_adapters.replay.optimizer_update import Update, numbers_of
 from xla_adapters.replay.run_ahead import RunAhead
 from xla_adapters.replay.slots import CallTensors, Slot, is_state
 from xla_adapters.runtime import Runtime
-from xla_adapters.tracing.own_buffers import copies_of_taken
 
 _grad = attrgetter("grad")
-_ByPosition: TypeAlias = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
 
 
 class PreparedCall:
@@ -172,33 +170,24 @@ class PreparedCall:
             tensors: of the call.
             runtime: the runtime.
         """
-        slots = [slot for slot in map(self._sources.__getitem__, self._donated) if isinstance(slot, Slot)]
-        if self.separate((slot.get(tensors) for slot in slots), runtime):
-            inputs[:] = self.inputs(tensors, (), runtime)
+        if runtime.shared_buffers.copies_made() != self._copies:
+            # Copies made since the last run may share the buffers of donated inputs.
+            slots = [slot for slot in map(self._sources.__getitem__, self._donated) if isinstance(slot, Slot)]
+            sharing = runtime.shared_buffers.may_share([slot.get(tensors) for slot in slots])
+            runtime.shared_buffers.separate(sharing)
+            self._copies = runtime.shared_buffers.copies_made()
+            if sharing:
+                inputs[:] = self.inputs(tensors, (), runtime)
         # A tensor of the batch may be one of the state.
         batch = [index for index, source in self._changing if isinstance(source, Slot) and source.kind == "batch"]
-        given = {index: inputs[index] for index in batch}
-        for index, copy in copies_of_taken(self.donated_like(given.values(), inputs), given, runtime).items():
-            inputs[index] = copy
+        given = [inputs[index] for index in batch]
+        shared = runtime.lazy.aliases(given, self._donated_like(given, inputs))
+        if shared:
+            copies = runtime.values.copies([given[position] for position in shared])
+            for position, copy in zip(shared, copies, strict=True):
+                inputs[batch[position]] = copy
 
-    def separate(self, donated: Iterable[torch.Tensor], runtime: Runtime) -> bool:
-        """Gives donated tensors new buffers if copies made since the last run may share theirs.
-
-        Args:
-            donated: the tensors.
-            runtime: the runtime.
-
-        Returns:
-            Whether any tensor got a new buffer.
-        """
-        if runtime.shared_buffers.copies_made() == self._copies:
-            return False
-        shared = runtime.shared_buffers.may_share(list(donated))
-        runtime.shared_buffers.separate(shared)
-        self._copies = runtime.shared_buffers.copies_made()
-        return bool(shared)
-
-    def donated_like(self, given: Iterable[torch.Tensor], inputs: _ByPosition) -> list[torch.Tensor]:
+    def _donated_like(self, given: Iterable[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The donated inputs that have the dtype and shape of one of these tensors."""
         if not self._donated_by_form:
             for index in self._donated:

@@ -12,13 +12,12 @@ from typing import Any, Protocol
 import torch
 
 from xla_adapters.config import XLAConfig
-from xla_adapters.errors import ReplayMismatchError, ReplayMismatchWarning, UnsupportedOptionError
+from xla_adapters.errors import ReplayMismatchError, ReplayMismatchWarning
 from xla_adapters.open_step import in_step
 from xla_adapters.replay.cached_scope import SeparatingScope
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.executable_cache import ExecutableCache
 from xla_adapters.replay.guards.ambient import unknown_mode
-from xla_adapters.replay.multistep.call_group import CallGroup
 from xla_adapters.replay.placeholders.cache import ProgramCache
 from xla_adapters.replay.placeholders.capture import PlaceholderCapture
 from xla_adapters.replay.prepared_call import PreparedCall
@@ -92,7 +91,7 @@ class StepProgram:
 
     @cached_property
     def _profile(self) -> StepProfile | None:
-        return StepProfile(self.name, self.config) if self.config.has_profiles else None
+        return StepProfile(self.name, self.config) if self.config.profile_steps is not None else None
 
     @property
     def graphs(self) -> int:
@@ -166,11 +165,7 @@ class StepProgram:
         if replay is None or self.config.step_replay is False or in_step():
             self._open = self.execution(seed=seed, **options)
         else:
-            spec = dataclasses.replace(
-                replay,
-                several=self.config.steps_per_execution > 1,
-                strict=self.config.step_replay != True,  # noqa: E712 (it may be "auto")
-            )
+            spec = dataclasses.replace(replay, strict=self.config.step_replay is not True)
             self._open = self._replayable(phase, spec, seed, options)
         is_replay = isinstance(self._open, ReplayedCall)
         if not is_replay:
@@ -207,24 +202,6 @@ class StepProgram:
                 calls=lambda: self.calls,
                 on_mismatch=self._on_replay_mismatch,
             )
-            if self.config.steps_per_execution > 1:
-                if get_runtime().has_placeholders:
-                    raise UnsupportedOptionError(
-                        f"steps_per_execution={self.config.steps_per_execution}: with {get_runtime().name} each step "
-                        "is an execution of its own; leave it out"
-                    )
-                if get_runtime().device.is_spmd():
-                    raise UnsupportedOptionError(
-                        f"steps_per_execution={self.config.steps_per_execution} under SPMD: the executable of several "
-                        "steps is made for one device; leave it out, or leave sharding out"
-                    )
-                self._replay.group = CallGroup(
-                    self.name,
-                    self.config.steps_per_execution,
-                    rolled=self.config.steps_form == "loop",
-                    runtime=get_runtime(),
-                    note=self._replay.note,
-                )
         return self._replay
 
     def note_checkpoint(self, path: str) -> None:
@@ -319,9 +296,6 @@ class StepProgram:
             self._history.ended(self.name, self._signature, report, call, known, warns=warns)
         else:
             flops = replayed.call.flops
-            if report.compiles:
-                reason = f"{self.config.steps_per_execution} steps in one executable"
-                self._history.compiled(self.name, report, reason, call)
         if flops is None:
             self.without_flops += 1
         else:

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_unflatten
 
 from xla_adapters.errors import DeviceOutOfMemoryError
 from xla_adapters.replay.garbage import without_collecting
-from xla_adapters.replay.multistep.call_group import CallGroup
 from xla_adapters.replay.number import Number
 from xla_adapters.replay.optimizer_update import Update
 from xla_adapters.replay.pending_output import PendingOutput
@@ -37,7 +36,6 @@ class ReplayedCall:
         seed: where the random numbers of this call start; by default the device's stream continues.
         runtime: the runtime.
         done: called when the executable was called.
-        group: the group in which the call waits to be executed with others; None to execute it at once.
     """
 
     def __init__(
@@ -51,7 +49,6 @@ class ReplayedCall:
         seed: StepSeed | None,
         runtime: Runtime,
         done: Callable[[], None],
-        group: CallGroup | None = None,
     ) -> None:
         self._name = name
         self._prepared = prepared
@@ -62,7 +59,6 @@ class ReplayedCall:
         self._seed = seed
         self._runtime = runtime
         self._done = done
-        self._group = group
         self._pending: list[tuple[torch.Tensor, int]] = []
         self._restores = ExitStack()
         self._interrupts = InterruptGuard()
@@ -84,7 +80,7 @@ class ReplayedCall:
 
     @property
     def executed(self) -> bool:
-        """Whether the executable was called, or the call waits in a group."""
+        """Whether the executable was called."""
         return self._executed
 
     @at_edge
@@ -156,8 +152,6 @@ class ReplayedCall:
         self._restores.close()
         self._restore_groups()
         runtime.random.set_seed(runtime.random.seed() if self._seed is None else self._seed.value())
-        if self._group is not None:
-            return self._wait(self._group)
         inputs = prepared.inputs(tensors, self._numbers, runtime)
         # The next traced call is compared with the numbers that the inputs have now.
         prepared.call.updates = list(self._updates)
@@ -177,14 +171,6 @@ class ReplayedCall:
         self._is_open = False
         runtime.executables.finish_run()
         return NOTHING_COMPILED
-
-    def _wait(self, group: CallGroup) -> ScopeReport:
-        self._is_open = False
-        self._executed = True
-        self._done()
-        report = group.add(self._prepared, self._tensors, self._updates, self._pending)
-        self._runtime.executables.finish_run()
-        return report
 
     @at_edge
     def abort(self) -> None:

@@ -8,9 +8,6 @@ from typing import Protocol
 
 import torch
 
-# The position of an input or output of one run, and the run; or None for what is not of one run.
-Key = tuple[int, "int | None"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GraphInput:
@@ -25,23 +22,6 @@ class GraphInput:
     handle: int
     number: int
     value: torch.Tensor
-
-
-@dataclass(frozen=True)
-class RepeatedGraph:
-    """An executable that runs a graph several times, one after another.
-
-    Attributes:
-        name: of the executable.
-        order: for each of its inputs the position among the graph's own, and the run; None if the first run begins
-            with it, or all read it.
-        results: for each of its outputs the position among the graph's own, and the run; None if it is what the runs
-            carried on.
-    """
-
-    name: bytes
-    order: tuple[Key, ...]
-    results: tuple[Key, ...]
 
 
 class ComputedTensors(Protocol):

@@ -3,10 +3,16 @@
 A `ShardingPlan` (plan.py) says how each tensor is split. It comes from a template (templates.py) or from the planner
 (planner/), possibly compared by compiled steps (measure/, automatic.py). `Placement` (placement.py) applies it to a
 model; state/ saves and loads sharded state; report.py, visualize.py and hlo.py show what a plan does.
+
+Other rooms import from here, and from the rooms in this one: planner/ (which imports the solver), measure/ and state/.
 """
 
-from xla_adapters.sharding.config import ShardingConfig
+from xla_adapters.sharding.config import MEASURED_PLANS, Scheme, ShardingConfig, TopologyName
+from xla_adapters.sharding.distribute import accept_placements, distribute_module, place_batch, plan_of
+from xla_adapters.sharding.hlo import HloStats, read_hlo
 from xla_adapters.sharding.mesh import Mesh
+from xla_adapters.sharding.model_loading import Around, checkpoint_activations, load_model
+from xla_adapters.sharding.placement import Placement
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.plan_data import (
     ActivationPlan,
@@ -16,15 +22,39 @@ from xla_adapters.sharding.plan_data import (
     ParameterPlan,
     PlanCost,
 )
+from xla_adapters.sharding.report import UNITS_NOTE, human_bytes, human_seconds, table
+from xla_adapters.sharding.sharder import Sharder, make_plan
+from xla_adapters.sharding.templates import default_mesh, template
 
 __all__ = [
+    "MEASURED_PLANS",
+    "UNITS_NOTE",
     "ActivationPlan",
     "Alternative",
+    "Around",
     "CollectiveCost",
+    "HloStats",
     "Measurement",
     "Mesh",
     "ParameterPlan",
+    "Placement",
     "PlanCost",
+    "Scheme",
+    "Sharder",
     "ShardingConfig",
     "ShardingPlan",
+    "TopologyName",
+    "accept_placements",
+    "checkpoint_activations",
+    "default_mesh",
+    "distribute_module",
+    "human_bytes",
+    "human_seconds",
+    "load_model",
+    "make_plan",
+    "place_batch",
+    "plan_of",
+    "read_hlo",
+    "table",
+    "template",
 ]

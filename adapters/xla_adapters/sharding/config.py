@@ -12,7 +12,6 @@ from xla_adapters.sharding.mesh import Mesh, Spec, as_spec
 from xla_adapters.sharding.plan import ShardingPlan
 
 Scheme = Literal["auto", "dp", "fsdp", "tp", "2d"]
-Partitioner = Literal["planner", "alpa"]
 TopologyName = Literal["cpu", "v4", "v5e", "v5p", "v6e", "tpu7x"]
 Checkpoints = Literal["whole", "sharded"]
 # How many of the planner's plans are compiled if nothing is said.
@@ -30,8 +29,7 @@ class ShardingConfig:
             axis of its own; `"auto"` takes the cheapest of the planner's plans and these templates.
         mesh_shape: devices along each axis; chosen if not given.
         axis_names: of the mesh; `("data", "model")` if not given.
-        partitioner: the planner for `"auto"`: `"planner"` is this package's, `"alpa"` the XLA compiler's own
-            pass, where it has one.
+        partitioner: `"planner"`, the only one; so the dict of RFC pytorch/xla#6322 can be given.
         keep_user_sharding: keep the sharding of parameters that are already annotated, and plan the others.
         memory_budget: bytes per device for parameters, gradients, optimizer state and activations; if not
             given, nine tenths of the topology's memory (on the CPU no limit).
@@ -54,7 +52,7 @@ class ShardingConfig:
     scheme: Scheme = "auto"
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
-    partitioner: Partitioner = "planner"
+    partitioner: str = "planner"
     keep_user_sharding: bool = True
     memory_budget: int | None = None
     topology: str | None = None
@@ -66,7 +64,6 @@ class ShardingConfig:
     def __post_init__(self) -> None:
         for name, value, choices in (
             ("scheme", self.scheme, get_args(Scheme)),
-            ("partitioner", self.partitioner, get_args(Partitioner)),
             ("topology", self.generation, (None, *get_args(TopologyName))),
             ("keep_user_sharding", self.keep_user_sharding, (True, False)),
             ("checkpoints", self.checkpoints, get_args(Checkpoints)),
@@ -74,8 +71,11 @@ class ShardingConfig:
             if value not in choices or (choices == (True, False) and not isinstance(value, bool)):
                 listed = ", ".join(map(repr, choices))
                 raise ConfigError(f"{name}={value!r} is not a valid value; valid values: {listed}")
-        if self.partitioner == "alpa" and self.scheme != "auto":
-            raise ConfigError(f"partitioner='alpa' plans; with scheme={self.scheme!r} there is nothing to plan")
+        if self.partitioner != "planner":
+            raise ConfigError(
+                f"partitioner={self.partitioner!r} is not supported: plans are made by the planner of this package; "
+                "leave the option out, or give partitioner='planner'"
+            )
         budget = self.memory_budget
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
             raise ConfigError(f"memory_budget={budget!r} is not a valid value; valid values: an integer >= 1")
@@ -131,15 +131,15 @@ class ShardingConfig:
         for name in ("mesh_shape", "memory_budget", "topology", "measure_top_k"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is for planning, and plan= is made already")
-        if self.scheme != "auto" or self.partitioner != "planner" or self.overrides:
-            raise ConfigError("scheme, partitioner and overrides are for planning, and plan= is made already")
+        if self.scheme != "auto" or self.overrides:
+            raise ConfigError("scheme and overrides are for planning, and plan= is made already")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ShardingConfig:
         """Builds a config from plain values; an unknown key lists the valid ones.
 
-        The dict of RFC pytorch/xla#6322 is understood as it is:
-        `{"auto_sharding": {"partitioner": "alpa", "keep_user_sharding": True}}`.
+        The dict of RFC pytorch/xla#6322 is understood, but for its partitioner:
+        `{"auto_sharding": {"partitioner": "planner", "keep_user_sharding": True}}`.
         """
         values = dict(values)
         inner = values.pop("auto_sharding", None)

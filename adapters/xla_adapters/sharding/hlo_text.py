@@ -1,4 +1,4 @@
-"""Parses HLO text: computations, instructions, and sizes of types."""
+"""Reads XLA's texts: HLO modules (`parse_module`), trips of loops (`trip_count`), and memory (`read_memory_report`)."""
 
 from __future__ import annotations
 
@@ -218,3 +218,160 @@ def _bits(dtype: str) -> int:
     if found is None:
         raise ConfigError(f"the HLO has the element type {dtype!r}, whose size is not known")
     return int(found.group(1))
+
+
+_CONDITION, _BODY = re.compile(r"\bcondition=%?([\w.\-]+)"), re.compile(r"\bbody=%?([\w.\-]+)")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_INDEX = re.compile(r"\bindex=(\d+)")
+# Their result is their operand.
+_SAME = ("copy", "bitcast", "convert")
+
+
+def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
+    """The trips of a loop that counts by a constant, from a constant up to one; None for other loops.
+
+    Args:
+        module: the module.
+        computation: the name of the one that has the loop.
+        loop: the `while`.
+    """
+    condition, body = _CONDITION.search(loop.attributes), _BODY.search(loop.attributes)
+    if condition is None or body is None:
+        return None
+    outside, test, inside = (
+        _Values(module.computations.get(name, ())) for name in (computation, condition.group(1), body.group(1))
+    )
+    root = test.root
+    if root is None or root.opcode != "compare" or "direction=LT" not in root.attributes:
+        return None
+    counter, limit = (test.operand(root, position) for position in (0, 1))
+    place, end = test.element(counter), test.constant(limit)
+    if place is None or end is None or inside.root is None:
+        return None
+    initial = outside.by_name.get(outside.operand(loop, 0))
+    begin = None if initial is None else outside.constant(outside.operand(initial, place))
+    step = inside.step(inside.operand(inside.root, place), place)
+    if begin is None or not step or step < 0:
+        return None
+    return max(0, -(-(end - begin) // step))
+
+
+class _Values:
+    """The instructions of a computation by name."""
+
+    def __init__(self, instructions: tuple[Instruction, ...]) -> None:
+        self.by_name: Mapping[str, Instruction] = {item.name: item for item in instructions}
+        self.root = next((item for item in instructions if item.root), None)
+
+    def operand(self, instruction: Instruction, position: int) -> str:
+        """The name of an operand; empty if there is none. An element of a tuple is `name#3`."""
+        parts = elements(f"({_COMMENT.sub('', instruction.operands)})")
+        # The long form has the type before the name.
+        return parts[position].split()[-1].lstrip("%") if position < len(parts) else ""
+
+    def constant(self, name: str) -> int | None:
+        """The value of an integer constant."""
+        item = self._followed(name)
+        if item is None or item.opcode != "constant" or not item.operands.strip().isdigit():
+            return None
+        return int(item.operands)
+
+    def element(self, name: str) -> int | None:
+        """Which element of the computation's parameter this is."""
+        name, _, place = name.partition("#")
+        if not place:
+            item = self._followed(name)
+            found = _INDEX.search(item.attributes) if item is not None and item.opcode == "get-tuple-element" else None
+            if item is None:
+                return None
+            if item.opcode in _SAME:
+                return self.element(self.operand(item, 0))
+            if found is None:
+                return None
+            name, place = self.operand(item, 0), found.group(1)
+        source = self.by_name.get(name)
+        return int(place) if source is not None and source.opcode == "parameter" else None
+
+    def step(self, name: str, place: int) -> int | None:
+        """The constant that is added to this element of the parameter."""
+        item = self._followed(name)
+        if item is None or item.opcode != "add":
+            return None
+        names = [self.operand(item, position) for position in (0, 1)]
+        for one, other in (names, names[::-1]):
+            if self.element(one) == place:
+                return self.constant(other)
+        return None
+
+    def _followed(self, name: str) -> Instruction | None:
+        """The instruction behind copies; the last copy if it is of an element of a tuple."""
+        item = self.by_name.get(name)
+        while item is not None and item.opcode in _SAME:
+            behind = self.by_name.get(self.operand(item, 0))
+            if behind is None:
+                break
+            item = behind
+        return item
+
+
+_ALLOCATION = re.compile(r"\ballocation (\d+): size ([\d.]+)\s*([KMGTP]i)?B?\s*([,:].*)$")
+_UNITS_OF_MEMORY = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Bytes on one device by kind, from XLA's buffer assignment.
+
+    Attributes:
+        arguments: parameters of the program, including donated ones.
+        outputs: results that do not reuse an argument's memory.
+        temporaries: intermediate values.
+    """
+
+    arguments: int = 0
+    outputs: int = 0
+    temporaries: int = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Arguments, outputs that do not reuse them, and temporary values."""
+        return self.arguments + self.outputs + self.temporaries
+
+
+def read_memory_report(text: str) -> MemoryReport:
+    """Reads `*buffer-assignment.txt` (exact) or `*memory-usage-report.txt` (rounded) of an XLA dump.
+
+    XLA writes both next to the optimised HLO with `XLA_FLAGS=--xla_dump_to=... --xla_dump_hlo_as_text`. Constants and
+    the scratch memory of inner computations are not counted.
+
+    Raises:
+        ConfigError: the text has no allocation.
+    """
+    found: dict[str, re.Match[str]] = {}
+    for line in text.splitlines():
+        # The usage report lists every allocation twice.
+        if (match := _ALLOCATION.search(line)) is not None:
+            found.setdefault(match.group(1), match)
+    if not found:
+        raise ConfigError(
+            f"this is no memory report of XLA: it lists no allocation; it begins with {text[:60]!r}. Pass the text of "
+            "*buffer-assignment.txt or *memory-usage-report.txt"
+        )
+    sizes: dict[str, int] = {}
+    for match in found.values():
+        _, number, unit, description = match.groups()
+        kind = _kind_of_memory(description)
+        sizes[kind] = sizes.get(kind, 0) + round(float(number) * _UNITS_OF_MEMORY[unit or ""])
+    sizes.pop("", None)
+    return MemoryReport(**sizes)
+
+
+def _kind_of_memory(description: str) -> str:
+    # With the comma, since the shape before it may contain any word.
+    if ", parameter " in description:
+        return "arguments"
+    if ", thread-local" in description or ", constant" in description:
+        return ""
+    if ", maybe-live-out" in description or ", output shape" in description:
+        return "outputs"
+    return "temporaries"

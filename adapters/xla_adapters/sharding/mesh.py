@@ -1,4 +1,7 @@
-"""`Mesh`, a grid of devices with named axes, and `Spec`, which says over which axes each dimension is split."""
+"""`Mesh`, a grid of devices with named axes, and `Spec`, which says over which axes each dimension is split.
+
+`tiles_of` converts a spec on a mesh to XLA's tile assignment.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from xla_adapters.errors import ConfigError
+from xla_adapters.runtime import TileAssignment
 
 DATA, MODEL = "data", "model"
 
@@ -178,3 +182,14 @@ def as_spec(entries: Iterable[object]) -> Spec:
         else:
             raise ConfigError(f"{entry!r} is no entry of a spec; an entry is None, an axis name or a list of them")
     return tuple(spec)
+
+
+def tiles_of(mesh: Mesh, spec: Spec) -> TileAssignment:
+    """The tile assignment of a tensor with this spec: number of tiles per dimension, and the device of each tile."""
+    used = [mesh.axis_names.index(axis) for dim in spec for axis in axes_of(dim)]
+    order = used + [index for index in range(len(mesh.shape)) if index not in used]
+    strides = [math.prod(mesh.shape[index + 1 :]) for index in range(len(mesh.shape))]
+    devices = [0]
+    for index in order:
+        devices = [start + step * strides[index] for start in devices for step in range(mesh.shape[index])]
+    return TileAssignment(counts=tuple(mesh.parts(dim) for dim in spec), devices=tuple(devices))

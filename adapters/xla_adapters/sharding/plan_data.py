@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding.mesh import DATA, Mesh, Spec, without
+from xla_adapters.sharding.mesh import DATA, Mesh, Spec, tiles_of, without
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 
@@ -194,4 +195,19 @@ class PlanData:
         for entry in self.parameters:
             if name == entry.name or name in entry.tied:
                 return entry
-        raise ConfigError(f"the plan {self.name!r} has no parameter {name!r}: it was made for another model")
+        names = [known for entry in self.parameters for known in (entry.name, *entry.tied)]
+        near = ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0)) or "none"
+        raise ConfigError(
+            f"the plan {self.name!r} has no parameter {name!r}, near: {near}; it was made for another model"
+        )
+
+
+def tiles_of_plan(plan: PlanData) -> Hashable:
+    """All tile assignments of a plan. Plans of one model with equal ones compile to the same step."""
+    mesh = plan.mesh
+    stored = tuple(tiles_of(mesh, spec) for entry in plan.parameters for spec in (entry.spec, entry.spec_in_use))
+    held = tuple(
+        (entry.module, entry.of, tiles_of(mesh, entry.spec), tiles_of(mesh, entry.gradient or entry.spec))
+        for entry in plan.activations
+    )
+    return stored, held, tiles_of(mesh, (plan.batch,))

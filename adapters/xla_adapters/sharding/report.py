@@ -1,16 +1,197 @@
-"""`report`: describes a sharding plan as text."""
+"""`report`: describes a sharding plan as text.
+
+Equal parameters of repeated layers are one row (`fold`). `table`, `human_bytes` and `human_seconds` are used by other
+reports, too.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
-from xla_adapters.sharding.folding import fold
+import torch
+
+from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.mesh import Mesh, render
 from xla_adapters.sharding.plan_data import ParameterPlan, PlanCost, PlanData
-from xla_adapters.sharding.tables import check_width, table
-from xla_adapters.sharding.units import UNITS_NOTE, dtype_bytes, human_bytes, human_seconds, ratio
+
+UNITS_NOTE = "kB = 1e3, MB = 1e6, GB = 1e9 bytes"
+
+
+def human_bytes(size: float) -> str:
+    """Bytes with a decimal unit: `12.3 MB` (MB = 1e6 bytes)."""
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        # A value that would be rounded to 1000 gets the next unit.
+        if abs(size) >= 0.9995 * factor:
+            return f"{_three_digits(size / factor)} {unit}"
+    return f"{size:.0f} B"
+
+
+def human_seconds(seconds: float) -> str:
+    """Seconds with a unit: `1.25 ms`."""
+    if seconds == 0:
+        return "0 s"
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= 0.9995 * factor:
+            return f"{_three_digits(seconds / factor)} {unit}"
+    return f"{_three_digits(seconds / 1e-9)} ns"
+
+
+def ratio(measured: float, predicted: float) -> str:
+    """`measured / predicted` as text; a dash if nothing was predicted."""
+    return f"{measured / predicted:.2f}" if predicted else "-"
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element of a torch dtype, by its name (`"float32"`, `"torch.bfloat16"`, `"float8_e4m3fn"`).
+
+    Raises:
+        ConfigError: the name is of no dtype.
+    """
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"{dtype!r} is no dtype; examples: float32, bfloat16, float8_e4m3fn, int64, bool")
+    return found.itemsize
+
+
+def _three_digits(number: float) -> str:
+    digits = 0 if abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2
+    return f"{number:,.{digits}f}"
+
+
+LEAST_WIDTH = 60
+_BETWEEN_COLUMNS = "  "
+_NARROWEST = 4
+
+
+def check_width(width: object) -> None:
+    """Raises if a width is too small.
+
+    Raises:
+        ConfigError: it is not an integer of at least 60.
+    """
+    if isinstance(width, bool) or not isinstance(width, int) or width < LEAST_WIDTH:
+        raise ConfigError(f"width={width!r} is not a valid value; valid values: an integer >= {LEAST_WIDTH}")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int, right: Sequence[int] = ()) -> list[str]:
+    """The lines of a table.
+
+    If it is too wide, the widest columns are narrowed first, and their cells are wrapped.
+
+    Args:
+        header: the title of each column.
+        rows: as many cells as titles.
+        width: the maximal number of characters per line.
+        right: indices of the columns that are aligned to the right.
+    """
+    cells = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    while sum(widths) + len(_BETWEEN_COLUMNS) * (len(widths) - 1) > width and max(widths) > _NARROWEST:
+        widths[widths.index(max(widths))] -= 1
+    lines = [line for row in cells for line in _table_row(row, widths, right)]
+    height = len(_table_row(list(header), widths, right))
+    return [*lines[:height], _BETWEEN_COLUMNS.join("-" * size for size in widths), *lines[height:]]
+
+
+def _table_row(cells: Sequence[str], widths: Sequence[int], right: Sequence[int]) -> list[str]:
+    parts = [_wrapped(cell, size) for cell, size in zip(cells, widths, strict=True)]
+    lines = []
+    for index in range(max(map(len, parts))):
+        texts = [part[index] if index < len(part) else "" for part in parts]
+        lines.append(
+            _BETWEEN_COLUMNS.join(
+                text.rjust(size) if column in right else text.ljust(size)
+                for column, (text, size) in enumerate(zip(texts, widths, strict=True))
+            ).rstrip()
+        )
+    return lines
+
+
+def _wrapped(text: str, size: int) -> list[str]:
+    """The text in pieces of at most `size` characters, split after a dot, comma, space or underscore if possible."""
+    pieces = []
+    while len(text) > size:
+        cut = max(text.rfind(mark, size // 3, size) for mark in "., _") + 1 or size
+        pieces.append(text[:cut].rstrip())
+        text = text[cut:].lstrip()
+    return [*pieces, text]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fold:
+    """Equal parameters whose names differ only in the number of a layer.
+
+    Attributes:
+        name: with ranges of numbers in braces.
+        parameters: in the plan's order.
+    """
+
+    name: str
+    parameters: tuple[ParameterPlan, ...]
+
+    @property
+    def first(self) -> ParameterPlan:
+        """The first parameter; all have its shape, dtype and spec."""
+        return self.parameters[0]
+
+
+def fold(parameters: Iterable[ParameterPlan]) -> tuple[Fold, ...]:
+    """Folds parameters with equal shape, dtype, spec and `decided_by`, in the order of their first one.
+
+    A tied weight is not folded.
+    """
+    rows: list[tuple[tuple[str, ...], Hashable, tuple[ParameterPlan, ...]]] = [
+        (tuple(entry.name.split(".")), _alike(entry), (entry,)) for entry in parameters
+    ]
+    positions = max((len(parts) for parts, _, _ in rows), default=0)
+    # From the right: first the experts of a layer, then layers whose experts fold in the same way.
+    for position in reversed(range(positions)):
+        rows = _folded_at(rows, position)
+    return tuple(Fold(name=".".join(parts), parameters=members) for parts, _, members in rows)
+
+
+def _alike(entry: ParameterPlan) -> Hashable:
+    return (entry.shape, entry.dtype, entry.spec, entry.decided_by, entry.name if entry.tied else None)
+
+
+def _folded_at(
+    rows: Sequence[tuple[tuple[str, ...], Hashable, tuple[ParameterPlan, ...]]], position: int
+) -> list[tuple[tuple[str, ...], Hashable, tuple[ParameterPlan, ...]]]:
+    groups: dict[Hashable, list[tuple[tuple[str, ...], Hashable, tuple[ParameterPlan, ...]]]] = {}
+    for row in rows:
+        parts, alike, _ = row
+        key: Hashable = parts
+        if position < len(parts) and parts[position].isdecimal():
+            key = (*parts[:position], None, *parts[position + 1 :])
+        groups.setdefault((key, alike), []).append(row)
+    folded = []
+    for group in groups.values():
+        parts, alike, members = group[0]
+        if len(group) > 1:
+            numbers = sorted(int(row[0][position]) for row in group)
+            parts = (*parts[:position], "{" + ranges(numbers) + "}", *parts[position + 1 :])
+            members = tuple(member for row in group for member in row[2])
+        folded.append((parts, alike, members))
+    return folded
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as text: `0-3,5,8-9`; evenly spaced ones as `0,4,..,252`."""
+    if len(numbers) > 3 and numbers[1] - numbers[0] > 1:
+        step = numbers[1] - numbers[0]
+        if all(after - before == step for before, after in itertools.pairwise(numbers)):
+            return f"{numbers[0]},{numbers[1]},..,{numbers[-1]}"
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def report(plan: PlanData, *, width: int = 110) -> str:

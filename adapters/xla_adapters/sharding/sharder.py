@@ -1,10 +1,14 @@
-"""`Sharder`: shards a training for an adapter: makes the plan, places the model and the batches."""
+"""`Sharder`: shards a training for an adapter: makes the plan, places the model and the batches.
+
+`make_plan` makes a plan alone; `annotated` reads the sharding of parameters that the user annotated before.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,13 +17,76 @@ import torch
 
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ConfigError, UnsupportedOptionError
-from xla_adapters.runtime import Runtime, get_runtime
-from xla_adapters.sharding.annotated import annotated, possible_meshes
+from xla_adapters.runtime import Runtime, TileAssignment, get_runtime
 from xla_adapters.sharding.config import ShardingConfig
-from xla_adapters.sharding.mesh import Mesh, Spec
+from xla_adapters.sharding.mesh import DimSpec, Mesh, Spec, tiles_of
 from xla_adapters.sharding.placement import Placement
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.templates import default_mesh, template
+
+
+def annotated(model: torch.nn.Module, meshes: Sequence[Mesh], runtime: Runtime) -> tuple[Mesh | None, dict[str, Spec]]:
+    """The mesh and the specs of the parameters that are already sharded.
+
+    Args:
+        model: on any device.
+        meshes: the candidates; the first that explains all annotations is returned.
+        runtime: the runtime.
+
+    Returns:
+        The mesh (None if no parameter is sharded), and the spec of each sharded parameter by name.
+
+    Raises:
+        ConfigError: no candidate explains all annotations.
+    """
+    cut = {
+        name: tiles
+        for name, parameter in model.named_parameters()
+        if runtime.device.owns(parameter) and (tiles := runtime.spmd.tiles_of(parameter)) is not None
+    }
+    if not cut:
+        return None, {}
+    odd: set[str] = set()
+    for mesh in meshes:
+        specs = {name: spec_of(mesh, tiles) for name, tiles in cut.items()}
+        found = {name: spec for name, spec in specs.items() if spec is not None}
+        if len(found) == len(cut):
+            return mesh, found
+        odd |= cut.keys() - found.keys()
+    raise ConfigError(
+        f"the annotations of {', '.join(sorted(odd)[:3])}{' and others' if len(odd) > 3 else ''} are none of the "
+        f"mesh {', or '.join(map(str, meshes))}: give the mesh they were made for as mesh_shape and axis_names (or as "
+        "device_mesh), or keep_user_sharding=False to shard them anew"
+    )
+
+
+def possible_meshes(config: ShardingConfig, devices: int) -> list[Mesh]:
+    """The meshes that annotations of the user may belong to, given these options."""
+    if (asked := config.mesh(devices)) is not None:
+        return [asked]
+    if config.scheme != "auto":
+        return [default_mesh(config.scheme, devices)]
+    first = [default_mesh(scheme, devices) for scheme in ("2d", "fsdp", "tp")]
+    lengths = (length for length in range(2, devices) if devices % length == 0)
+    return list(dict.fromkeys([*first, *(Mesh.data_and_model(devices // n, n) for n in lengths)]))
+
+
+def spec_of(mesh: Mesh, tiles: TileAssignment) -> Spec | None:
+    """The spec on this mesh that gives this tile assignment; None if there is none."""
+    choices: list[list[DimSpec]] = []
+    for count in tiles.counts:
+        ways: list[DimSpec] = [None] if count == 1 else []
+        for length in range(1, len(mesh.axis_names) + 1):
+            for axes in itertools.permutations(mesh.axis_names, length):
+                if mesh.parts(axes) == count:
+                    ways.append(axes[0] if length == 1 else axes)
+        choices.append(ways)
+    for spec in itertools.product(*choices):
+        used = [axis for dim in spec if dim is not None for axis in ((dim,) if isinstance(dim, str) else dim)]
+        if len(set(used)) == len(used) and tiles_of(mesh, spec) == tiles:
+            return spec
+    return None
+
 
 logger = logging.getLogger("xla_adapters")
 
@@ -34,7 +101,7 @@ class Sharder:
     Raises:
         RuntimeOrderError: the runtime was started without SPMD before.
         ConfigError: the mesh in the options needs another number of devices.
-        UnsupportedOptionError: the mode of the steps or the device's compiler does not support an option.
+        UnsupportedOptionError: the mode of the steps does not support sharding.
     """
 
     def __init__(self, config: ShardingConfig, steps: XLAConfig | None = None) -> None:
@@ -43,18 +110,11 @@ class Sharder:
                 "xla_mode='eager+dynamo' and sharding: dynamo's graphs do not know how tensors are cut; use "
                 "xla_mode='eager+compile'"
             )
-        if steps is not None and steps.steps_per_execution > 1:
-            raise UnsupportedOptionError(
-                f"steps_per_execution={steps.steps_per_execution} with sharding: the executable of several steps is "
-                "made for one device; leave one of them out"
-            )
         self.config = config
         self._runtime: Runtime = get_runtime()
         self._runtime.device.initialize(spmd=True)
         self.devices = self._runtime.device.count()
         config.mesh(self.devices)
-        if config.partitioner == "alpa":
-            raise UnsupportedOptionError(_no_alpa(self._runtime.device.hardware()))
         self._placement: Placement | None = None
 
     @property
@@ -146,18 +206,6 @@ class Sharder:
                 stack.enter_context(self._placement.constraining(model))
                 stack.enter_context(self._placement.resharding_loaded_state(model))
             yield
-
-
-def _no_alpa(hardware: str) -> str:
-    if hardware == "TPU":
-        return (
-            "partitioner='alpa': the XLA compiler for TPU has this pass, and no way was found yet to see what it did "
-            "before it is trusted with a run; leave partitioner at 'planner'"
-        )
-    return (
-        f"partitioner='alpa': the XLA compiler for {hardware} has no pass that shards by itself (it accepts the "
-        "request and shards nothing); leave partitioner at 'planner'"
-    )
 
 
 def make_plan(

@@ -26,17 +26,32 @@ _ROW_ENDINGS = ("output.dense",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Parameter:
-    """A parameter with all its names, and the module and attribute that hold it."""
+class NamedParameter:
+    """A parameter of the user's model with all its names; the first is that of `named_parameters()`."""
 
     names: tuple[str, ...]
     value: torch.Tensor
-    owner: nn.Module
-    attribute: str
 
-    @property
-    def module_name(self) -> str:
-        return self.names[0].rpartition(".")[0]
+    def planned(self, spec: Spec, decided_by: str, used: Spec | None = None) -> ParameterPlan:
+        """The parameter's entry in a plan; the arguments are attributes of `ParameterPlan`."""
+        return ParameterPlan(
+            name=self.names[0],
+            tied=self.names[1:],
+            shape=tuple(self.value.shape),
+            dtype=str(self.value.dtype).removeprefix("torch."),
+            spec=spec,
+            decided_by=decided_by,
+            used=used,
+        )
+
+
+def list_parameters(model: nn.Module) -> list[NamedParameter]:
+    """All parameters of a model; those with several names (tied weights) once."""
+    found: dict[int, NamedParameter] = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        names = found[id(value)].names if id(value) in found else ()
+        found[id(value)] = NamedParameter(names=(*names, name), value=value)
+    return list(found.values())
 
 
 def default_mesh(scheme: str, devices: int) -> Mesh:
@@ -111,10 +126,10 @@ def _parameter_plans(
     data, layers = _axes(mesh)
     plans = []
     unused = set(config.overrides)
-    for parameter in _parameters(model):
+    for parameter in list_parameters(model):
         spec, decided_by = replicated(parameter.value.ndim), "template"
         if scheme in ("tp", "2d") and layers is not None:
-            spec = _megatron(parameter, mesh, layers)
+            spec = _megatron(parameter, model, mesh, layers)
         if scheme in ("fsdp", "2d") and data is not None:
             spec = _fully_sharded(parameter.value, spec, mesh, data)
         annotated = next((fixed[name] for name in parameter.names if name in fixed), None)
@@ -125,49 +140,22 @@ def _parameter_plans(
                 unused.discard(pattern)
                 if decided_by != "override":
                     spec, decided_by = wanted, "override"
-        plans.append(
-            ParameterPlan(
-                name=parameter.names[0],
-                tied=parameter.names[1:],
-                shape=tuple(parameter.value.shape),
-                dtype=str(parameter.value.dtype).removeprefix("torch."),
-                spec=spec,
-                decided_by=decided_by,
-            )
-        )
+        plans.append(parameter.planned(spec, decided_by))
     if unused:
         raise ConfigError(f"overrides {', '.join(map(repr, sorted(unused)))} fit no parameter of the model")
     return plans
 
 
-def _parameters(model: nn.Module) -> Iterator[_Parameter]:
-    """Each parameter once, with all its names; the first is that of `named_parameters`."""
-    names: dict[int, list[str]] = {}
-    owners: dict[int, tuple[torch.Tensor, nn.Module, str]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for attribute, value in module._parameters.items():
-            if value is not None:
-                full = f"{prefix}.{attribute}" if prefix else attribute
-                found = names.setdefault(id(value), [])
-                if full not in found:
-                    found.append(full)
-                owners.setdefault(id(value), (value, module, attribute))
-    for name, parameter in model.named_parameters():
-        value, module, attribute = owners[id(parameter)]
-        others = tuple(other for other in names[id(parameter)] if other != name)
-        yield _Parameter(names=(name, *others), value=value, owner=module, attribute=attribute)
-
-
-def _megatron(parameter: _Parameter, mesh: Mesh, axis: str) -> Spec:
+def _megatron(parameter: NamedParameter, model: nn.Module, mesh: Mesh, axis: str) -> Spec:
     """The spec of Megatron-LM: outputs of column-parallel layers are split, inputs of row-parallel layers."""
-    value, owner = parameter.value, parameter.owner
+    value, layer = parameter.value, parameter.names[0].rpartition(".")[0]
+    owner = model.get_submodule(layer)
     whole = replicated(value.ndim)
     if isinstance(owner, nn.Embedding):
         return _split(value, whole, mesh, axis, [0]) if _is_vocabulary(parameter) else whole
     if value.ndim >= 3 and not _is_convolution(owner):
         # Experts, one per entry of the first dimension.
         return _split(value, whole, mesh, axis, [0])
-    layer = parameter.module_name
     row = layer.rpartition(".")[2] in _ROW_NAMES or layer.endswith(_ROW_ENDINGS)
     if isinstance(owner, nn.Linear) or type(owner).__name__ == "Conv1D" or _is_convolution(owner):
         outputs = 1 if type(owner).__name__ == "Conv1D" and value.ndim == 2 else 0
@@ -177,7 +165,7 @@ def _megatron(parameter: _Parameter, mesh: Mesh, axis: str) -> Spec:
     return whole
 
 
-def _is_vocabulary(parameter: _Parameter) -> bool:
+def _is_vocabulary(parameter: NamedParameter) -> bool:
     """Whether an embedding is that of the vocabulary: tied to the output layer, or much longer than wide."""
     return len(parameter.names) > 1 or parameter.value.shape[0] >= 4 * parameter.value.shape[1]
 

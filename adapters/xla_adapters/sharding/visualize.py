@@ -1,21 +1,330 @@
-"""Draws a sharding plan as text, SVG or HTML: the mesh, and which device holds which slice of a tensor."""
+"""Draws a sharding plan as text, SVG or HTML: the mesh, and which device holds which slice of a tensor.
+
+Colours are those that colour-blind people can distinguish (Okabe and Ito, "Color Universal Design", 2008), with labels
+of enough contrast (WCAG 2.1, success criterion 1.4.3).
+"""
 
 from __future__ import annotations
 
-import difflib
+import itertools
+import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
 
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding.colours import INK, PAPER
-from xla_adapters.sharding.folding import Fold, fold, ranges
-from xla_adapters.sharding.mesh import Mesh, Spec, render, used_axes
+from xla_adapters.sharding.mesh import Mesh, Spec, axes_of, render, used_axes
 from xla_adapters.sharding.plan_data import ParameterPlan, PlanData
-from xla_adapters.sharding.slices import Grid, Slice, mesh_grid, slice_numbers, slices
-from xla_adapters.sharding.svg import draw
-from xla_adapters.sharding.tables import check_width
+from xla_adapters.sharding.report import Fold, check_width, fold, ranges
+
+PALETTE = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#000000")
+INK, PAPER = "#000000", "#FFFFFF"
+# WCAG's least contrast of text.
+LEAST_CONTRAST = 4.5
+
+
+def colour_of(number: int) -> str:
+    """The colour of slice `number`. Colours repeat after eight, so cells are labelled, too."""
+    return PALETTE[number % len(PALETTE)]
+
+
+def label_on(background: str) -> str:
+    """Black or white, whichever has more contrast to the background; one of them always reaches 4.5:1."""
+    return max((INK, PAPER), key=lambda ink: contrast(ink, background))
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast of two colours (`"#rrggbb"`), from 1 to 21."""
+    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    channels = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+# If a grid would have more rows than this, its longest axis becomes the columns.
+_TALLEST = 32
+# A mesh of a single axis is drawn in several rows if it has more devices than this.
+_LONGEST = 16
+_FOLDED = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A slice of a tensor, and the devices that hold it.
+
+    Attributes:
+        index: its position along each dimension, in slices.
+        bounds: start and end along each dimension, in elements.
+        whole: the shape of the tensor.
+        devices: ids of the devices, each of which holds a copy.
+    """
+
+    index: tuple[int, ...]
+    bounds: tuple[tuple[int, int], ...]
+    whole: tuple[int, ...]
+    devices: tuple[int, ...]
+
+    def __str__(self) -> str:
+        parts = (
+            ":" if (start, end) == (0, size) else f"{start}:{end}"
+            for (start, end), size in zip(self.bounds, self.whole, strict=True)
+        )
+        return f"[{', '.join(parts)}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """A labelled grid for drawing.
+
+    Attributes:
+        cells: rows of device ids or slice numbers.
+        rows, columns: the labels.
+    """
+
+    cells: tuple[tuple[int, ...], ...]
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+
+    def panels(self, widest: int) -> tuple[Grid, ...]:
+        """Splits the grid into grids of at most `widest` columns, which are drawn below each other."""
+        starts = range(0, len(self.columns), max(1, widest))
+        return tuple(
+            Grid(
+                cells=tuple(row[start : start + widest] for row in self.cells),
+                rows=self.rows,
+                columns=self.columns[start : start + widest],
+            )
+            for start in starts
+        )
+
+
+def slices(mesh: Mesh, shape: Sequence[int], spec: Spec) -> tuple[Slice, ...]:
+    """All different slices of a tensor, in row-major order.
+
+    Device ids count through the mesh in row-major order. If a dimension is split over several axes, the first is the
+    outermost, as in torch_xla's partition specs.
+
+    Raises:
+        ConfigError: an axis is unknown.
+    """
+    parts = [mesh.parts(dim) for dim in spec]
+    holders: dict[tuple[int, ...], list[int]] = {
+        index: [] for index in itertools.product(*(range(count) for count in parts))
+    }
+    for device in range(mesh.size):
+        place = [int(number) for number in np.unravel_index(device, mesh.shape)]
+        index = []
+        for dim in spec:
+            number = 0
+            for axis in axes_of(dim):
+                number = number * mesh.axis_size(axis) + place[mesh.axis_names.index(axis)]
+            index.append(number)
+        holders[tuple(index)].append(device)
+    # XLA splits an uneven dimension into shards of equal size; the last ones are shorter.
+    local = mesh.local_shape(tuple(shape), spec)
+    return tuple(
+        Slice(
+            index=index,
+            bounds=tuple(
+                (min(number * step, size), min((number + 1) * step, size))
+                for number, step, size in zip(index, local, shape, strict=True)
+            ),
+            whole=tuple(shape),
+            devices=tuple(devices),
+        )
+        for index, devices in holders.items()
+    )
+
+
+def slice_numbers(parts: Sequence[Slice]) -> dict[int, int]:
+    """By device id, the number of the slice that the device holds."""
+    return {device: number for number, part in enumerate(parts) for device in part.devices}
+
+
+def mesh_grid(mesh: Mesh) -> Grid:
+    """A mesh as a grid: the last axis is the columns, the others are the rows; axes of length 1 are left out."""
+    long_axes = [axis for axis, size in enumerate(mesh.shape) if size > 1] or [len(mesh.shape) - 1]
+    across = long_axes[-1]
+    if mesh.size // mesh.shape[across] > _TALLEST:
+        across = max(long_axes, key=lambda axis: mesh.shape[axis])
+    if len(long_axes) == 1 and mesh.size > _LONGEST:
+        rows = [tuple(range(start, min(start + _FOLDED, mesh.size))) for start in range(0, mesh.size, _FOLDED)]
+        name = mesh.axis_names[across]
+        return Grid(
+            cells=tuple(rows),
+            rows=tuple(f"{name}={row[0]}-{row[-1]}" if len(row) > 1 else f"{name}={row[0]}" for row in rows),
+            columns=("",) * _FOLDED,
+        )
+    down = [axis for axis in long_axes if axis != across]
+    others = [axis for axis in range(len(mesh.shape)) if axis not in long_axes]
+    ids = np.arange(mesh.size).reshape(mesh.shape).transpose([*others, *down, across]).reshape(-1, mesh.shape[across])
+    places = itertools.product(*(range(mesh.shape[axis]) for axis in down))
+    return Grid(
+        cells=_as_rows(ids),
+        rows=tuple(
+            " ".join(f"{mesh.axis_names[axis]}={number}" for axis, number in zip(down, place, strict=True))
+            for place in places
+        ),
+        columns=tuple(f"{mesh.axis_names[across]}={number}" for number in range(mesh.shape[across])),
+    )
+
+
+def tensor_grid(parts: Sequence[Slice], widest: int) -> Grid:
+    """The slices of a tensor as a grid: the last split dimension is the columns, the others are the rows."""
+    counts = [max(part.index[dim] for part in parts) + 1 for dim in range(len(parts[0].index))]
+    split = [dim for dim, count in enumerate(counts) if count > 1]
+    if not split:
+        return Grid(cells=((0,),), rows=("",), columns=("",))
+    last = split[-1]
+    if len(split) == 1 and (last != len(counts) - 1 or counts[last] > widest):
+        # A single split dimension goes down if it is not the last, and in several columns if it is too long.
+        width = 1 if counts[last] <= widest and len(counts) > 1 else widest
+        numbers = np.arange(math.ceil(len(parts) / width) * width).reshape(-1, width)
+        if width == 1:
+            return Grid(cells=_as_rows(numbers), rows=tuple(_bounds(part, last) for part in parts), columns=("",))
+        cells = tuple(tuple(number for number in row if number < len(parts)) for row in _as_rows(numbers))
+        rows = tuple(f"{parts[row[0]].bounds[last][0]}:{parts[row[-1]].bounds[last][1]}" for row in cells)
+        return Grid(cells=cells, rows=rows, columns=("",) * width)
+    columns = counts[last]
+    cells = _as_rows(np.arange(len(parts)).reshape(-1, columns))
+    return Grid(
+        cells=cells,
+        rows=tuple(" ".join(_bounds(parts[row[0]], dim) for dim in split[:-1]) for row in cells),
+        columns=tuple(_bounds(parts[number], last) for number in cells[0]),
+    )
+
+
+def _bounds(part: Slice, dim: int) -> str:
+    start, end = part.bounds[dim]
+    return f"{start}:{end}"
+
+
+def _as_rows(ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(number) for number in row) for row in ids)
+
+
+_SVG_COLUMNS = 16
+_MARGIN = 24
+_TITLE = 22
+_FONT = "font-family=\"ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace\""
+_SMALLEST = 8.0
+# Width of a character at font size 1, for fonts of one width.
+_CHARACTER = 0.62
+
+
+class _Cell(NamedTuple):
+    """A cell of a drawn grid: its slice (which decides the colour), texts inside and below, and a tooltip."""
+
+    slice: int
+    label: str
+    below: str
+    hint: str
+
+
+def draw(mesh: Mesh, parts: Sequence[Slice], *, title: str, describe: Callable[[Slice], str] = str) -> str:
+    """Draws the mesh and a tensor side by side; cells of one slice have one colour.
+
+    Args:
+        mesh: the devices.
+        parts: the slices of the tensor.
+        title: the text alternative for screen readers.
+        describe: returns a slice as text.
+
+    Returns:
+        An `<svg>` element without external resources.
+    """
+    number = slice_numbers(parts)
+
+    def of_device(device: int) -> _Cell:
+        held = number[device]
+        return _Cell(held, str(device), f"s{held}", f"device {device}: s{held} {describe(parts[held])}")
+
+    def of_slice(index: int) -> _Cell:
+        holders = ranges(parts[index].devices)
+        return _Cell(index, f"s{index}", holders, f"s{index} {describe(parts[index])}: devices {holders}")
+
+    devices, left, high = _svg_grid(mesh_grid(mesh), of_device, "devices (number, slice)")
+    tensor, right, higher = _svg_grid(tensor_grid(parts, _SVG_COLUMNS), of_slice, "tensor (slice, devices)")
+    left += 2 * _MARGIN
+    width, height = left + right, max(high, higher)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" {_FONT}><title>{escape(title)}</title>'
+        f'<rect width="100%" height="100%" fill="{PAPER}"/>{devices}'
+        f'<g transform="translate({left:.0f} 0)">{tensor}</g></svg>\n'
+    )
+
+
+def _svg_grid(grid: Grid, cell_of: Callable[[int], _Cell], title: str) -> tuple[str, float, float]:
+    """A drawn grid, its width and its height."""
+    size = _cell_size(sum(map(len, grid.cells)))
+    font = min(12.0, size * 0.36)
+    margin = max(map(len, grid.rows)) * 11 * _CHARACTER + 8
+    axis, found, _ = grid.columns[0].partition("=")
+    title += f", columns: {axis}" if found and len(grid.columns) > 1 else ""
+    parts = [_svg_text(margin, 14, title, 12, anchor="start")]
+    top, widest = float(_TITLE), margin + len(title) * 12 * _CHARACTER
+    for panel in grid.panels(_SVG_COLUMNS):
+        if any(panel.columns):
+            labels, line = _column_labels(panel.columns, size)
+            for column, label in enumerate(labels):
+                parts.append(_svg_text(margin + (column + 0.5) * size, top + 12, label, line))
+            top += 18
+        for row, cells in enumerate(panel.cells):
+            middle = top + (row + 0.5) * size
+            if panel.rows[row]:
+                parts.append(_svg_text(margin - 6, middle + 4, panel.rows[row], 11, anchor="end"))
+            for column, number in enumerate(cells):
+                parts.append(_svg_cell(cell_of(number), margin + column * size, top + row * size, size, font))
+        top += len(panel.cells) * size + 8
+        widest = max(widest, margin + len(panel.columns) * size + 2)
+    return "".join(parts), widest, top
+
+
+def _cell_size(count: int) -> float:
+    """Cells shrink with their number, to a size at which three digits can still be read."""
+    return 56.0 if count <= 32 else 44.0 if count <= 64 else 34.0
+
+
+def _column_labels(labels: Sequence[str], size: float) -> tuple[list[str], float]:
+    """Labels that fit over their columns: a number without its axis, a range without its end where they do not."""
+    font = min(11.0, size * 0.36)
+    if max(map(len, labels)) * font * _CHARACTER <= size:
+        return list(labels), font
+    short = [label.rpartition("=")[2] for label in labels]
+    if max(map(len, short)) * _SMALLEST * _CHARACTER > size:
+        short = [label.partition(":")[0] + ":" for label in short]
+    longest = max(map(len, short))
+    return short, max(_SMALLEST, min(font, size / (longest * _CHARACTER)))
+
+
+def _svg_cell(cell: _Cell, left: float, top: float, size: float, font: float) -> str:
+    fill = colour_of(cell.slice)
+    ink = label_on(fill)
+    below = cell.below if len(cell.below) * font * 0.85 * _CHARACTER <= size else "..."
+    return (
+        f'<g><title>{escape(cell.hint)}</title><rect x="{left:.1f}" y="{top:.1f}" width="{size:.0f}" '
+        f'height="{size:.0f}" fill="{fill}" stroke="{PAPER}" stroke-width="2"/>'
+        + _svg_text(left + size / 2, top + size * 0.46, cell.label, font, ink=ink)
+        + _svg_text(left + size / 2, top + size * 0.80, below, font * 0.85, ink=ink)
+        + "</g>"
+    )
+
+
+def _svg_text(x: float, y: float, text: str, size: float, *, ink: str = INK, anchor: str = "middle") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:.1f}" fill="{ink}" text-anchor="{anchor}">'
+        f"{escape(text)}</text>"
+    )
+
 
 Form = Literal["text", "svg", "html"]
 
@@ -66,7 +375,7 @@ def as_text(plan: PlanData, parameter: str | None = None, *, width: int = 110) -
     check_width(width)
     mesh = plan.mesh
     if parameter is not None:
-        entry = _find(plan, parameter)
+        entry = plan.parameter(parameter)
         lines = [*textwrap.wrap(_mesh_line(mesh), width), "", *_tensor_text(mesh, entry, [entry.name], width)]
         return "\n".join(lines) + "\n"
     lines = textwrap.wrap(f"Sharding plan {plan.name}: {_mesh_line(mesh)}", width)
@@ -93,7 +402,7 @@ def as_svg(plan: PlanData, parameter: str | None = None) -> str:
     if parameter is None:
         title = f"{_mesh_line(plan.mesh)}; batch: {_batch_line(plan)}"
         return draw(plan.mesh, _batch_slices(plan), title=title, describe=_batch_part)
-    return _parameter_svg(plan.mesh, _find(plan, parameter))
+    return _parameter_svg(plan.mesh, plan.parameter(parameter))
 
 
 def as_html(plan: PlanData) -> str:
@@ -135,15 +444,6 @@ def _by_spec(plan: PlanData) -> list[list[Fold]]:
         spec = item.first.spec
         groups.setdefault(spec if plan.mesh.shards(spec) > 1 else (), []).append(item)
     return [groups[spec] for spec in sorted(groups, key=lambda spec: not used_axes(spec))]
-
-
-def _find(plan: PlanData, parameter: str) -> ParameterPlan:
-    for entry in plan.parameters:
-        if parameter == entry.name or parameter in entry.tied:
-            return entry
-    names = [name for entry in plan.parameters for name in (entry.name, *entry.tied)]
-    close = difflib.get_close_matches(parameter, names, n=3, cutoff=0)
-    raise ConfigError(f"the plan {plan.name!r} has no parameter {parameter!r}; near: {', '.join(close) or 'none'}")
 
 
 def _batch_slices(plan: PlanData) -> tuple[Slice, ...]:

@@ -143,21 +143,12 @@ class GraphHistory:
             self.known.append((signature, report.operations))
         if len(own) >= _KEPT:
             self.known.remove(own[1])
-        self.compiled(name, report, reason, call, phase=signature.phase, warns=warns and needs_action and not is_first)
+        self._note_compile(name, report, reason, call, signature.phase, warns=warns and needs_action and not is_first)
 
-    def compiled(
-        self, name: str, report: ScopeReport, reason: str, call: CallNumber, *, phase: str = "", warns: bool = False
+    def _note_compile(
+        self, name: str, report: ScopeReport, reason: str, call: CallNumber, phase: str, *, warns: bool
     ) -> None:
-        """Notes a compile, says why in the log, and tells those who listen.
-
-        Args:
-            name: of the step.
-            report: of the end of the call.
-            reason: why, in words.
-            call: which call it was.
-            phase: which part of the loop it was.
-            warns: whether it is a warning.
-        """
+        """Notes a compile, says why in the log, and tells those who listen."""
         self.graphs += report.compiles
         self.seconds += report.compile_seconds
         total = f", {self.seconds:.1f} s in all" if self.graphs > report.compiles else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -36,27 +36,6 @@ def own_buffers_for_update(undo_log: UndoLog, runtime: Runtime) -> list[torch.Te
             buffers.free_for_results([entry.former for entry in unknown], [entry.tensor for entry in unknown])
     grads = [leaf.grad for leaf, before in undo_log.leaves() if leaf.grad is not None and leaf.grad is not before]
     return [*(entry.tensor for entry in written), *(grad for grad in grads if runtime.tracing.is_pending(grad))]
-
-
-def copies_of_taken(
-    taken: Sequence[torch.Tensor], inputs: Mapping[int, torch.Tensor], runtime: Runtime
-) -> dict[int, torch.Tensor]:
-    """Copies the inputs that are the same value as a donated one.
-
-    Args:
-        taken: the donated inputs: the executable reuses their buffers.
-        inputs: other inputs, by position.
-        runtime: the runtime.
-
-    Returns:
-        The copies, by position.
-    """
-    found = runtime.lazy.aliases(list(inputs.values()), taken)
-    if not found:
-        return {}
-    keys = list(inputs)
-    copies = runtime.values.copies([inputs[keys[position]] for position in found])
-    return {keys[position]: copy for position, copy in zip(found, copies, strict=True)}
 
 
 def note_updated(written: Sequence[torch.Tensor], runtime: Runtime) -> None:

@@ -7,9 +7,9 @@ import inspect
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, Unpack, overload
 
-from xla_adapters.config import XLAConfig
+from xla_adapters.config import XLAConfig, XLAOptions
 from xla_adapters.errors import ConfigError
 from xla_adapters.runtime.random_algorithm import use_random_algorithm
 from xla_adapters.runtime.rng import StepSeed
@@ -56,7 +56,7 @@ class Step:
     @at_edge
     def __enter__(self) -> Step:
         scope = self.scope()
-        if self._config.has_profiles:
+        if self._config.profile_steps is not None:
             scope = profiled(scope, self._name or "step", self._phase or line_of_caller(), self._config)
         scope.__enter__()
         self._entered.append(scope)
@@ -126,7 +126,7 @@ def step(
     config: XLAConfig | None = None,
     seed: _Seed = None,
     hint: str = "",
-    **options: Any,
+    **options: Unpack[XLAOptions],
 ) -> Step: ...
 
 
@@ -138,7 +138,7 @@ def step(
     config: XLAConfig | None = None,
     seed: _Seed = None,
     hint: str = "",
-    **options: Any,
+    **options: Unpack[XLAOptions],
 ) -> Any:
     """Marks code that is traced as one graph, compiled if it is new, and executed once at the end.
 
@@ -171,13 +171,11 @@ def step(
         GraphBreakError: (in the body) something would split the graph; see its subclasses.
         GraphLimitError: (at the end) `max_graphs` would be exceeded.
     """
-    if config is not None and options:
-        raise ConfigError(f"give either config= or single options, not both (got {', '.join(sorted(options))})")
-    config = config if config is not None else XLAConfig.from_dict(options)
+    config = XLAConfig.resolve(config, options)
     check_no_model_is_compiled(config)
-    if config.needs_replay is not None:
+    if config.step_replay is True:
         raise ConfigError(
-            f"{config.needs_replay}: the code inside `with step()` runs at each call and cannot be skipped; make the "
+            "step_replay=True: the code inside `with step()` runs at each call and cannot be skipped; make the "
             "step a function and decorate it with xla_adapters.CompiledStep(config=...)"
         )
     made = Step(name=name, config=config, seed=seed, hint=hint)

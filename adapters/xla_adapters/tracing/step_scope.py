@@ -18,7 +18,6 @@ from xla_adapters.open_step import open_step
 from xla_adapters.runtime import Runtime, RuntimeEvent, get_runtime
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.rng import StepSeed
-from xla_adapters.runtime.waiting_steps import settle
 from xla_adapters.tracing.activation_checkpointing import checkpointing_on_device
 from xla_adapters.tracing.breaks import BreakPolicy
 from xla_adapters.tracing.claim import claim_process, release_process
@@ -139,7 +138,6 @@ class StepScope:
             self._outer_undo_log = outer._mode.undo_log
             self._undo_log = outer._mode.undo_log = UndoLog(self._runtime, enclosing=self._outer_undo_log)
             return
-        settle("a step is traced")
         # Ctrl-C below would leave the process claimed.
         self._interrupts.install()
         try:

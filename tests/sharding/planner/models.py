@@ -9,6 +9,9 @@ import torch
 import transformers
 from torch import nn
 
+from xla_adapters.sharding import Mesh, PlanCost, ShardingConfig, ShardingPlan
+from xla_adapters.sharding.planner import Planner, Topology, meshes_of
+
 Batch = dict[str, torch.Tensor]
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -77,6 +80,29 @@ def _resnet() -> nn.Module:
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         return make().train()
+
+
+def plan_model(
+    model: nn.Module,
+    batch: Any,
+    *,
+    mesh: Mesh | None,
+    devices: int,
+    config: ShardingConfig,
+    topology: Topology,
+    **options: Any,
+) -> list[ShardingPlan]:
+    """The planner's plans; `options` as for `Planner.begin`."""
+    planner = Planner.begin(model, batch, topology=topology, overrides=config.overrides, **options)
+    return planner.best(meshes_of(mesh, devices), config.memory_budget, given=mesh is not None)
+
+
+def evaluate_all(plans: list[ShardingPlan], model: nn.Module, batch: Any, *, topology: Topology) -> list[PlanCost]:
+    return Planner.begin(model, batch, topology=topology).costs(plans)
+
+
+def evaluate(plan: ShardingPlan, model: nn.Module, batch: Any, *, topology: Topology) -> PlanCost:
+    return evaluate_all([plan], model, batch, topology=topology)[0]
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {

@@ -8,19 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import preflight_models
-from benchmarks.sharding_models import build
+from benchmarks.sizes import of_real_size, to_shard
 from hf_trainer.framework_patches import as_if_compiling
 from tests.isolation import isolated
+from tests.sharding.planner.models import evaluate, plan_model
 from xla_adapters.sharding import ActivationPlan, Mesh, ParameterPlan, ShardingConfig, ShardingPlan
 from xla_adapters.sharding.measure import PlanResult, measure_plans
 from xla_adapters.sharding.mesh import DATA, Spec, used_axes
-from xla_adapters.sharding.planner import Topology, evaluate, plan_model
+from xla_adapters.sharding.planner import Topology
 from xla_adapters.sharding.planner.costs import Fabric
 from xla_adapters.sharding.planner.graph import Operand, Operator
-from xla_adapters.sharding.planner.reshard import reshard
-from xla_adapters.sharding.planner.strategies import Rules
-from xla_adapters.sharding.planner.strategies.base import Want
+from xla_adapters.sharding.planner.layouts import Want, reshard
 
 _CPU = Topology.preset("cpu")
 _MODEL = Mesh.data_and_model(1, 8)
@@ -103,7 +101,7 @@ def test_both_are_evaluated_as_they_run(name: str, compiled: dict[str, PlanResul
 @pytest.mark.parametrize("kind", ["v5e", "cpu"])
 def test_on_tpus_a_gradient_returns_to_the_layout_of_what_makes_its_value(kind: str) -> None:
     """`down_proj` adds up products of parts, and scatters the sum: it needs the gradient of all samples."""
-    model, batch = preflight_models.build("llama-1b", 2)
+    model, batch = of_real_size("llama-1b", 2)
     plans = plan_model(
         model, batch, mesh=Mesh.data_and_model(2, 4), devices=8, config=ShardingConfig(),
         topology=Topology.preset(kind), around=as_if_compiling,
@@ -118,13 +116,13 @@ def test_on_tpus_a_gradient_returns_to_the_layout_of_what_makes_its_value(kind: 
 @isolated
 def test_copies_for_experts_need_all_rows() -> None:
     """Of rows that are split to experts that are: gathered; each device has a part of their gradient."""
-    rules = Rules(fabric=Fabric(mesh=_MODEL, topology=dataclasses.replace(_CPU, reduce_scatter=True)))
+    fabric = Fabric(mesh=_MODEL, topology=dataclasses.replace(_CPU, reduce_scatter=True))
     source = Operator(
         index=0, target="mul", namespace="aten", args=(), kwargs={}, operands=(), shape=(64, 32), batch=0,
         size=64 * 32 * 4.0, modules=(), pointwise=True,
     )  # fmt: skip
     copies = Operand(shape=(8, 64, 32), batch=1, size=8 * source.size, source=0, dims=(1, 2))
-    found = reshard(rules, source, copies, 0, Want(state=0))
+    found = reshard(fabric, source, copies, 0, Want(state=0))
     assert [(charge.kind, charge.wire_bytes) for charge in found.forward] == [("all-gather", source.size * 7 / 8)]
     assert [(charge.kind, charge.wire_bytes) for charge in found.backward] == [("reduce-scatter", source.size * 7 / 8)]
     assert found.sums
@@ -133,7 +131,7 @@ def test_copies_for_experts_need_all_rows() -> None:
 @isolated
 def test_a_module_that_wants_a_value_otherwise_than_another_is_held() -> None:
     """Of the two convolutions that a stage of a ResNet begins with, one takes the rows as they are split, one not."""
-    model, batch = build("resnet", width=256)
+    model, batch = to_shard("resnet", width=256)
     (plan, *_) = plan_model(
         model, batch, mesh=_MODEL, devices=8, config=ShardingConfig(), topology=_CPU, around=as_if_compiling
     )
@@ -165,7 +163,7 @@ def test_a_weight_that_is_stored_in_parts_is_taken_whole_where_that_is_cheaper(r
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "mixtral", "resnet"])
 @isolated(timeout=500)
 def test_predictions_are_what_the_compiled_steps_send(name: str) -> None:
-    model, batch = build(name, width=128)
+    model, batch = to_shard(name, width=128)
     plans = plan_model(
         model, batch, mesh=None, devices=8, config=ShardingConfig(), topology=_CPU, around=as_if_compiling
     )[:2]

@@ -1,21 +1,88 @@
-"""The planner finds what is known to be best, keeps to memory and to what the user decided, and says what it cannot."""
+"""Every family of models is planned: all specs divide, ties are kept, the same twice, on all meshes.
+
+The planner finds what is known to be best, keeps to memory and to what the user decided, and says what it cannot.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 from tests.isolation import isolated
-from tests.sharding.planner.models import Batch, gpt2, llama, mixtral, on_meta, tokens
+from tests.sharding.planner.models import (
+    MODELS,
+    Batch,
+    evaluate,
+    evaluate_all,
+    gpt2,
+    llama,
+    mixtral,
+    on_meta,
+    plan_model,
+    tokens,
+)
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding import Mesh, ParameterPlan, PlanCost, ShardingConfig, ShardingPlan
+from xla_adapters.sharding import Mesh, ParameterPlan, PlanCost, ShardingConfig, ShardingPlan, template
 from xla_adapters.sharding.mesh import Spec, used_axes
-from xla_adapters.sharding.planner import Topology, evaluate, evaluate_all, plan_model
-from xla_adapters.sharding.planner.solve import Program
-from xla_adapters.sharding.templates import template
+from xla_adapters.sharding.planner import Topology
+from xla_adapters.sharding.planner.program import Program
+
+_CPU = Topology.preset("cpu")
+
+
+@isolated
+@pytest.mark.parametrize(
+    "name", [name if name in ("llama", "resnet") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
+def test_plans(name: str) -> None:
+    make, batch = MODELS[name]
+    model = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        # All meshes of four devices; and one that is given.
+        plans = plan_model(model, batch(), mesh=None, devices=4, config=ShardingConfig(), topology=_CPU)
+        given = plan_model(model, batch(), mesh=_MESH, devices=8, config=ShardingConfig(), topology=_CPU)
+    assert {plan.mesh for plan in given} == {_MESH}
+    modules = dict(model.named_modules())
+    for plan in [*plans, *given]:
+        plan.check()
+        assert plan.notes == ()
+        assert plan.mesh.size == (4 if plan in plans else 8)
+        assert [entry.name for entry in plan.parameters] == [key for key, _ in model.named_parameters()]
+        assert {item.module for item in plan.activations} <= set(modules)
+        assert plan.predicted is not None
+        assert plan.predicted.step_seconds > 0
+        kinds = {"activations", "batch", "gradients", "optimizer", "parameters"}
+        assert kinds <= set(plan.predicted.memory) <= {*kinds, "gathered"}
+    seconds = [plan.predicted.step_seconds for plan in plans if plan.predicted is not None]
+    assert seconds == sorted(seconds)
+    again = plan_model(make(), batch(), mesh=_MESH, devices=8, config=ShardingConfig(), topology=_CPU)
+    assert again == given
+
+
+@isolated
+@pytest.mark.parametrize("name", ["llama", "gpt2", "resnet"])
+def test_plans_are_evaluated_as_they_were_predicted(name: str) -> None:
+    make, batch = MODELS[name]
+    model = make()
+    plans = plan_model(model, batch(), mesh=_MESH, devices=8, config=ShardingConfig(), topology=_CPU)
+    for plan, cost in zip(plans, evaluate_all(plans, model, batch(), topology=_CPU), strict=True):
+        assert plan.predicted is not None
+        assert cost.step_seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-3)
+
+
+@isolated
+def test_tied_weights_are_one_entry() -> None:
+    make, batch = MODELS["gpt2"]
+    (plan, *_) = plan_model(make(), batch(), mesh=_MESH, devices=8, config=ShardingConfig(), topology=_CPU)
+    (entry,) = [item for item in plan.parameters if item.name == "transformer.wte.weight"]
+    assert entry.tied == ("lm_head.weight",)
+    assert plan.spec_of("lm_head.weight") == entry.spec
+
 
 _MESH = Mesh.data_and_model(2, 4)
 # Bytes on links are simpler if products do not round what they take.

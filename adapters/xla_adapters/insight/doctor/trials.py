@@ -31,7 +31,7 @@ from xla_adapters.insight.counters import count
 from xla_adapters.replay.compiled_step import CompiledStep
 from xla_adapters.runtime import get_runtime, initialize
 from xla_adapters.scripts import put_in
-from xla_adapters.sharding.distribute import distribute_module
+from xla_adapters.sharding import distribute_module
 from xla_adapters.tracing.step import step
 
 # After so many a test is ended.

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as nn_module
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from xla_adapters.runtime import get_runtime
-from xla_adapters.runtime.waiting_steps import function_mode_stack
 
 _GLOBAL_HOOKS = (
     "_global_backward_pre_hooks",
@@ -37,14 +37,14 @@ def environment() -> tuple[Any, ...]:
         attention.flash_sdp_enabled(),
         attention.mem_efficient_sdp_enabled(),
         attention.cudnn_sdp_enabled(),
-        tuple(str(mode.device) for mode in function_mode_stack() if type(mode) is DeviceContext),
+        tuple(str(mode.device) for mode in _function_modes() if type(mode) is DeviceContext),
         tuple(key for name in _GLOBAL_HOOKS for key in getattr(nn_module, name)),
     )
 
 
 def unknown_mode() -> str | None:
     """A mode whose effect on a trace is not known, in words; None if none is on."""
-    modes = [*function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    modes = [*_function_modes(), *_get_current_dispatch_mode_stack()]
     unknown = next((mode for mode in modes if type(mode) is not DeviceContext), None)
     if unknown is not None:
         return f"{type(unknown).__qualname__} is on, which sees each operator of a traced step"
@@ -59,6 +59,11 @@ def unknown_mode() -> str | None:
     if any(not getattr(hook, "only_tensors", False) for name in _GLOBAL_HOOKS for hook in _hooks(name)):
         return "there is a hook on all modules, whose Python a replay would leave out"
     return None
+
+
+def _function_modes() -> list[TorchFunctionMode]:
+    """The modes that a trace would pass through and that may change it."""
+    return [mode for mode in _get_current_function_mode_stack() if not getattr(mode, "only_looks", False)]
 
 
 def _hooks(name: str) -> list[Any]:

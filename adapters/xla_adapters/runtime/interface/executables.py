@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from xla_adapters.runtime.graphs import GraphInput, RepeatedGraph
+from xla_adapters.runtime.graphs import GraphInput
 
 
 class Executables(Protocol):
@@ -60,31 +60,3 @@ class Executables(Protocol):
 
     def finish_run(self) -> None:
         """Ends a step that `run` executed, as `Tracing.finish_step` does: advances the random stream, for example."""
-
-    def compile_repeated(
-        self,
-        graph: bytes,
-        inputs: Sequence[torch.Tensor],
-        *,
-        varying: Sequence[int],
-        carried: Mapping[int, int],
-        each: Sequence[int],
-        donated: Sequence[int],
-        runs: int,
-        rolled: bool,
-    ) -> RepeatedGraph:
-        """Compiles several runs of a graph as one executable. Executes nothing; nothing may be pending.
-
-        Args:
-            graph: as `text` gives it.
-            inputs: of one run, in the order of the graph's parameters.
-            varying: positions of inputs that differ from run to run.
-            carried: for each input that the next run takes from this one, the position of the output.
-            each: positions of outputs that are wanted of each run.
-            donated: positions of inputs whose buffers the executable may reuse.
-            runs: how many.
-            rolled: as a loop, which takes about as long to compile as one run; else one after the other.
-
-        Raises:
-            RuntimeError: it cannot be compiled.
-        """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -11,11 +11,10 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 
 from xla_adapters.runtime.extensions import Rewritten, extensions
-from xla_adapters.runtime.graphs import GraphInput, Key, RepeatedGraph
+from xla_adapters.runtime.graphs import GraphInput
 from xla_adapters.runtime.interface import Counters, Device, Tracing
 from xla_adapters.runtime.torch_xla.bounded import make_room
 from xla_adapters.runtime.torch_xla.cached_graphs import CachedGraphs
-from xla_adapters.runtime.torch_xla.repeated_graphs import repeated_computation
 
 _C = torch_xla._XLAC
 # How torch_xla moves its random stream on at the end of a step (`DeviceContextArena::MarkStep`).
@@ -108,46 +107,6 @@ class XLAExecutables:
         if xm.is_master_ordinal():
             xm.ms.save_metrics()
         xm._run_step_closures()
-
-    def compile_repeated(
-        self,
-        graph: bytes,
-        inputs: Sequence[torch.Tensor],
-        *,
-        varying: Sequence[int],
-        carried: Mapping[int, int],
-        each: Sequence[int],
-        donated: Sequence[int],
-        runs: int,
-        rolled: bool,
-    ) -> RepeatedGraph:
-        """See `Executables`."""
-        shared = [index for index in range(len(inputs)) if index not in set(varying)]
-        given: list[Key] = [(index, None) for index in shared]
-        given += [(index, run) for index in varying for run in range(runs)]
-        feed = [inputs[index] if run is None else self._stand_in(inputs[index]) for index, run in given]
-        computation, results = repeated_computation(
-            graph, dict(zip(given, feed, strict=True)), varying, carried, each, runs=runs, rolled=rolled
-        )
-        eager = self._tracing.eager()
-        # Or each output would be executed by itself.
-        self._tracing.set_eager(False)
-        try:
-            tensors = list(_C._xla_user_computation("xla_adapters::steps", feed, computation))
-            # What an execution under way computes has another handle once it has ended.
-            self._device.wait()
-            where = dict(zip(_C._get_tensors_handle(feed), given, strict=True))
-            name = self.compile(tensors, [inputs[index] for index in donated])
-            order = tuple(where[item.handle] for item in self.inputs(tensors))
-            _C._clear_pending_irs(self._device_name)
-        finally:
-            self._tracing.set_eager(eager)
-        return RepeatedGraph(name, order, results)
-
-    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        stand_in: torch.Tensor = _C._xla_tensors_from_aten([host], [self._device_name], None)[0]
-        return stand_in
 
     def _compile_computation(
         self, graph: bytes, feed: Sequence[torch.Tensor], donated: Sequence[torch.Tensor]

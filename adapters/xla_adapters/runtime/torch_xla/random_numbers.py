@@ -11,7 +11,6 @@ import torch_xla.core.xla_model as xm
 
 from xla_adapters.errors import ConfigError
 from xla_adapters.runtime.interface import Device, Tracing
-from xla_adapters.runtime.waiting_steps import settle
 
 _C = torch_xla._XLAC
 # Constants of their rounds (Salmon et al.: Parallel Random Numbers: As Easy as 1, 2, 3, 2011); a lowered operation
@@ -35,7 +34,6 @@ def seed_with_torch(*, had_started: bool) -> None:
         stock(seed)
         # A worker of a data loader may be a fork of this process, in which the runtime cannot be used.
         if os.getpid() == process:
-            settle("random numbers are seeded")
             xm.set_rng_state(seed & _BITS)
 
     torch.random._seed_custom_device = seed_custom_device

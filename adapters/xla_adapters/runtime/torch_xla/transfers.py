@@ -13,7 +13,6 @@ from xla_adapters.runtime.copies import tell_copy
 from xla_adapters.runtime.interface import Device, Tracing
 from xla_adapters.runtime.tile_assignment import put_together
 from xla_adapters.runtime.torch_xla.sharding_annotations import tiles_of
-from xla_adapters.runtime.waiting_steps import settle
 
 _C = torch_xla._XLAC
 
@@ -55,7 +54,6 @@ class XLATransfers:
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See `Transfers`."""
-        settle("values are copied to the host")
         if not tensors or not self._piggy_backed:
             return self._copy_to_host(tensors)
         return self._copy_with_piggy_backed(tensors)

@@ -1,8 +1,30 @@
 """Measures plans: compiles the training step under each plan in a separate process, and reads the compiled program."""
 
-from xla_adapters.sharding.measure.child import measure_plans
-from xla_adapters.sharding.measure.compilers import PlanCompiler, compiler_for
-from xla_adapters.sharding.measure.plan_cache import PlanCache
-from xla_adapters.sharding.measure.results import MeasuringError, PlanResult
+from xla_adapters.sharding.measure.plan_cache import PlanCache, digest_of_step
+from xla_adapters.sharding.measure.process import (
+    Job,
+    MeasuringError,
+    PlanCompiler,
+    PlanResult,
+    compiler_for,
+    loss_of,
+    measure_plans,
+    pack,
+    register,
+    unpack,
+)
 
-__all__ = ["MeasuringError", "PlanCache", "PlanCompiler", "PlanResult", "compiler_for", "measure_plans"]
+__all__ = [
+    "Job",
+    "MeasuringError",
+    "PlanCache",
+    "PlanCompiler",
+    "PlanResult",
+    "compiler_for",
+    "digest_of_step",
+    "loss_of",
+    "measure_plans",
+    "pack",
+    "register",
+    "unpack",
+]

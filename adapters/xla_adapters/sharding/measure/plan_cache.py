@@ -15,10 +15,10 @@ from torch.utils import _pytree
 
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.config import ShardingConfig
-from xla_adapters.sharding.measure.results import PlanResult
+from xla_adapters.sharding.measure.process import PlanResult
 from xla_adapters.sharding.mesh import Spec
 from xla_adapters.sharding.plan import FORMAT, ShardingPlan
-from xla_adapters.sharding.tiling import tiles_of_plan
+from xla_adapters.sharding.plan_data import tiles_of_plan
 
 _RESULTS = "measured.json"
 

@@ -1,23 +1,130 @@
 """`Graph`: the captured forward as operators that have a choice of layouts.
 
 Views, casts and unary functions are no operators here: they are part of how a later operator sees an earlier value
-(`Operand.dims`). Values without a gradient (token ids, masks, positions) are left out, too: they are small or cheap to
-compute, so they are assumed to be available in any layout.
+(`Operand.dims`, which `VIEWS` compute). Values without a gradient (token ids, masks, positions) are left out, too: they
+are small or cheap to compute, so they are assumed to be available in any layout. `fold` groups the operators and
+parameters of equal layers into classes that share one choice.
 """
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from operator import getitem
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import fx
 
-from xla_adapters.sharding.planner.capture import Capture, shape_of, tensor_of
-from xla_adapters.sharding.planner.views import VIEWS, Dims, Shape, broadcast, bytes_of, compose, identity
+from xla_adapters.sharding.planner.capture import Capture, Layer, Skeleton, shape_of, tensor_of
+
+Shape = tuple[int, ...]
+# For each dimension of the input, the dimension of the output that has its split; None if the split is lost.
+Dims = tuple[int | None, ...]
+
+
+def identity(rank: int) -> Dims:
+    """The mapping of a view that changes nothing."""
+    return tuple(range(rank))
+
+
+def compose(first: Dims, second: Dims) -> Dims:
+    """The mapping of two views, one after the other."""
+    return tuple(None if dim is None else second[dim] for dim in first)
+
+
+def reshaped(before: Shape, after: Shape) -> Dims:
+    """The mapping of `view` and `reshape`.
+
+    Dimensions are taken in the smallest groups of equal product. In a group, only the outermost dimension of the input
+    can be split contiguously; it maps to the outermost dimension of the output.
+    """
+    result: list[int | None] = [None] * len(before)
+    i = j = 0
+    while i < len(before) and j < len(after):
+        ins, outs = [i], [j]
+        left, right = before[i], after[j]
+        while left != right:
+            if left < right and ins[-1] + 1 < len(before):
+                ins.append(ins[-1] + 1)
+                left *= before[ins[-1]]
+            elif outs[-1] + 1 < len(after):
+                outs.append(outs[-1] + 1)
+                right *= after[outs[-1]]
+            else:
+                return tuple(result)
+        outer_in = next((dim for dim in ins if before[dim] > 1), ins[0])
+        outer_out = next((dim for dim in outs if after[dim] > 1), outs[0])
+        result[outer_in] = outer_out
+        i, j = ins[-1] + 1, outs[-1] + 1
+    return tuple(result)
+
+
+def broadcast(before: Shape, after: Shape) -> Dims:
+    """The mapping of a broadcast: aligned at the last dimension; an expanded dimension is lost."""
+    offset = len(after) - len(before)
+    return tuple(
+        dim + offset if dim + offset >= 0 and after[dim + offset] == size else None for dim, size in enumerate(before)
+    )
+
+
+def _transposed(before: Shape, _after: Shape, args: Sequence[Any]) -> Dims:
+    rank = len(before)
+    first, second = (args[0] % rank, args[1] % rank) if len(args) >= 2 else (rank - 2, rank - 1)
+    order = list(range(rank))
+    if rank > 1:
+        order[first], order[second] = second, first
+    return tuple(order)
+
+
+def _permuted(before: Shape, _after: Shape, args: Sequence[Any]) -> Dims:
+    order = [dim % len(before) for dim in args[0]]
+    return tuple(order.index(dim) for dim in range(len(before)))
+
+
+def _selected(before: Shape, _after: Shape, args: Sequence[Any]) -> Dims:
+    gone = args[0] % len(before)
+    return tuple(None if dim == gone else dim - (dim > gone) for dim in range(len(before)))
+
+
+def _unsqueezed(before: Shape, after: Shape, args: Sequence[Any]) -> Dims:
+    new = args[0] % len(after)
+    return tuple(dim + (dim >= new) for dim in range(len(before)))
+
+
+def _reshaped(before: Shape, after: Shape, _args: Sequence[Any]) -> Dims:
+    return reshaped(before, after)
+
+
+def _broadcast(before: Shape, after: Shape, _args: Sequence[Any]) -> Dims:
+    return broadcast(before, after)
+
+
+# By name of the operator; called with the shapes before and after, and the arguments after the tensor.
+VIEWS: dict[str, Callable[[Shape, Shape, Sequence[Any]], Dims]] = {
+    **dict.fromkeys(
+        ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "view_as", "reshape_as"), _reshaped
+    ),
+    **dict.fromkeys(("transpose", "swapaxes", "t", "numpy_T", "mT"), _transposed),
+    "permute": _permuted,
+    "select": _selected,
+    "unsqueeze": _unsqueezed,
+    **dict.fromkeys(
+        (
+            "expand", "expand_as", "slice", "contiguous", "clone", "alias", "to", "_to_copy", "type_as", "dropout",
+            "feature_dropout", "lift_fresh_copy", "float", "bfloat16", "half", "double", "triu", "tril", "detach_",
+            "constant_pad_nd", "pad",
+        ),
+        _broadcast,
+    ),
+}  # fmt: skip
+
+
+def bytes_of(shape: Shape, itemsize: int) -> float:
+    """Bytes of a tensor."""
+    return float(math.prod(shape)) * itemsize
+
 
 # Unary functions whose result is not kept for the backward, or is cheap.
 _KEEPS_NOTHING = frozenset(("add", "sub", "neg", "rsub", "mul", "div", "sum", "mean", "cat", "dropout", "rsqrt", "pow"))
@@ -150,7 +257,7 @@ class _Builder:
         no_gradient = target == "wrap_with_set_grad_enabled" and node.args[0] is False
         if not live or target == "detach" or no_gradient or not _has_gradient(node):
             return self._operand(node)
-        if node.target is operator.getitem:
+        if node.target is getitem:
             viewed = self._item(node, live[0])
             if viewed is not None:
                 return viewed
@@ -194,7 +301,7 @@ class _Builder:
         return seen
 
     def _operator(self, node: fx.Node, target: str, namespace: str) -> Operand:
-        if node.target is not operator.getitem and target in _SPLITS:
+        if node.target is not getitem and target in _SPLITS:
             # Each part is an operator (its `getitem`); the list of parts stands for the input.
             return next(self.seen[item] for item in node.all_input_nodes if item in self.seen)
         operands: list[Operand] = []
@@ -210,7 +317,7 @@ class _Builder:
         args = fx.node.map_aggregate(node.args, replace)
         kwargs = fx.node.map_aggregate(node.kwargs, replace)
         result = self._operand(node)
-        if node.target is operator.getitem:
+        if node.target is getitem:
             target, namespace = "split", "aten"
         index = len(self.graph.operators)
         self.graph.operators.append(
@@ -275,3 +382,136 @@ def _is_pointwise(node: fx.Node) -> bool:
 def _has_gradient(node: fx.Node) -> bool:
     value = tensor_of(node)
     return value is not None and (value.is_floating_point() or value.is_complex())
+
+
+_T = TypeVar("_T", bound=Hashable)
+
+
+class Classes(Generic[_T]):
+    """Disjoint sets (union-find); each set has a representative."""
+
+    def __init__(self) -> None:
+        self._parents: dict[_T, _T] = {}
+
+    def of(self, item: _T) -> _T:
+        """The representative of an item's set."""
+        while item in self._parents:
+            item = self._parents[item]
+        return item
+
+    def join(self, first: _T, second: _T) -> None:
+        """Merges two sets; the representative is that of the first item."""
+        first, second = self.of(first), self.of(second)
+        if first != second:
+            self._parents[second] = first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folded:
+    """Classes of operators and parameters that share one choice.
+
+    Attributes:
+        operators: classes of operators, by index.
+        parameters: classes of parameters, by name.
+        weights: for each operator, the number of operators of the user's model that it represents.
+        recomputed: operators in layers with gradient checkpointing, whose outputs are not kept.
+        complete: whether each layer that represents others was found equal to its neighbour in the graph, too.
+    """
+
+    operators: Classes[int]
+    parameters: Classes[str]
+    weights: Mapping[int, int]
+    recomputed: frozenset[int]
+    complete: bool
+
+
+def fold(graph: Graph, skeleton: Skeleton) -> Folded:
+    """Joins corresponding operators and parameters of equal layers, if their graphs are equal."""
+    operators: Classes[int] = Classes()
+    parameters: Classes[str] = Classes()
+    groups: dict[int, list[Layer]] = {}
+    for layer in skeleton.layers:
+        groups.setdefault(layer.group, []).append(layer)
+    complete = True
+    inside: dict[str, list[Operator]] = {layer.name: [] for layer in skeleton.layers}
+    for operator in graph.operators:
+        for module in operator.modules:
+            if module in inside:
+                inside[module].append(operator)
+    for layers in groups.values():
+        first, *others = layers
+        for layer in others:
+            if not _equal(inside[first.name], inside[layer.name]):
+                complete = complete and all(len(item.keys) == 1 for item in layers)
+                continue
+            for one, two in zip(inside[first.name], inside[layer.name], strict=True):
+                operators.join(one.index, two.index)
+                for a, b in zip(one.operands, two.operands, strict=True):
+                    if a.parameter is not None and b.parameter is not None:
+                        parameters.join(a.parameter, b.parameter)
+    reduced = any(len(layer.keys) > 1 for layer in skeleton.layers)
+    if reduced:
+        for name, first_name in skeleton.same.items():
+            parameters.join(first_name, name)
+    weights = {
+        operator.index: max((layer.weight for layer in skeleton.layers if layer.name in operator.modules), default=1)
+        for operator in graph.operators
+    }
+    return Folded(
+        operators=operators,
+        parameters=parameters,
+        weights=weights,
+        recomputed=frozenset(_recomputed(graph, skeleton)),
+        complete=complete,
+    )
+
+
+def _recomputed(graph: Graph, skeleton: Skeleton) -> set[int]:
+    """Operators in layers whose attribute `gradient_checkpointing` (of transformers) is True, except their outputs."""
+    layers = {
+        layer.name
+        for layer in skeleton.layers
+        if getattr(skeleton.module.get_submodule(layer.name), "gradient_checkpointing", False) is True
+    }
+    return {operator.index for operator in graph.operators if any(module in layers for module in operator.modules)} - {
+        operand.source for module, operand in graph.outputs.items() if module in layers and operand.source is not None
+    }
+
+
+def _equal(first: list[Operator], second: list[Operator]) -> bool:
+    """Whether two lists of operators compute the same: equal operators, shapes and connections."""
+    if len(first) != len(second):
+        return False
+    places = [{operator.index: place for place, operator in enumerate(items)} for items in (first, second)]
+    return all(_form(one, places[0]) == _form(two, places[1]) for one, two in zip(first, second, strict=True))
+
+
+def _form(operator: Operator, places: Mapping[int, int]) -> tuple[object, ...]:
+    return (
+        operator.target,
+        operator.shape,
+        operator.batch,
+        operator.size,
+        tuple(_wire(operand, places) for operand in operator.operands),
+        tuple(item for item in operator.args if isinstance(item, (int, float, str))),
+    )
+
+
+def _wire(operand: Operand, places: Mapping[int, int]) -> tuple[object, ...]:
+    place = None if operand.source is None else places.get(operand.source, "outside")
+    return (operand.shape, operand.batch, operand.dims, place, operand.parameter is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A captured model.
+
+    Attributes:
+        graph: its operators.
+        folded: which of them share a choice.
+        skeleton: the copy of the model that was captured.
+    """
+
+    graph: Graph
+    folded: Folded
+    skeleton: Skeleton

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -14,19 +15,87 @@ from torch import nn
 from torch.utils import _pytree
 
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding.mesh import DATA, MODEL, Mesh, Spec, used_axes
+from xla_adapters.sharding.mesh import DATA, MODEL, Mesh, Spec, factorizations, used_axes
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.plan_data import PlanCost
-from xla_adapters.sharding.planner import inventory, problem, result, structural
-from xla_adapters.sharding.planner.capture import Capture, CaptureError, batch_size, capture
-from xla_adapters.sharding.planner.comparing import are_same, by_time, is_idle, memory_of
-from xla_adapters.sharding.planner.costs import Fabric
-from xla_adapters.sharding.planner.fold import Folded, fold
-from xla_adapters.sharding.planner.graph import Graph, build
-from xla_adapters.sharding.planner.storage import Parameter
-from xla_adapters.sharding.planner.strategies import Rules
-from xla_adapters.sharding.planner.strategy_filters import forced, propagated_only
-from xla_adapters.sharding.planner.topology import Topology
+from xla_adapters.sharding.planner.capture import CaptureError, batch_size, capture
+from xla_adapters.sharding.planner.costs import Fabric, Parameter, Topology
+from xla_adapters.sharding.planner.graph import Captured, build, fold
+from xla_adapters.sharding.planner.program import Filter, Formulation, Program, formulate_by_parameters
+from xla_adapters.sharding.planner.solution import Solution, cost_of, forced, held, propagated_only, whole
+from xla_adapters.sharding.templates import NamedParameter, list_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One parameter of the user's model.
+
+    Attributes:
+        parameter: with its names.
+        fixed: its spec, if it is given by the user.
+        decided_by: `"planner"`, `"user"` (annotated) or `"override"`.
+    """
+
+    parameter: NamedParameter
+    fixed: Spec | None = None
+    decided_by: str = "planner"
+
+    @property
+    def name(self) -> str:
+        """As in `named_parameters()`."""
+        return self.parameter.names[0]
+
+
+def _entries(model: nn.Module, fixed: Mapping[str, Spec], overrides: Mapping[str, Spec]) -> list[Entry]:
+    """Lists all parameters, with the specs that are given: annotated ones have priority over overrides.
+
+    Raises:
+        ConfigError: `fixed` has an unknown name, or different specs for one parameter.
+    """
+    parameters = list_parameters(model)
+    unknown = sorted(set(fixed) - {name for parameter in parameters for name in parameter.names})
+    if unknown:
+        raise ConfigError(f"specs are fixed for {', '.join(unknown)}, and the model has no such parameter")
+    entries = []
+    for parameter in parameters:
+        name, *tied = parameter.names
+        given = {fixed[item] for item in parameter.names if item in fixed}
+        if len(given) > 1:
+            raise ConfigError(f"{name} is tied to {', '.join(tied)}, and their fixed specs differ: {given}")
+        matching = [
+            spec for pattern, spec in overrides.items() if any(fnmatchcase(item, pattern) for item in parameter.names)
+        ]
+        if given:
+            entries.append(Entry(parameter=parameter, fixed=given.pop(), decided_by="user"))
+        elif matching:
+            entries.append(Entry(parameter=parameter, fixed=matching[0], decided_by="override"))
+        else:
+            entries.append(Entry(parameter=parameter))
+    return entries
+
+
+def memory_of(plan: ShardingPlan) -> float:
+    """The predicted bytes on a device; 0 if there is no prediction."""
+    return plan.predicted.memory_bytes if plan.predicted is not None else 0.0
+
+
+def is_idle(plan: ShardingPlan) -> bool:
+    """Whether the mesh has a model axis over which nothing is split."""
+    specs = [item.spec for item in plan.parameters] + [item.spec for item in plan.activations] + [plan.batch]
+    split = {axis for spec in specs for axis in used_axes(spec)}
+    return plan.mesh.axis_size(MODEL) > 1 and MODEL not in split
+
+
+def are_same(one: ShardingPlan, other: ShardingPlan) -> bool:
+    """Whether two plans split the same in the same way."""
+    return (one.parameters, one.batch, one.activations) == (other.parameters, other.batch, other.activations)
+
+
+def by_time(plan: ShardingPlan) -> tuple[float, int, tuple[int, ...]]:
+    """A sort key: the predicted time to six digits, then the number of constraints."""
+    seconds = plan.predicted.step_seconds if plan.predicted is not None else 0.0
+    return (float(f"{seconds:.6g}"), len(plan.activations), tuple(-size for size in plan.mesh.shape))
+
 
 Batch = Mapping[str, Any] | Sequence[Any]
 # Rounds of solving with a budget corrected by the peak of the last plan.
@@ -34,20 +103,11 @@ _CORRECTIONS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Captured:
-    """The graph of a model, and the classes of its equal layers."""
-
-    capture: Capture
-    graph: Graph
-    folded: Folded
-
-
-@dataclass(frozen=True, kw_only=True)
 class Planner:
     """A captured model that can be planned for any mesh. Create it with `begin`.
 
     Attributes:
-        model, batch, around: as for `plan_model`.
+        model, batch, around: as for `begin`.
         entries: the model's parameters.
         parameters: classes of parameters, by the name that represents the class.
         classes: by name of a parameter, the name that represents its class.
@@ -55,21 +115,19 @@ class Planner:
         rows: size of the batch.
         batch_bytes: bytes of the whole batch.
         topology: of devices and links.
-        optimizer_bytes: bytes of optimizer state per element of a trainable parameter; None for Adam's.
         notes: for the plans.
     """
 
     model: nn.Module
     batch: Batch
     around: Callable[[], AbstractContextManager[Any]]
-    entries: list[inventory.Entry]
+    entries: list[Entry]
     parameters: Mapping[str, Parameter]
     classes: Mapping[str, str]
-    captured: _Captured | None
+    captured: Captured | None
     rows: int
     batch_bytes: float
     topology: Topology
-    optimizer_bytes: float | None
     notes: tuple[str, ...]
 
     @classmethod
@@ -79,13 +137,21 @@ class Planner:
         batch: Batch,
         *,
         topology: Topology,
-        optimizer_bytes: float | None = None,
         fixed: Mapping[str, Spec] | None = None,
         overrides: Mapping[str, Spec] | None = None,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Planner:
-        """Captures the model; the arguments are those of `plan_model`."""
-        entries = inventory.take(model, fixed or {}, overrides or {})
+        """Captures the model, without weights.
+
+        Args:
+            model: on any device, also meta; it is not changed.
+            batch: the global batch: keyword arguments of `forward`, or positional ones; only shapes and dtypes matter.
+            topology: of devices and links.
+            fixed: specs of parameters that are already annotated; they are kept.
+            overrides: specs by name pattern.
+            around: returns the context that forward passes run in.
+        """
+        entries = _entries(model, fixed or {}, overrides or {})
         given = {entry.name: entry.fixed for entry in entries if entry.fixed is not None}
         notes: tuple[str, ...] = ()
         captured = None
@@ -115,12 +181,14 @@ class Planner:
             rows=batch_size(batch),
             batch_bytes=float(sum(leaf.numel() * leaf.element_size() for leaf in leaves)),
             topology=topology,
-            optimizer_bytes=optimizer_bytes,
             notes=notes,
         )
 
     def best(self, meshes: Sequence[Mesh], budget: int | None, *, given: bool) -> list[ShardingPlan]:
         """Plans with their predicted cost, the fastest first; up to two for each mesh.
+
+        These are one whose activations GSPMD propagates from the parameters, and, if it differs, one that needs its
+        constraints on `activations`.
 
         Args:
             meshes: to try; all have the same number of devices.
@@ -161,6 +229,9 @@ class Planner:
     def costs(self, plans: Sequence[ShardingPlan]) -> list[PlanCost]:
         """The predicted cost of a step under each of these plans.
 
+        Activations have the layouts of the plan's constraints or, without any, those that GSPMD (Xu et al., arXiv
+        2105.04663) propagates. What a plan leaves open is chosen for the fastest step.
+
         Raises:
             ConfigError: a plan is for another model, or its mesh does not divide the batch.
         """
@@ -174,7 +245,6 @@ class Planner:
                     self.model,
                     self.batch,
                     topology=self.topology,
-                    optimizer_bytes=self.optimizer_bytes,
                     fixed=specs,
                     around=self.around,
                 )
@@ -200,7 +270,9 @@ class Planner:
                 f"a batch of {self.rows} rows cannot be split over data={data}: make it a multiple of {data}, or give "
                 "a mesh_shape whose data axis divides it"
             )
-        inventory.check(self.entries, mesh)
+        for entry in self.entries:
+            if entry.fixed is not None:
+                mesh.check(entry.name, tuple(entry.parameter.value.shape), entry.fixed)
 
     def plans(self, mesh: Mesh, budget: int | None, *, follow: bool = False) -> list[ShardingPlan]:
         """The fastest plan that GSPMD propagates by itself and, unless `follow`, the fastest of all if it differs.
@@ -231,52 +303,49 @@ class Planner:
     def _solved(self, mesh: Mesh, budget: int | None, *, follow: bool) -> ShardingPlan | None:
         program = self._formulate(mesh, [propagated_only] if follow else [], follow=follow)
         if not self.topology.recomputes or budget is None:
-            values = program.program.solve(self._available(mesh, budget))
+            values = program.solve(self._available(mesh, budget))
             return None if values is None else self._plan(mesh, program, values)
         # The program adds up what does not live at the same time: its budget is corrected by the peak of earlier plans.
         limit: float | None = None
         for _ in range(_CORRECTIONS):
-            values = program.program.solve(limit)
+            values = program.solve(limit)
             if values is None:
                 break
             plan = self._plan(mesh, program, values)
             excess = memory_of(plan) - budget
             if excess <= 0:
                 return plan
-            limit = min(limit or math.inf, max(1e-3, program.program.size(values) - excess))
-        plan = self._plan(mesh, program, program.program.smallest())
+            limit = min(limit or math.inf, max(1e-3, program.size(values) - excess))
+        plan = self._plan(mesh, program, program.smallest())
         return plan if memory_of(plan) <= budget else None
 
     def least_memory(self, mesh: Mesh) -> float:
         """Bytes per device of the plan that needs the least memory."""
         if self.captured is None:
             fabric = self._fabric(mesh)
-            program = structural.formulate(
-                self.parameters, fabric, rows=self.rows, optimizer_bytes=self.optimizer_bytes
-            )[0]
-            return program.program.size(program.program.smallest()) + sum(self._constant(mesh).values())
+            program = formulate_by_parameters(self.parameters, fabric, rows=self.rows)[0]
+            return program.size(program.smallest()) + sum(self._constant(mesh).values())
         programs = [self._formulate(mesh, [propagated_only], follow=True), self._formulate(mesh, [], follow=False)]
-        return min(memory_of(self._plan(mesh, item, item.program.smallest())) for item in programs)
+        return min(memory_of(self._plan(mesh, item, item.smallest())) for item in programs)
 
     def cost(self, plan: ShardingPlan) -> PlanCost:
         """The predicted cost of a step under a plan; its specs must be those of `parameters`."""
         if self.captured is None:
             found = self._structural(plan.mesh, None)
             return found.predicted or PlanCost() if found is not None else PlanCost()
-        rules = Rules(fabric=self._fabric(plan.mesh))
         axes = {axis for item in plan.activations for axis in used_axes(item.spec)} | set(plan.batch)
         follow = MODEL not in axes
-        filters: list[problem.Filter] = [propagated_only] if follow else []
-        filters += forced(plan, self.captured.graph, self.captured.folded, self.captured.capture.skeleton, rules)
+        filters: list[Filter] = [propagated_only] if follow else []
+        filters += forced(plan, self.captured, self._fabric(plan.mesh))
         # A plan whose layouts are not all reached by propagation is taken without its constraints.
         for kept in (filters, filters[: int(follow)]):
             program = self._formulate(plan.mesh, kept, follow=follow)
-            values = program.program.solve(None)
+            values = program.solve(None)
             if values is not None:
                 break
         assert values is not None
         peak = self._solution(plan.mesh, program, values).peak()
-        return result.cost_of(program.program, values, self._constant(plan.mesh, plan.batch), peak)
+        return cost_of(program, values, self._constant(plan.mesh, plan.batch), peak)
 
     def _fabric(self, mesh: Mesh) -> Fabric:
         return Fabric(mesh=mesh, topology=self.topology)
@@ -289,31 +358,27 @@ class Planner:
         """Bytes that are left for the program's choices; never 0, since the program divides by it."""
         return None if budget is None else max(1e-3, budget - sum(self._constant(mesh).values()))
 
-    def _formulate(self, mesh: Mesh, filters: Sequence[problem.Filter], *, follow: bool) -> problem.Problem:
+    def _formulate(self, mesh: Mesh, filters: Sequence[Filter], *, follow: bool) -> Program:
         assert self.captured is not None
-        return problem.formulate(
-            self.captured.graph,
-            self.captured.folded,
-            self.parameters,
-            Rules(fabric=self._fabric(mesh)),
-            optimizer_bytes=self.optimizer_bytes,
+        return Formulation(
+            model=self.captured,
+            parameters=self.parameters,
+            fabric=self._fabric(mesh),
             filters=filters,
-            held=result.held(self.captured.graph, self.captured.folded, self.captured.capture.skeleton),
+            held=held(self.captured),
             follow=follow,
-        )
+        ).write()
 
-    def _solution(self, mesh: Mesh, program: problem.Problem, values: Sequence[float]) -> result.Solution:
+    def _solution(self, mesh: Mesh, program: Program, values: Sequence[float]) -> Solution:
         assert self.captured is not None
-        return result.Solution(
-            graph=self.captured.graph,
-            folded=self.captured.folded,
-            skeleton=self.captured.capture.skeleton,
-            rules=Rules(fabric=self._fabric(mesh)),
-            problem=program,
+        return Solution(
+            model=self.captured,
+            fabric=self._fabric(mesh),
+            program=program,
             values=values,
         )
 
-    def _plan(self, mesh: Mesh, program: problem.Problem, values: Sequence[float]) -> ShardingPlan:
+    def _plan(self, mesh: Mesh, program: Program, values: Sequence[float]) -> ShardingPlan:
         assert self.captured is not None
         solution = self._solution(mesh, program, values)
         notes = self.notes
@@ -325,20 +390,20 @@ class Planner:
             name="planner",
             mesh=mesh,
             parameters=tuple(
-                entry.planned(specs[self.classes[entry.name]], used.get(self.classes[entry.name]))
+                entry.parameter.planned(
+                    specs[self.classes[entry.name]], entry.decided_by, used.get(self.classes[entry.name])
+                )
                 for entry in self.entries
             ),
             batch=batch,
             activations=solution.activations(),
-            predicted=result.cost_of(program.program, values, self._constant(mesh, batch), solution.peak()),
+            predicted=cost_of(program, values, self._constant(mesh, batch), solution.peak()),
             notes=notes,
         )
 
     def _structural(self, mesh: Mesh, budget: int | None) -> ShardingPlan | None:
-        program, spread = structural.formulate(
-            self.parameters, self._fabric(mesh), rows=self.rows, optimizer_bytes=self.optimizer_bytes
-        )
-        values = program.program.solve(self._available(mesh, budget))
+        program, spread = formulate_by_parameters(self.parameters, self._fabric(mesh), rows=self.rows)
+        values = program.solve(self._available(mesh, budget))
         if values is None:
             return None
         specs = {
@@ -349,19 +414,20 @@ class Planner:
             name="planner",
             mesh=mesh,
             parameters=tuple(
-                entry.planned(
+                entry.parameter.planned(
                     specs[entry.name],
-                    result.whole(specs[entry.name]) if MODEL in used_axes(specs[entry.name]) else None,
+                    entry.decided_by,
+                    whole(specs[entry.name]) if MODEL in used_axes(specs[entry.name]) else None,
                 )
                 for entry in self.entries
             ),
             batch=tuple(axis for axis in ((DATA, MODEL) if spread else (DATA,)) if axis in mesh.axis_names),
-            predicted=result.cost_of(program.program, values, self._constant(mesh)),
+            predicted=cost_of(program, values, self._constant(mesh)),
             notes=self.notes,
         )
 
 
-def _captured(model: nn.Module, batch: Batch, fixed: Mapping[str, Spec]) -> _Captured:
+def _captured(model: nn.Module, batch: Batch, fixed: Mapping[str, Spec]) -> Captured:
     """Captures two of each run of equal layers if that works, else the whole model."""
     for reduce in (True, False):
         try:
@@ -373,11 +439,11 @@ def _captured(model: nn.Module, batch: Batch, fixed: Mapping[str, Spec]) -> _Cap
         graph = build(found)
         folded = fold(graph, found.skeleton)
         if folded.complete or not reduce:
-            return _Captured(capture=found, graph=graph, folded=folded)
+            return Captured(graph=graph, folded=folded, skeleton=found.skeleton)
     raise CaptureError("no graph")
 
 
-def _parameters(entries: Sequence[inventory.Entry], classes: Mapping[str, str]) -> dict[str, Parameter]:
+def _parameters(entries: Sequence[Entry], classes: Mapping[str, str]) -> dict[str, Parameter]:
     found: dict[str, Parameter] = {}
     for entry in entries:
         name = classes[entry.name]
@@ -386,10 +452,15 @@ def _parameters(entries: Sequence[inventory.Entry], classes: Mapping[str, str]) 
         else:
             found[name] = Parameter(
                 name=name,
-                shape=tuple(entry.tensor.shape),
-                itemsize=entry.tensor.element_size(),
-                trainable=entry.tensor.requires_grad,
+                shape=tuple(entry.parameter.value.shape),
+                itemsize=entry.parameter.value.element_size(),
+                trainable=entry.parameter.value.requires_grad,
                 count=1,
                 fixed=entry.fixed,
             )
     return found
+
+
+def meshes_of(mesh: Mesh | None, devices: int) -> list[Mesh]:
+    """The given mesh, or all (data, model) meshes of so many devices."""
+    return [mesh] if mesh is not None else [Mesh.data_and_model(*shape) for shape in factorizations(devices, 2)]

@@ -1,8 +1,7 @@
 """Saves and loads the state of a sharded training shard by shard, so that no host needs memory for all of it."""
 
-from xla_adapters.sharding.state.consolidation import consolidate
+from xla_adapters.sharding.state.consolidation import consolidate, write_safetensors
 from xla_adapters.sharding.state.loading import load_state
-from xla_adapters.sharding.state.safetensors import write_safetensors
 from xla_adapters.sharding.state.saving import save_state
 from xla_adapters.sharding.state.training import (
     load_gradients,

@@ -112,7 +112,10 @@ def load_optimizer(
             raise ConfigError(f"{folder} has a state {full!r}, which fits no parameter of this optimizer")
         places[full] = name, entry
         if full in reader.tensors:
-            destinations[full] = _destination(reader, full, parameters[name], entry, of_group[name])
+            group = of_group[name]
+            # As torch's `Optimizer.load_state_dict`.
+            on_host = entry == _COUNT and not (group.get("capturable") or group.get("fused"))
+            destinations[full] = _destination(reader, full, parameters[name], on_host=on_host)
         else:
             objects.append(full)
     states: dict[str, dict[str, Any]] = {}
@@ -142,25 +145,15 @@ def load_gradients(model: torch.nn.Module, folder: str | Path, *, key: str) -> N
     strangers = sorted(set(names.values()) - parameters.keys())
     if strangers:
         raise ConfigError(f"{folder} has gradients of another model ({', '.join(strangers[:5])})")
-    runtime, destinations = get_runtime(), dict[str, Destination]()
-    for full, name in names.items():
-        saved, parameter = reader.tensors[full], parameters[name]
-        destinations[full] = (
-            OnDevice(saved.size, saved.properties.dtype, like=parameter, runtime=runtime)
-            if runtime.device.owns(parameter)
-            else Destination(saved.size, saved.properties.dtype)
-        )
+    destinations = {full: _destination(reader, full, parameters[name]) for full, name in names.items()}
     for full, value in reader.read(destinations):
         parameters[names[full]].grad = value
 
 
-def _destination(
-    reader: Reader, full: str, parameter: torch.Tensor, entry: str, group: Mapping[str, Any]
-) -> Destination:
-    """Where torch's `Optimizer.load_state_dict` would put a state: on the parameter's device, except step counts."""
+def _destination(reader: Reader, full: str, parameter: torch.Tensor, *, on_host: bool = False) -> Destination:
+    """A new tensor on the parameter's device, with its sharding if it has its shape."""
     saved = reader.tensors[full]
     runtime = get_runtime()
-    on_host = entry == _COUNT and not (group.get("capturable") or group.get("fused"))
     if on_host or not runtime.device.owns(parameter):
         return Destination(saved.size, saved.properties.dtype)
     like = parameter if saved.size == parameter.shape else None

@@ -16,7 +16,6 @@ from xla_adapters.lowerings.masks import is_write_by_mask, write_by_mask_
 from xla_adapters.lowerings.operators import norm_with_torchs_variance
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.uploads import note_upload
-from xla_adapters.runtime.waiting_steps import METADATA
 from xla_adapters.tracing.answers import NO_ANSWER, Answers
 from xla_adapters.tracing.operation_log import OperationLog, next_node
 from xla_adapters.tracing.placeholders.lifting import Lifting
@@ -37,8 +36,29 @@ from xla_adapters.utils.torch_modes import in_transform, is_fake
 _Tensor = torch.Tensor
 _CALL = Callable[..., Any]
 _TENSOR = vars(torch._C.TensorBase)
-# Calls that need no placeholder. Not `grad`: a gradient from before the step is found with its leaf.
-_WITHOUT_VALUES = METADATA - {_TENSOR["grad"].__get__, _TENSOR["_grad"].__get__}
+# Calls that need no placeholder: they do not need the values. Not `grad`: a gradient from before the step is found with
+# its leaf.
+_WITHOUT_VALUES = {
+    *(
+        _TENSOR[name].__get__
+        for name in ("shape", "dtype", "device", "ndim", "layout", "names", "is_meta", "is_sparse")
+        # torch 2.13 has no named tensors.
+        if name in _TENSOR
+    ),
+    *(_TENSOR[name].__get__ for name in ("requires_grad", "is_leaf", "grad_fn", "_version")),
+    *(_TENSOR[name].__get__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks")),
+    _Tensor.size,
+    _Tensor.dim,
+    _Tensor.ndimension,
+    _Tensor.numel,
+    _Tensor.nelement,
+    _Tensor.stride,
+    _Tensor.element_size,
+    _Tensor.is_floating_point,
+    _Tensor.is_complex,
+    _Tensor.__len__,
+    _Tensor.__hash__,
+}
 # Calls that may copy a tensor, or other data, from the host to the device.
 _MAY_COPY: frozenset[_CALL] = frozenset(
     {_Tensor.to, _Tensor.type, _Tensor.type_as, getattr(_Tensor, "tpu", _Tensor.to)}

@@ -1,1 +1,0 @@
-"""`steps_per_execution`: several replayed calls of a step are collected and run by one executable."""

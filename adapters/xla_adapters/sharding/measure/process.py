@@ -1,0 +1,402 @@
+"""`measure_plans`: compiles training steps under plans in a separate process, and reads XLA's dump of the programs.
+
+It must be another process, because XLA reads its flags (`--xla_dump_to`) once. That process has as many virtual CPU
+devices as the mesh. It gets a `Job`, a model without weights and plans for it, and returns a `PlanResult` for each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.utils import _pytree
+
+from xla_adapters.errors import MODEL_FAILURES, XLAAdapterError
+from xla_adapters.runtime import get_runtime
+from xla_adapters.runtime.modes import eager
+from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
+from xla_adapters.sharding.hlo import read_hlo
+from xla_adapters.sharding.hlo_text import read_memory_report
+from xla_adapters.sharding.placement import Placement
+from xla_adapters.sharding.plan import ShardingPlan
+from xla_adapters.sharding.plan_data import CollectiveCost, Measurement
+from xla_adapters.tracing.optimizers import prime
+from xla_adapters.tracing.step_scope import StepScope
+
+
+class MeasuringError(Exception):
+    """Plans could not be compiled to be measured; they are compared by their predictions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanResult:
+    """The result for one plan.
+
+    Attributes:
+        measurement: of its compiled step; None if it could not be compiled.
+        collectives: by kind and mesh axis, without times.
+        fits: False if the compiler refused the step because a device's memory is too small for it.
+        seconds: time of tracing and compiling.
+        problem: why there is no measurement.
+    """
+
+    measurement: Measurement | None = None
+    collectives: tuple[CollectiveCost, ...] = ()
+    fits: bool = True
+    seconds: float = 0.0
+    problem: str = ""
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> PlanResult:
+        """Reads what `dataclasses.asdict` returned."""
+        measurement = values["measurement"]
+        read = {
+            "measurement": None if measurement is None else Measurement(**measurement),
+            "collectives": tuple(CollectiveCost(**item) for item in values["collectives"]),
+        }
+        return cls(**{**values, **read})
+
+
+# Elements; larger buffers are sent as zeros, since control flow does not depend on them.
+_LARGEST_BUFFER = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The input of the measuring process.
+
+    Attributes:
+        model: its parameters are on the meta device.
+        batch: keyword or positional arguments of `forward`, zeros on the host.
+        plans: to compile steps for.
+        around: returns a context for the forward pass, as in the training.
+    """
+
+    model: torch.nn.Module
+    batch: Any
+    plans: Sequence[ShardingPlan]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def empty(self, value: Any) -> Any:
+        """A leaf of the batch as it is sent: without its values."""
+        return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def pack(job: Job) -> bytes:
+    """Pickles a job (of this class or one derived from it) without the values of parameters; it is not changed.
+
+    Raises:
+        MeasuringError: something in the model cannot be pickled.
+    """
+    buffers = list(job.model.buffers())
+    hosts = dict(zip(map(id, buffers), to_host_in_one_transfer(buffers), strict=True))
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, torch.nn.Parameter):
+                return _parameter, (tuple(value.shape), value.dtype, value.requires_grad, dict(value.__dict__))
+            if isinstance(value, torch.Tensor) and value.device.type != "meta":
+                host = hosts.get(id(value))
+                if value.numel() > _LARGEST_BUFFER or (host is None and value.device.type != "cpu"):
+                    return functools.partial(torch.zeros, dtype=value.dtype), (tuple(value.shape),)
+                if host is not None and value.device.type != "cpu":
+                    return _same, (host.detach(),)
+            return super().reducer_override(value)
+
+    stream = io.BytesIO()
+    emptied = dataclasses.replace(job, batch=_pytree.tree_map(job.empty, job.batch))
+    try:
+        Pickler(stream).dump(emptied)
+    except (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, OSError) as error:
+        # Pickling a user's model may raise any of these.
+        raise MeasuringError(f"the model cannot be pickled for another process: {error}") from error
+    return stream.getvalue()
+
+
+def unpack(data: bytes) -> Job:
+    """Reads what `pack` returned."""
+    job = cloudpickle.loads(data)
+    assert isinstance(job, Job)
+    return job
+
+
+def _parameter(
+    shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, more: dict[str, Any]
+) -> torch.nn.Parameter:
+    value = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=requires_grad)
+    value.__dict__.update(more)
+    return value
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+_HLO, _BUFFERS = ".cpu_after_optimizations.txt", "-buffer-assignment.txt"
+
+
+def compiled_step(job: Job, plan: ShardingPlan, folder: Path, known: dict[bytes, PlanResult]) -> PlanResult:
+    """Compiles forward, loss, backward and AdamW, and reads collectives and memory of the compiled program.
+
+    Args:
+        job: the model and the batch; the parameters are moved to the devices, as zeros.
+        plan: how they are sharded.
+        folder: where XLA dumps its programs as text (`--xla_dump_to`); emptied afterwards.
+        known: earlier results by hash of the graph; the new one is added. Plans with equal graphs share a result, since
+            a graph is compiled only once per process.
+    """
+    begun = time.monotonic()
+    graph = _compile(job, plan)
+    if graph in known:
+        return known[graph]
+    # Uploads may have compiled small programs; the step is the largest.
+    program = max(folder.glob(f"*{_HLO}"), key=lambda path: path.stat().st_size)
+    stats = read_hlo(program.read_text(), plan.mesh.size)
+    report = program.with_name(program.name.removesuffix(".txt") + _BUFFERS)
+    result = PlanResult(
+        measurement=stats.measurement(read_memory_report(report.read_text())),
+        collectives=stats.costs(plan.mesh),
+        seconds=time.monotonic() - begun,
+    )
+    for path in folder.iterdir():
+        path.unlink()
+    known[graph] = result
+    return result
+
+
+def _compile(job: Job, plan: ShardingPlan) -> bytes:
+    runtime, model = get_runtime(), job.model
+    placement = Placement(plan, runtime)
+    with eager(True):
+        with uploading():
+            _fill(model)
+            placement.move_model(model)
+            batch = _pytree.tree_map(_to_device, job.batch)
+        runtime.tracing.flush()
+        placement.place_batch(batch)
+        optimizer = torch.optim.AdamW([value for value in model.parameters() if value.requires_grad])
+        prime(optimizer)
+        state = [value for entry in optimizer.state.values() for value in entry.values()]
+        held = [value for value in (*model.parameters(), *state) if runtime.device.owns(value)]
+        former = [runtime.values.twin(runtime.values.snapshot(value)) for value in held]
+        with placement.constraining(model):
+            scope = StepScope(name="measured step")
+            scope.open()
+            try:
+                with job.around():
+                    loss = loss_of(model(**batch) if isinstance(batch, dict) else model(*batch))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                pending = [value for value in runtime.tracing.live_tensors() if runtime.tracing.is_pending(value)]
+                # In the order in which a sync takes them, so that the program is reproducible.
+                pending.sort(key=runtime.lazy.tensor_number)
+                runtime.tracing.set_execution_allowed(True)
+                return runtime.executables.compile(pending, former)
+            finally:
+                scope.abort()
+
+
+def _fill(model: torch.nn.Module) -> None:
+    """Replaces parameters on the meta device by zeros; tied weights stay tied."""
+    filled: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for key, value in module._parameters.items():
+            if value is not None:
+                if id(value) not in filled:
+                    zeros = torch.zeros(value.shape, dtype=value.dtype)
+                    filled[id(value)] = torch.nn.Parameter(zeros, value.requires_grad)
+                module._parameters[key] = filled[id(value)]
+
+
+def _to_device(value: Any) -> Any:
+    return value.to(get_runtime().device.torch_device()) if isinstance(value, torch.Tensor) else value
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The `loss` of a model's output; without one, the sum of the means of all outputs."""
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    leaves = _pytree.tree_leaves(dict(output) if isinstance(output, dict) else output)
+    means = [leaf.float().mean() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return torch.stack(means).sum()
+
+
+# The machine code is never run, so it need not be optimised.
+_FLAGS = "--xla_dump_hlo_as_text --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+def measure_plans(
+    model: torch.nn.Module,
+    batch: Any,
+    plans: Sequence[ShardingPlan],
+    *,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    timeout: float = 900,
+) -> list[PlanResult]:
+    """Compiles the training step under each plan; nothing is executed, and the model is not touched.
+
+    Args:
+        model: on any device; its values are not used.
+        batch: the global batch: keyword arguments of `forward`, or positional ones.
+        plans: for this model, on meshes of one size.
+        around: returns a context for the forward pass; the other process must be able to import it.
+        timeout: seconds for all plans together; the results of plans that were not reached have a `problem`.
+
+    Returns:
+        A result for each plan.
+
+    Raises:
+        MeasuringError: the model cannot be pickled, or the process failed before the first result.
+    """
+    data = pack(Job(model=model, batch=batch, plans=tuple(plans), around=around))
+    with tempfile.TemporaryDirectory(prefix="xla-adapters-") as folder:
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "PT_XLA"))},
+            "PJRT_DEVICE": "CPU",
+            "CPU_NUM_DEVICES": str(plans[0].mesh.size),
+            "XLA_FLAGS": f"--xla_dump_to={folder} {_FLAGS}",
+            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import answer_job; answer_job()", folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+        )
+        results, ended, errors = _answers(process, data, timeout)
+    if not results:
+        raise MeasuringError(f"the process that measures {ended}: {errors[-2000:].strip()}")
+    missing = PlanResult(problem=f"not reached: the process that measures {ended}")
+    return [*results, *[missing] * (len(plans) - len(results))]
+
+
+def _answers(process: subprocess.Popen[bytes], data: bytes, timeout: float) -> tuple[list[PlanResult], str, str]:
+    """The results that the process returned, how it ended, and its error output."""
+    assert process.stdin is not None
+    late = threading.Event()
+
+    def stop() -> None:
+        late.set()
+        process.kill()
+
+    clock = threading.Timer(timeout, stop)
+    clock.start()
+    try:
+        # Reads both output pipes while it writes the job.
+        output, errors = process.communicate(data)
+    finally:
+        clock.cancel()
+        process.kill()
+        process.wait()
+    if late.is_set():
+        ended = f"had no more than {timeout:.0f} s"
+    elif process.returncode == -signal.SIGKILL:
+        ended = "was killed, as a machine does that is out of memory"
+    else:
+        ended = f"ended with status {process.returncode}"
+    return list(_results(output)), ended, errors.decode(errors="replace")
+
+
+def _results(output: bytes) -> Iterator[PlanResult]:
+    while output:
+        size, output = int.from_bytes(output[:8], "big"), output[8:]
+        if len(output) < size:
+            return
+        yield pickle.loads(output[:size])
+        output = output[size:]
+
+
+def answer_job() -> None:
+    """The other process: reads the job from stdin, and writes a result for each plan; its argument is a folder."""
+    folder, data = Path(sys.argv[1]), sys.stdin.buffer.read()
+    with _answering() as answer:
+        get_runtime().device.initialize(spmd=True)
+        known: dict[bytes, PlanResult] = {}
+        for plan in unpack(data).plans:
+            try:
+                result = compiled_step(unpack(data), plan, folder, known)
+            except (*MODEL_FAILURES, XLAAdapterError) as error:
+                # The other plans are still measured.
+                traceback.print_exc()
+                result = PlanResult(problem=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            answer(pickle.dumps(result))
+
+
+@contextmanager
+def _answering() -> Iterator[Callable[[bytes], None]]:
+    """Reserves stdout for results; what libraries print there goes to stderr."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "wb") as output:
+        os.dup2(2, 1)
+
+        def answer(message: bytes) -> None:
+            output.write(len(message).to_bytes(8, "big") + message)
+            output.flush()
+
+        yield answer
+
+
+# Compiles the step of a model under each plan, in another process: `measure_plans`, with its model, batch, plans and
+# (by name) `around`.
+Measure = Callable[..., list[PlanResult]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCompiler:
+    """A compiler and what it compiles for.
+
+    Attributes:
+        name: of the compiler and its target; measurements are stored under it.
+        measure: compiles the steps.
+    """
+
+    name: str
+    measure: Measure
+
+
+Find = Callable[[str, int], PlanCompiler]
+_registered: list[Find] = []
+
+
+def register(find: Find) -> None:
+    """Sets what `compiler_for` calls for devices that are no CPUs, for the rest of the process."""
+    _registered[:] = [find]
+
+
+def compiler_for(topology: str, devices: int) -> PlanCompiler:
+    """The compiler for so many devices.
+
+    Args:
+        topology: as in `ShardingConfig`.
+        devices: number of devices.
+
+    Raises:
+        MeasuringError: there is none; the message says what is missing.
+        ConfigError: the topology is not one of so many devices.
+    """
+    if topology == "cpu":
+        return PlanCompiler(name="cpu", measure=measure_plans)
+    if not _registered:
+        raise MeasuringError("plans are compiled for CPU devices only")
+    return _registered[0](topology, devices)
