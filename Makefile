@@ -42,7 +42,7 @@ test-rest:
 # Once more without the tuning for CPU devices: the step as other devices trace it. What is left out tests the tuning.
 UNTUNED := tests/parity tests/runtime tests/replay/test_replay.py tests/sharding/test_distribute.py \
 	tests/tracing/test_step_scope.py tests/tracing/test_optimizers.py tests/tracing/test_scans.py \
-	$(addprefix --ignore=tests/runtime/,test_random_algorithm.py test_runtime_order.py)
+	$(addprefix --ignore=tests/runtime/,test_rng.py test_runtime.py)
 UNTUNED_APART := tests/hf_trainer/test_training.py tests/lightning_strategy/test_training.py
 
 test-untuned: $(STAMP)

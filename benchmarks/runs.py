@@ -16,8 +16,7 @@ from benchmarks import timed_loops, timed_trainers
 from benchmarks.harness import Pause, Plan, Timing, run_interleaved
 from benchmarks.sizes import FAMILIES, GPT2, Size, sizes
 from xla_adapters import initialize
-from xla_adapters.cpu.process.compiler_flags import keep_no_barriers, leave_temporary_memory_whole
-from xla_adapters.cpu.process.host_memory import LARGEST_PIECE
+from xla_adapters.cpu.process import LARGEST_PIECE, keep_no_barriers, leave_temporary_memory_whole
 
 JAX = "JAX"
 ON_ONE_CORE = " on 1 core"

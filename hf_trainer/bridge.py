@@ -37,7 +37,7 @@ from xla_adapters import get_runtime, initialize
 from xla_adapters.insight.run_record import RunStats
 from xla_adapters.insight.times import OTHER
 from xla_adapters.runtime.modes import check_mode
-from xla_adapters.runtime.random_algorithm import use_random_algorithm
+from xla_adapters.runtime.rng import use_random_algorithm
 from xla_adapters.sharding import Sharder
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.utils.torch_modes import use_no_grad_for_inference_mode

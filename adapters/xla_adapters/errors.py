@@ -6,7 +6,9 @@ Everything it raises on purpose derives from `XLAAdapterError`. A class's docstr
 
 from __future__ import annotations
 
+import functools
 import inspect
+import warnings
 from enum import StrEnum
 
 # What tracing a user's model may raise; each means that the model cannot be traced in this way.
@@ -363,6 +365,17 @@ class DenseGradientWarning(UserWarning):
     What to do: nothing. `sparse=False` is the same there. `torch.optim.SparseAdam` takes sparse gradients only and is
     refused; `Adam` also moves the rows that a batch does not look up.
     """
+
+
+@functools.cache
+def warn_of_dense_gradients() -> None:
+    """Gives a `DenseGradientWarning`, once in a process."""
+    warnings.warn(
+        "an embedding with sparse=True: its gradients are dense on XLA devices, which have no sparse tensors. SGD "
+        "computes the same; sparse=False says what happens",
+        DenseGradientWarning,
+        stacklevel=2,
+    )
 
 
 class ReplayMismatchWarning(UserWarning):

@@ -18,7 +18,7 @@ import torch
 import transformers.trainer
 
 from xla_adapters.checkpoint import snapshot
-from xla_adapters.runtime import saving
+from xla_adapters.runtime import patches
 from xla_adapters.sharding.state import write_safetensors
 from xla_adapters.utils.nested_values import identity, tensors_in
 from xla_adapters.utils.nested_values import replaced as with_leaves
@@ -128,7 +128,7 @@ def deferring(writes: DeferredWrites) -> Iterator[None]:
 
     save_file = safetensors.torch.save_file
     with ExitStack() as stack:
-        for owner, name in ((xm, "_maybe_convert_to_cpu"), (saving, "weights_on_host")):
+        for owner, name in ((xm, "_maybe_convert_to_cpu"), (patches, "weights_on_host")):
             if owner is not None:
                 stack.enter_context(replaced(owner, name, noting(getattr(owner, name))))
         stack.enter_context(replaced(torch, "save", save_later))

@@ -13,7 +13,7 @@ import transformers.modeling_utils
 import transformers.trainer
 
 from xla_adapters import get_runtime
-from xla_adapters.runtime import saving
+from xla_adapters.runtime import patches
 from xla_adapters.utils.nested_values import identity
 from xla_adapters.utils.patching import replaced
 
@@ -30,7 +30,7 @@ def save_pretrained_from_device() -> None:
 
     @functools.wraps(find)
     def without_tied(state_dict: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = find(saving.weights_on_host(state_dict, get_runtime()), model)
+        found: dict[str, torch.Tensor] = find(patches.weights_on_host(state_dict, get_runtime()), model)
         return found
 
     without_tied.of_xla_adapters = True  # type: ignore[attr-defined]
@@ -74,6 +74,6 @@ def _with_tied_copied(model: Any) -> dict[str, torch.Tensor] | None:
     if len(set(map(identity, weights.values()))) == len(weights):
         return None
     copied: dict[str, torch.Tensor] = {}
-    for name, value in saving.weights_on_host(weights, get_runtime()).items():
+    for name, value in patches.weights_on_host(weights, get_runtime()).items():
         copied[name] = value.clone() if any(value is other for other in copied.values()) else value
     return copied

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_strategy.checkpoints.data_position import DataPosition
 from xla_adapters import get_runtime
-from xla_adapters.runtime.random_algorithm import resume_random_algorithm
+from xla_adapters.runtime.rng import resume_random_algorithm
 from xla_adapters.utils.host_random import HostRandom
 
 

@@ -17,7 +17,7 @@ from lightning_strategy.metrics.snapshot import MetricSnapshot
 from lightning_strategy.sharding.module_sharding import ModuleSharding
 from xla_adapters import StepProgram, StepScope, StepSeed, XLAConfig, get_runtime, in_step
 from xla_adapters.errors import RuntimeOrderError
-from xla_adapters.runtime.random_algorithm import resume_random_algorithm
+from xla_adapters.runtime.rng import resume_random_algorithm
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.tracing.library_reads import LibraryReads, answering, reads_of_packages
 from xla_adapters.tracing.unguarded_scopes import EagerScope, LazyScope

@@ -15,7 +15,7 @@ from torch.nn import functional
 import xla_adapters
 from tests.isolation import isolated, run_in_child
 from xla_adapters import CompiledStep, StepSeed, XLAConfig, get_runtime
-from xla_adapters.cpu.lowerings.dropout.masks import mask_computation
+from xla_adapters.cpu.dropout import mask_computation
 from xla_adapters.tracing.activation_checkpointing import checkpoint
 
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)

@@ -20,7 +20,7 @@ from xla_adapters.runtime.extensions import extensions
 
 prepare()
 messages = []
-for options in ({"fast_compile": "blocks"}, {"keep_memory": True}):
+for options in ({"fast_compile": True}, {"keep_memory": True}):
     try:
         xla_adapters.initialize(**options)
     except ConfigError as error:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.hlo.modules import donated, read_sharding, shardings_of_parameters
 from xla_adapters.hlo import wire
-from xla_adapters.hlo.builder import annotate, sharding
-from xla_adapters.hlo.graph import (
+from xla_adapters.hlo.annotations import annotate, sharding
+from xla_adapters.hlo.wire import (
     COMPUTATION_ID,
     ID,
     INSTRUCTIONS,

@@ -7,10 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
+from torch import distributions as d
 from torch import nn
 
 import xla_adapters
 from tests.isolation import isolated
+from xla_adapters.replay.compiled_step import CompiledStep
 
 _CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "norm": lambda x: torch.norm(x),
@@ -270,3 +273,132 @@ def test_batch_norm_in_mixed_precision(mixed: str) -> None:
             torch.testing.assert_close(present.cpu(), value, atol=0.02, rtol=0.02, msg=name)
             if value.grad is not None:
                 torch.testing.assert_close(present.grad.cpu(), value.grad, atol=0.1, rtol=0.1, msg=name)
+
+
+# ---- questions about values -----------------------------------------------------------------------
+
+
+_DISTRIBUTIONS: dict[str, Callable[[torch.Tensor], d.Distribution]] = {
+    "categorical": lambda x: d.Categorical(logits=x),
+    "normal": lambda x: d.Normal(x, x.exp()),
+    "independent": lambda x: d.Independent(d.Normal(x, x.exp()), 1),
+    "transformed": lambda x: d.TransformedDistribution(d.Normal(x, x.exp()), [d.TanhTransform(cache_size=1)]),
+    "mixture": lambda x: d.MixtureSameFamily(d.Categorical(logits=x), d.Normal(x, x.exp())),
+    "asked for": lambda x: d.Bernoulli(logits=x, validate_args=True),
+}
+
+
+@isolated
+@pytest.mark.parametrize("name", _DISTRIBUTIONS)
+def test_distributions(name: str) -> None:
+    make = _DISTRIBUTIONS[name]
+    values = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    drawn = make(values).sample()
+    xla_adapters.initialize()
+    ours, plain = nn.Parameter(values.to("xla")), nn.Parameter(values)
+    on_device = drawn.to("xla")
+    with xla_adapters.count() as counted, xla_adapters.step():
+        loss = -make(ours).log_prob(on_device).mean()
+        loss.backward()
+    assert (counted.executions, counted.transfers_to_host) == (1, 0)
+    expected = -make(plain).log_prob(drawn).mean()
+    expected.backward()
+    torch.testing.assert_close(loss.detach().cpu(), expected.detach())
+    torch.testing.assert_close(ours.grad.cpu(), plain.grad)
+
+
+@isolated
+def test_outside_of_steps_distributions_check_their_arguments() -> None:
+    xla_adapters.initialize()
+    with pytest.raises(ValueError, match="Expected parameter scale"):
+        d.Normal(torch.zeros(2, device="xla"), torch.tensor([1.0, -1.0]).to("xla"))
+
+
+@isolated
+def test_other_code_that_asks_whether_all_is_true_reads() -> None:
+    xla_adapters.initialize()
+    weight = torch.ones(2, device="xla")
+    with pytest.raises(xla_adapters.TensorReadError), xla_adapters.step():
+        if torch._is_all_true(weight * 2 > 1):
+            weight.add_(1)
+
+
+@isolated
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_encoder_with_a_padding_mask_in_evaluation(norm_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first)
+    plain = nn.TransformerEncoder(layer, 2).eval()
+    values, padded = torch.randn(3, 5, 8), torch.zeros(3, 5, dtype=torch.bool)
+    padded[1, 3:] = padded[2, 1:] = True
+    xla_adapters.initialize()
+    ours, batch = copy.deepcopy(plain).to("xla"), (values.to("xla"), padded.to("xla"))
+    with torch.no_grad():
+        with xla_adapters.count() as counted, xla_adapters.step():
+            result = ours(batch[0], src_key_padding_mask=batch[1])
+        expected = plain(values, src_key_padding_mask=padded)
+    assert (counted.executions, counted.transfers_to_host) == (1, 0)
+    torch.testing.assert_close(result.cpu()[~padded], expected[~padded])
+
+
+# ---- products of groups of rows -------------------------------------------------------------------
+
+
+def _model() -> torch.nn.Module:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(0)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def _losses(model: torch.nn.Module, device: str) -> list[float]:
+    model = copy.deepcopy(model).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ids = torch.randint(0, 32, (2, 12), generator=torch.Generator().manual_seed(1)).to(device)
+
+    def train(ids: torch.Tensor) -> torch.Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = train if device == "cpu" else CompiledStep(train)
+    return [float(run(ids)) for _ in range(4)]
+
+
+@isolated
+def test_experts_train_in_one_graph_in_a_loop_of_ones_own() -> None:
+    xla_adapters.initialize()
+    model = _model()
+    expected = _losses(model, "cpu")
+    # The default of on_graph_break is to raise.
+    assert _losses(model, "xla") == pytest.approx(expected, abs=1e-4)
+
+
+@isolated
+def test_groups_of_rows() -> None:
+    """Also an empty group, and rows behind the last one."""
+    xla_adapters.initialize()
+    rows, weight = torch.randn(7, 3), torch.randn(4, 3, 5)
+    ends = torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    expected = torch.zeros(7, 5)
+    for index, (start, end) in enumerate(((0, 2), (2, 2), (2, 5), (5, 6))):
+        expected[start:end] = rows[start:end] @ weight[index]
+    x, w = rows.to("xla").requires_grad_(), weight.to("xla").requires_grad_()
+    with xla_adapters.step():
+        found = torch._grouped_mm(x, w, offs=ends.to("xla"))
+        found.sum().backward()
+    torch.testing.assert_close(found.detach().cpu(), expected, rtol=1e-4, atol=1e-5)
+    assert w.grad is not None
+    assert not w.grad[1].cpu().any()
+    torch.testing.assert_close(w.grad[3].cpu(), rows[5:6].sum(0)[:, None].expand(3, 5), rtol=1e-4, atol=1e-5)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 _IS_THE_DEVICE = "tests/plugin_platform/on_xcpu.py::test_it_is_the_device"
 # Each way to train once: traced, replayed, accumulated, sharded. Left out are details that do not depend on the
 # platform, and tests of what is for CPU devices alone: `fast_compile`, and the random algorithm that is chosen there
-# (tests/cpu, tests/runtime/test_runtime_order.py, tests/runtime/test_random_algorithm.py).
+# (tests/cpu, tests/runtime/test_runtime.py, tests/runtime/test_rng.py).
 SELECTED = {
     "core": (
         "tests/plugin_platform/on_xcpu.py",

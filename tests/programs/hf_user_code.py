@@ -13,8 +13,7 @@ from transformers import TrainerCallback
 
 from hf_trainer import Trainer
 from tests.programs import data
-from tests.programs.hf_language import arguments
-from tests.programs.hf_media import pixels_of
+from tests.programs.hf_models import arguments, pixels_of
 
 _LABELS = 5
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
 
 import pytest
@@ -10,10 +12,11 @@ import torch_xla.debug.metrics as metrics
 from torch.nn import functional
 
 import xla_adapters
+from tests.device import DEVICE
 from tests.isolation import isolated
-from tests.runtime.further_calls import FURTHER
-from tests.runtime.operator_calls import GROUPS, IMAGE, Call
+from tests.runtime.operator_calls import FURTHER, GROUPS, IMAGE, SLICES, Call
 from xla_adapters import XLAConfig
+from xla_adapters.runtime.torch_xla.device import keep_nan
 
 
 def _on_the_host() -> list[str]:
@@ -212,3 +215,239 @@ def test_gradients_of_bags_scaled_by_frequency() -> None:
         functional.embedding_bag(indices, weight, offsets, scale_grad_by_freq=True, mode="sum").sum().backward()
     assert weight.grad is not None
     assert weight.grad.flatten().tolist() == pytest.approx([1, 0, 1, 0, 1])
+
+
+# ---- NaN, infinities, and other numbers that torch_xla gets wrong ---------------------------------
+
+
+_Call = Callable[[torch.Tensor], torch.Tensor]
+_NAN, _INF = math.nan, math.inf
+_VALUES = torch.tensor(
+    [
+        [-1.5, 0.25, _NAN, 2.0, 0.0, -0.5, 7.0, 1.0],
+        [0.5, _INF, 1.0, -2.0, 3.0, -4.0, 0.75, 2.5],
+        [_NAN, 1.0, -_INF, 0.5, _NAN, 2.0, -1.0, 4.0],
+        [1.0, -2.0, 3.0, -4.0, 5.0, -6.0, 7.0, -8.0],
+    ]
+)
+_WITH_GRADIENTS: dict[str, _Call] = {
+    "max of dim": lambda x: x.max(1)[0],
+    "min of dim": lambda x: x.min(0)[0],
+    "adaptive max pool": lambda x: functional.adaptive_max_pool1d(x[None, 1:2], 3),
+    "relu": torch.relu,
+    "relu6, also at its bounds": lambda x: functional.relu6(x - 1),
+    "hardtanh, also at its bounds": functional.hardtanh,
+    "hardsigmoid, also at its bounds": functional.hardsigmoid,
+    "hardswish": functional.hardswish,
+    "threshold": lambda x: functional.threshold(x, 0.1, 5.0),
+    "elu": functional.elu,
+    "celu": lambda x: functional.celu(x, 0.7),
+    "smooth l1": lambda x: functional.smooth_l1_loss(x, torch.zeros_like(x), reduction="none"),
+    "log sigmoid": functional.logsigmoid,
+    "logsumexp": lambda x: x.logsumexp(1),
+    "cummax": lambda x: x.cummax(1)[0],
+    "cummin": lambda x: x.cummin(1)[0],
+    "clamp": lambda x: x.clamp(min=0),
+    "clamp from above": lambda x: x.clamp(max=1),
+    "clamp by a tensor": lambda x: x.clamp(min=torch.ones_like(x)),
+    "maximum": lambda x: torch.maximum(torch.zeros_like(x), x),
+    "softmax": lambda x: x.softmax(1),
+    "amax of minus infinities": lambda x: (x[3:] - _INF).amax(1),
+    "min of infinities": lambda x: (x[3:] + _INF).min(1)[0],
+    "half precision without infinities": lambda x: x.bfloat16().nan_to_num().float() * 1e-30,
+}
+_VALUES_ONLY: dict[str, _Call] = {
+    "amax": lambda x: x.amax(1),
+    "amin of all": lambda x: x.amin(),
+    "max": lambda x: x.max(),
+    "half precision": lambda x: x.bfloat16().amax(0).float(),
+    "argmax": lambda x: x.argmax(1),
+    "argmin of all": lambda x: x.argmin(),
+    "places of max": lambda x: x.max(1, keepdim=True)[1],
+    "places of min": lambda x: x.min(0)[1],
+    "max pool 1": lambda x: functional.max_pool1d(x[None], 2),
+    "max pool 2": lambda x: functional.max_pool2d(x[None, None], 2),
+    "max pool 3": lambda x: functional.max_pool3d(x[None, None, None], (1, 2, 2)),
+    "softshrink": functional.softshrink,
+    "norm": lambda x: x.norm(_INF, 1) + x.norm(-_INF, 1),
+    "scatter": lambda x: torch.zeros_like(x).scatter_reduce(0, torch.zeros_like(x).long(), x, "amax"),
+    "remainder by infinity": lambda x: torch.remainder(x, _INF) + torch.remainder(x, -_INF),
+    "floor of infinity": lambda x: x // 2.5,
+    "max of minus infinities": lambda x: torch.full_like(x, -_INF).max(),
+    "max of minus infinities along": lambda x: torch.full_like(x, -_INF).max(0)[0],
+    "product in place of NaN": lambda x: torch.baddbmm(
+        torch.full((1, 8, 8), _NAN, device=x.device), x[None, 3:].mT, x[None, 3:], beta=0
+    ),
+    "clip": lambda x: functional.normalize(x, dim=1),
+}
+
+
+@isolated
+@pytest.mark.parametrize("in_step", [True, False], ids=["step", "eager"])
+def test_not_numbers_are_as_on_the_cpu(in_step: bool) -> None:
+    xla_adapters.initialize()
+    there = _VALUES.to("xla")
+    for name, call in {**_WITH_GRADIENTS, **_VALUES_ONLY}.items():
+        found, wanted = [], []
+        for start, results in ((there, found), (_VALUES, wanted)):
+            x = start.clone().requires_grad_(name in _WITH_GRADIENTS)
+            if in_step and start is there:
+                with xla_adapters.step():
+                    results += _with_gradient(call, x)
+            else:
+                results += _with_gradient(call, x)
+        for actual, expected in zip(found, wanted, strict=True):
+            torch.testing.assert_close(
+                actual.cpu(), expected, equal_nan=True, msg=lambda text, at=name: f"{at}: {text}"
+            )
+
+
+def _with_gradient(call: _Call, x: torch.Tensor) -> list[torch.Tensor]:
+    result = call(x)
+    if not x.requires_grad:
+        return [result]
+    weights = torch.arange(1.0, result.numel() + 1).to(x.device).reshape(result.shape)
+    return [result.detach(), *torch.autograd.grad((result * weights).sum(), x)]
+
+
+@isolated
+def test_the_flag_is_set_unless_it_is_set_already() -> None:
+    xla_adapters.initialize()
+    assert "--xla_cpu_enable_fast_min_max=false" in os.environ["XLA_FLAGS"].split()
+    environment = {"XLA_FLAGS": "--xla_cpu_enable_fast_min_max=true"}
+    keep_nan("CPU", started=False, environment=environment)
+    keep_nan("CPU", started=True, environment=environment)
+    assert environment == {"XLA_FLAGS": "--xla_cpu_enable_fast_min_max=true"}
+
+
+@isolated(env={"XLA_FLAGS": ""})
+def test_it_is_said_when_the_flag_comes_too_late() -> None:
+    torch.ones(2).to("xla")
+    with pytest.warns(UserWarning, match="leave the NaN out"):
+        xla_adapters.initialize()
+
+
+_EXACT: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "remainder": lambda x, y: x % y,
+    "remainder by a number": lambda x, y: x % 0.3,
+    "remainder of a number": lambda x, y: torch.remainder(7.5, y),
+    "small beside the divisor": lambda x, y: (x * 1e-9) % 1.0,
+    "floor": lambda x, y: x // y,
+    "floor by a number": lambda x, y: x // 0.1,
+    "remainder of 8 bits": lambda x, y: (x * 15).to(torch.int8) % 120,
+    "remainder of negative ones": lambda x, y: (x * 15).long() % -7,
+    "remainder without a sign": lambda x, y: x.abs().to(torch.uint8) % 3,
+    "8 bits shifted": lambda x, y: (x * 15).to(torch.int8) >> 1,
+    "sums of 8 bits": lambda x, y: (x * 15).to(torch.int8).cumsum(0),
+    "sums of truth": lambda x, y: (x > 0).cumsum(0),
+    "sums in half precision": lambda x, y: x.bfloat16().cumsum(0),
+    "mean of integers": lambda x, y: x.long().mean(dtype=torch.float32),
+    "choice of two dtypes": lambda x, y: torch.where(x > 0, x.bfloat16(), y),
+    "maximum of two dtypes": lambda x, y: torch.maximum(x.half(), y.bfloat16()),
+    "minimum of 8 bits": lambda x, y: torch.minimum((x * 15).to(torch.int8), (y.abs() * 15).to(torch.uint8)),
+    "integers between fractions": lambda x, y: x.long().clamp(-1.5, 2.5),
+    "truth between integers": lambda x, y: (x > 0).clamp(max=3),
+    "integers below fractions": lambda x, y: x.long().clamp(max=y),
+    "truth and a number": lambda x, y: ((x > 0) & 3) + ((y > 0) | 6) + ((x > y) ^ 2),
+    "arctangent of integers": lambda x, y: torch.atan2(x.long(), y.long()),
+    "product with a logarithm": lambda x, y: torch.xlogy(x.long(), 2.5),
+    "sign of a number": lambda x, y: torch.copysign(x.long(), -1.0) + torch.copysign(x, -0.0),
+    "a number shifted": lambda x, y: 1 << x.abs().int(),
+    "steps of a tenth": lambda x, y: torch.arange(0, 1, 0.1, device=x.device),
+    "steps down": lambda x, y: torch.arange(1.5, 0, -0.1, device=x.device, dtype=torch.float64),
+    "steps from a fraction": lambda x, y: torch.arange(0.1, 3.1, device=x.device),
+    "count": lambda x, y: torch.count_nonzero(x > 0) + torch.count_nonzero(x.reshape(2, 12).to(torch.int8), 1),
+    "sums of truth that is a number": lambda x, y: (x > 0).nansum(),
+    "trace": lambda x, y: torch.einsum("ii", x[:9].reshape(3, 3)),
+    "traces": lambda x, y: torch.einsum("...ii", x[:18].reshape(2, 3, 3)),
+    "moved by no place": lambda x, y: x[:0].roll(1),
+    "medians of nothing": lambda x, y: x[:0].reshape(0, 3).median(1)[0],
+    "covariance of integers": lambda x, y: torch.cov(x.reshape(2, 12).long()),
+    "logarithm of a determinant": lambda x, y: torch.linalg.slogdet(x[:9].reshape(3, 3))[1],
+    "singular values of several": lambda x, y: torch.linalg.svdvals(x[:16].reshape(2, 2, 4)),
+    "inverses of several": lambda x, y: torch.linalg.pinv(x[:8].reshape(2, 2, 2)),
+}
+
+
+@isolated
+@pytest.mark.parametrize("in_step", [True, False], ids=["step", "eager"])
+def test_exact_numbers_and_dtypes(in_step: bool) -> None:
+    xla_adapters.initialize()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.cat([torch.tensor([1.0, -1.0, 0.0, 6.0]), torch.randn(20, generator=generator) * 4])
+    y = torch.cat([torch.tensor([0.1, 0.1, 3.0, -2.0]), torch.randn(20, generator=generator)])
+    for name, call in _EXACT.items():
+        if in_step:
+            with xla_adapters.step():
+                found = call(x.to("xla"), y.to("xla"))
+        else:
+            found = call(x.to("xla"), y.to("xla"))
+        torch.testing.assert_close(
+            found.cpu(), call(x, y), rtol=1e-4, atol=1e-5, msg=lambda text, at=name: f"{at}: {text}"
+        )
+
+
+@isolated
+def test_what_ends_the_process_in_torch_xla_is_refused() -> None:
+    xla_adapters.initialize()
+    x = torch.arange(6.0).to("xla")
+    for call, error in (
+        (lambda: torch.argmax(torch.complex(x, x)), NotImplementedError),
+        (lambda: torch.argmin(x[:0]), IndexError),
+        (lambda: x[:0].reshape(3, 0).median(1), IndexError),
+        (lambda: x.long() >> 1.5, TypeError),
+    ):
+        with pytest.raises(error):
+            call()
+
+
+@isolated
+def test_gradient_of_the_logarithm_of_determinants() -> None:
+    xla_adapters.initialize()
+    matrices = torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(0)) + 2 * torch.eye(3)
+    there, here = matrices.to("xla").requires_grad_(), matrices.clone().requires_grad_()
+    with xla_adapters.step():
+        torch.linalg.slogdet(there)[1].sum().backward()
+    torch.linalg.slogdet(here)[1].sum().backward()
+    assert there.grad is not None
+    torch.testing.assert_close(there.grad.cpu(), here.grad, rtol=1e-4, atol=1e-5)
+
+
+# ---- indices of 32 and of 64 bits in one call -----------------------------------------------------
+
+
+def _results(device: str) -> list[torch.Tensor]:
+    table = torch.arange(12.0).view(3, 4).to(device).requires_grad_()
+    rows = torch.tensor([0, 1, 0], device=device)
+    columns = torch.tensor([1, 0, 1], dtype=torch.int32, device=device)
+    (table[rows, columns] * torch.arange(3.0, device=device)).square().sum().backward()
+    written = table.detach().clone()
+    written[columns, rows] = 5.0
+    added = table.detach().clone().index_put_((rows, columns), torch.ones(3, device=device), accumulate=True)
+    assert table.grad is not None
+    return [table.grad, written, added, table.detach()[columns[:, None], rows]]
+
+
+@isolated
+def test_they_are_read_and_written_as_on_the_cpu() -> None:
+    xla_adapters.initialize()
+    expected = _results("cpu")
+    with xla_adapters.eager():
+        outside = _results(DEVICE)
+        with xla_adapters.step():
+            inside = _results(DEVICE)
+        for found in (outside, inside):
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one.cpu(), other)
+
+
+# ---- outside of steps -----------------------------------------------------------------------------
+
+
+@isolated
+def test_slices_outside_of_steps() -> None:
+    xla_adapters.initialize()
+    shape, calls = FURTHER[SLICES]
+    values = torch.arange(32.0).reshape(shape)
+    for name, call in calls.items():
+        assert torch.equal(call(values.to("xla")).cpu(), call(values)), name

@@ -15,8 +15,12 @@ from torch.nn import functional
 import xla_adapters
 from tests.isolation import isolated
 from tests.support import Loop
-from xla_adapters.lowerings.attention import scaled_dot_product_attention
-from xla_adapters.lowerings.norms import batch_norm_statistics, group_norm, layer_norm
+from xla_adapters.lowerings.layers import (
+    batch_norm_statistics,
+    group_norm,
+    layer_norm,
+    scaled_dot_product_attention,
+)
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding import Mesh
 from xla_adapters.sharding.mesh import tiles_of

@@ -21,7 +21,7 @@ from tests.isolation import isolated
 from tests.torch_tpu.models import arguments, gpt2, texts
 from xla_adapters import cli
 from xla_adapters.errors import ConfigError
-from xla_adapters.hlo.builder import with_donors
+from xla_adapters.hlo.annotations import with_donors
 from xla_adapters.preflight import script_process, trace_process
 from xla_adapters.preflight.script_process import Traced
 from xla_adapters.preflight.step_capture import EVALUATION, TRAINING

@@ -311,7 +311,7 @@ def test_what_is_not_there_is_refused_by_name() -> None:
         with pytest.raises(UnsupportedOptionError, match=option), xla_adapters.step(**{option: value}):
             pass
     with pytest.raises(xla_adapters.ConfigError, match="fast_compile"):
-        xla_adapters.initialize(fast_compile="blocks")
+        xla_adapters.initialize(fast_compile=True)
     with pytest.raises(xla_adapters.RuntimeOrderError, match="torch_tpu is in use"):
         xla_adapters.initialize(runtime="torch_xla")
 

@@ -17,7 +17,7 @@ from tests.device import DEVICE
 from tests.isolation import isolated, outcome_of
 from tests.support import Loop, unchanged
 from xla_adapters.errors import GraphBreakError
-from xla_adapters.runtime.torch_xla.operators import registration
+from xla_adapters.runtime.torch_xla.operators import indexing, windows
 
 
 class Distances(nn.Module):
@@ -82,7 +82,7 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Any]] = {
 @pytest.fixture(autouse=True)
 def _as_torch_xla_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators whose backward alone is on the host; with our kernels there is none."""
-    for names in (registration._DIFFERENTIABLE, registration._BELOW_AUTOGRAD):
+    for names in (windows.KERNELS.differentiable, indexing.KERNELS.below_autograd):
         for name in ("_pdist_forward", "masked_scatter_backward"):
             if name in names:
                 monkeypatch.delitem(names, name)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.support import Loop
 from xla_adapters import DeviceSyncError, DiscardedTensorError, GraphBreakWarning, TensorReadError
-from xla_adapters.runtime.uploads import note_upload
+from xla_adapters.runtime.transfers import note_upload
 from xla_adapters.tracing.deferred_numbers import DeferredNumber, make_plain
 from xla_adapters.tracing.library_reads import LibraryReads, answering
 

@@ -16,7 +16,7 @@ from xla_adapters.checkpoint.manifest import Checkpoint, Manifest, plain, versio
 from xla_adapters.errors import CheckpointDamagedError, CheckpointMismatchWarning, CheckpointSaveError
 from xla_adapters.open_step import in_step
 from xla_adapters.runtime import get_runtime
-from xla_adapters.runtime.random_algorithm import resume_random_algorithm
+from xla_adapters.runtime.rng import resume_random_algorithm
 from xla_adapters.utils.host_random import HostRandom
 from xla_adapters.utils.nested_values import Identity, identity, replaced, tensors_in
 

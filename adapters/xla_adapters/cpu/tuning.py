@@ -6,37 +6,28 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from xla_adapters.cpu.graph_passes.outlining import outline
-from xla_adapters.cpu.lowerings.convolutions import CONVOLUTIONS
-from xla_adapters.cpu.lowerings.dropout import Dropout
-from xla_adapters.cpu.lowerings.layer_norms import layer_norms
-from xla_adapters.cpu.lowerings.sums import sums_as_products
-from xla_adapters.cpu.process.compiler_flags import (
+from xla_adapters.cpu.dropout import Dropout
+from xla_adapters.cpu.lowerings import CONVOLUTIONS, layer_norms, sums_as_products
+from xla_adapters.cpu.process import (
+    KeptMemory,
+    MappedMemory,
     keep_barriers,
     keeps_barriers,
     leave_out_slow_passes,
     leaves_out_slow_passes,
 )
-from xla_adapters.cpu.process.kept_memory import KeptMemory
-from xla_adapters.cpu.process.mapped_memory import MappedMemory
 from xla_adapters.errors import ConfigError, RuntimeOrderError
-from xla_adapters.hlo.graph import UnsupportedModuleError
 from xla_adapters.runtime import Device, Runtime
-from xla_adapters.runtime.extensions import Extension, Lowerings, Rewritten
-from xla_adapters.runtime.tuning import FastCompile, Tuning
+from xla_adapters.runtime.extensions import Extension, Lowerings
+from xla_adapters.runtime.interface.device import Tuning
 
 _log = logging.getLogger("xla_adapters")
 
 
 class CPUTuning(Extension):
-    """Lowerings, graph passes and options of the process that make steps on XLA:CPU faster, or faster to compile.
-
-    Attributes:
-        outlines_graphs: whether repeated subgraphs are compiled once and called (`initialize(fast_compile=)`).
-    """
+    """Lowerings and options of the process that make steps on XLA:CPU faster, or faster to compile."""
 
     def __init__(self) -> None:
-        self.outlines_graphs = False
         self._asked_for_barriers = False
         self._memory = KeptMemory()
 
@@ -49,31 +40,32 @@ class CPUTuning(Extension):
 
     def initialize(self, device: Device, *, spmd: bool, tuning: Tuning) -> None:
         """As in `Extension`; may set `XLA_FLAGS` and options of glibc's allocator, which is logged."""
+        # Sharded graphs have no use for barriers.
+        if not spmd:
+            self._keep_barriers(device)
         if tuning.fast_compile is not False:
             self._compile_fast(device, tuning.fast_compile)
         self._memory.keep(device, tuning.keep_memory)
-        # Sharded graphs have no use for barriers, and outlined graphs have calls in their place.
-        if not (spmd or self.outlines_graphs):
-            self._keep_barriers(device)
 
-    def _compile_fast(self, device: Device, how: FastCompile) -> None:
-        if how not in (True, "blocks"):
-            raise ConfigError(f"initialize(fast_compile={how!r}): there are False, True and 'blocks'")
+    def _compile_fast(self, device: Device, asked: object) -> None:
+        if asked is not True:
+            raise ConfigError(
+                f"initialize(fast_compile={asked!r}) is not a valid value; valid values: False, True. ('blocks', which "
+                "compiled once what a step repeats, is no longer there: use True, which leaves out XLA's slowest pass)"
+            )
         if device.hardware() != "CPU":
             raise ConfigError(
-                f"initialize(fast_compile={how!r}) is for CPU devices, and this one is {device.hardware()}: it "
-                "is known to shorten the work of XLA's compiler for the CPU alone; leave it out here"
+                f"initialize(fast_compile=True) is for CPU devices, and this one is {device.hardware()}: it is known "
+                "to shorten the work of XLA's compiler for the CPU alone; leave it out here"
             )
-        if how is True:
-            if device.started() and not leaves_out_slow_passes():
-                raise RuntimeOrderError(
-                    "fast compiles were asked for after the XLA runtime had started, which reads its flags once. Call "
-                    "xla_adapters.initialize(fast_compile=True) at the start of the program, before a tensor or model "
-                    "is moved to the XLA device and before transformers.TrainingArguments are created, which start "
-                    "the runtime."
-                )
-            leave_out_slow_passes()
-        self.outlines_graphs = True
+        if device.started() and not leaves_out_slow_passes():
+            raise RuntimeOrderError(
+                "fast compiles were asked for after the XLA runtime had started, which reads its flags once. Call "
+                "xla_adapters.initialize(fast_compile=True) at the start of the program, before a tensor or model is "
+                "moved to the XLA device and before transformers.TrainingArguments are created, which start the "
+                "runtime."
+            )
+        leave_out_slow_passes()
 
     def _keep_barriers(self, device: Device) -> None:
         """Stops XLA from fusing across optimization barriers if the runtime has not started; logged."""
@@ -88,8 +80,8 @@ class CPUTuning(Extension):
             )
 
     def fuses_up_to_barriers(self, device: Device) -> bool:
-        """Whether barriers limit fusion: on one CPU device, without outlining, with the flag set."""
-        return self._is_one_cpu(device) and not self.outlines_graphs and keeps_barriers()
+        """Whether barriers limit fusion: on one CPU device, with the flag set."""
+        return self._is_one_cpu(device) and keeps_barriers()
 
     def could_have_huge_pages(self) -> bool:
         """Whether glibc could use huge pages and was not told to."""
@@ -115,22 +107,6 @@ class CPUTuning(Extension):
         if not (runtime.has_custom_kernels and self._is_one_cpu(runtime.device)):
             return nullcontext()
         return sums_as_products(runtime, cut_by_compiler=not leaves_out_slow_passes())
-
-    def rewrites(self, device: Device) -> bool:
-        """As in `Extension`."""
-        return self.outlines_graphs and not device.is_spmd()
-
-    def rewrite(self, graph: bytes) -> Rewritten | None:
-        """As in `Extension`: repeated subgraphs become functions, see `graph_passes.outlining`."""
-        try:
-            outlined = outline(graph)
-        except UnsupportedModuleError as reason:
-            _log.info("a graph is compiled as a whole: %s", reason)
-            return None
-        if outlined is None:
-            return None
-        _log.info("a graph is compiled in blocks: %s", outlined)
-        return Rewritten(outlined.module, "taken apart into blocks")
 
     def step_observer(self, device: Device) -> Callable[[str], None] | None:
         """As in `Extension`."""

@@ -1,1 +1,1 @@
-"""Reads and writes HLO modules (protobuf) as graphs, without XLA's own Python classes."""
+"""Reads and writes HLO modules as encoded protobuf messages, without XLA's own Python classes."""

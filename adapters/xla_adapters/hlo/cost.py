@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xla_adapters.hlo import wire
-from xla_adapters.hlo.graph import (
+from xla_adapters.hlo.wire import (
     CALLED,
     COMPUTATION_ID,
     ID,

@@ -1,7 +1,7 @@
-"""Reads and writes protobuf messages field by field, without a schema, and the shapes of HLO in that form.
+"""Reads and writes protobuf messages field by field, without a schema: those of HLO modules, and their shapes.
 
-Unknown fields can be copied as they are. The format: https://protobuf.dev/programming-guides/encoding/. Source of the
-shapes: ShapeProto and LayoutProto in `xla/xla_data.proto` (numbers of fields).
+Unknown fields can be copied as they are. The format: https://protobuf.dev/programming-guides/encoding/. Source of
+the numbers of fields: `xla/service/hlo.proto`, and ShapeProto and LayoutProto in `xla/xla_data.proto`.
 """
 
 from __future__ import annotations
@@ -113,6 +113,13 @@ def numbers(field: int, values: Iterable[int]) -> bytes:
     return message(field, packed) if packed else b""
 
 
+# Field numbers of HloModuleProto.
+MODULE_NAME, MODULE_ENTRY_NAME, MODULE_COMPUTATIONS, MODULE_PROGRAM_SHAPE, MODULE_ENTRY = 1, 2, 3, 4, 6
+# Field numbers of HloComputationProto.
+COMPUTATION_NAME, INSTRUCTIONS, PROGRAM_SHAPE, COMPUTATION_ID, ROOT = 1, 2, 4, 5, 6
+# Field numbers of HloInstructionProto.
+NAME, OPCODE, SHAPE, LITERAL, PARAMETER_NUMBER, DIMENSIONS = 1, 2, 3, 8, 9, 14
+ID, OPERANDS, CALLED, COMPARISON_DIRECTION, FRONTEND_ATTRIBUTES = 35, 36, 38, 63, 68
 # Field numbers of ShapeProto.
 _ELEMENT_TYPE, _DIMENSIONS, _TUPLE_SHAPES, _LAYOUT, _IS_DYNAMIC, _TUPLE = 2, 3, 4, 5, 6, 13
 # Field numbers of LayoutProto.
@@ -120,7 +127,7 @@ _MINOR_TO_MAJOR, _TAIL_PADDING = 1, 16
 # Bytes per element, by PrimitiveType.
 _BYTE_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 15: 8, 16: 2, 18: 16}
 # PrimitiveType numbers.
-PRED, S32, U32 = 1, 4, 8
+PRED, U32 = 1, 8
 
 
 @functools.cache
@@ -145,22 +152,6 @@ def count(shape: bytes) -> int:
 def byte_size(shape: bytes) -> int:
     """Bytes of an array; 0 for a tuple."""
     return count(shape) * _BYTE_SIZES.get(element_type(shape), 0)
-
-
-@functools.cache
-def is_scalar(shape: bytes) -> bool:
-    """Whether it is an array of no dimensions."""
-    return byte_size(shape) > 0 and not dimensions(shape)
-
-
-@functools.cache
-def is_dynamic(shape: bytes) -> bool:
-    """Whether a dimension is dynamic."""
-    return any(
-        any(integers(value)) if number == _IS_DYNAMIC else number == _TUPLE_SHAPES and is_dynamic(bytes(value))
-        for number, value, _ in fields(shape)
-        if number in (_IS_DYNAMIC, _TUPLE_SHAPES)
-    )
 
 
 @functools.cache

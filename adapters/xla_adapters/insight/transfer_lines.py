@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from xla_adapters.open_step import in_step
-from xla_adapters.runtime.copies import copies_told
+from xla_adapters.runtime.interface.tensors import copies_told
 from xla_adapters.tracing.step_mode import FROM_NUMBERS, MOVES, READS
 from xla_adapters.utils.location import line_of_user
 from xla_adapters.utils.torch_modes import device_type

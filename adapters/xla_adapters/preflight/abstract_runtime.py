@@ -9,7 +9,7 @@ import torch
 
 from xla_adapters.runtime import Runtime, TileAssignment
 from xla_adapters.runtime.interface import Spmd, Tracing, Transfers
-from xla_adapters.runtime.uploads import note_upload
+from xla_adapters.runtime.transfers import note_upload
 
 
 class Shardings:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from xla_adapters.hlo.builder import annotate
+from xla_adapters.hlo.annotations import annotate
 from xla_adapters.preflight.abstract_runtime import Shardings, abstract_runtime
 from xla_adapters.preflight.step_capture import StepCapture, named_tensors
 from xla_adapters.preflight.traced_step import TracedStep, encoded, pending_results

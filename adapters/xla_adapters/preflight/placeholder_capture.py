@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from xla_adapters.errors import UnsupportedOptionError
-from xla_adapters.hlo.builder import with_donors
+from xla_adapters.hlo.annotations import with_donors
 from xla_adapters.open_step import in_step
 from xla_adapters.preflight.abstract_runtime import AbstractTransfers, Delegate
 from xla_adapters.preflight.step_capture import StepCapture, named_tensors

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from xla_adapters.hlo.builder import annotate, sharding
+from xla_adapters.hlo.annotations import annotate, sharding
 from xla_adapters.preflight.abstract_runtime import Shardings, abstract_runtime
 from xla_adapters.preflight.job import StepJob
 from xla_adapters.preflight.target import ModuleForm

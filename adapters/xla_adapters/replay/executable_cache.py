@@ -23,7 +23,7 @@ from xla_adapters.replay.replayed_call import ReplayedCall
 from xla_adapters.replay.verification import Verification, next_due
 from xla_adapters.runtime import Runtime, get_runtime
 from xla_adapters.runtime.rng import StepSeed
-from xla_adapters.runtime.uploads import upload_of
+from xla_adapters.runtime.transfers import upload_of
 from xla_adapters.tracing.index_check import Bounds, bounds_of, violated
 from xla_adapters.tracing.step_scope import StepScope
 

@@ -24,9 +24,8 @@ from xla_adapters.replay.prepared_call import PreparedCall
 from xla_adapters.replay.replayed_call import ReplayedCall
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.extensions import extensions
-from xla_adapters.runtime.random_algorithm import use_random_algorithm
-from xla_adapters.runtime.rng import StepSeed
-from xla_adapters.runtime.uploads import name_tensors
+from xla_adapters.runtime.rng import StepSeed, use_random_algorithm
+from xla_adapters.runtime.transfers import name_tensors
 from xla_adapters.tracing.compile_events import CompileEvent
 from xla_adapters.tracing.graph_history import CallNumber, GraphHistory, StepSignature
 from xla_adapters.tracing.profile_spans import FORWARD, REPLAY

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Literal, get_args
 
-from xla_adapters.errors import RuntimeOrderError
-from xla_adapters.runtime.choice import RuntimeName, installed_runtime, make_runtime
+from xla_adapters.errors import ConfigError, RuntimeOrderError
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.interface import CompiledMemory, Device, Metrics, Runtime, RuntimeEvent
-from xla_adapters.runtime.parts import Part
-from xla_adapters.runtime.saving import save_from_device
-from xla_adapters.runtime.tile_assignment import TileAssignment
-from xla_adapters.runtime.tuning import FastCompile, Tuning
+from xla_adapters.runtime.interface.device import Tuning
+from xla_adapters.runtime.patches import save_from_device
+from xla_adapters.runtime.tiles import Part, TileAssignment
 
 __all__ = [
     "CompiledMemory",
@@ -31,7 +31,47 @@ __all__ = [
     "using_runtime",
 ]
 
+RuntimeName = Literal["torch_xla", "torch_tpu"]
+_NAMES: tuple[str, ...] = get_args(RuntimeName)
 _runtime: Runtime | None = None
+
+
+def installed_runtime() -> str:
+    """The name of the runtime that is installed; nothing is imported.
+
+    Raises:
+        ConfigError: none is, or both are.
+    """
+    found = [name for name in _NAMES if find_spec(name) is not None]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ConfigError(
+            'neither torch_xla nor torch_tpu is installed: pip install "xla-adapters[xla]" (torch_xla 2.9) or '
+            '"xla-adapters[torch-tpu]" (TorchTPU, experimental)'
+        )
+    raise ConfigError(
+        "torch_xla and torch_tpu are both installed, and a process can use one of them: say which by "
+        'xla_adapters.initialize(runtime="torch_xla") or xla_adapters.initialize(runtime="torch_tpu") as the first '
+        "call, or uninstall one"
+    )
+
+
+def make_runtime(name: str) -> Runtime:
+    """Imports a runtime.
+
+    Raises:
+        ConfigError: there is none of this name, or it is not installed.
+    """
+    if name not in _NAMES:
+        raise ConfigError(f"runtime={name!r} is not a valid value; valid values: {', '.join(map(repr, _NAMES))}")
+    if find_spec(name) is None:
+        raise ConfigError(f"runtime={name!r}: {name} is not installed")
+    if name == "torch_tpu":
+        from xla_adapters.runtime.torch_tpu.runtime import make_runtime as make
+    else:
+        from xla_adapters.runtime.torch_xla.runtime import make_runtime as make
+    return make()
 
 
 def get_runtime() -> Runtime:
@@ -92,7 +132,7 @@ def initialize(
     runtime: RuntimeName | None = None,
     spmd: bool = False,
     eager: bool = True,
-    fast_compile: FastCompile = False,
+    fast_compile: bool = False,
     keep_memory: bool | None = None,
     cache_dir: str | None = None,
 ) -> None:
@@ -107,12 +147,9 @@ def initialize(
         eager: execute each operation outside of steps at once, as PyTorch does on other devices, for the rest of the
             process. False leaves the mode as it is; torch_xla's own is lazy, in which operations are collected until
             something reads a value or calls `torch_xla.sync()`.
-        fast_compile: on CPU devices. `"blocks"` compiles what a step repeats (layers, updates of alike parameters) once
-            and calls it; consecutive layers become a loop. Graphs with convolutions are left alone. 48 layers of a
-            GPT-2 took half of the CPU time to compile; steps took up to 1.3 times as long, and up to 1.3 times the
-            memory. It is worth it for replayed steps on one device. True also leaves out XLA's slowest compiler pass
-            (through `XLA_FLAGS`), which gains little more: sums round more, and wide models may take longer in each
-            step (docs/results/performance.md).
+        fast_compile: on CPU devices, leaves out XLA's slowest compiler pass (through `XLA_FLAGS`), for deep models:
+            FIGURES. Sums round more, and wide models may take longer in each step
+            (docs/results/performance.md).
         keep_memory: on CPU devices, whether the process keeps the memory that a step frees (glibc's `mallopt`) instead
             of returning it to the system: 24 layers of a GPT-2 took 0.65 of the CPU time. None keeps it, unless the
             environment configures the allocator (`MALLOC_TRIM_THRESHOLD_` and the like, `GLIBC_TUNABLES`). If the
@@ -126,7 +163,7 @@ def initialize(
     Raises:
         RuntimeOrderError: a device was already used without what is asked for, or with another runtime.
         ConfigError: no runtime is installed, or both are and `runtime` is not given; `fast_compile` or `keep_memory`
-            on a device that is no CPU, another `fast_compile`, or `keep_memory` without glibc.
+            on a device that is no CPU, `fast_compile` that is no bool, or `keep_memory` without glibc.
     """
     if runtime is not None:
         _choose(runtime)

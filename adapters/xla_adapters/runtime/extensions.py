@@ -11,7 +11,7 @@ import torch
 
 from xla_adapters.errors import ConfigError
 from xla_adapters.runtime.interface import Device, Runtime
-from xla_adapters.runtime.tuning import Tuning
+from xla_adapters.runtime.interface.device import Tuning
 
 Lowerings = Mapping[Callable[..., Any], Callable[..., torch.Tensor]]
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from xla_adapters.runtime import Runtime
-from xla_adapters.runtime.uploads import note_upload
+from xla_adapters.runtime.transfers import note_upload
 from xla_adapters.tracing.deferred_numbers import DeferredNumbers
 from xla_adapters.tracing.library_reads import LibraryReads, MaskedSelection, with_selections
 from xla_adapters.utils.nested_values import replaced

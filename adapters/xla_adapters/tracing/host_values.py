@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_adapters.runtime.uploads import forget_upload, upload_of
+from xla_adapters.runtime.transfers import forget_upload, upload_of
 from xla_adapters.utils.torch_modes import device_type
 
 _Tensor = torch.Tensor

@@ -1,8 +1,9 @@
 """Checks indices that come from the batch: devices read another row for one that is out of range, and say nothing.
 
-The values of the batch's integers are known on the host (`runtime.uploads`), and so is what the step computes from them
-(`HostValues`). While a step is traced, the indices of lookups are compared with the size of what is looked up. A traced
-step also says what values each integer tensor of a batch may have, so that replays can compare the tensor itself.
+The values of the batch's integers are known on the host (`runtime.transfers`), and so is what the step computes from
+them (`HostValues`). While a step is traced, the indices of lookups are compared with the size of what is looked up. A
+traced step also says what values each integer tensor of a batch may have, so that replays can compare the tensor
+itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_adapters.errors import IndexRangeError
-from xla_adapters.runtime.uploads import upload_of
+from xla_adapters.runtime.transfers import upload_of
 from xla_adapters.tracing.host_values import HostValues
 from xla_adapters.tracing.library_reads import library_reads
 from xla_adapters.utils.location import current_location

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from xla_adapters.lowerings.operators import cumulative_average
+from xla_adapters.lowerings import cumulative_average
 from xla_adapters.tracing.guarded_step import GuardedStep
 
 

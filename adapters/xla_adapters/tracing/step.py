@@ -11,8 +11,7 @@ from typing import Any, TypeVar, Unpack, overload
 
 from xla_adapters.config import XLAConfig, XLAOptions
 from xla_adapters.errors import ConfigError
-from xla_adapters.runtime.random_algorithm import use_random_algorithm
-from xla_adapters.runtime.rng import StepSeed
+from xla_adapters.runtime.rng import StepSeed, use_random_algorithm
 from xla_adapters.tracing.graph_history import StepSignature
 from xla_adapters.tracing.interrupts import at_edge
 from xla_adapters.tracing.scopes import make_scope

@@ -9,11 +9,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from xla_adapters.errors import XLAAdapterError
-from xla_adapters.lowerings.attention import ATTENTION
-from xla_adapters.lowerings.grouped_products import grouped_products
-from xla_adapters.lowerings.masks import is_write_by_mask, write_where_
-from xla_adapters.lowerings.norms import NORMS
-from xla_adapters.lowerings.operators import LOWERINGS, norm_with_torchs_variance
+from xla_adapters.lowerings import (
+    ATTENTION,
+    LOWERINGS,
+    NORMS,
+    grouped_products,
+    is_write_by_mask,
+    norm_with_torchs_variance,
+    write_where_,
+)
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.transfers import upload_scalar

@@ -98,7 +98,7 @@ TRAPS = (
     ),
     Trap(
         applies=_is_on("CPU"),
-        what="XLA:CPU compiles deep models slowly: xla_adapters.initialize(fast_compile='blocks') helps",
+        what="XLA:CPU compiles deep models slowly: xla_adapters.initialize(fast_compile=True) helps",
     ),
     Trap(
         applies=_is_on("TPU"),

@@ -1,13 +1,33 @@
-"""`Device`: starting the runtime, and what is known of the devices and processes."""
+"""`Device`, `Counters` and `Random`: the devices and processes, what they did, and their random stream."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from xla_adapters.runtime.tuning import DEFAULT_TUNING, Tuning
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Options for extensions; see `xla_adapters.initialize`, which explains them.
+
+    Attributes:
+        fast_compile: whether XLA leaves out its slowest pass.
+        keep_memory: whether the process keeps memory that a step frees; None leaves it to the extension.
+    """
+
+    fast_compile: bool = False
+    keep_memory: bool | None = None
+
+    @property
+    def asks_for_something(self) -> bool:
+        """Whether an option differs from its default."""
+        return self != DEFAULT_TUNING
+
+
+DEFAULT_TUNING = Tuning()
 
 
 class Device(Protocol):
@@ -108,3 +128,120 @@ class Device(Protocol):
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether an error of the runtime says that the device has too little memory to compile or execute."""
+
+
+# ---- counters -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """Running totals since the process started. Times are in seconds."""
+
+    compiles: int
+    compile_seconds: float
+    executions: int
+    transfers_to_host: int
+    transfers_to_device: int
+    eager_compiles: int
+    eager_ops: int
+
+    def since(self, before: Metrics) -> dict[str, Any]:
+        """What was added after `before`, by name."""
+        return {name: total - getattr(before, name) for name, total in vars(self).items()}
+
+
+class CompiledMemory(NamedTuple):
+    """The memory that an executable needs on a device, by kind, in bytes; from the compiler's own analysis.
+
+    Attributes:
+        inputs, outputs: what it reads and returns.
+        aliased: the part of the outputs that lies where inputs were.
+        temporaries: values between its operations.
+        code: the executable itself; 0 on CPU devices.
+    """
+
+    inputs: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    code: int
+
+    @property
+    def total(self) -> int:
+        """All of it at once."""
+        return self.inputs + self.outputs - self.aliased + self.temporaries + self.code
+
+
+class Counters(Protocol):
+    """Counts what the runtime did since the process started."""
+
+    def metrics(self) -> Metrics:
+        """All totals. Waits for the device, since an execution is counted when it ends."""
+
+    def compile_totals(self) -> tuple[int, float]:
+        """Graphs compiled and the seconds that took. Does not wait, and leaves out single eager operations."""
+
+    def executables_compiled(self) -> int:
+        """Executables compiled, those of single eager operations too. Cheap: asked at each replayed call."""
+
+    def compile_cache(self) -> dict[str, int]:
+        """How often a compile found its executable in the persistent cache (`hits`), did not (`misses`), or found one
+        that could not be loaded (`failures`)."""
+
+    def compiled_memory(self) -> list[CompiledMemory]:
+        """What each executable needs that was compiled since the last call; empty where the runtime does not tell."""
+
+    def host_operators(self) -> dict[str, int]:
+        """How often each operator was computed on the host, for which the runtime has no kernel on the device."""
+
+    def executables_kept(self) -> int:
+        """How many executables the runtime keeps; with one more it forgets the one that was not used for longest."""
+
+
+# ---- random numbers -------------------------------------------------------------------------------
+
+
+class Random(Protocol):
+    """The stream that random operations on the device draw from, and the algorithm they draw with.
+
+    The state of the stream is one integer, an input of every graph that draws: another state is never another graph.
+
+    Attributes:
+        algorithm_variable: the environment variable that chooses the algorithm.
+    """
+
+    algorithm_variable: str
+
+    def seed(self) -> int:
+        """The state of the stream, of 64 bits."""
+
+    def set_seed(self, seed: int) -> None:
+        """Sets the state of the stream."""
+
+    def position(self) -> Any:
+        """Where the stream is, in a trace, too: for `is_at`. Reads nothing from the device."""
+
+    def is_at(self, position: Any) -> bool:
+        """Whether nothing was drawn since `position` was taken, in the same trace."""
+
+    def seed_input(self) -> torch.Tensor:
+        """The present state as an input of an executable."""
+
+    def seed_number(self) -> int:
+        """The `GraphInput.number` of the input that is the state of the stream."""
+
+    def algorithm(self) -> str:
+        """What random numbers are drawn with: `default`, `philox` or `three_fry`. After this call it is settled."""
+
+    def ask_for_algorithm(self, name: str) -> str | None:
+        """Asks for an algorithm, unless the environment does. Has no effect once numbers were drawn.
+
+        Args:
+            name: as `algorithm` returns it.
+
+        Returns:
+            What the environment asks for; None if it leaves the choice.
+
+        Raises:
+            ConfigError: the environment asks for an algorithm that the runtime does not know.
+        """

@@ -8,19 +8,13 @@ from functools import cached_property
 from typing import TypeVar
 
 from xla_adapters.errors import UnsupportedOptionError
-from xla_adapters.runtime.interface.abstract_tensors import AbstractTensors
-from xla_adapters.runtime.interface.counters import Counters
-from xla_adapters.runtime.interface.custom_kernels import CustomKernels
-from xla_adapters.runtime.interface.device import Device
+from xla_adapters.runtime.interface.device import Counters, Device, Random
 from xla_adapters.runtime.interface.executables import Executables
 from xla_adapters.runtime.interface.lazy_tensors import LazyTensors
 from xla_adapters.runtime.interface.placeholders import Placeholders
-from xla_adapters.runtime.interface.random_numbers import Random
 from xla_adapters.runtime.interface.shared_buffers import SharedBuffers
-from xla_adapters.runtime.interface.spmd import Spmd
+from xla_adapters.runtime.interface.tensors import AbstractTensors, CustomKernels, Spmd, Transfers, Values
 from xla_adapters.runtime.interface.tracing import Tracing
-from xla_adapters.runtime.interface.transfers import Transfers
-from xla_adapters.runtime.interface.values import Values
 
 _Part = TypeVar("_Part")
 

@@ -11,9 +11,9 @@ from torch_tpu import _loader
 from torch_tpu._internal.device import _device_ops_backend as _backend
 
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
-from xla_adapters.runtime.module_moves import keep_parameters_when_moved
+from xla_adapters.runtime.interface.device import DEFAULT_TUNING, Tuning
+from xla_adapters.runtime.patches import keep_parameters_when_moved
 from xla_adapters.runtime.torch_tpu.operators import mend_operators, part_copies
-from xla_adapters.runtime.tuning import DEFAULT_TUNING, Tuning
 
 TYPE = "tpu"
 # Whose private names are known; see `tests/torch_tpu`.

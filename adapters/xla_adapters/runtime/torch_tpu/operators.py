@@ -9,23 +9,28 @@ They also leave out that an imaginary part of `conj()` is the negative of its me
 Gradients of embeddings with `sparse=True` have no buffer, and so no step can return them.
 
 Batch norm leaves the running statistics as they are.
+
+Second derivatives: the backward of torch_tpu's own autograd functions is not differentiable. Under `create_graph` its
+gradients are constants, so that a gradient penalty through a cross entropy would be wrong, without an error.
 """
 
 from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.library import Library, get_kernel
 from torch_tpu._internal.execution_mode import execution_mode_impl as _modes
 
-from xla_adapters.runtime.dense_gradients import warn_of_dense_gradients
-from xla_adapters.runtime.torch_tpu.second_derivatives import mend_second_derivatives
+from xla_adapters.errors import warn_of_dense_gradients
+from xla_adapters.utils.torch_modes import unwrapped
 
 _TYPE, _KEY = "tpu", "PrivateUse1"
 _RECORD = _modes._EagerMode.INTERNAL_COMPILE_FX_GRAPH
@@ -33,6 +38,14 @@ _RECORD = _modes._EagerMode.INTERNAL_COMPILE_FX_GRAPH
 # Backwards that may return sparse gradients, with the position of the argument that says so.
 _SPARSE = {"embedding_backward": 5, "_embedding_bag_backward": 9}
 _REPLACED = ("clone", "_to_copy", "copy_", "native_batch_norm", *_SPARSE)
+
+_AUTOGRAD_KEY = "AutogradPrivateUse1"
+# Their functions save what they are given, so that a weak reference to it lives as long as a backward is possible.
+_LOSSES = (torch.ops.aten.cross_entropy_loss.default, torch.ops.aten.nll_loss_nd.default)
+# Their functions have nothing to spare compared with what torch composes.
+_COMPOSED = (torch.ops.aten.repeat_interleave.self_int,)
+
+_Gradients = Sequence[torch.Tensor | None]
 
 _sharing = False
 
@@ -147,3 +160,57 @@ def _update_statistics(batch: torch.Tensor, mean: torch.Tensor, variance: torch.
     with torch.autograd._unsafe_preserve_version_counter((mean, variance)):  # type: ignore[attr-defined]
         for running, value in zip((variance, mean), found, strict=True):
             running.copy_(running * (1 - momentum) + value * momentum)
+
+
+# ---- second derivatives ---------------------------------------------------------------------------
+
+
+def mend_second_derivatives(library: Library) -> None:
+    """Has gradients be differentiable where they are asked for with `create_graph`.
+
+    Args:
+        library: of "aten", gets the kernels.
+    """
+    for operator, kernel in (*((op, _differentiable(op)) for op in _LOSSES), *((op, op.decompose) for op in _COMPOSED)):
+        library.impl(
+            operator.name().partition("::")[2],
+            kernel,
+            _AUTOGRAD_KEY,
+            with_keyset=operator in _LOSSES,
+            allow_override=True,
+        )
+
+
+def _differentiable(operator: OpOverload[..., Any]) -> Callable[..., torch.Tensor]:
+    """torch_tpu's kernel of an operator; a backward with `create_graph` computes what torch composes instead."""
+    former = get_kernel(operator.name(), _AUTOGRAD_KEY)
+
+    def kernel(keys: Any, *args: Any, **options: Any) -> torch.Tensor:
+        if any(isinstance(value, torch.Tensor) and unwrapped(value) is not value for value in args):
+            # In a transform of `torch.func`, which differentiates the result as often as it likes.
+            whole: torch.Tensor = operator.decompose(*args, **options)
+            return whole
+        result: torch.Tensor = former.call_boxed(keys, *args, **options)
+        node = result.grad_fn
+        if node is None:
+            return result
+        given = [weakref.ref(value) if isinstance(value, torch.Tensor) else value for value in args]
+        edges = [function is not None for function, _ in node.next_functions]
+
+        def composed(gradients: _Gradients, of_results: Sequence[torch.Tensor]) -> _Gradients | None:
+            if not torch.is_grad_enabled():
+                return None
+            values = [value() if isinstance(value, weakref.ref) else value for value in given]
+            inputs = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+            if len(inputs) != sum(edges):
+                raise RuntimeError(f"{operator.name()}: its arguments are gone, so it has no second derivative")
+            # A function mode would call the operator in place of what torch composes, and so come here again.
+            with torch._C.DisableTorchFunction():
+                again = operator.decompose(*values, **options)
+            found = iter(torch.autograd.grad(again, inputs, of_results, create_graph=True))
+            return tuple(next(found) if edge else None for edge in edges)
+
+        node.register_hook(composed)
+        return result
+
+    return kernel

@@ -6,14 +6,12 @@ What is private in `torch_tpu` is pinned by `tests/torch_tpu`.
 from __future__ import annotations
 
 from xla_adapters.runtime.interface import Runtime
-from xla_adapters.runtime.torch_tpu.abstract_tensors import TPUAbstractTensors
 from xla_adapters.runtime.torch_tpu.counters import TPUCounters
 from xla_adapters.runtime.torch_tpu.device import TPUDevice, unknown_version
 from xla_adapters.runtime.torch_tpu.placeholders import TPUPlaceholders
 from xla_adapters.runtime.torch_tpu.random_numbers import TPURandom
+from xla_adapters.runtime.torch_tpu.tensors import TPUAbstractTensors, TPUTransfers, TPUValues
 from xla_adapters.runtime.torch_tpu.tracing import TPUTracing
-from xla_adapters.runtime.torch_tpu.transfers import TPUTransfers
-from xla_adapters.runtime.torch_tpu.values import TPUValues
 
 
 def make_runtime() -> Runtime:

@@ -11,7 +11,7 @@ import torch_xla
 
 from xla_adapters.runtime.interface import Tracing
 from xla_adapters.runtime.torch_xla.bounded import make_room
-from xla_adapters.runtime.torch_xla.kernels import kernel_replaced
+from xla_adapters.runtime.torch_xla.operators import kernel_replaced
 from xla_adapters.runtime.torch_xla.tracing import bring_up_to_date
 
 _C = torch_xla._XLAC

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, MutableMapping
 
 import torch
 import torch_xla
@@ -14,18 +16,24 @@ import torch_xla.runtime as xr
 
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.runtime.extensions import initialize_extensions
-from xla_adapters.runtime.module_moves import keep_parameters_when_moved
-from xla_adapters.runtime.torch_xla.compile_cache import CompileCache
-from xla_adapters.runtime.torch_xla.compile_memory import COMPILE_MEMORY
-from xla_adapters.runtime.torch_xla.compiler_flags import keep_nan
-from xla_adapters.runtime.torch_xla.linearization import linearize_without_trace
+from xla_adapters.runtime.interface.device import DEFAULT_TUNING, Tuning
+from xla_adapters.runtime.patches import keep_parameters_when_moved
+from xla_adapters.runtime.torch_xla.counters import COMPILE_MEMORY
 from xla_adapters.runtime.torch_xla.operators import complete_autocast, register_kernels
+from xla_adapters.runtime.torch_xla.patches import (
+    count_tpus_without_asking,
+    linearize_without_trace,
+    run_scans_in_eager_mode,
+)
 from xla_adapters.runtime.torch_xla.random_numbers import seed_with_torch
-from xla_adapters.runtime.torch_xla.scans import run_scans_in_eager_mode
-from xla_adapters.runtime.torch_xla.tpu_count import count_tpus_without_asking
-from xla_adapters.runtime.tuning import DEFAULT_TUNING, Tuning
 
+_log = logging.getLogger("xla_adapters")
 _C = torch_xla._XLAC
+# Devices on which torch_xla 2.9 loads none of the executables that it has written, and why.
+_CANNOT_LOAD = {"CPU": "PJRT has not implemented it there", "TPU": "pytorch/xla#9094"}
+# Devices whose maxima and minima leave NaN out, unless this flag is set.
+_LOSE_NAN = frozenset({"CPU"})
+_FLAG = "--xla_cpu_enable_fast_min_max"
 _AUTO = (
     "xr.use_spmd(auto=True) (or XLA_AUTO_SPMD=1): torch_xla 2.9's own automatic sharding splits nothing but on TPUs, "
     "and costs one more compile. Leave it out, and say what is to be sharded: Trainer(..., auto_sharding=True), "
@@ -39,7 +47,7 @@ class XLADevice:
 
     def __init__(self) -> None:
         self._initialized = self._has_sync_points = False
-        self._cache = CompileCache()
+        self._has_warned = False
         self._device: torch.device | None = None
 
     def prepare(self) -> None:
@@ -86,7 +94,24 @@ class XLADevice:
 
     def use_compile_cache(self, folder: str) -> None:
         """See `Device`."""
-        self._cache.use(folder, self.hardware(), has_started=self.started())
+        hardware = self.hardware()
+        if hardware in _CANNOT_LOAD:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"cache_dir={folder!r} has no effect: torch_xla 2.9 cannot load executables on {hardware} devices "
+                    f"({_CANNOT_LOAD[hardware]}), so every process compiles again, and nothing is written",
+                    UserWarning,
+                    stacklevel=3,
+                )
+        elif os.environ.get("XLA_PERSISTENT_CACHE_PATH") != folder:
+            if self.started():
+                raise RuntimeOrderError(
+                    f"cache_dir={folder!r} was asked for after the XLA runtime had started without it. Call "
+                    "xla_adapters.initialize(cache_dir=...) at the start of the program, before a tensor or model is "
+                    "moved to the XLA device and before transformers.TrainingArguments are created"
+                )
+            xr.initialize_cache(folder)
 
     def started(self) -> bool:
         """See `Device`."""
@@ -182,3 +207,41 @@ class XLADevice:
     def is_out_of_memory(self, error: BaseException) -> bool:
         """See `Device`."""
         return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+# ---- flags of XLA's compiler ----------------------------------------------------------------------
+
+
+def keep_nan(hardware: str, *, started: bool, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Has the largest and smallest of values be NaN if one of them is, as in torch; for CPU devices.
+
+    XLA:CPU takes such a value for none otherwise: in `amax`, `max`, max pooling and `scatter_reduce`. Logged at INFO on
+    each call, since logging is usually not configured yet as a Trainer is imported. A flag that the user has set stays
+    as it is.
+
+    Args:
+        hardware: of the process; other devices need no flag.
+        started: whether the runtime runs already, so that the flag comes too late; warns.
+        environment: the environment to change.
+    """
+    if hardware not in _LOSE_NAN:
+        return
+    flags = environment.get("XLA_FLAGS", "")
+    if started and _FLAG not in flags:
+        warnings.warn(
+            "the XLA runtime had started before xla_adapters was initialized: on CPU devices the maxima and minima of "
+            "values with NaN (amax, max, max pooling, scatter_reduce) leave the NaN out. Call "
+            "xla_adapters.initialize() before torch_xla.device() and before a tensor is moved to the device, or start "
+            f"Python with XLA_FLAGS={_FLAG}=false",
+            UserWarning,
+            stacklevel=2,
+        )
+        return
+    if _FLAG not in flags:
+        environment["XLA_FLAGS"] = f"{flags} {_FLAG}=false".strip()
+    _log.info(
+        "XLA_FLAGS is %r: with %s=false the largest and smallest of values with NaN are NaN, as in torch. A flag of "
+        "that name that is there already stays",
+        environment["XLA_FLAGS"],
+        _FLAG,
+    )

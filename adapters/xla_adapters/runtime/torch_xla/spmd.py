@@ -12,9 +12,7 @@ import torch_xla
 from torch_xla.distributed.spmd import XLAShardedTensor
 
 from xla_adapters.runtime.interface import Device, Tracing, Transfers
-from xla_adapters.runtime.parts import Part
-from xla_adapters.runtime.tile_assignment import TileAssignment, op_sharding_arguments, tiles_from_text
-from xla_adapters.runtime.torch_xla.sharding_annotations import op_sharding, tiles_of
+from xla_adapters.runtime.tiles import Part, TileAssignment, op_sharding_arguments, tiles_from_text
 
 _C = torch_xla._XLAC
 
@@ -144,3 +142,16 @@ class _Constrained(torch.autograd.Function):
         result = grads[0].clone()
         _C._xla_annotate_custom_sharding(result, ctx.sharding)
         return result, None, None
+
+
+# ---- annotations ----------------------------------------------------------------------------------
+
+
+def tiles_of(tensor: torch.Tensor) -> TileAssignment | None:
+    """How a tensor is cut; None if it is not annotated, or if every device holds it whole."""
+    return tiles_from_text(_C._get_xla_sharding_spec(tensor.detach()), tensor.ndim)
+
+
+def op_sharding(tiles: TileAssignment) -> Any:
+    """The annotation as torch_xla's `OpSharding`."""
+    return _C.OpSharding(*op_sharding_arguments(tiles))

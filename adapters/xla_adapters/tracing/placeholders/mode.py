@@ -12,10 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from xla_adapters.errors import UnsupportedOptionError
-from xla_adapters.lowerings.masks import is_write_by_mask, write_by_mask_
-from xla_adapters.lowerings.operators import norm_with_torchs_variance
+from xla_adapters.lowerings import is_write_by_mask, norm_with_torchs_variance, write_by_mask_
 from xla_adapters.runtime import get_runtime
-from xla_adapters.runtime.uploads import note_upload
+from xla_adapters.runtime.transfers import note_upload
 from xla_adapters.tracing.answers import NO_ANSWER, Answers
 from xla_adapters.tracing.operation_log import OperationLog, next_node
 from xla_adapters.tracing.placeholders.lifting import Lifting
