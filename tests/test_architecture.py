@@ -87,9 +87,9 @@ def test_only_the_folder_of_the_cpu_asks_whether_it_is_one() -> None:
     The tables of known traps, of what cannot load executables and of what loses NaN, say of each kind of device what
     goes wrong there.
     """
-    allowed = {"cpu", "sharding", "preflight"}
+    allowed = {"cpu", "sharding", "tools"}
     tables = {
-        "xla_adapters.insight.doctor.traps",
+        "xla_adapters.tools.doctor",
         "xla_adapters.runtime.torch_xla.device",
     }
     asking = {
@@ -104,9 +104,15 @@ def test_only_the_folder_of_the_cpu_asks_whether_it_is_one() -> None:
     assert asking == set()
 
 
-def test_only_the_package_itself_imports_the_folder_of_the_cpu() -> None:
-    between = architecture.between_rooms()
-    assert [source for source, target in between if target == "cpu"] == ["xla_adapters"]
+def test_nothing_imports_the_folder_of_the_cpu() -> None:
+    """The runtime finds it by its name (`xla_adapters.runtime.extensions`), so that it can be deleted."""
+    assert [source for source, target in architecture.between_rooms() if target == "cpu"] == []
+
+
+def test_only_the_command_line_and_the_adapters_reach_the_tools() -> None:
+    imports = (found for (_, room), found in architecture.between_rooms().items() if room == "tools")
+    users = {source for found in imports for source, _ in found}
+    assert {user for user in users if user.startswith("xla_adapters")} == {"xla_adapters.cli"}
 
 
 def test_sharding_is_used_through_its_doors() -> None:

@@ -13,6 +13,7 @@ import functools
 import os
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +44,23 @@ def measure(model: str, steps: int, timeout: float) -> list[dict[str, Any]]:
     """All rows of one model."""
     from benchmarks.torch_tpu import trainings
 
-    def run(function: str) -> Any:
-        outcome = run_in_child(functools.partial(getattr(trainings, function), model, steps), timeout=timeout)
+    def run(function: str, **options: bool) -> Any:
+        train = functools.partial(getattr(trainings, function), model, steps, **options)
+        outcome = run_in_child(train, timeout=timeout)
         print(f"{model}, {function}: {outcome.short_error or 'done'}", file=sys.stderr, flush=True)
         return outcome
 
-    references = {name: run(name).value for name in ("plain_cpu", "plain_cpu_constant", "trainer_on_cpu")}
+    references = {name: run(name).value for name in ("plain_cpu", "trainer_on_cpu")}
+    constant = run("plain_cpu", falls=False).value
     measured = []
     for name, function, reference in rows():
         outcome = run(function)
         row: dict[str, Any] = {"model": model, "step": name, "error": outcome.short_error}
         if outcome.ok:
-            row |= trainings.as_json(outcome.value)
+            row |= asdict(outcome.value)
             row["difference"] = trainings.largest_difference(outcome.value.losses, references[reference].losses)
             if reference == "plain_cpu":
-                row["to_constant_rate"] = trainings.largest_difference(
-                    outcome.value.losses, references["plain_cpu_constant"].losses
-                )
+                row["to_constant_rate"] = trainings.largest_difference(outcome.value.losses, constant.losses)
         measured.append(row)
     return measured
 

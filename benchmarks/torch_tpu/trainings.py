@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -140,25 +140,20 @@ class Training:
         return meter.run(losses)
 
 
-def plain_cpu(name: str, steps: int) -> Run:
-    """The loop without any of it."""
-    return Training.make(name, steps, "cpu").train("cpu")
-
-
-def plain_cpu_constant(name: str, steps: int) -> Run:
-    """The same at a constant learning rate: what a schedule that has no effect would give."""
-    return Training.make(name, steps, "cpu", falls=False).train("cpu")
+def plain_cpu(name: str, steps: int, *, falls: bool = True) -> Run:
+    """The loop without any of it; at a constant learning rate: what a schedule that has no effect would give."""
+    return Training.make(name, steps, "cpu", falls=falls).train("cpu")
 
 
 def eager(name: str, steps: int) -> Run:
     """TorchTPU as it is."""
-    return _on_device(name, steps)
+    return Training.make(name, steps, "tpu").train("tpu")
 
 
 def fused_eager(name: str, steps: int) -> Run:
     """Operations are deferred and fused."""
     with torch.tpu.set_eager_mode(torch.tpu.EagerMode.DEFER_AND_FUSE):  # type: ignore[attr-defined]
-        return _on_device(name, steps)
+        return eager(name, steps)
 
 
 def compiled(name: str, steps: int) -> Run:
@@ -199,10 +194,6 @@ def ours_replayed(name: str, steps: int) -> Run:
     xla_adapters.initialize()
     training = Training.make(name, steps, "tpu")
     return training.train("tpu", xla_adapters.CompiledStep(training.step))
-
-
-def _on_device(name: str, steps: int) -> Run:
-    return Training.make(name, steps, "tpu").train("tpu")
 
 
 # ---- transformers' Trainer -----------------------------------------------------------------------
@@ -273,8 +264,3 @@ def largest_difference(losses: list[float], reference: list[float]) -> float | N
     if not losses or len(losses) != len(reference):
         return None
     return max(abs(mine - other) for mine, other in zip(losses, reference, strict=True))
-
-
-def as_json(run: Run) -> dict[str, Any]:
-    """A run as plain values."""
-    return dict(zip(Run.__dataclass_fields__, astuple(run), strict=True))

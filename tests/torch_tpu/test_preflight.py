@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,12 +19,10 @@ from tests.torch_tpu.models import arguments, gpt2, texts
 from xla_adapters import cli
 from xla_adapters.errors import ConfigError
 from xla_adapters.hlo.annotations import with_donors
-from xla_adapters.preflight import script_process, trace_process
-from xla_adapters.preflight.script_process import Traced
-from xla_adapters.preflight.step_capture import EVALUATION, TRAINING
-from xla_adapters.preflight.target import Target
-from xla_adapters.preflight.trace_process import environment_for
 from xla_adapters.runtime.torch_tpu.placeholders import TPUPlaceholders
+from xla_adapters.tools import trace_process
+from xla_adapters.tools.step_capture import EVALUATION, TRAINING
+from xla_adapters.tools.trace_process import Request, Traced, environment_for, trace_in_process
 
 MICRO_BATCH = "micro batch without an update (train_step)"
 TRANSFORMERS = """
@@ -78,13 +73,7 @@ class Module(pl.LightningModule):
 def traced(folder: Path, script: str) -> Traced:
     """What tracing a script gives."""
     (folder / "train.py").write_text(script)
-    (folder / script_process.REQUEST).write_text(
-        f'{{"command": ["{folder / "train.py"}"], "sharding": null, "generation": "v5e"}}'
-    )
-    command = [sys.executable, "-m", script_process.__name__, str(folder)]
-    subprocess.run(command, env=environment_for(1), check=True, timeout=240)
-    found = pickle.loads((folder / script_process.ANSWER).read_bytes())
-    assert isinstance(found, Traced)
+    (found,) = trace_in_process(Request(generation="v5e", command=[str(folder / "train.py")]), 1, timeout=240)
     return found
 
 
@@ -184,7 +173,7 @@ def test_without_the_plugin_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     xla_adapters.initialize()
     monkeypatch.setattr(trace_process, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install .*preflight-torch-tpu"):
-        environment_for(Target.parse("v5e:1x1").devices)
+        environment_for(1)
 
 
 def test_donors_are_written_into_the_signature() -> None:

@@ -39,9 +39,8 @@ from xla_adapters.errors import (
 )
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command `checkpoint` and its subcommands."""
-    parser = commands.add_parser("checkpoint", help="list, verify, repair and consolidate checkpoints")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser of the command `checkpoint` its subcommands."""
     own = parser.add_subparsers(dest="checkpoint_command", required=True)
     for name, run, text in (
         ("list", _list, "lists the checkpoints in a folder; reads manifests only"),

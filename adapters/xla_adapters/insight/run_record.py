@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xla_adapters.insight.run_report import RunReport, StepSummary
+from xla_adapters.insight.run_report import Preflight, RunReport, StepSummary
 from xla_adapters.insight.times import COMPILE, INPUT, KINDS, OTHER, SAVE, STEP, StepTimes, WallClock
 from xla_adapters.insight.transfer_lines import TransferLines
-from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import Metrics, get_runtime
 from xla_adapters.sharding.planner import Topology
@@ -262,7 +261,7 @@ class RunRecord:
         self.checkpoints: list[dict[str, Any]] = []
         self.transfers = TransferLines()
         self.is_running = False
-        self.preflight: RunPreflight | None = None
+        self.preflight: Preflight | None = None
         self._about: dict[str, Any] = {}
         self._programs: Callable[[], Sequence[StepProgram]] = tuple
         self._training: Callable[[], Sequence[StepProgram]] = tuple

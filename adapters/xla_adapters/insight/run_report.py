@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from xla_adapters.insight.transfer_lines import TransferLine
-from xla_adapters.preflight.page import section as preflight_section
-from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.tracing.compile_events import CompileEvent
 from xla_adapters.tracing.graph_analysis import in_bytes
 
@@ -94,11 +92,29 @@ def _drawn(chart: Any) -> str:
     return f'<figure class="wide">{svg}</figure>'
 
 
+class Preflight(Protocol):
+    """What a report shows of a pre-flight, of the tool of that name."""
+
+    @property
+    def topology(self) -> str:
+        """The slice of TPUs that the steps were compiled for."""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the training fits it, in a line."""
+
+    def as_values(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+
+    def section(self) -> str:
+        """The details as HTML."""
+
+
 # Rows of a table; of more, the first and a line that says how many are left out.
 _ROWS = 100
 
 
-def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], preflight: RunPreflight | None = None) -> str:
+def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], preflight: Preflight | None = None) -> str:
     """The report as one HTML file that needs no other.
 
     Args:
@@ -122,7 +138,6 @@ def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], prefli
     return template.render(
         report=report,
         preflight=preflight,
-        preflight_section=preflight_section,
         limit=_ROWS,
         can_draw=can_draw(),
         bars=bars,
@@ -199,7 +214,7 @@ class RunReport:
     transfers_looked_at: int
     memory: dict[str, float]
     plan: str
-    preflight: RunPreflight | None = None
+    preflight: Preflight | None = None
 
     @property
     def wall_seconds(self) -> float:

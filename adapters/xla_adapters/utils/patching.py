@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -25,6 +25,15 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, original)
         elif name in vars(owner):
             delattr(owner, name)
+
+
+@contextmanager
+def wrapped(*functions: tuple[Any, str, Callable[[Any], Any]]) -> Iterator[None]:
+    """Replaces attributes by what is made of them: owner, name, and what makes another function of the former one."""
+    with ExitStack() as stack:
+        for owner, name, wrap in functions:
+            stack.enter_context(replaced(owner, name, wrap(getattr(owner, name))))
+        yield
 
 
 _P = ParamSpec("_P")
