@@ -30,9 +30,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode
 
 from tests.isolation import isolated
-from xla_adapters.utils.compiling import _OF_HOOKS, unused_in_steps
-from xla_adapters.utils.function_transforms import in_transform, results_of_transforms, unwrapped
 from xla_adapters.utils.patching import replaced
+from xla_adapters.utils.torch_modes import _OF_HOOKS, in_transform, results_of_transforms, unused_in_steps, unwrapped
 
 _OPTIMIZERS = [
     "ASGD",

@@ -18,7 +18,7 @@ from lightning_strategy import XLAEagerStrategy
 from tests.hf_trainer.scenarios import arguments, gpt2, token_samples
 from xla_adapters import cli
 from xla_adapters.errors import ConfigError
-from xla_adapters.hlo.donors import with_donors
+from xla_adapters.hlo.annotations import with_donors
 from xla_adapters.runtime.torch_tpu.placeholders import TPUPlaceholders
 from xla_adapters.tools import trace_process
 from xla_adapters.tools.step_capture import EVALUATION, TRAINING
