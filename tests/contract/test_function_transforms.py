@@ -1,4 +1,4 @@
-"""What `xla_adapters.utils.function_transforms` relies on in torch: wrappers can be opened, and results told."""
+"""What `xla_adapters.utils.torch_modes` relies on in torch: wrappers can be opened, and results told."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch._C import _functorch
 from torch._functorch import eager_transforms, vmap
 
 from tests.isolation import isolated
-from xla_adapters.utils.function_transforms import in_transform, results_of_transforms, unwrapped
+from xla_adapters.utils.torch_modes import in_transform, results_of_transforms, unwrapped
 
 
 @isolated

@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode
 
 from tests.isolation import isolated
-from xla_adapters.utils.compiling import _OF_HOOKS, unused_in_steps
 from xla_adapters.utils.patching import replaced
+from xla_adapters.utils.torch_modes import _OF_HOOKS, unused_in_steps
 
 _OPTIMIZERS = [
     "ASGD",

@@ -37,7 +37,7 @@ from xla_adapters.checkpoint import (
     CheckpointStore,
     CheckpointWarning,
     differences,
-    inspection,
+    manifest,
 )
 from xla_adapters.config import REMOVED_OPTIONS
 from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError, CheckpointWriteError
@@ -182,7 +182,7 @@ def test_every_file_flipped_cut_off_or_deleted_is_refused(tmp_path: Path) -> Non
     # A checkpoint without a manifest counts as one of transformers' own, and is loaded with a warning.
     assert refused() == {f"{kind} {name}" for kind in DAMAGES for name in names} - {f"deleted {MANIFEST}"}
     # Without the check the damage is not noticed.
-    vars(inspection)["problems"] = lambda *args: []
+    vars(manifest)["problems"] = lambda *args: []
     assert "flipped model.safetensors" not in refused()
 
 

@@ -161,7 +161,7 @@ def test_the_files_have_the_events_and_the_page(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in page
     # Nothing is loaded from elsewhere.
     assert not re.findall(r'(?:src|href)="(?!#)|<script|@import|url\(', page)
-    for text in ("Where the time went", "first call of the phase &#x27;update&#x27;", "checkpoint-4", "Classifier"):
+    for text in ("Where the time went", "first call of the phase &#39;update&#39;", "checkpoint-4", "Classifier"):
         assert text in page
 
 
@@ -181,13 +181,13 @@ def test_a_training_that_fails_has_its_page_too(tmp_path: Path) -> None:
 
 @isolated
 def test_without_pygal_the_page_has_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from xla_adapters.insight import charts
+    from xla_adapters.insight import run_report
 
-    monkeypatch.setattr(charts, "find_spec", lambda name: None)
+    monkeypatch.setattr(run_report, "find_spec", lambda name: None)
     training(tmp_path)
     page = (tmp_path / "xla-report.html").read_text()
     assert "<svg" not in page
-    assert "pip install &quot;xla-adapters[report]&quot;" in page
+    assert "pip install &#34;xla-adapters[report]&#34;" in page
     assert "Where the time went" in page
 
 

@@ -103,16 +103,16 @@ def test_counting_reads_nothing_and_changes_nothing() -> None:
 
 @isolated
 def test_the_device_is_waited_for_only_when_a_logger_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from xla_adapters.insight import run_stats
+    from xla_adapters.insight import run_record
 
-    runtime, reads = run_stats.get_runtime(), []
+    runtime, reads = run_record.get_runtime(), []
 
     class Watched:
         def metrics(self) -> Any:
             reads.append(len(reads))
             return runtime.counters.metrics()
 
-    monkeypatch.setattr(run_stats, "get_runtime", lambda: SimpleNamespace(counters=Watched()))
+    monkeypatch.setattr(run_record, "get_runtime", lambda: SimpleNamespace(counters=Watched()))
     options: dict[str, Any] = {"callbacks": lambda: [XLAStatsCallback()], "log_every_n_steps": 5}
     fit(Quiet, XLAEagerStrategy(), **options)
     # At the start and at the end.

@@ -18,7 +18,7 @@ from tests.isolation import isolated
 from tests.torch_tpu.models import arguments, gpt2, texts
 from xla_adapters import cli
 from xla_adapters.errors import ConfigError
-from xla_adapters.hlo.donors import with_donors
+from xla_adapters.hlo.annotations import with_donors
 from xla_adapters.runtime.torch_tpu.placeholders import TPUPlaceholders
 from xla_adapters.tools import trace_process
 from xla_adapters.tools.step_capture import EVALUATION, TRAINING

@@ -6,7 +6,7 @@ import torch
 
 import xla_adapters
 from tests.isolation import isolated
-from xla_adapters.utils.inference import inference_mode_as_no_grad
+from xla_adapters.utils.torch_modes import inference_mode_as_no_grad
 
 
 @isolated

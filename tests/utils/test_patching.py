@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from xla_adapters.utils.native_output import without_lines
+from xla_adapters.utils.patching import without_lines
 
 
 @pytest.mark.parametrize("fails", [False, True])
