@@ -32,11 +32,10 @@ from benchmarks import report
 from benchmarks.sizes import REAL_SIZES, of_real_size
 from hf_trainer.framework_patches import as_if_compiling
 from xla_adapters.errors import ConfigError
-from xla_adapters.preflight.job import StepJob, adamw
-from xla_adapters.preflight.measuring import results_for_tpu, tpu_compiler
-from xla_adapters.preflight.target import Compiler, Target
 from xla_adapters.sharding import MEASURED_PLANS, ShardingConfig, ShardingPlan, make_plan
 from xla_adapters.sharding.measure import PlanCompiler, PlanResult, digest_of_step, register
+from xla_adapters.tools.preflight import measure_for_tpu, plan_compiler
+from xla_adapters.tools.tpu_compiler import Compiler, Target
 
 TOPOLOGIES = "v4:2x2x2,v5e:2x4,v5p:2x2x2,v6e:2x4"
 
@@ -80,8 +79,8 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
 
     def compiler(self, topology: str, devices: int) -> PlanCompiler:
-        """As `tpu_compiler`."""
-        inner = tpu_compiler(topology, devices)
+        """As `plan_compiler`."""
+        inner = plan_compiler(topology, devices)
 
         def measure(
             model: torch.nn.Module,
@@ -98,8 +97,8 @@ class Recorder:
             ]
             if missing:
                 todo = tuple(plan for plan, _ in missing)
-                job = StepJob(model=model, batch=batch, plans=todo, around=around, optimizer=adamw)
-                found = results_for_tpu(job, Target.parse(topology), timeout=self._timeout)
+                target = Target.parse(topology)
+                found = measure_for_tpu(model, batch, todo, around=around, target=target, timeout=self._timeout)
                 for (plan, path), result in zip(missing, found, strict=True):
                     said = result.problem or f"{result.seconds:.0f} s"
                     print(f"  {topology} {plan.name} on {plan.mesh}: {said}", file=sys.stderr, flush=True)

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import functools
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks import report, zoo
 from hf_trainer.framework_patches import as_if_compiling
 from tests.children import run_in_child
 from xla_adapters import get_runtime
-from xla_adapters.preflight.compiler import compile_module
-from xla_adapters.preflight.job import InBfloat16, StepJob, adamw
-from xla_adapters.preflight.target import Target
-from xla_adapters.preflight.traced_step import TracedStep, trace_step
 from xla_adapters.sharding import default_mesh, template
+from xla_adapters.tools.preflight import InBfloat16
+from xla_adapters.tools.step_capture import TracedStep
+from xla_adapters.tools.tpu_compiler import Target, compile_module
+from xla_adapters.tools.trace_process import OneStep, Request
+from xla_adapters.tools.trace_process import trace as trace_training
 
 WANTED = 38
 
@@ -51,7 +54,13 @@ def trace(architecture: zoo.Architecture, devices: int, bf16: bool) -> TracedSte
     (batch,) = architecture.batches(1)
     plan = template("fsdp", model, default_mesh("fsdp", devices))
     around = InBfloat16(as_if_compiling) if bf16 else as_if_compiling
-    return trace_step(StepJob(model=model, batch=dict(batch), plans=(plan,), around=around, optimizer=adamw))
+    step = OneStep(plan=plan, around=around)
+    with tempfile.TemporaryDirectory() as folder:
+        request = Request(generation="v5e", spmd=True)
+        found = trace_training(Path(folder), lambda hand: step(model, dict(batch), hand), request)
+    if found.problem:
+        raise RuntimeError(found.problem)
+    return found.steps[0]
 
 
 def measure(architecture: zoo.Architecture, target: Target, timeout: float, bf16: bool) -> Row:

@@ -34,13 +34,13 @@ from hf_trainer.tokens import InputTokens
 from hf_trainer.training_report import TrainingReport
 from hf_trainer.training_steps import TrainingSteps
 from xla_adapters import get_runtime, initialize
-from xla_adapters.insight.run_stats import RunStats
+from xla_adapters.insight.run_record import RunStats
+from xla_adapters.insight.times import OTHER
 from xla_adapters.runtime.modes import check_mode
 from xla_adapters.runtime.rng import use_random_algorithm
 from xla_adapters.sharding import Sharder
 from xla_adapters.tracing.discarding import Discarding
-from xla_adapters.utils.inference import use_no_grad_for_inference_mode
-from xla_adapters.utils.wall_clock import OTHER
+from xla_adapters.utils.torch_modes import use_no_grad_for_inference_mode
 
 
 class Bridge:

@@ -9,9 +9,8 @@ from typing import Any, Protocol
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from xla_adapters.insight.run_record import RunRecord
-from xla_adapters.insight.run_stats import RunStats
-from xla_adapters.utils.wall_clock import CALLBACKS
+from xla_adapters.insight.run_record import RunRecord, RunStats
+from xla_adapters.insight.times import CALLBACKS
 
 
 class TrainingEvents(Protocol):

@@ -11,7 +11,7 @@ import transformers
 from transformers import TrainingArguments
 
 from hf_trainer.mixin import XLATrainerMixin
-from xla_adapters.scripts.put_in import Hand
+from xla_adapters.tools.user_script import Hand
 from xla_adapters.utils.location import line_of_caller
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ else:
 
 
 def checked(kind: type, hand: Hand) -> type:
-    """The class that is instantiated in place of a trainer's class; see `xla_adapters.scripts.put_in`."""
+    """The class that is instantiated in place of a trainer's class; see `xla_adapters.tools.user_script`."""
     bases = (kind,) if issubclass(kind, XLATrainerMixin) else (XLATrainerMixin, kind)
     if len(bases) == 2:
         hand.change(f"{kind.__module__}.{kind.__qualname__} ({line_of_caller()}): its steps run on hf_trainer's")

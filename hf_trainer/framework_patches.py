@@ -25,7 +25,7 @@ from hf_trainer.experts import experts_of_fixed_shape
 from hf_trainer.loader import DeviceLoader, skip_first_batches
 from hf_trainer.torch_tpu import loader_patches
 from xla_adapters import get_runtime
-from xla_adapters.utils import compiling
+from xla_adapters.utils import torch_modes
 from xla_adapters.utils.patching import replaced
 
 
@@ -125,5 +125,5 @@ def no_search_for_gradients(model: Callable[[], torch.nn.Module], are_none: Call
 @contextmanager
 def as_if_compiling() -> Iterator[None]:
     """Models take the path that they take under `torch.compile`: fixed shapes, no tensor reads."""
-    with compiling.as_if_compiling(), experts_of_fixed_shape():
+    with torch_modes.as_if_compiling(), experts_of_fixed_shape():
         yield

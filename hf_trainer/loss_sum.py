@@ -12,8 +12,8 @@ import transformers
 
 from hf_trainer.torch_tpu import losses_not_filtered
 from xla_adapters import get_runtime
+from xla_adapters.insight.times import STEP, WallClock
 from xla_adapters.runtime.transfers import uploading
-from xla_adapters.utils.wall_clock import STEP, WallClock
 
 
 class LossSum:

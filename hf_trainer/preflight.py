@@ -18,9 +18,9 @@ from hf_trainer.optimizers import innermost
 from hf_trainer.options import TrainerOptions
 from hf_trainer.placement import model_of
 from hf_trainer.torch_tpu import give_device_to_accelerate
-from xla_adapters.preflight.live_run import preflight_run
-from xla_adapters.preflight.run_preflight import RunPreflight
-from xla_adapters.scripts.put_in import Hand
+from xla_adapters.tools.preflight import preflight_run
+from xla_adapters.tools.preflight_report import PreflightReport
+from xla_adapters.tools.user_script import Hand
 from xla_adapters.utils.host_random import host_random_numbers_kept
 
 # What the trainer is constructed with again, by name of argument and attribute.
@@ -69,7 +69,7 @@ class _Again:
         trainer.train()
 
 
-def preflight(trainer: XLATrainerMixin, topology: str, *, timeout: float) -> RunPreflight:
+def preflight(trainer: XLATrainerMixin, topology: str, *, timeout: float) -> PreflightReport:
     """See `Trainer.preflight`; for other classes with `XLATrainerMixin`, too."""
     args = trainer.args
     update = args.train_batch_size * args.gradient_accumulation_steps

@@ -15,8 +15,7 @@ from hf_trainer.step_driver import StepDriver
 from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.runtime.modes import eager
 from xla_adapters.tracing.undo_log import release_retired
-from xla_adapters.utils.compiling import modules_compiled
-from xla_adapters.utils.inference import use_no_grad_for_inference_mode
+from xla_adapters.utils.torch_modes import modules_compiled, use_no_grad_for_inference_mode
 
 
 class Session:

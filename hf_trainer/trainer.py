@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 
 from hf_trainer import generation
 from hf_trainer.mixin import XLATrainerMixin
-from xla_adapters.preflight.run_preflight import RunPreflight
+
+if TYPE_CHECKING:
+    from xla_adapters.tools.preflight_report import PreflightReport
 
 
 class Trainer(XLATrainerMixin, transformers.Trainer):
     """`transformers.Trainer` on XLA devices: the same arguments, and those of `XLATrainerMixin`."""
 
-    def preflight(self, topology: str, *, timeout: float = 900) -> RunPreflight:
+    def preflight(self, topology: str, *, timeout: float = 900) -> PreflightReport:
         """Compiles the training's steps for TPUs that are not there: whether they fit, and what bounds them.
 
         The trainer is constructed once more in another process, with the first samples of its datasets and without the

@@ -11,10 +11,8 @@ import transformers
 from hf_trainer.model_sharding import ModelSharding
 from hf_trainer.placement import model_of
 from hf_trainer.step_driver import StepDriver
-from xla_adapters.insight.about import about
-from xla_adapters.insight.run_record import RunRecord
-from xla_adapters.insight.run_stats import RunStats
-from xla_adapters.utils.wall_clock import WallClock
+from xla_adapters.insight.run_record import RunRecord, RunStats, about
+from xla_adapters.insight.times import WallClock
 
 
 class TrainingReport:

@@ -21,7 +21,7 @@ from hf_trainer.step_driver import StepDriver
 from hf_trainer.user_code import StepCode
 from xla_adapters import XLAConfig
 from xla_adapters.data.batches import token_count
-from xla_adapters.insight.run_stats import RunStats
+from xla_adapters.insight.run_record import RunStats
 from xla_adapters.replay.call_spec import CallSpec
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_strategy.ending_loops import EndingLoops
 from lightning_strategy.strategy import XLAEagerStrategy
 from xla_adapters.errors import ConfigError
-from xla_adapters.scripts.put_in import Hand
+from xla_adapters.tools.user_script import Hand
 from xla_adapters.utils.location import line_of_caller
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _DEVICES = {"strategy": "auto", "accelerator": "auto", "devices": "auto", "num_n
 
 
 def checked(kind: type, hand: Hand) -> type:
-    """The class that is instantiated in place of a Trainer's class; see `xla_adapters.scripts.put_in`."""
+    """The class that is instantiated in place of a Trainer's class; see `xla_adapters.tools.user_script`."""
     return _derived(_CheckedTrainer, kind, hand)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 
-from xla_adapters.scripts.put_in import Hand
+from xla_adapters.tools.user_script import Hand
 from xla_adapters.utils.location import line_of_caller
 
 if TYPE_CHECKING:

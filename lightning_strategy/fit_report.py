@@ -18,11 +18,9 @@ from lightning_strategy.stats import XLAStatsCallback
 from lightning_strategy.steps.driver import StepDriver
 from xla_adapters.config import check_choice
 from xla_adapters.data.batches import sample_count, token_count
-from xla_adapters.insight.about import about
-from xla_adapters.insight.run_record import RunRecord
-from xla_adapters.insight.run_stats import RunStats
+from xla_adapters.insight.run_record import RunRecord, RunStats, about
+from xla_adapters.insight.times import CALLBACKS, EVALUATION, INPUT, OTHER, SETUP, STEP, WallClock
 from xla_adapters.utils.patching import replaced
-from xla_adapters.utils.wall_clock import CALLBACKS, EVALUATION, INPUT, OTHER, SETUP, STEP, WallClock
 
 
 class FitReport:

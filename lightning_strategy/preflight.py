@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_strategy.ending_loops import EndingLoops
 from xla_adapters.errors import UnsupportedOptionError
-from xla_adapters.preflight.live_run import preflight_run
-from xla_adapters.preflight.run_preflight import RunPreflight
-from xla_adapters.scripts.put_in import Hand
+from xla_adapters.tools.preflight import preflight_run
+from xla_adapters.tools.preflight_report import PreflightReport
+from xla_adapters.tools.user_script import Hand
 from xla_adapters.utils.host_random import host_random_numbers_kept
 
 # Callbacks of Lightning that change what a step computes.
@@ -74,7 +74,7 @@ def preflight(
     *,
     sharded: bool,
     timeout: float,
-) -> RunPreflight:
+) -> PreflightReport:
     """See `XLAEagerStrategy.preflight`.
 
     Args:

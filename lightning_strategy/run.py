@@ -39,9 +39,7 @@ from xla_adapters.runtime.modes import eager
 from xla_adapters.tracing.library_reads import answering, reads_of_packages
 from xla_adapters.tracing.step_scope import current_scope
 from xla_adapters.tracing.undo_log import release_retired
-from xla_adapters.utils.compiling import as_if_compiling
-from xla_adapters.utils.inference import inference_mode_as_no_grad
-from xla_adapters.utils.torch_modes import TorchModes
+from xla_adapters.utils.torch_modes import TorchModes, as_if_compiling, inference_mode_as_no_grad
 
 _active: list[Run] = []
 

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 
 from xla_adapters.data.batches import sample_count, token_count
-from xla_adapters.insight.run_stats import RunStats
+from xla_adapters.insight.run_record import RunStats
 
 
 class XLAStatsCallback(L.Callback):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from typing import Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from lightning.fabric.plugins.io import CheckpointIO
@@ -31,10 +31,12 @@ from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.config import XLAOptions
 from xla_adapters.insight.run_report import RunReport
-from xla_adapters.preflight.run_preflight import RunPreflight
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding import ShardingPlan, accept_placements
-from xla_adapters.utils.compiling import as_if_compiling
+from xla_adapters.utils.torch_modes import as_if_compiling
+
+if TYPE_CHECKING:
+    from xla_adapters.tools.preflight_report import PreflightReport
 
 
 class XLAEagerStrategy(SingleDeviceXLAStrategy):
@@ -176,7 +178,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         *,
         topology: str,
         timeout: float = 900,
-    ) -> RunPreflight:
+    ) -> PreflightReport:
         """Compiles the steps of a fit for TPUs that are not there: whether they fit, and what bounds them.
 
         The trainer is constructed once more in another process, with the first samples of the data and without the

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests import architecture
-from tests.architecture import CORE, PACKAGES, ROOMS, ROOT, STRANGERS, imported, modules, room_of, tree
+from tests.architecture import CORE, DOORS, PACKAGES, ROOMS, ROOT, STRANGERS, imported, modules, room_of, tree
 
 _FRAMEWORKS = {"transformers", "accelerate", "lightning", "pytorch_lightning"}
 # The rest of the core is in folders.
-_FILES_OF_THE_CORE = {"__init__.py", "cli.py", "config.py", "errors.py"}
+_FILES_OF_THE_CORE = {"__init__.py", "cli.py", "config.py", "errors.py", "open_step.py"}
 _LINES_OF_A_FILE = 700
 _LINES_OF_A_FUNCTION = 60
 
@@ -33,6 +33,19 @@ def test_imports_go_down() -> None:
 def test_strangers_do_not_import_each_other() -> None:
     between = architecture.between_rooms()
     assert [edge for pair in STRANGERS for edge in (pair, pair[::-1]) if edge in between] == []
+
+
+@pytest.mark.parametrize("room", DOORS)
+def test_a_room_is_entered_through_its_door(room: str) -> None:
+    door = f"xla_adapters.{room}"
+    around = {
+        (source, target)
+        for edge, imports in architecture.between_rooms().items()
+        if edge[1] == room
+        for source, target in imports
+        if target not in (door, f"{door}.commands")
+    }
+    assert around == set()
 
 
 def test_there_is_no_cycle() -> None:
@@ -74,9 +87,9 @@ def test_only_the_folder_of_the_cpu_asks_whether_it_is_one() -> None:
     The tables of known traps, of what cannot load executables and of what loses NaN, say of each kind of device what
     goes wrong there.
     """
-    allowed = {"cpu", "sharding", "preflight"}
+    allowed = {"cpu", "sharding", "tools"}
     tables = {
-        "xla_adapters.insight.doctor.traps",
+        "xla_adapters.tools.doctor",
         "xla_adapters.runtime.torch_xla.device",
     }
     asking = {
@@ -91,9 +104,15 @@ def test_only_the_folder_of_the_cpu_asks_whether_it_is_one() -> None:
     assert asking == set()
 
 
-def test_only_the_package_itself_imports_the_folder_of_the_cpu() -> None:
-    between = architecture.between_rooms()
-    assert [source for source, target in between if target == "cpu"] == ["xla_adapters"]
+def test_nothing_imports_the_folder_of_the_cpu() -> None:
+    """The runtime finds it by its name (`xla_adapters.runtime.extensions`), so that it can be deleted."""
+    assert [source for source, target in architecture.between_rooms() if target == "cpu"] == []
+
+
+def test_only_the_command_line_and_the_adapters_reach_the_tools() -> None:
+    imports = (found for (_, room), found in architecture.between_rooms().items() if room == "tools")
+    users = {source for found in imports for source, _ in found}
+    assert {user for user in users if user.startswith("xla_adapters")} == {"xla_adapters.cli"}
 
 
 def test_sharding_is_used_through_its_doors() -> None:

@@ -1,7 +1,8 @@
 """xla-adapters: runs each PyTorch training step as one XLA graph, compiled once and replayed."""
 
-from xla_adapters import cpu as _cpu  # noqa: F401 (it registers itself)
-from xla_adapters import preflight as _preflight  # noqa: F401 (it registers itself)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import (
     CheckpointSaveError,
@@ -23,17 +24,20 @@ from xla_adapters.errors import (
     UnsupportedOptionError,
     XLAAdapterError,
 )
-from xla_adapters.insight.counters import StepCounters, count
-from xla_adapters.replay.compiled_step import CompiledStep
-from xla_adapters.replay.program import StepProgram
-from xla_adapters.replay.safety.promises import replay_safe
-from xla_adapters.runtime import get_runtime, initialize
-from xla_adapters.runtime.modes import eager
-from xla_adapters.runtime.rng import StepSeed
-from xla_adapters.sharding import distribute_module
-from xla_adapters.tracing.optimizers import prime, register_eager_optimizer, register_state_init
-from xla_adapters.tracing.step import step
-from xla_adapters.tracing.step_scope import StepScope, in_step
+from xla_adapters.open_step import in_step
+
+if TYPE_CHECKING:
+    from xla_adapters.insight.counters import StepCounters, count
+    from xla_adapters.replay.compiled_step import CompiledStep
+    from xla_adapters.replay.program import StepProgram
+    from xla_adapters.replay.safety.promises import replay_safe
+    from xla_adapters.runtime import get_runtime, initialize
+    from xla_adapters.runtime.modes import eager
+    from xla_adapters.runtime.rng import StepSeed
+    from xla_adapters.sharding import distribute_module
+    from xla_adapters.tracing.optimizers import prime, register_eager_optimizer, register_state_init
+    from xla_adapters.tracing.step import step
+    from xla_adapters.tracing.step_scope import StepScope
 
 __all__ = [
     "CheckpointSaveError",
@@ -72,3 +76,29 @@ __all__ = [
     "replay_safe",
     "step",
 ]
+
+# Where the names are that need torch: imported when they are used, so that the command line answers at once.
+_HOMES = {
+    "CompiledStep": "replay.compiled_step",
+    "StepCounters": "insight.counters",
+    "StepProgram": "replay.program",
+    "StepScope": "tracing.step_scope",
+    "StepSeed": "runtime.rng",
+    "count": "insight.counters",
+    "distribute_module": "sharding",
+    "eager": "runtime.modes",
+    "get_runtime": "runtime",
+    "initialize": "runtime",
+    "prime": "tracing.optimizers",
+    "register_eager_optimizer": "tracing.optimizers",
+    "register_state_init": "tracing.optimizers",
+    "replay_safe": "replay.safety.promises",
+    "step": "tracing.step",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value

@@ -8,29 +8,17 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-import torch
+from xla_adapters.errors import ConfigError, XLAAdapterError, entry, explained, meaning
+from xla_adapters.tools import commands
 
-from xla_adapters.checkpoint import commands as checkpoint_commands
-from xla_adapters.errors import ConfigError, XLAAdapterError
-from xla_adapters.insight import commands as insight_commands
-from xla_adapters.insight.explain import entry, explained, text
-from xla_adapters.preflight import commands as preflight_commands
-from xla_adapters.preflight.target import Target
-from xla_adapters.sharding import (
-    MEASURED_PLANS,
-    Scheme,
-    ShardingConfig,
-    ShardingPlan,
-    TopologyName,
-    checkpoint_activations,
-    load_model,
-)
+if TYPE_CHECKING:
+    from xla_adapters.sharding import ShardingPlan
 
 _GIGABYTE = 10**9
 
@@ -41,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: of the command line; those of the process if not given.
     """
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         with _signals_raise():
             status: int = options.run(options)
     except XLAAdapterError as error:
@@ -74,14 +62,52 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _run_plan(options: argparse.Namespace) -> int:
-    plan = _plan(options)
-    print(plan.report())
-    if options.save is not None:
-        plan.save(options.save)
-    if options.html is not None:
-        Path(options.html).write_text(plan.visualize(form="html"), encoding="utf-8")
-    return 0
+class _Command(argparse.ArgumentParser):
+    """The parser of one command, which gets its options when it is chosen: they may need torch, and `--help` does not.
+
+    Attributes:
+        fill: gives it the options.
+    """
+
+    fill: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As of `ArgumentParser`."""
+        fill, self.fill = self.fill, None
+        if fill is not None:
+            fill(self)
+        return super().parse_known_args(args, namespace)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="xla-adapters", description=__doc__)
+    # What reads the values of an option is called while the command is parsed: its errors are the command's.
+    known = parser.add_subparsers(dest="command", required=True, parser_class=_Command)
+    for name, fill, what in (
+        ("plan", _add_plan, "how a model would be split over a mesh, and what a step would cost"),
+        ("preflight", commands.add_preflight, "compiles a training for TPUs that are not there: does it fit?"),
+        ("checkpoint", _add_checkpoint, "list, verify, repair and consolidate checkpoints"),
+        (
+            "check",
+            commands.add_check,
+            "run the first steps of a script on CPU devices, and report what XLA makes slow or refuses",
+        ),
+        ("doctor", commands.add_doctor, "versions, devices, known traps, and a short test of each feature"),
+        ("explain", _add_explain, "what an error or a warning means, and what to do"),
+    ):
+        known.add_parser(name, help=what).fill = fill
+    return parser
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    from xla_adapters.checkpoint.commands import add_options
+
+    add_options(parser)
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", help="of its class, e.g. TensorReadError; lists them all if not given")
+    parser.set_defaults(run=_run_explain)
 
 
 def _run_explain(options: argparse.Namespace) -> int:
@@ -89,21 +115,22 @@ def _run_explain(options: argparse.Namespace) -> int:
         print(entry(options.name))
         return 0
     for name, cls in explained().items():
-        print(f"{name:26}{text(cls).splitlines()[0]}")
+        print(f"{name:26}{meaning(cls).splitlines()[0]}")
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="xla-adapters", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    plan = commands.add_parser("plan", help="how a model would be split over a mesh, and what a step would cost")
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    from xla_adapters.sharding import MEASURED_PLANS, Scheme, TopologyName
+
     plan.add_argument(
         "--model", required=True, help="a configuration file of transformers, or module:factory of your own"
     )
     where = plan.add_mutually_exclusive_group()
-    where.add_argument("--mesh", type=_numbers, help="devices along the data and the model axis, e.g. 2x4")
+    where.add_argument("--mesh", type=commands.numbers, help="devices along the data and the model axis, e.g. 2x4")
     where.add_argument("--devices", type=int, help="how many devices (those of the slice); the mesh is chosen")
-    plan.add_argument("--batch", required=True, type=_batch, help="samples of all devices, and their length: 16x2048")
+    plan.add_argument(
+        "--batch", required=True, type=commands.batch, help="samples of all devices, and their length: 16x2048"
+    )
     plan.add_argument(
         "--sharding", default="auto", choices=get_args(Scheme), help="auto plans, the others are templates"
     )
@@ -126,32 +153,22 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--save", help="write the plan to this file, to read, edit and use")
     plan.add_argument("--html", help="draw the plan into this file")
     plan.set_defaults(run=_run_plan)
-    preflight_commands.add_parser(commands, _numbers, _batch)
-    checkpoint_commands.add_parser(commands)
-    insight_commands.add_parsers(commands)
-    explain = commands.add_parser("explain", help="what an error or a warning means, and what to do")
-    explain.add_argument("name", nargs="?", help="of its class, e.g. TensorReadError; lists them all if not given")
-    explain.set_defaults(run=_run_explain)
-    return parser
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    parts = text.lower().split("x")
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 2x4")
-    return tuple(int(part) for part in parts)
-
-
-def _batch(text: str) -> tuple[int, ...]:
-    numbers = _numbers(text)
-    if len(numbers) > 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is not the number of samples and their length, as 16x1024")
-    return numbers
+def _run_plan(options: argparse.Namespace) -> int:
+    plan = _plan(options)
+    print(plan.report())
+    if options.save is not None:
+        plan.save(options.save)
+    if options.html is not None:
+        Path(options.html).write_text(plan.visualize(form="html"), encoding="utf-8")
+    return 0
 
 
 def _plan(options: argparse.Namespace) -> ShardingPlan:
-    # Imported late: the planner and its solver take seconds to import.
-    from xla_adapters.sharding import make_plan
+    import torch
+
+    from xla_adapters.sharding import ShardingConfig, checkpoint_activations, load_model, make_plan
     from xla_adapters.sharding.planner import Planner, Topology
 
     rows, *length = options.batch
@@ -177,6 +194,8 @@ def _plan(options: argparse.Namespace) -> ShardingPlan:
 
 
 def _devices(options: argparse.Namespace) -> int:
+    from xla_adapters.tools.tpu_compiler import Target
+
     if options.mesh is not None:
         return math.prod(options.mesh)
     if options.devices is not None:

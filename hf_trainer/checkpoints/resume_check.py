@@ -10,8 +10,7 @@ import transformers
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_trainer.checkpoints.stores import CheckpointStores
-from xla_adapters.checkpoint import MANIFEST
-from xla_adapters.checkpoint.inspection import IF_ON_PURPOSE
+from xla_adapters.checkpoint import IF_ON_PURPOSE, MANIFEST
 from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError
 
 _log = logging.getLogger(__name__)

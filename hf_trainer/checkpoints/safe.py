@@ -18,8 +18,13 @@ from hf_trainer.checkpoints.deferred_writes import DeferredWrites, deferring
 from hf_trainer.checkpoints.exact_resume import save_rest
 from hf_trainer.checkpoints.resume_check import ResumeCheck
 from hf_trainer.checkpoints.stores import PREFIX, CheckpointStores, numbered
-from xla_adapters.checkpoint import AsyncSaver, CheckpointStore, CheckpointWarning, refuse_inside_step
-from xla_adapters.checkpoint.write_failures import naming_failed_writes
+from xla_adapters.checkpoint import (
+    AsyncSaver,
+    CheckpointStore,
+    CheckpointWarning,
+    naming_failed_writes,
+    refuse_inside_step,
+)
 from xla_adapters.errors import CheckpointWriteError
 
 

@@ -16,9 +16,16 @@ from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from lightning_strategy.checkpoints.host_copy import HostCopy
-from xla_adapters.checkpoint import AsyncSaver, CheckpointConfig, CheckpointStore, Watchdog, snapshot, verify
-from xla_adapters.checkpoint.commit import remove_checkpoint
-from xla_adapters.checkpoint.write_failures import naming_failed_writes
+from xla_adapters.checkpoint import (
+    AsyncSaver,
+    CheckpointConfig,
+    CheckpointStore,
+    Watchdog,
+    naming_failed_writes,
+    remove_checkpoint,
+    snapshot,
+    verify,
+)
 from xla_adapters.errors import CheckpointWarning
 
 # The key in a checkpoint under which an exact resume finds random numbers, data position and gradients.

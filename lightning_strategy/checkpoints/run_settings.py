@@ -13,9 +13,7 @@ from torch.optim import Optimizer
 from lightning_strategy.checkpoints.io import DISTRIBUTIONS
 from lightning_strategy.sharding.module_sharding import ModuleSharding
 from xla_adapters import XLAConfig, get_runtime
-from xla_adapters.checkpoint import Checkpoint, differences, warn_of_differences
-from xla_adapters.checkpoint.sealing import read_manifest
-from xla_adapters.checkpoint.storage import LocalStorage
+from xla_adapters.checkpoint import Checkpoint, LocalStorage, differences, read_manifest, warn_of_differences
 from xla_adapters.config import REMOVED_OPTIONS
 
 # Attributes of the Trainer. The length of the training is not compared: a resumed run is often a longer one.

@@ -19,8 +19,8 @@ from xla_adapters import StepSeed, get_runtime, in_step
 from xla_adapters.runtime.modes import eager
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.tracing.undo_log import release_retired
-from xla_adapters.utils.inference import inference_mode_as_no_grad
 from xla_adapters.utils.patching import replaced
+from xla_adapters.utils.torch_modes import inference_mode_as_no_grad
 
 _SEED_STREAM = 2
 

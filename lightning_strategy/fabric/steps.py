@@ -21,7 +21,7 @@ from xla_adapters.runtime.rng import resume_random_algorithm
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.tracing.library_reads import LibraryReads, answering, reads_of_packages
 from xla_adapters.tracing.unguarded_scopes import EagerScope, LazyScope
-from xla_adapters.utils.compiling import as_if_compiling
+from xla_adapters.utils.torch_modes import as_if_compiling
 
 StepKind = Literal["train", "eval"]
 

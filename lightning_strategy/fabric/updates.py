@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_strategy.fabric.steps import FabricSteps
 from xla_adapters import in_step
 from xla_adapters.tracing.optimizers import eager_reason
-from xla_adapters.utils.compiling import as_if_compiling
+from xla_adapters.utils.torch_modes import as_if_compiling
 
 # From `_warn` to the user's line: the method here, the strategy's hook and Fabric's own method lie between.
 _USERS_LINE = 5

@@ -15,9 +15,9 @@ from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch.trainer.connectors.logger_connector import logger_connector, result
 
 from xla_adapters import get_runtime
+from xla_adapters.insight.times import STEP, WallClock
 from xla_adapters.runtime.transfers import to_host_in_one_transfer
 from xla_adapters.utils.patching import replaced
-from xla_adapters.utils.wall_clock import STEP, WallClock
 
 _Key = tuple[int, int, int]
 

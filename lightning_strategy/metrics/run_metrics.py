@@ -11,7 +11,7 @@ from lightning_strategy.metrics.deferred import DeferredMetrics
 from lightning_strategy.metrics.logged import MetricReader, reading_logged_metrics
 from lightning_strategy.metrics.run_snapshot import RunSnapshot
 from lightning_strategy.metrics.traceable import metrics_without_reads
-from xla_adapters.utils.wall_clock import WallClock
+from xla_adapters.insight.times import WallClock
 
 
 class RunMetrics:

@@ -10,7 +10,7 @@ from typing import Any
 from xla_adapters import StepProgram, StepSeed, XLAConfig, get_runtime
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.tracing.discarding import Discarding
-from xla_adapters.utils.compiling import as_if_compiling
+from xla_adapters.utils.torch_modes import as_if_compiling
 
 _TRAIN_HINT = " (in on_train_batch_end, or in an on_..._epoch_end hook)"
 _EVAL_HINT = " (in on_..._batch_end or on_..._epoch_end; compile_eval=False runs evaluation steps eagerly)"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 
-from xla_adapters.utils.compiling import modules_compiled
+from xla_adapters.utils.torch_modes import modules_compiled
 
 
 @contextmanager

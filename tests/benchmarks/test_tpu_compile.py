@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import tpu_compile, zoo
 from benchmarks.tpu_compile import Row, main, measure, table_of
-from xla_adapters.preflight.target import Target
+from xla_adapters.tools.tpu_compiler import Target
 
 
 def test_the_table_says_why_something_does_not_compile() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.isolation import isolated
-from tests.preflight.nets import needs_libtpu
+from tests.tools.trainings import needs_libtpu
 from xla_adapters.cli import main
 from xla_adapters.sharding import ShardingPlan, load_model
 

@@ -23,10 +23,9 @@ from torch import nn
 from benchmarks.sizes import to_shard
 from hf_trainer.framework_patches import as_if_compiling
 from tests.isolation import isolated
-from tests.preflight.nets import needs_libtpu
 from tests.sharding.planner.models import evaluate
+from tests.tools.trainings import needs_libtpu
 from xla_adapters.errors import ConfigError
-from xla_adapters.preflight.measuring import tpu_compiler
 from xla_adapters.sharding import (
     ActivationPlan,
     CollectiveCost,
@@ -54,6 +53,7 @@ from xla_adapters.sharding.measure import (
     unpack,
 )
 from xla_adapters.sharding.planner import Topology
+from xla_adapters.tools.preflight import plan_compiler
 
 
 class Wide(nn.Module):
@@ -258,7 +258,7 @@ def test_a_model_that_cannot_travel_is_planned_by_prediction() -> None:
 @isolated
 def test_the_process_that_measures_may_end_early() -> None:
     plans = [recipe(Net(), "dp", 8, 1)]
-    with pytest.raises(MeasuringError, match=r"the process that measures had no more than 0 s"):
+    with pytest.raises(MeasuringError, match=r"the process that measures had no more than 0.1 s"):
         measure_plans(Net(), batch(), plans, timeout=0.1)
     with pytest.raises(MeasuringError, match="the process that measures was killed, as a machine does that is out of"):
         measure_plans(Net(), batch(), plans, around=killed)
@@ -345,7 +345,7 @@ def test_plans_are_made_again_for_what_predictions_leave_out(monkeypatch: pytest
 
 def test_without_a_compiler_for_tpus_predictions_decide_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ShardingConfig(topology="v5e:2x4", measure_top_k=1)
-    monkeypatch.setattr("xla_adapters.preflight.target.util.find_spec", lambda name: None)
+    monkeypatch.setattr("xla_adapters.tools.tpu_compiler.util.find_spec", lambda name: None)
     plan = make_plan(Net(), config, 8, example=batch)
     assert plan.measured is None
     (note,) = [note for note in plan.notes if note.startswith("measure_top_k=1: nothing was measured")]
@@ -354,7 +354,7 @@ def test_without_a_compiler_for_tpus_predictions_decide_and_the_plan_says_so(mon
     (note,) = make_plan(Net(), config, 8, example=batch).notes
     assert note.endswith("plans are compiled for CPU devices only")
     with pytest.raises(ConfigError, match="topology v5e:2x2: it has 4 devices, and the mesh 8"):
-        tpu_compiler("v5e:2x2", 8)
+        plan_compiler("v5e:2x2", 8)
 
 
 def test_a_plan_for_tpus_is_what_their_compiler_says_is_fastest_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -74,6 +77,8 @@ class Extension:
         return None
 
 
+# Packages that register extensions when they are imported: named here, since they stand above and can be left out.
+_PACKAGES = ("xla_adapters.cpu",)
 _registered: list[Extension] = []
 
 
@@ -83,7 +88,10 @@ def register(extension: Extension) -> None:
 
 
 def extensions() -> tuple[Extension, ...]:
-    """The registered extensions, in the order of registration."""
+    """The registered extensions, in the order of registration. The first call imports the packages that have some."""
+    for package in _PACKAGES:
+        if package not in sys.modules and find_spec(package) is not None:
+            import_module(package)
     return tuple(_registered)
 
 

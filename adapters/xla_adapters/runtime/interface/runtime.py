@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.runtime.interface.device import Counters, Device, Random
@@ -79,6 +79,18 @@ class Runtime:
         self._custom_kernels = custom_kernels
         self._abstract = abstract
         self.is_abstract = is_abstract
+
+    def with_parts(self, **parts: Any) -> Runtime:
+        """A copy that has other parts.
+
+        Args:
+            **parts: by the names of the arguments.
+        """
+        changed = object.__new__(Runtime)
+        own = {name: value for name, value in vars(self).items() if name != "replay_works"}
+        given = {name if name in own else f"_{name}": part for name, part in parts.items()}
+        changed.__dict__.update(own, **given)
+        return changed
 
     @property
     def has_lazy_tensors(self) -> bool:

@@ -6,20 +6,16 @@ devices as the mesh. It gets a `Job`, a model without weights and plans for it, 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import io
 import os
 import pickle
-import signal
-import subprocess
-import sys
+import pkgutil
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +35,7 @@ from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.plan_data import CollectiveCost, Measurement
 from xla_adapters.tracing.optimizers import prime
 from xla_adapters.tracing.step_scope import StepScope
+from xla_adapters.utils.child_process import Asked, ask, python_path
 
 
 class MeasuringError(Exception):
@@ -94,13 +91,9 @@ class Job:
     plans: Sequence[ShardingPlan]
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def empty(self, value: Any) -> Any:
-        """A leaf of the batch as it is sent: without its values."""
-        return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
 
-
-def pack(job: Job) -> bytes:
-    """Pickles a job (of this class or one derived from it) without the values of parameters; it is not changed.
+def pack(job: Any) -> bytes:
+    """Pickles what has a `model`, without the values of parameters; it is not changed.
 
     Raises:
         MeasuringError: something in the model cannot be pickled.
@@ -121,20 +114,17 @@ def pack(job: Job) -> bytes:
             return super().reducer_override(value)
 
     stream = io.BytesIO()
-    emptied = dataclasses.replace(job, batch=_pytree.tree_map(job.empty, job.batch))
     try:
-        Pickler(stream).dump(emptied)
+        Pickler(stream).dump(job)
     except (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, OSError) as error:
         # Pickling a user's model may raise any of these.
         raise MeasuringError(f"the model cannot be pickled for another process: {error}") from error
     return stream.getvalue()
 
 
-def unpack(data: bytes) -> Job:
+def unpack(data: bytes) -> Any:
     """Reads what `pack` returned."""
-    job = cloudpickle.loads(data)
-    assert isinstance(job, Job)
-    return job
+    return cloudpickle.loads(data)
 
 
 def _parameter(
@@ -267,94 +257,41 @@ def measure_plans(
     Raises:
         MeasuringError: the model cannot be pickled, or the process failed before the first result.
     """
-    data = pack(Job(model=model, batch=batch, plans=tuple(plans), around=around))
+    zeros = _pytree.tree_map_only(torch.Tensor, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype), batch)
+    data = pack(Job(model=model, batch=zeros, plans=tuple(plans), around=around))
     with tempfile.TemporaryDirectory(prefix="xla-adapters-") as folder:
-        environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "PT_XLA"))},
-            "PJRT_DEVICE": "CPU",
-            "CPU_NUM_DEVICES": str(plans[0].mesh.size),
-            "XLA_FLAGS": f"--xla_dump_to={folder} {_FLAGS}",
-            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import answer_job; answer_job()", folder],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
+        ended = ask(
+            answer_job,
+            pickle.dumps((folder, data)),
+            environment={
+                **{name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "PT_XLA"))},
+                "PJRT_DEVICE": "CPU",
+                "CPU_NUM_DEVICES": str(plans[0].mesh.size),
+                "XLA_FLAGS": f"--xla_dump_to={folder} {_FLAGS}",
+                "PYTHONPATH": python_path(),
+                "TF_CPP_MIN_LOG_LEVEL": "3",
+            },
+            timeout=timeout,
         )
-        results, ended, errors = _answers(process, data, timeout)
-    if not results:
-        raise MeasuringError(f"the process that measures {ended}: {errors[-2000:].strip()}")
-    missing = PlanResult(problem=f"not reached: the process that measures {ended}")
-    return [*results, *[missing] * (len(plans) - len(results))]
+    if not ended.answers:
+        raise MeasuringError(f"the process that measures {ended}")
+    missing = PlanResult(problem=f"not reached: the process that measures {ended.how}")
+    return [*map(pickle.loads, ended.answers), *[missing] * (len(plans) - len(ended.answers))]
 
 
-def _answers(process: subprocess.Popen[bytes], data: bytes, timeout: float) -> tuple[list[PlanResult], str, str]:
-    """The results that the process returned, how it ended, and its error output."""
-    assert process.stdin is not None
-    late = threading.Event()
-
-    def stop() -> None:
-        late.set()
-        process.kill()
-
-    clock = threading.Timer(timeout, stop)
-    clock.start()
-    try:
-        # Reads both output pipes while it writes the job.
-        output, errors = process.communicate(data)
-    finally:
-        clock.cancel()
-        process.kill()
-        process.wait()
-    if late.is_set():
-        ended = f"had no more than {timeout:.0f} s"
-    elif process.returncode == -signal.SIGKILL:
-        ended = "was killed, as a machine does that is out of memory"
-    else:
-        ended = f"ended with status {process.returncode}"
-    return list(_results(output)), ended, errors.decode(errors="replace")
-
-
-def _results(output: bytes) -> Iterator[PlanResult]:
-    while output:
-        size, output = int.from_bytes(output[:8], "big"), output[8:]
-        if len(output) < size:
-            return
-        yield pickle.loads(output[:size])
-        output = output[size:]
-
-
-def answer_job() -> None:
-    """The other process: reads the job from stdin, and writes a result for each plan; its argument is a folder."""
-    folder, data = Path(sys.argv[1]), sys.stdin.buffer.read()
-    with _answering() as answer:
-        get_runtime().device.initialize(spmd=True)
-        known: dict[bytes, PlanResult] = {}
-        for plan in unpack(data).plans:
-            try:
-                result = compiled_step(unpack(data), plan, folder, known)
-            except (*MODEL_FAILURES, XLAAdapterError) as error:
-                # The other plans are still measured.
-                traceback.print_exc()
-                result = PlanResult(problem=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
-            answer(pickle.dumps(result))
-
-
-@contextmanager
-def _answering() -> Iterator[Callable[[bytes], None]]:
-    """Reserves stdout for results; what libraries print there goes to stderr."""
-    sys.stdout.flush()
-    with os.fdopen(os.dup(1), "wb") as output:
-        os.dup2(2, 1)
-
-        def answer(message: bytes) -> None:
-            output.write(len(message).to_bytes(8, "big") + message)
-            output.flush()
-
-        yield answer
+def answer_job(asked: Asked) -> None:
+    """What the other process does: it gets a folder for dumps and a `Job`, and answers with a result for each plan."""
+    folder, data = pickle.loads(asked.request)
+    get_runtime().device.initialize(spmd=True)
+    known: dict[bytes, PlanResult] = {}
+    for plan in unpack(data).plans:
+        try:
+            result = compiled_step(unpack(data), plan, Path(folder), known)
+        except (*MODEL_FAILURES, XLAAdapterError) as error:
+            # The other plans are still measured.
+            traceback.print_exc()
+            result = PlanResult(problem=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        asked.answer(pickle.dumps(result))
 
 
 # Compiles the step of a model under each plan, in another process: `measure_plans`, with its model, batch, plans and
@@ -376,7 +313,15 @@ class PlanCompiler:
 
 
 Find = Callable[[str, int], PlanCompiler]
-_registered: list[Find] = []
+
+
+def _find_for_tpus(topology: str, devices: int) -> PlanCompiler:
+    # By its name: it stands above this package, and few trainings need it.
+    find: Find = pkgutil.resolve_name("xla_adapters.tools.preflight:plan_compiler")
+    return find(topology, devices)
+
+
+_registered: list[Find] = [_find_for_tpus]
 
 
 def register(find: Find) -> None:

@@ -93,7 +93,6 @@ def reshard(fabric: Fabric, source: Operator, operand: Operand, state: State, wa
         state: the state of the value.
         want: the layout that the user wants.
     """
-    fabric = fabric
     view = seen_as(fabric, operand, state)
     size = min(fabric.local(operand), fabric.local(source))
     if state is not None and view is None:

@@ -71,7 +71,6 @@ def _split(
     scatter: int | None,
     work: float,
 ) -> Strategy:
-    fabric: Fabric = fabric
     seconds = 3 * work / fabric.topology.flops / (fabric.data if operator.batch is not None else 1)
     if label is None:
         return Strategy(output=None, wants=(WHOLE,) * len(operands), seconds=seconds)

@@ -1,1 +1,0 @@
-"""`xla-adapters doctor`: versions, devices, known traps of this installation, and a short test of each feature."""
