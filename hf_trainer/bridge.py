@@ -20,15 +20,13 @@ from hf_trainer.patches import no_search_for_gradients
 from hf_trainer.saving import ShardedCheckpoints, WeightLoading, save_pretrained_from_device
 from hf_trainer.steps import Evaluation, Session, TrainingSteps, make_steps
 from xla_adapters import get_runtime, initialize
-from xla_adapters.insight.about import about
-from xla_adapters.insight.run_record import RunRecord
-from xla_adapters.insight.run_stats import RunStats
+from xla_adapters.insight.run_record import RunRecord, RunStats, about
+from xla_adapters.insight.times import CALLBACKS, OTHER
 from xla_adapters.loop.steps import StallWatch, StepDriver
 from xla_adapters.runtime.modes import check_mode
 from xla_adapters.runtime.rng import use_random_algorithm
 from xla_adapters.sharding import Sharder
-from xla_adapters.utils.inference import use_no_grad_for_inference_mode
-from xla_adapters.utils.wall_clock import CALLBACKS, OTHER
+from xla_adapters.utils.torch_modes import use_no_grad_for_inference_mode
 
 _Event = Callable[[TrainerControl], None]
 

@@ -25,6 +25,7 @@ from hf_trainer.patches import torch_tpu_is_used
 from hf_trainer.saving import DeferredWrites, deferring
 from xla_adapters import get_runtime
 from xla_adapters.checkpoint import (
+    IF_ON_PURPOSE,
     MANIFEST,
     AsyncSaver,
     Checkpoint,
@@ -32,10 +33,9 @@ from xla_adapters.checkpoint import (
     CheckpointStore,
     CheckpointWarning,
     Watchdog,
+    naming_failed_writes,
     refuse_inside_step,
 )
-from xla_adapters.checkpoint.inspection import IF_ON_PURPOSE
-from xla_adapters.checkpoint.write_failures import naming_failed_writes
 from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError, CheckpointWriteError
 from xla_adapters.loop.checkpoints import ScheduledSaves, settings_for_manifest, warn_of_differences
 from xla_adapters.loop.steps import StepDriver

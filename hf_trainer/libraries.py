@@ -20,8 +20,8 @@ from xla_adapters.runtime.modes import eager
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.tracing.deferred_numbers import make_plain
 from xla_adapters.tracing.library_reads import LibraryReads, answering, reads_of_packages
-from xla_adapters.utils.compiling import as_if_compiling
 from xla_adapters.utils.patching import replaced
+from xla_adapters.utils.torch_modes import as_if_compiling
 
 # Packages whose reads inside a step are for their logs, or for a decision that they make again in each step.
 _PACKAGES = ("trl", "sentence_transformers")

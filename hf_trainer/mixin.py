@@ -15,12 +15,11 @@ from hf_trainer.model import OptimizerChoice, bfloat16_autocast, prepare_for_xla
 from hf_trainer.options import TrainerOptions, XLAArguments, check_arguments, check_optimizer, take_options
 from hf_trainer.patches import correct_process_index, give_device_to_accelerate, trainer_patches
 from xla_adapters import XLAConfig
-from xla_adapters.checkpoint import CheckpointConfig
-from xla_adapters.checkpoint.write_failures import naming_failed_writes
+from xla_adapters.checkpoint import CheckpointConfig, naming_failed_writes
+from xla_adapters.insight.run_record import RunStats
 from xla_adapters.insight.run_report import RunReport
-from xla_adapters.insight.run_stats import RunStats
+from xla_adapters.insight.times import EVALUATION, INPUT, STEP
 from xla_adapters.sharding import ShardingConfig, ShardingPlan
-from xla_adapters.utils.wall_clock import EVALUATION, INPUT, STEP
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer

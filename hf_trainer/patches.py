@@ -27,7 +27,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from hf_trainer.data import DeviceLoader, skip_first_batches
 from xla_adapters import get_runtime
 from xla_adapters.errors import UnsupportedOptionError
-from xla_adapters.utils import compiling
+from xla_adapters.utils import torch_modes
 from xla_adapters.utils.patching import replaced
 
 # The default of transformers. It sorts the tokens by expert and multiplies groups whose sizes depend on the routing.
@@ -260,5 +260,5 @@ def no_search_for_gradients(model: Callable[[], torch.nn.Module], are_none: Call
 @contextmanager
 def as_if_compiling() -> Iterator[None]:
     """Models take the path that they take under `torch.compile`: fixed shapes, no tensor reads."""
-    with compiling.as_if_compiling(), experts_of_fixed_shape():
+    with torch_modes.as_if_compiling(), experts_of_fixed_shape():
         yield

@@ -28,14 +28,14 @@ from xla_adapters.checkpoint import (
     Checkpoint,
     CheckpointConfig,
     CheckpointStore,
+    LocalStorage,
     Watchdog,
+    naming_failed_writes,
+    read_manifest,
+    remove_checkpoint,
     snapshot,
     verify,
 )
-from xla_adapters.checkpoint.commit import remove_checkpoint
-from xla_adapters.checkpoint.sealing import read_manifest
-from xla_adapters.checkpoint.storage import LocalStorage
-from xla_adapters.checkpoint.write_failures import naming_failed_writes
 from xla_adapters.errors import CheckpointDamagedError, CheckpointWarning, UnsupportedOptionError
 from xla_adapters.loop.checkpoints import (
     ScheduledSaves,

@@ -20,9 +20,9 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator, MaxMetric, MeanMetric, MinMetric, SumMetric
 
 from xla_adapters import get_runtime, in_step
+from xla_adapters.insight.times import STEP, WallClock
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.utils.patching import replaced
-from xla_adapters.utils.wall_clock import STEP, WallClock
 
 _VALIDATION = "_tensor_validation"
 # Of `LightningModule`: makes a tensor of what is logged.

@@ -19,8 +19,8 @@ import xla_adapters
 from lightning_strategy.metric_patches import MetricReader, metrics_without_reads, reading_logged_metrics
 from xla_adapters import in_step
 from xla_adapters.errors import GraphBreakError
+from xla_adapters.insight.times import WallClock
 from xla_adapters.utils.patching import replaced
-from xla_adapters.utils.wall_clock import WallClock
 
 
 class MetricSnapshot:

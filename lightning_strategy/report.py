@@ -18,12 +18,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from xla_adapters.config import check_choice
 from xla_adapters.data.batches import sample_count, token_count
-from xla_adapters.insight.about import about
-from xla_adapters.insight.run_record import RunRecord
-from xla_adapters.insight.run_stats import RunStats
+from xla_adapters.insight.run_record import RunRecord, RunStats, about
+from xla_adapters.insight.times import CALLBACKS, EVALUATION, INPUT, OTHER, SETUP, STEP, WallClock
 from xla_adapters.loop.steps import StepDriver
 from xla_adapters.utils.patching import replaced
-from xla_adapters.utils.wall_clock import CALLBACKS, EVALUATION, INPUT, OTHER, SETUP, STEP, WallClock
 
 
 class XLAStatsCallback(L.Callback):

@@ -39,10 +39,8 @@ from xla_adapters.errors import BreakKind
 from xla_adapters.loop.steps import StallWatch, StepDriver, around_run
 from xla_adapters.tracing.library_reads import answering, reads_of_packages
 from xla_adapters.tracing.step_scope import current_scope
-from xla_adapters.utils.compiling import as_if_compiling
-from xla_adapters.utils.inference import inference_mode_as_no_grad
 from xla_adapters.utils.patching import replaced
-from xla_adapters.utils.torch_modes import TorchModes
+from xla_adapters.utils.torch_modes import TorchModes, as_if_compiling, inference_mode_as_no_grad
 
 _CALL = _call_and_handle_interrupt.__code__
 

@@ -27,8 +27,8 @@ from xla_adapters.loop.steps import StallWatch, StepDriver
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.tracing.loss_check import check_loss
-from xla_adapters.utils.compiling import modules_compiled
 from xla_adapters.utils.patching import replaced
+from xla_adapters.utils.torch_modes import modules_compiled
 
 # Their key in a checkpoint's exact state.
 GRADIENTS = "gradients"

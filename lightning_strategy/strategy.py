@@ -49,7 +49,7 @@ from xla_adapters.config import XLAOptions
 from xla_adapters.insight.run_report import RunReport
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding import accept_placements
-from xla_adapters.utils.compiling import as_if_compiling
+from xla_adapters.utils.torch_modes import as_if_compiling
 
 if TYPE_CHECKING:
     from xla_adapters.tools.preflight_report import PreflightReport

@@ -20,7 +20,7 @@ from xla_adapters.runtime.modes import eager
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.tracing.undo_log import release_retired
-from xla_adapters.utils.compiling import as_if_compiling
+from xla_adapters.utils.torch_modes import as_if_compiling
 
 # Streams of random numbers.
 _TRAIN, _EVALUATION, _REST_OR_UPLOAD = 0, 1, 2

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.location import is_plumbing
+from xla_adapters.utils.torch_modes import device_type
 
 # Calls that copy numbers from the host.
 _COPIES: frozenset[Callable[..., Any]] = frozenset({torch.tensor, torch.as_tensor, torch.scalar_tensor})
