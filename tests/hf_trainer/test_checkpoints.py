@@ -25,7 +25,7 @@ from transformers import EarlyStoppingCallback, HfArgumentParser, TrainerCallbac
 import hf_trainer
 from hf_trainer import XLAArguments
 from hf_trainer import checkpoints as safe
-from hf_trainer import loader as loaders
+from hf_trainer import data as loaders
 from hf_trainer.checkpoints import EXACT_RESUME, SETTINGS
 from hf_trainer.saving import DeferredWrites
 from tests.hf_trainer.scenarios import (
