@@ -13,7 +13,7 @@ from benchmarks.harness import Clock, Pause, Plan, Timing
 from benchmarks.training import LEARNING_RATE, MAX_NORM
 from benchmarks.zoo import Batch
 from xla_adapters import CompiledStep, XLAConfig, get_runtime, initialize
-from xla_adapters.utils.compiling import modules_compiled
+from xla_adapters.utils.torch_modes import modules_compiled
 
 LAZY, COMPILE = "lazy loop", "torch_xla.compile"
 # Forward and backward by dynamo, and the update lazily, in `torch_xla.compile`, or by dynamo too.

@@ -17,11 +17,16 @@ PACKAGES = {"xla_adapters": CORE, "hf_trainer": ROOT / "hf_trainer", "lightning_
 # Top to bottom.
 ROOMS = (
     *("hf_trainer", "lightning_strategy", "cli", "xla_adapters"),
-    *("tools", "insight", "data", "checkpoint", "cpu", "sharding", "replay", "tracing"),
-    *("lowerings", "runtime", "config", "errors", "hlo", "utils"),
+    *("loop", "tools", "insight", "data", "checkpoint", "cpu", "sharding", "replay", "tracing"),
+    *("lowerings", "runtime", "config", "errors", "open_step", "hlo", "utils"),
 )
 # Neither imports the other, though one stands above.
-STRANGERS = (("hf_trainer", "lightning_strategy"), ("insight", "data"), ("sharding", "replay"), ("cpu", "sharding"))
+STRANGERS = (
+    *(("hf_trainer", "lightning_strategy"), ("insight", "data"), ("sharding", "replay"), ("cpu", "sharding")),
+    *(("checkpoint", "tracing"), ("checkpoint", "replay")),
+)
+# Rooms of which others import the door, `__init__`, only; the command line imports `commands`, too.
+DOORS = ("checkpoint",)
 
 
 @cache

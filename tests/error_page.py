@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from xla_adapters.insight.explain import explained, text
+from xla_adapters.errors import explained, meaning
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "errors.md"
 _HEAD = """# Errors and warnings
@@ -21,7 +21,7 @@ def page() -> str:
     parts = [_HEAD]
     for name, cls in explained().items():
         bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
-        parts.append(f"## {name}\n\nDerives from {bases}.\n\n{text(cls)}\n")
+        parts.append(f"## {name}\n\nDerives from {bases}.\n\n{meaning(cls)}\n")
     return "\n".join(parts)
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests import architecture
-from tests.architecture import CORE, PACKAGES, ROOMS, ROOT, STRANGERS, imported, modules, room_of, tree
+from tests.architecture import CORE, DOORS, PACKAGES, ROOMS, ROOT, STRANGERS, imported, modules, room_of, tree
 
 _FRAMEWORKS = {"transformers", "accelerate", "lightning", "pytorch_lightning"}
 # The rest of the core is in folders.
-_FILES_OF_THE_CORE = {"__init__.py", "cli.py", "config.py", "errors.py"}
+_FILES_OF_THE_CORE = {"__init__.py", "cli.py", "config.py", "errors.py", "open_step.py"}
 _LINES_OF_A_FILE = 700
 _LINES_OF_A_FUNCTION = 60
 
@@ -33,6 +33,19 @@ def test_imports_go_down() -> None:
 def test_strangers_do_not_import_each_other() -> None:
     between = architecture.between_rooms()
     assert [edge for pair in STRANGERS for edge in (pair, pair[::-1]) if edge in between] == []
+
+
+@pytest.mark.parametrize("room", DOORS)
+def test_a_room_is_entered_through_its_door(room: str) -> None:
+    door = f"xla_adapters.{room}"
+    around = {
+        (source, target)
+        for edge, imports in architecture.between_rooms().items()
+        if edge[1] == room
+        for source, target in imports
+        if target not in (door, f"{door}.commands")
+    }
+    assert around == set()
 
 
 def test_there_is_no_cycle() -> None:

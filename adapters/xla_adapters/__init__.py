@@ -24,6 +24,7 @@ from xla_adapters.errors import (
     UnsupportedOptionError,
     XLAAdapterError,
 )
+from xla_adapters.open_step import in_step
 
 if TYPE_CHECKING:
     from xla_adapters.insight.counters import StepCounters, count
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from xla_adapters.sharding import distribute_module
     from xla_adapters.tracing.optimizers import prime, register_eager_optimizer, register_state_init
     from xla_adapters.tracing.step import step
-    from xla_adapters.tracing.step_scope import StepScope, in_step
+    from xla_adapters.tracing.step_scope import StepScope
 
 __all__ = [
     "CheckpointSaveError",
@@ -87,7 +88,6 @@ _HOMES = {
     "distribute_module": "sharding",
     "eager": "runtime.modes",
     "get_runtime": "runtime",
-    "in_step": "tracing.step_scope",
     "initialize": "runtime",
     "prime": "tracing.optimizers",
     "register_eager_optimizer": "tracing.optimizers",

@@ -14,8 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, get_args
 
-from xla_adapters.errors import ConfigError, XLAAdapterError
-from xla_adapters.insight.explain import entry, explained, text
+from xla_adapters.errors import ConfigError, XLAAdapterError, entry, explained, meaning
 from xla_adapters.tools import commands
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ def _run_explain(options: argparse.Namespace) -> int:
         print(entry(options.name))
         return 0
     for name, cls in explained().items():
-        print(f"{name:26}{text(cls).splitlines()[0]}")
+        print(f"{name:26}{meaning(cls).splitlines()[0]}")
     return 0
 
 

@@ -7,6 +7,7 @@ Everything it raises on purpose derives from `XLAAdapterError`. A class's docstr
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from enum import StrEnum
 
@@ -409,3 +410,34 @@ class CheckpointMismatchWarning(UserWarning):
     What to do: check that each difference is intended. With any of them the resumed run may differ from the run that
     was not interrupted.
     """
+
+
+def explained() -> dict[str, type[Exception]]:
+    """All exceptions and warnings of this file by name, in its order."""
+    return {
+        name: found
+        for name, found in globals().items()
+        if isinstance(found, type) and issubclass(found, (XLAAdapterError, UserWarning))
+    }
+
+
+def entry(name: str) -> str:
+    """What a class means, and what to do, for the command `explain`.
+
+    Args:
+        name: of the class, in any case.
+
+    Raises:
+        ConfigError: there is no such class; the message lists those there are.
+    """
+    classes = explained()
+    found = next((cls for known, cls in classes.items() if known.lower() == name.lower()), None)
+    if found is None:
+        raise ConfigError(f"there is no error or warning {name!r}; there are: {', '.join(classes)}")
+    bases = ", ".join(base.__name__ for base in found.__bases__)
+    return f"{found.__name__} ({bases})\n\n{meaning(found)}"
+
+
+def meaning(cls: type[Exception]) -> str:
+    """The docstring of a class, without its attributes."""
+    return (inspect.getdoc(cls) or "").partition("\n\nAttributes:")[0]

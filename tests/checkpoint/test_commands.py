@@ -39,7 +39,7 @@ def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["checkpoint-10", "10"],
         ["checkpoint-11", "11"],
     ]
-    assert lines[1].endswith("1      2.0 kB")
+    assert lines[1].endswith("1      2.0 KiB")
     assert lines[3].endswith("it has no manifest (xla_adapters.manifest.json)")
     assert lines[4] == "_damaged-checkpoint-3: set aside"
     assert lines[5].startswith("_tmp-00000000: of a save that is running")

@@ -20,7 +20,7 @@ import pytest
 from tests.crash.storages import Operation, Quick, recording
 from tests.isolation import outcome_of
 from xla_adapters.checkpoint import MANIFEST, CheckpointConfig, CheckpointStore, CheckpointWarning, storage
-from xla_adapters.checkpoint.repair import adopt
+from xla_adapters.checkpoint.commands import adopt
 from xla_adapters.checkpoint.storage import LocalStorage
 from xla_adapters.errors import (
     CheckpointDamagedError,

@@ -54,7 +54,7 @@ def test_losses_under_dropout_go_on_bit_for_bit(tmp_path: Path) -> None:
 
     def write(folder: Path) -> None:
         state = {"model": loop.model.state_dict(), "optimizer": loop.optimizer.state_dict()}
-        torch.save(xla_adapters.checkpoint.snapshot(state), folder / "state.pt")  # type: ignore[attr-defined]
+        torch.save(xla_adapters.checkpoint.training_state(state), folder / "state.pt")  # type: ignore[attr-defined]
         TrainingState.capture().save(folder)
 
     for _ in range(3):
@@ -97,6 +97,6 @@ def test_what_differs_is_shown_as_a_diff(tmp_path: Path) -> None:
 def test_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = CheckpointStore(tmp_path).save(1, lambda folder: (folder / "a").touch())
     monkeypatch.setattr(
-        "xla_adapters.checkpoint.mismatch.versions", lambda _: {**saved.manifest.versions, "torch": "9.9"}
+        "xla_adapters.checkpoint.training_state.versions", lambda _: {**saved.manifest.versions, "torch": "9.9"}
     )
     assert differences(saved.manifest) == ["- versions.torch: '2.9.0'", "+ versions.torch: '9.9'"]

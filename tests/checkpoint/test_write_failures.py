@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.isolation import run_in_child
-from xla_adapters.checkpoint import CheckpointStore, write_failures
-from xla_adapters.checkpoint.write_failures import naming_failed_writes
+from xla_adapters.checkpoint import CheckpointStore, storage
+from xla_adapters.checkpoint.storage import naming_failed_writes
 from xla_adapters.errors import CheckpointWriteError
 
 _Usage = collections.namedtuple("_Usage", "total used free")
@@ -51,7 +51,7 @@ def test_a_store_says_what_failed_and_what_is_left(
     write: Callable[[Path], None], free: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if free is not None:
-        monkeypatch.setattr(write_failures.shutil, "disk_usage", lambda path: _Usage(4096, 4096, free))
+        monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: _Usage(4096, 4096, free))
 
     def child() -> str:
         store = CheckpointStore(tmp_path)

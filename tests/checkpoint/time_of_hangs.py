@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-from xla_adapters.checkpoint import watchdog
+from xla_adapters.checkpoint import group
 
 _hanging: set[int] = set()
 
@@ -39,4 +39,4 @@ class _Over(threading.Event):
 
 def use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Watchdogs do not look at the time."""
-    monkeypatch.setattr(watchdog, "threading", SimpleNamespace(**{**vars(threading), "Event": _Over}))
+    monkeypatch.setattr(group, "threading", SimpleNamespace(**{**vars(threading), "Event": _Over}))

@@ -12,8 +12,7 @@ from typing import Any
 
 from tests.crash.storages import Quick
 from xla_adapters.checkpoint import MANIFEST, CheckpointStore
-from xla_adapters.checkpoint.object_storage import ObjectStorage
-from xla_adapters.checkpoint.storage import Storage, join
+from xla_adapters.checkpoint.storage import ObjectStorage, Storage, join
 
 # Saved one after the other: two steps, the second again (a swap), and one that makes the first superfluous.
 STEPS = (1, 2, 2, 3)

@@ -16,7 +16,7 @@ from tests.crash import history
 from tests.crash.history import Form
 from tests.crash.storages import Quick
 from tests.isolation import isolated
-from xla_adapters.checkpoint import CheckpointStore, CheckpointWarning, sealing
+from xla_adapters.checkpoint import CheckpointStore, CheckpointWarning, manifest
 from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError
 
 FORMS = {"folders": Form(), "one file": Form(one_file=True)}
@@ -92,7 +92,7 @@ def test_every_bit_flip_truncation_and_loss_is_seen(name: str, tmp_path: Path) -
 
 
 def store_check(store: CheckpointStore, found: object) -> tuple[str, ...]:
-    from xla_adapters.checkpoint.inspection import Found, check
+    from xla_adapters.checkpoint.manifest import Found, check
 
     assert isinstance(found, Found)
     return check(store.storage, found).problems
@@ -169,9 +169,9 @@ def test_without_verification_damage_would_pass(tmp_path: Path, monkeypatch: pyt
     """The tests above see it when nobody verifies any more."""
     store, newest = two_checkpoints(Form(), tmp_path / "run")
     (newest / "weights.bin").write_bytes(b"other")
-    for module in ("inspection", "commit", "sealing"):
+    for module in ("commit", "manifest", "store"):
         monkeypatch.setattr(f"xla_adapters.checkpoint.{module}.problems", lambda *_: [])
-    assert sealing.problems(store.storage, str(newest), store.checkpoints()[-1].manifest) == []
+    assert manifest.problems(store.storage, str(newest), store.checkpoints()[-1].manifest) == []
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         assert_seen(store, newest, newest / "weights.bin")
 

@@ -14,7 +14,7 @@ from tests.crash.disk import Disk, materialise, operation_kind
 from tests.crash.history import Form
 from tests.crash.storages import Operation, Quick, WithoutExchange, recording
 from xla_adapters.checkpoint import CheckpointStore, CheckpointWarning
-from xla_adapters.checkpoint.repair import adopt
+from xla_adapters.checkpoint.commands import adopt
 from xla_adapters.checkpoint.storage import Storage
 
 FORMS = {

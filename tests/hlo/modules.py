@@ -6,7 +6,7 @@ import collections
 from collections.abc import Iterator
 
 from xla_adapters.hlo import wire
-from xla_adapters.hlo.fields import (
+from xla_adapters.hlo.wire import (
     COMPUTATION_ID,
     ID,
     INSTRUCTIONS,
@@ -16,8 +16,9 @@ from xla_adapters.hlo.fields import (
     OPERANDS,
     PARAMETER_NUMBER,
     SHAPE,
+    dimensions,
+    element_type,
 )
-from xla_adapters.hlo.shapes import dimensions, element_type
 
 SHARDING, BUFFER_DONOR = 40, 18
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.hlo.modules import donated, read_sharding, shardings_of_parameters
 from xla_adapters.hlo import wire
 from xla_adapters.hlo.annotations import annotate, sharding
-from xla_adapters.hlo.fields import (
+from xla_adapters.hlo.wire import (
     COMPUTATION_ID,
     ID,
     INSTRUCTIONS,

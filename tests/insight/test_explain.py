@@ -13,8 +13,7 @@ import pytest
 import xla_adapters
 from tests.error_page import PAGE, page
 from xla_adapters import cli, errors
-from xla_adapters.errors import ConfigError, GraphBreakError, TensorReadError, XLAAdapterError
-from xla_adapters.insight.explain import entry, explained
+from xla_adapters.errors import ConfigError, GraphBreakError, TensorReadError, XLAAdapterError, entry, explained
 
 
 def _all_subclasses(cls: type) -> set[type]:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from xla_adapters.insight import peak_flops
-from xla_adapters.insight.report_page import page
-from xla_adapters.insight.run_report import RunReport, StepSummary
+from xla_adapters.insight import run_record
+from xla_adapters.insight.run_report import RunReport, StepSummary, page
 from xla_adapters.insight.transfer_lines import TO_HOST, TransferLine
 from xla_adapters.runtime import CompiledMemory
 from xla_adapters.tracing.compile_events import CompileEvent
@@ -135,5 +134,5 @@ def test_the_peak_of_known_devices(
     kind: str, spmd: bool, expected: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = SimpleNamespace(kind=lambda: kind, count=lambda: 4, is_spmd=lambda: spmd)
-    monkeypatch.setattr(peak_flops, "get_runtime", lambda: SimpleNamespace(device=device))
-    assert peak_flops.peak_flops() == expected
+    monkeypatch.setattr(run_record, "get_runtime", lambda: SimpleNamespace(device=device))
+    assert run_record.peak_flops() == expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from xla_adapters.insight import run_record
-from xla_adapters.utils.wall_clock import WallClock
+from xla_adapters.insight.times import WallClock
 
 _now = 0.0
 

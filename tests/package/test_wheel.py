@@ -67,9 +67,9 @@ def test_the_wheel_has_the_packages_and_nothing_else(built: tuple[Path, Path]) -
     assert {name.partition("/")[0] for name in names} == {*PACKAGES, info}
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
     assert f"{info}/licenses/LICENSE" in names
-    # Beside Python files only what says that they are typed, and the style of the run report.
+    # Beside Python files only what says that they are typed, and the page of the run report.
     others = {name for name in names if not name.endswith((".py", "/py.typed")) and not name.startswith(info)}
-    assert others == {"xla_adapters/insight/report.css"}
+    assert others == {"xla_adapters/insight/report.html"}
 
 
 def test_the_sdist_has_what_builds_the_wheel_and_nothing_else(built: tuple[Path, Path]) -> None:

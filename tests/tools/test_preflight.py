@@ -19,7 +19,7 @@ from tests.tools.trainings import LOOP, TOO_LARGE, needs_libtpu
 from xla_adapters import cli
 from xla_adapters.cli import main
 from xla_adapters.hlo.cost import Cost
-from xla_adapters.insight.report_page import page as report_page
+from xla_adapters.insight.run_report import page as report_page
 from xla_adapters.tools import preflight
 from xla_adapters.tools.preflight import report_traced
 from xla_adapters.tools.preflight_report import PreflightReport, StepReport

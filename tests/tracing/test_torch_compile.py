@@ -17,7 +17,7 @@ import xla_adapters
 from tests.device import DEVICE
 from tests.isolation import isolated
 from xla_adapters.replay.compiled_step import CompiledStep
-from xla_adapters.utils.compiling import is_own_call_compiled, modules_compiled
+from xla_adapters.utils.torch_modes import is_own_call_compiled, modules_compiled
 
 
 class _Net(nn.Module):

@@ -1,21 +1,17 @@
 """Crash-safe checkpoints: committed atomically, verified when opened, optionally written in the background."""
 
 from xla_adapters.checkpoint.async_saver import SAVE_FAILED_EXIT_CODE, AsyncSaver
-from xla_adapters.checkpoint.commit import Draft
-from xla_adapters.checkpoint.config import CheckpointConfig
-from xla_adapters.checkpoint.group import Group, OneProcess, TorchGroup
-from xla_adapters.checkpoint.inspection import verify
-from xla_adapters.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
-from xla_adapters.checkpoint.mismatch import differences, warn_of_differences
-from xla_adapters.checkpoint.preemption import Preemption
-from xla_adapters.checkpoint.schedule import SaveReason, SaveSchedule
-from xla_adapters.checkpoint.snapshot import snapshot
+from xla_adapters.checkpoint.commit import Draft, remove_checkpoint
+from xla_adapters.checkpoint.group import Group, OneProcess, TorchGroup, Watchdog
+from xla_adapters.checkpoint.manifest import IF_ON_PURPOSE, MANIFEST, Checkpoint, Manifest, read_manifest, verify
+from xla_adapters.checkpoint.schedule import CheckpointConfig, Preemption, SaveReason, SaveSchedule
+from xla_adapters.checkpoint.storage import LocalStorage, naming_failed_writes
 from xla_adapters.checkpoint.store import CheckpointStore, refuse_inside_step
-from xla_adapters.checkpoint.training_state import TrainingState
-from xla_adapters.checkpoint.watchdog import Watchdog
+from xla_adapters.checkpoint.training_state import TrainingState, differences, snapshot, warn_of_differences
 from xla_adapters.errors import CheckpointMismatchWarning, CheckpointWarning
 
 __all__ = [
+    "IF_ON_PURPOSE",
     "MANIFEST",
     "SAVE_FAILED_EXIT_CODE",
     "AsyncSaver",
@@ -26,6 +22,7 @@ __all__ = [
     "CheckpointWarning",
     "Draft",
     "Group",
+    "LocalStorage",
     "Manifest",
     "OneProcess",
     "Preemption",
@@ -35,7 +32,10 @@ __all__ = [
     "TrainingState",
     "Watchdog",
     "differences",
+    "naming_failed_writes",
+    "read_manifest",
     "refuse_inside_step",
+    "remove_checkpoint",
     "snapshot",
     "verify",
     "warn_of_differences",

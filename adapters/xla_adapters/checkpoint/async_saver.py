@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from xla_adapters.checkpoint.manifest import Checkpoint
-from xla_adapters.checkpoint.snapshot import snapshot
 from xla_adapters.checkpoint.store import CheckpointStore, refuse_inside_step
+from xla_adapters.checkpoint.training_state import snapshot
 
 _State = TypeVar("_State")
 SAVE_FAILED_EXIT_CODE = 74

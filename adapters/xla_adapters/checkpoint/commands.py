@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
-from xla_adapters.checkpoint.commit import TEMPORARY, TRASH, UPLOADING
-from xla_adapters.checkpoint.inspection import DAMAGED, Found, check, look_at
-from xla_adapters.checkpoint.repair import adopt, repair
-from xla_adapters.checkpoint.storage import join
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from xla_adapters.checkpoint.commit import TEMPORARY, TRASH, UPLOADING, is_valid
+from xla_adapters.checkpoint.manifest import (
+    DAMAGED,
+    MANIFEST,
+    Checkpoint,
+    Found,
+    check,
+    find,
+    look_at,
+    make_durable,
+    records,
+    set_aside,
+)
+from xla_adapters.checkpoint.storage import in_words, join
 from xla_adapters.checkpoint.store import CheckpointStore
-from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError, CheckpointWarning, ConfigError
+from xla_adapters.errors import (
+    CheckpointDamagedError,
+    CheckpointNotFoundError,
+    CheckpointWarning,
+    CheckpointWriteError,
+    ConfigError,
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +90,7 @@ def _list(options: argparse.Namespace) -> int:
             rows.append((found.name, step, "", "", "", found.problems[0].split(":")[0]))
             continue
         manifest = found.checkpoint.manifest
-        created, size = manifest.created.partition(".")[0].replace("T", " "), _size(manifest.size)
+        created, size = manifest.created.partition(".")[0].replace("T", " "), in_words(manifest.size)
         rows.append((found.name, step, created, str(len(manifest.files)), size, ""))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:
@@ -113,7 +137,7 @@ def _repair(options: argparse.Namespace) -> int:
 
 def _consolidate(options: argparse.Namespace) -> int:
     # Late: it takes a second to import.
-    from xla_adapters.checkpoint.consolidate import one_sharded_folder, to_one_file
+    from xla_adapters.checkpoint.commands import one_sharded_folder, to_one_file
     from xla_adapters.sharding.state import consolidate
 
     output = Path(options.output)
@@ -137,10 +161,119 @@ def _consolidate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
+_UNFINISHED = f"{MANIFEST}.unfinished"
+
+
+def repair(store: CheckpointStore) -> list[str]:
+    """Completes or removes interrupted saves, renames damaged checkpoints, and restores renamed ones that are intact.
+
+    Returns:
+        What was done, one line for each checkpoint.
+
+    Raises:
+        CheckpointWriteError: an operation of the storage failed.
+    """
+    before = {entry.name for entry in store.storage.entries(store.root)}
+    with store.alone(f"{store.root} was not repaired"):
+        after = {entry.name for entry in store.storage.entries(store.root)}
+        done = [f"completed {name}" for name in sorted(after - before) if not name.startswith((".", "_"))]
+        done += [f"removed {name}, which was never finished" for name in sorted(before - after)]
+        for found in find(store.storage, store.root, store.prefix):
+            checked = check(store.storage, found)
+            if checked.problems and checked.is_sealed:
+                aside = set_aside(store.storage, store.root, checked)
+                done.append(f"set {found.name} aside" + (f" as {aside}" if aside else ", which could not be renamed"))
+        done += [f"put {name} back, whose files are all right" for name in _put_back(store)]
+    return done
+
+
+def _put_back(store: CheckpointStore) -> list[str]:
+    back = []
+    for entry in store.storage.entries(store.root):
+        name = re.sub(r"-[0-9a-f]{8}$", "", entry.name.removeprefix(DAMAGED))
+        path = join(store.root, entry.name)
+        free = store.storage.entry(join(store.root, name)) is None
+        if entry.name.startswith(DAMAGED) and free and is_valid(store.storage, path):
+            store.storage.rename(path, join(store.root, name))
+            store.storage.fsync_folder(store.root)
+            back.append(name)
+    return back
+
+
+def adopt(store: CheckpointStore, name: str, *, step: int) -> Checkpoint:
+    """Adds a manifest to a checkpoint that other software wrote, from its files as they are now.
+
+    Args:
+        store: the store.
+        name: of a folder in the store, or of a file that `torch.save` wrote.
+        step: number of optimizer steps done when it was saved.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint of this name.
+        CheckpointWriteError: it has a manifest, or an operation of the storage failed.
+    """
+    storage, path = store.storage, join(store.root, name)
+    entry = storage.entry(path)
+    if entry is None:
+        raise CheckpointNotFoundError(f"{path}: there is no such checkpoint")
+    found = next((item for item in find(storage, store.root, store.prefix) if item.name == name), None)
+    if found is not None and found.is_sealed:
+        raise CheckpointWriteError(
+            f"{path} has a manifest: `xla-adapters checkpoint verify` says what is wrong with it"
+        )
+    if not entry.is_folder:
+
+        def copy(target: Path) -> None:
+            storage.download(path, target)
+
+        return store.save(step, copy, name=name, one_file=True)
+    with store.alone(f"{name} was not adopted"):
+        make_durable(storage, path)
+        manifest = store.manifest(step, records(storage, path))
+        if storage.can_rename:
+            unfinished = join(path, _UNFINISHED)
+            storage.write(unfinished, manifest.encode())
+            storage.fsync(unfinished)
+            storage.fsync_folder(path)
+            storage.rename(unfinished, join(path, MANIFEST))
+            storage.fsync_folder(path)
+        else:
+            storage.write(join(path, MANIFEST), manifest.encode())
+    return Checkpoint(path=path, manifest=manifest)
+
+
+def one_sharded_folder(checkpoint: Path) -> Path:
+    """The only folder in a checkpoint that torch.distributed.checkpoint wrote.
+
+    Raises:
+        CheckpointNotFoundError: there is none, or more than one.
+    """
+    folders = sorted(path.parent for path in checkpoint.rglob(".metadata"))
+    if len(folders) != 1:
+        listed = ", ".join(map(str, folders)) or "none"
+        raise CheckpointNotFoundError(f"{checkpoint} must hold one sharded state (.metadata); it holds: {listed}")
+    return folders[0]
+
+
+def to_one_file(checkpoint: Path, target: Path) -> None:
+    """Writes the whole nested state of a sharded checkpoint with `torch.save`; it must fit into memory.
+
+    For weights alone, one tensor at a time, see `xla_adapters.sharding.state.consolidate`.
+
+    Args:
+        checkpoint: its folder.
+        target: the file to write.
+
+    Raises:
+        CheckpointNotFoundError: there is no sharded state, or more than one.
+        CheckpointDamagedError: torch cannot read it.
+    """
+    folder = one_sharded_folder(checkpoint)
+    state: dict[str, Any] = {}
+    try:
+        _load_state_dict(
+            state, storage_reader=FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+        )
+    except (CheckpointException, OSError, RuntimeError, ValueError) as error:
+        raise CheckpointDamagedError(f"{folder} cannot be read: {error}") from error
+    torch.save(state, target)

@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from xla_adapters.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
-from xla_adapters.checkpoint.sealing import (
+from xla_adapters.checkpoint.manifest import (
+    MANIFEST,
+    Checkpoint,
     Describe,
+    Manifest,
     problems,
     read_manifest,
     records,

@@ -1,4 +1,4 @@
-"""`Storage`, the interface of all file operations, and `LocalStorage`, which implements it for local files.
+"""`Storage`, the interface of all file operations; local files, object stores, and what their failures mean.
 
 A checkpoint store accesses files only through it, so tests can record each operation, kill the process before it, or
 make it fail.
@@ -15,11 +15,15 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+from safetensors import SafetensorError
+
+from xla_adapters.errors import CheckpointError, CheckpointWriteError, ConfigError
 
 _CHUNK = 4 << 20
 _RENAME_EXCHANGE = 2
@@ -306,3 +310,240 @@ def remove_tree(storage: Storage, path: str, *, first: str | None = None) -> Non
         else:
             storage.remove(join(path, relative))
     storage.remove_folder(path)
+
+
+class ObjectStorage:
+    """Implements `Storage` with an fsspec file system.
+
+    Object stores have no locks: only one process may write to a folder at a time.
+
+    Args:
+        files: the `fsspec.AbstractFileSystem`.
+    """
+
+    can_rename = False
+
+    def __init__(self, files: Any) -> None:
+        self._files = files
+
+    def make_folder(self, path: str) -> None:
+        """See `Storage`. Does nothing: a folder exists as soon as it has an object."""
+
+    def write(self, path: str, data: bytes, start: int | None = None) -> None:
+        """See `Storage`."""
+        if start is not None:
+            raise OSError(errno.EOPNOTSUPP, "objects cannot be changed", path)
+        self._files.pipe_file(path, data)
+
+    def upload(self, source: Path, path: str) -> None:
+        """See `Storage`."""
+        self._files.put_file(str(source), path)
+
+    def fsync(self, path: str) -> None:
+        """See `Storage`. An object that was uploaded is durable."""
+
+    def fsync_folder(self, path: str) -> None:
+        """See `Storage`. An object that was uploaded is durable."""
+
+    def rename(self, old: str, new: str) -> None:
+        """See `Storage`. Always raises: it would be a copy and a deletion."""
+        raise OSError(errno.EOPNOTSUPP, "object stores cannot rename", old)
+
+    def exchange(self, one: str, other: str) -> bool:
+        """See `Storage`."""
+        return False
+
+    def remove(self, path: str) -> None:
+        """See `Storage`."""
+        self._files.rm_file(path)
+
+    def remove_folder(self, path: str) -> None:
+        """See `Storage`. Usually a folder vanishes with its last object; some stores keep an empty folder."""
+        if self._files.isdir(path):
+            self._files.rmdir(path)
+
+    def entries(self, path: str) -> list[Entry]:
+        """See `Storage`."""
+        self._files.invalidate_cache()
+        try:
+            found = self._files.ls(path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        # Some stores list the folder itself among its entries.
+        inside = [item for item in found if item["name"].rstrip("/") != path.strip("/") and item["name"] != path]
+        return sorted((_object_entry(item) for item in inside), key=lambda entry: entry.name)
+
+    def entry(self, path: str) -> Entry | None:
+        """See `Storage`."""
+        self._files.invalidate_cache()
+        try:
+            return _object_entry(self._files.info(path))
+        except FileNotFoundError:
+            return None
+
+    def read(self, path: str, start: int = 0) -> bytes:
+        """See `Storage`."""
+        size = int(self._files.info(path)["size"])
+        first = start if start >= 0 else max(0, size + start)
+        data: bytes = self._files.cat_file(path, start=first, end=size)
+        return data
+
+    def download(self, path: str, target: Path) -> None:
+        """See `Storage`."""
+        self._files.get_file(path, str(target))
+
+    def digest(self, path: str, length: int | None = None) -> str:
+        """See `Storage`."""
+        found = hashlib.sha256()
+        with self._files.open(path, "rb") as stream:
+            left = stream.size if length is None else length
+            while left > 0 and (chunk := stream.read(min(_CHUNK, left))):
+                found.update(chunk)
+                left -= len(chunk)
+        return found.hexdigest()
+
+    @contextmanager
+    def locked(self, folder: str) -> Iterator[None]:
+        """See `Storage`. Does nothing: there are no locks."""
+        yield
+
+
+def _object_entry(item: dict[str, Any]) -> Entry:
+    folder = item["type"] == "directory"
+    name = item["name"].rstrip("/").rsplit("/", 1)[-1]
+    return Entry(name=name, is_folder=folder, is_link=False, size=0 if folder else int(item["size"]))
+
+
+def storage_of(root: str | os.PathLike[str]) -> tuple[Storage, str]:
+    """The storage for a path or URL, and the path within that storage.
+
+    Raises:
+        ConfigError: no installed fsspec implementation supports this URL.
+    """
+    text = os.fspath(root)
+    if "://" not in text:
+        return LocalStorage(), os.path.abspath(text)
+    # Imported late: local folders do not need it.
+    import fsspec
+
+    try:
+        files, path = fsspec.core.url_to_fs(text)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{text}: {error}") from error
+    if "file" in files.protocol or "local" in files.protocol:
+        return LocalStorage(), os.path.abspath(path)
+    return ObjectStorage(files), path.rstrip("/")
+
+
+# Parts of the messages of torch's writer of zip archives.
+_OF_TORCH = ("inline_container", "PytorchStreamWriter", "file write failed")
+# Parts of safetensors' messages that carry an error of the file system.
+_OF_SAFETENSORS = ("I/O error", "os error")
+# With less room than this, a write that failed without a reason failed for lack of room.
+_LITTLE = 1 << 20
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EACCES, errno.EPERM)
+
+
+def is_failed_write(error: BaseException) -> bool:
+    """Whether an error means that a file could not be written. Errors that say so by themselves do not count."""
+    if isinstance(error, CheckpointError):
+        return False
+    if isinstance(error, OSError):
+        return True
+    if isinstance(error, SafetensorError):
+        return any(part in str(error) for part in _OF_SAFETENSORS)
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _OF_TORCH)
+
+
+def cause(error: BaseException, folder: str | os.PathLike[str]) -> str:
+    """What failed, in words. To be called while the half-written files are still there.
+
+    Args:
+        error: for which `is_failed_write` holds.
+        folder: that was written to; it need not exist.
+    """
+    if isinstance(error, (OSError, SafetensorError)):
+        return str(error)
+    existing = _existing(folder)
+    if existing is not None and shutil.disk_usage(existing).free < _LITTLE:
+        return os.strerror(errno.ENOSPC)
+    if existing is not None and not os.access(existing, os.W_OK):
+        return os.strerror(errno.EACCES)
+    return "a file could not be written to its end, and torch does not say why: a quota, or an error of the disk"
+
+
+def room(said: str, folder: str | os.PathLike[str], draft: Path | None = None) -> str:
+    """A sentence on the room in a folder, or on who may write to it; empty if neither is the cause.
+
+    Args:
+        said: what `cause` returned.
+        folder: that was written to.
+        draft: the half-written file or folder, whose room counts as free.
+    """
+    existing = _existing(folder)
+    if existing is None:
+        return ""
+    if any(os.strerror(code) in said for code in _NO_ROOM):
+        usage = shutil.disk_usage(existing)
+        free = usage.free + (0 if draft is None else _used(draft))
+        return f"{in_words(free)} of {in_words(usage.total)} are free there, less than the checkpoint needs"
+    if any(os.strerror(code) in said for code in _FORBIDDEN):
+        found = existing.stat()
+        return (
+            f"{existing} has the mode {found.st_mode & 0o7777:o} and belongs to user {found.st_uid}; this process runs "
+            f"as user {os.geteuid()}"
+        )
+    return ""
+
+
+def kept(names: Sequence[str]) -> str:
+    """A sentence on the checkpoints that are still there."""
+    if not names:
+        return "there is no other checkpoint in the folder"
+    return f"those that were there still are: {', '.join(names)}"
+
+
+@contextmanager
+def naming_failed_writes(what: str, folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Around code that writes files by itself, without a `CheckpointStore`.
+
+    Args:
+        what: is written, to begin the message.
+        folder: that is written to.
+
+    Raises:
+        CheckpointWriteError: a file could not be written.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # HTTP libraries raise OSErrors without a number.
+        if not is_failed_write(error) or (isinstance(error, OSError) and error.errno is None):
+            raise
+        said = cause(error, folder)
+        sentences = [f"{what} was not saved to {os.fspath(folder)}: {said}", room(said, folder)]
+        sentences.append("files that are there already may be incomplete")
+        raise CheckpointWriteError("; ".join(filter(None, sentences))) from error
+
+
+def _existing(folder: str | os.PathLike[str]) -> Path | None:
+    """The folder, or the nearest one above it that exists; None for one in an object store."""
+    if "://" in os.fspath(folder):
+        return None
+    path = Path(folder).absolute()
+    return next((one for one in (path, *path.parents) if one.is_dir()), None)
+
+
+def _used(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else (path,)
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def in_words(count: int) -> str:
+    """A number of bytes with a binary unit."""
+    value, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.{0 if units[0] == 'bytes' else 1}f} {units[0]}"

@@ -5,31 +5,32 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from xla_adapters.checkpoint.commit import Commit, Draft, MarkerCommit, RenameCommit, remove_checkpoint
-from xla_adapters.checkpoint.exclusive_folder import ExclusiveFolder
-from xla_adapters.checkpoint.group import Group, OneProcess
-from xla_adapters.checkpoint.inspection import (
+from xla_adapters.checkpoint.group import Group, OneProcess, Watchdog
+from xla_adapters.checkpoint.manifest import (
+    ONE_FILE,
+    Checkpoint,
+    FileRecord,
     Found,
+    Manifest,
     check,
     find,
     look_at,
+    make_durable,
+    problems,
     set_aside,
+    versions,
     warn_of,
 )
-from xla_adapters.checkpoint.manifest import Checkpoint, FileRecord, Manifest, versions
-from xla_adapters.checkpoint.object_storage import storage_of
-from xla_adapters.checkpoint.rotation import superfluous
-from xla_adapters.checkpoint.sealing import ONE_FILE, make_durable, problems
-from xla_adapters.checkpoint.storage import LocalStorage, Storage, join
-from xla_adapters.checkpoint.watchdog import Watchdog
-from xla_adapters.checkpoint.write_failures import cause, is_failed_write, kept, room
+from xla_adapters.checkpoint.storage import LocalStorage, Storage, cause, is_failed_write, join, kept, room, storage_of
 from xla_adapters.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -39,7 +40,9 @@ from xla_adapters.errors import (
     CheckpointWriteError,
     ConfigError,
 )
-from xla_adapters.tracing.step_scope import in_step
+from xla_adapters.open_step import in_step
+
+_Result = TypeVar("_Result")
 
 
 class CheckpointStore:
@@ -91,7 +94,8 @@ class CheckpointStore:
         if self.group.size > 1 and not self.storage.can_rename:
             raise ConfigError(f"{root}: several processes need a file system they share, not an object store")
         self._commit: Commit = (RenameCommit if self.storage.can_rename else MarkerCommit)(self.storage, self.root)
-        self._folder = ExclusiveFolder(self.storage, self.root, self.group, self._commit)
+        self._lock = threading.RLock()
+        self._depth = 0
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -147,7 +151,7 @@ class CheckpointStore:
 
         doing = f"checkpoint {called!r} was not saved to {self.root}"
         with self._watchdog.watch(f"the save of checkpoint {called!r}"), self.alone(doing, create=True):
-            draft = self._folder.on_first_rank(doing, lambda: self._commit.begin(called, one_file))
+            draft = self._on_first_rank(doing, lambda: self._commit.begin(called, one_file))
             failed: BaseException | None = None
             try:
                 yield draft
@@ -167,7 +171,7 @@ class CheckpointStore:
                     raise failed
                 told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
                 raise CheckpointWriteError(f"{doing}: {told}")
-            draft.checkpoint = self._folder.on_first_rank(doing, lambda: self._finish(draft, describe))
+            draft.checkpoint = self._on_first_rank(doing, lambda: self._finish(draft, describe))
 
     def manifest(
         self, step: int, files: Mapping[str, FileRecord], settings: Mapping[str, Any] | None = None
@@ -231,13 +235,13 @@ class CheckpointStore:
         Newer ones that are damaged get a name that begins with `_damaged-`, and a `CheckpointWarning` says what is
         wrong with them; where nothing can be renamed they are passed over. All ranks get the same answer.
         """
-        return self._folder.on_first_rank(f"no checkpoint was looked for in {self.root}", self._newest_valid)
+        return self._on_first_rank(f"no checkpoint was looked for in {self.root}", self._newest_valid)
 
     def _newest_valid(self) -> Checkpoint | None:
         with ExitStack() as stack:
             # A folder that may only be read, or that is not there yet, is not tidied.
             with contextlib.suppress(OSError):
-                self._folder.enter(stack)
+                self._enter(stack)
             for found in reversed(self.found()):
                 checked = check(self.storage, found)
                 if not checked.problems:
@@ -270,7 +274,7 @@ class CheckpointStore:
             CheckpointNotFoundError: there is none.
             CheckpointDamagedError: it is not what was written, or nobody can tell, for it has no manifest.
         """
-        return self._folder.on_first_rank(f"{which} was not loaded", lambda: self._load(which))
+        return self._on_first_rank(f"{which} was not loaded", lambda: self._load(which))
 
     def _load(self, which: int | str | os.PathLike[str]) -> Checkpoint:
         name = f"{self.prefix}{which}" if isinstance(which, int) else os.fspath(which).rstrip("/")
@@ -328,7 +332,7 @@ class CheckpointStore:
 
         doing = f"checkpoints were not removed from {self.root}"
         with self.alone(doing):
-            return self._folder.on_first_rank(doing, rotate)
+            return self._on_first_rank(doing, rotate)
 
     def _rotate(
         self, keep_last: int | None, keep_every: int | None, protected: Collection[str], *, valid: Checkpoint
@@ -357,7 +361,7 @@ class CheckpointStore:
 
         doing = f"checkpoint {name!r} was not removed from {self.root}"
         with self.alone(doing):
-            self._folder.on_first_rank(doing, remove)
+            self._on_first_rank(doing, remove)
 
     # ---- one at a time ---------------------------------------------------------------------------
 
@@ -372,13 +376,74 @@ class CheckpointStore:
 
     @contextmanager
     def alone(self, doing: str, *, create: bool = False) -> Iterator[None]:
-        """Nobody else changes the folder meanwhile, and nothing in it is half done.
+        """Nobody else changes the folder meanwhile, and nothing in it is half done. May be nested.
+
+        Args:
+            doing: begins the message of an error.
+            create: whether to make the folder if it does not exist.
 
         Raises:
-            CheckpointWriteError: the storage refuses; the message begins with `doing`.
+            CheckpointWriteError: the storage refuses.
         """
-        with self._folder.alone(doing, create=create):
+        with self._lock, ExitStack() as stack:
+            self._on_first_rank(doing, lambda: self._enter(stack, create=create))
             yield
+
+    def _enter(self, stack: ExitStack, *, create: bool = False) -> None:
+        """Holds the folder until `stack` is closed; what a dead process left half done is completed before.
+
+        For code that runs on the first rank alone.
+
+        Raises:
+            OSError: the storage refuses.
+        """
+        stack.enter_context(self._lock)
+        if self._depth == 0:
+            if create:
+                self._make(self.root)
+            stack.enter_context(self.storage.locked(self.root))
+            self._commit.recover()
+        self._depth += 1
+        stack.callback(self._leave)
+
+    def _leave(self) -> None:
+        self._depth -= 1
+
+    def _make(self, path: str) -> None:
+        if self.storage.entry(path) is None:
+            parent = path.rpartition("/")[0] or "/"
+            self._make(parent)
+            self.storage.make_folder(path)
+            self.storage.fsync_folder(parent)
+
+    def _on_first_rank(self, doing: str, action: Callable[[], _Result]) -> _Result:
+        """Runs an action on the first rank, which acts for all. All ranks call this, and return or raise what it did.
+
+        Args:
+            doing: begins the message of an error of the storage.
+            action: returns a value that can be sent to the other ranks.
+
+        Raises:
+            CheckpointWriteError: the storage refuses.
+            CheckpointError: (on the other ranks) the action raised on the first rank.
+        """
+        result: Any = None
+        failed: BaseException | None = None
+        if self.group.rank == 0:
+            try:
+                result = action()
+            except BaseException as error:  # noqa: BLE001 (raised again, once the other ranks know)
+                failed = error
+        told, result = self.group.gather((None if failed is None else str(failed), result))[0]
+        if isinstance(failed, OSError) and not isinstance(failed, CheckpointError):
+            hint = room(str(failed), self.root)
+            raise CheckpointWriteError(f"{doing}: {failed}{f'; {hint}' if hint else ''}") from failed
+        if failed is not None:
+            raise failed
+        if told is not None:
+            raise CheckpointError(f"rank 0: {told}")
+        first: _Result = result
+        return first
 
 
 def refuse_inside_step(step: int) -> None:
@@ -397,3 +462,28 @@ def _checked(name: str) -> str:
     if not name or "/" in name or name.startswith((".", "_")) or name == "replaced":
         raise ConfigError(f"{name!r} cannot be the name of a checkpoint: no '/', no '.' or '_' at its beginning")
     return name
+
+
+def superfluous(
+    checkpoints: Sequence[Checkpoint],
+    *,
+    keep_last: int | None,
+    keep_every: int | None = None,
+    protected: Collection[str] = (),
+) -> list[Checkpoint]:
+    """The checkpoints that can be deleted.
+
+    Args:
+        checkpoints: oldest first; the last one must be valid, and is always kept.
+        keep_last: how many of the newest to keep; `None` keeps all.
+        keep_every: keep those whose step is a multiple of this.
+        protected: names to keep.
+    """
+    if keep_last is None:
+        return []
+    older = checkpoints[: -max(1, keep_last)]
+    return [
+        checkpoint
+        for checkpoint in older
+        if checkpoint.name not in protected and (keep_every is None or checkpoint.step % keep_every != 0)
+    ]

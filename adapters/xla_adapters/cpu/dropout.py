@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from xla_adapters.hlo import wire
-from xla_adapters.hlo.fields import (
+from xla_adapters.hlo.wire import (
     CALLED,
     COMPARISON_DIRECTION,
     COMPUTATION_ID,
@@ -40,11 +40,14 @@ from xla_adapters.hlo.fields import (
     OPCODE,
     OPERANDS,
     PARAMETER_NUMBER,
+    PRED,
     PROGRAM_SHAPE,
     ROOT,
     SHAPE,
+    U32,
+    array_shape,
+    tuple_shape,
 )
-from xla_adapters.hlo.shapes import PRED, U32, array_shape, tuple_shape
 from xla_adapters.runtime.interface import Runtime
 
 # Positions are 32-bit, so a mask must be smaller than this.

@@ -1,15 +1,17 @@
-"""`annotate`: writes shardings and donations into an encoded HLO module.
+"""`annotate` writes shardings and donations into an encoded HLO module, `with_donors` donations into StableHLO text.
 
-Source: `xla/service/hlo.proto` (HloBufferDonorProto) and `xla/xla_data.proto` (OpSharding), numbers of fields.
+Source: `xla/service/hlo.proto` (HloBufferDonorProto) and `xla/xla_data.proto` (OpSharding), numbers of fields. The
+argument attribute `jax.buffer_donor` is read by `xla/hlo/translate/mhlo_to_hlo/mlir_hlo_to_hlo.cc`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 
 from xla_adapters.hlo import wire
-from xla_adapters.hlo.fields import (
+from xla_adapters.hlo.wire import (
     COMPUTATION_ID,
     ID,
     INSTRUCTIONS,
@@ -26,7 +28,7 @@ _BUFFER_DONOR, _SHARDING = 18, 40
 # Of HloBufferDonorProto and its entries.
 _ENTRY, _DONATED_PARAMETER = 1, 1
 # Of OpSharding, and its type OTHER (replicated is 0, which is not written).
-_TYPE, _DIMENSIONS, _DEVICES, _REPLICATE_LAST, _OTHER = 1, 3, 4, 6, 3
+_TYPE, _TILE_DIMENSIONS, _DEVICES, _REPLICATE_LAST, _OTHER = 1, 3, 4, 6, 3
 
 
 def sharding(counts: Sequence[int], devices: Sequence[int]) -> bytes:
@@ -44,7 +46,7 @@ def sharding(counts: Sequence[int], devices: Sequence[int]) -> bytes:
     return b"".join(
         (
             wire.number(_TYPE, _OTHER),
-            wire.numbers(_DIMENSIONS, dimensions),
+            wire.numbers(_TILE_DIMENSIONS, dimensions),
             wire.numbers(_DEVICES, devices),
             wire.number(_REPLICATE_LAST, 1) if copies > 1 else b"",
         )
@@ -66,7 +68,7 @@ def annotate(
     entry = next(value for number, value, _ in parts if number == MODULE_ENTRY)
     written = []
     for number, value, encoded in parts:
-        if number == MODULE_COMPUTATIONS and isinstance(value, bytes) and _field(value, COMPUTATION_ID) == entry:
+        if number == MODULE_COMPUTATIONS and wire.first(wire.by_number(value), COMPUTATION_ID) == entry:
             encoded = wire.message(MODULE_COMPUTATIONS, _annotated(value, parameters, results))
         written.append(encoded)
     # The index of the donated part of a parameter is empty: all of it.
@@ -74,28 +76,42 @@ def annotate(
     return b"".join(written) + (wire.message(_BUFFER_DONOR, donors) if donors else b"")
 
 
-def _field(message: bytes, wanted: int) -> int | bytes:
-    return next((value for number, value, _ in wire.fields(message) if number == wanted), 0)
-
-
 def _annotated(computation: bytes, parameters: Mapping[int, bytes], results: Mapping[int, bytes]) -> bytes:
-    parts = list(wire.fields(computation))
-    instructions = [value for number, value, _ in parts if number == INSTRUCTIONS and isinstance(value, bytes)]
-    root_id = next(value for number, value, _ in parts if number == ROOT)
-    root = next(item for item in instructions if _field(item, ID) == root_id)
-    operands = [item for number, value, _ in wire.fields(root) if number == OPERANDS for item in wire.integers(value)]
-    by_id: dict[int | bytes, bytes] = {operands[position]: added for position, added in results.items()}
+    parts = wire.by_number(computation)
+    instructions = {wire.first(found, ID): found for found in map(wire.by_number, parts[INSTRUCTIONS])}
+    operands = wire.packed(instructions[wire.first(parts, ROOT)], OPERANDS)
+    by_id = {operands[position]: added for position, added in results.items()}
+    for identity, found in instructions.items():
+        if wire.first(found, OPCODE) == b"parameter":
+            by_id.pop(identity, None)
+            place = wire.first(found, PARAMETER_NUMBER)
+            if place in parameters:
+                by_id[identity] = parameters[place]
     written = []
-    for number, value, encoded in parts:
-        if number == INSTRUCTIONS and isinstance(value, bytes):
-            fields = {field: item for field, item, _ in wire.fields(value) if field in (ID, OPCODE, PARAMETER_NUMBER)}
-            if fields[OPCODE] == b"parameter":
-                place = fields.get(PARAMETER_NUMBER, 0)
-                added = parameters.get(place) if isinstance(place, int) else None
-            else:
-                added = by_id.get(fields[ID])
-            if added is not None:
-                kept = [item for field, _, item in wire.fields(value) if field != _SHARDING]
-                encoded = wire.message(INSTRUCTIONS, b"".join(kept) + wire.message(_SHARDING, added))
+    for number, value, encoded in wire.fields(computation):
+        added = by_id.get(wire.first(wire.by_number(value), ID)) if number == INSTRUCTIONS else None
+        if added is not None:
+            kept = [item for field, _, item in wire.fields(value) if field != _SHARDING]
+            encoded = wire.message(INSTRUCTIONS, b"".join(kept) + wire.message(_SHARDING, added))
         written.append(encoded)
     return b"".join(written)
+
+
+_DONOR = "jax.buffer_donor = true"
+
+
+def with_donors(module: bytes, donated: Collection[int]) -> bytes:
+    """The program, whose results may take the memory of some arguments.
+
+    Args:
+        module: text of an MLIR module whose function is `main`.
+        donated: positions of arguments.
+    """
+    before, main, signature = module.decode().partition("func.func @main(")
+    arguments, arrow, after = signature.partition(") -> ")
+    assert main
+    assert arrow
+    for number in donated:
+        arguments, found = re.subn(rf"(%arg{number}: tensor<[^>]*>)", rf"\1 {{{_DONOR}}}", arguments, count=1)
+        assert found == 1, number
+    return f"{before}{main}{arguments}{arrow}{after}".encode()

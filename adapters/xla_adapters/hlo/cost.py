@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from xla_adapters.hlo import shapes, wire
-from xla_adapters.hlo.fields import (
+from xla_adapters.hlo import wire
+from xla_adapters.hlo.wire import (
     CALLED,
     COMPUTATION_ID,
     ID,
@@ -30,6 +31,9 @@ _WINDOW, _CONVOLUTION_DIMENSIONS, _DOT_DIMENSIONS = 15, 16, 30
 _LHS_CONTRACTING, _KERNEL_OUTPUT_FEATURE, _WINDOW_DIMENSIONS, _BASE_DILATION = 1, 4, 1, 6
 # Fields of ProgramShapeProto and ShapeProto.
 _PROGRAM_PARAMETERS, _PROGRAM_RESULT, _TUPLE_SHAPES = 1, 2, 4
+
+
+Fields = dict[int, list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,29 +57,14 @@ class Cost:
 
 
 @dataclass
-class _Instruction:
-    """One instruction; `fields` has those that are needed, as encoded, by their numbers."""
-
-    opcode: bytes = b""
-    operands: tuple[int, ...] = ()
-    called: tuple[int, ...] = ()
-    fields: dict[int, bytes] = field(default_factory=dict)
-
-    @property
-    def shape(self) -> bytes:
-        """Of its result (ShapeProto)."""
-        return self.fields.get(SHAPE, b"")
-
-
-@dataclass
 class _Computation:
     """FLOPs of its own instructions, the computations that it calls, and those that it calls in a loop."""
 
-    operations: int = 0
+    operations: int
+    program: Fields
     flops: int = 0
-    called: tuple[int, ...] = ()
-    looped: tuple[int, ...] = ()
-    shape: bytes = b""
+    called: list[int] = field(default_factory=list)
+    looped: list[int] = field(default_factory=list)
 
 
 def cost_of(module: bytes) -> Cost:
@@ -87,24 +76,22 @@ def cost_of(module: bytes) -> Cost:
     Raises:
         ValueError: it is not one.
     """
-    computations: dict[int, _Computation] = {}
-    entry = 0
-    for number, value, _ in wire.fields(module):
-        if number == MODULE_COMPUTATIONS:
-            identity, found = _computation(_message(value))
-            computations[identity] = found
-        elif number == MODULE_ENTRY:
-            entry = _integer(value)
+    parts = wire.by_number(module)
+    computations = dict(map(_computation, parts.get(MODULE_COMPUTATIONS, ())))
+    entry = wire.first(parts, MODULE_ENTRY)
     if entry not in computations:
         raise ValueError("the module has no entry")
-    given = _arrays(computations[entry].shape, _PROGRAM_PARAMETERS)
-    results = _arrays(computations[entry].shape, _PROGRAM_RESULT)
+    program = computations[entry].program
+    given, results = (
+        [array for shape in program.get(number, ()) for array in _flat(shape)]
+        for number in (_PROGRAM_PARAMETERS, _PROGRAM_RESULT)
+    )
     return Cost(
         operations=sum(item.operations for item in computations.values()),
         inputs=len(given),
         outputs=len(results),
-        input_bytes=sum(map(shapes.byte_size, given)),
-        output_bytes=sum(map(shapes.byte_size, results)),
+        input_bytes=sum(map(wire.byte_size, given)),
+        output_bytes=sum(map(wire.byte_size, results)),
         flops=_flops(entry, computations),
     )
 
@@ -120,99 +107,50 @@ def _flops(entry: int, computations: dict[int, _Computation]) -> int | None:
 
 
 def _computation(text: bytes) -> tuple[int, _Computation]:
-    identity = root = 0
-    shape = b""
-    instructions: dict[int, _Instruction] = {}
-    for number, value, _ in wire.fields(text):
-        if number == INSTRUCTIONS:
-            own, instruction = _instruction(_message(value))
-            instructions[own] = instruction
-        elif number == COMPUTATION_ID:
-            identity = _integer(value)
-        elif number == ROOT:
-            root = _integer(value)
-        elif number == PROGRAM_SHAPE:
-            shape = _message(value)
+    parts = wire.by_number(text)
+    instructions = {wire.first(item, ID): item for item in map(wire.by_number, parts.get(INSTRUCTIONS, ()))}
     # XLA drops what no result needs, such as the gradient of an input that nobody asked for.
+    root = wire.first(parts, ROOT)
     used, waiting = {root}, [root]
     while waiting:
-        new = set(instructions[waiting.pop()].operands) - used
+        new = set(wire.packed(instructions[waiting.pop()], OPERANDS)) - used
         used |= new
         waiting += new
-    found = _Computation(operations=len(used), shape=shape)
+    found = _Computation(operations=len(used), program=wire.by_number(wire.first(parts, PROGRAM_SHAPE, b"")))
     for own in used:
         instruction = instructions[own]
-        if instruction.opcode == b"while":
-            found.looped += instruction.called
-        else:
-            found.called += instruction.called
+        in_loop = wire.first(instruction, OPCODE) == b"while"
+        (found.looped if in_loop else found.called).extend(wire.packed(instruction, CALLED))
         found.flops += _own_flops(instruction, instructions)
-    return identity, found
+    return wire.first(parts, COMPUTATION_ID), found
 
 
-def _instruction(text: bytes) -> tuple[int, _Instruction]:
-    identity = 0
-    found = _Instruction()
-    for number, value, _ in wire.fields(text):
-        if number == ID:
-            identity = _integer(value)
-        elif number == OPCODE:
-            found.opcode = _message(value)
-        elif number == OPERANDS:
-            found.operands += tuple(wire.integers(value))
-        elif number == CALLED:
-            found.called += tuple(wire.integers(value))
-        elif number in (SHAPE, _WINDOW, _CONVOLUTION_DIMENSIONS, _DOT_DIMENSIONS):
-            found.fields[number] = _message(value)
-    return identity, found
+def _own_flops(instruction: Fields, instructions: dict[int, Fields]) -> int:
+    opcode = wire.first(instruction, OPCODE)
+    if opcode not in (b"dot", b"convolution"):
+        return 0
+    result = wire.first(instruction, SHAPE, b"")
+    left, right = (wire.first(instructions[item], SHAPE, b"") for item in wire.packed(instruction, OPERANDS)[:2])
+    if opcode == b"dot":
+        contracted = wire.packed(wire.by_number(wire.first(instruction, _DOT_DIMENSIONS, b"")), _LHS_CONTRACTING)
+        return 2 * wire.count(result) * math.prod(wire.dimensions(left)[axis] for axis in contracted)
+    return _convolution(result, right, instruction)
 
 
-def _own_flops(instruction: _Instruction, instructions: dict[int, _Instruction]) -> int:
-    shape, fields = instruction.shape, instruction.fields
-    if instruction.opcode == b"dot":
-        contracted = _numbers(fields.get(_DOT_DIMENSIONS, b""), _LHS_CONTRACTING)
-        sizes = shapes.dimensions(instructions[instruction.operands[0]].shape)
-        return 2 * shapes.count(shape) * math.prod(sizes[axis] for axis in contracted)
-    if instruction.opcode == b"convolution":
-        return _convolution(shape, instructions[instruction.operands[1]].shape, fields)
-    return 0
-
-
-def _convolution(result: bytes, kernel: bytes, fields: dict[int, bytes]) -> int:
-    (features,) = _numbers(fields.get(_CONVOLUTION_DIMENSIONS, b""), _KERNEL_OUTPUT_FEATURE) or [0]
+def _convolution(result: bytes, kernel: bytes, instruction: Fields) -> int:
+    dimensions = wire.by_number(wire.first(instruction, _CONVOLUTION_DIMENSIONS, b""))
+    features = wire.dimensions(kernel)[wire.first(dimensions, _KERNEL_OUTPUT_FEATURE)]
     # Where the input is dilated (the gradient of a strided convolution), the zeros between are not computed with.
     zeros = 1
-    for number, value, _ in wire.fields(fields.get(_WINDOW, b"")):
-        if number == _WINDOW_DIMENSIONS:
-            zeros *= max([1, *_numbers(_message(value), _BASE_DILATION)])
-    sizes = shapes.dimensions(kernel)
-    return 2 * shapes.count(result) * shapes.count(kernel) // max(sizes[features], 1) // zeros
-
-
-def _numbers(text: bytes, field: int) -> list[int]:
-    return [item for number, value, _ in wire.fields(text) if number == field for item in wire.integers(value)]
-
-
-def _arrays(program: bytes, field: int) -> list[bytes]:
-    """The shapes of the arrays in a field of a ProgramShapeProto, those of tuples one by one."""
-    return [array for number, value, _ in wire.fields(program) if number == field for array in _flat(_message(value))]
+    for window in wire.by_number(wire.first(instruction, _WINDOW, b"")).get(_WINDOW_DIMENSIONS, ()):
+        zeros *= max(1, int(wire.first(wire.by_number(window), _BASE_DILATION, 1)))
+    return 2 * wire.count(result) * wire.count(kernel) // max(features, 1) // zeros
 
 
 def _flat(shape: bytes) -> Iterator[bytes]:
-    parts = [_message(value) for number, value, _ in wire.fields(shape) if number == _TUPLE_SHAPES]
-    if not parts:
+    """The shapes of the arrays in a shape, those of a tuple one by one."""
+    parts = wire.by_number(shape).get(_TUPLE_SHAPES)
+    if parts is None:
         yield shape
-    for part in parts:
+    for part in parts or ():
         yield from _flat(part)
-
-
-def _message(value: int | bytes) -> bytes:
-    if isinstance(value, int):
-        raise ValueError("a number where a message was expected")
-    return value
-
-
-def _integer(value: int | bytes) -> int:
-    if isinstance(value, bytes):
-        raise ValueError("a message where a number was expected")
-    return value

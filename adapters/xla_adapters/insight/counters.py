@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from xla_adapters.runtime import Metrics, get_runtime
+from xla_adapters.runtime import get_runtime
 
 
 @dataclass(kw_only=True)
@@ -39,15 +39,6 @@ class StepCounters:
         """The counts by name."""
         return asdict(self)
 
-    def _measure(self, before: Metrics, after: Metrics) -> None:
-        self.compiles = after.compiles - before.compiles
-        self.executions = after.executions - before.executions
-        self.transfers_to_host = after.transfers_to_host - before.transfers_to_host
-        self.transfers_to_device = after.transfers_to_device - before.transfers_to_device
-        self.eager_ops = after.eager_ops - before.eager_ops
-        self.eager_compiles = after.eager_compiles - before.eager_compiles
-        self.compile_seconds = after.compile_seconds - before.compile_seconds
-
 
 @contextmanager
 def count() -> Iterator[StepCounters]:
@@ -66,5 +57,5 @@ def count() -> Iterator[StepCounters]:
         yield counters
     finally:
         counters.host_seconds = time.thread_time() - host
-        counters._measure(before, runtime.counters.metrics())
+        vars(counters).update(runtime.counters.metrics().since(before))
         counters.wall_seconds = time.perf_counter() - wall

@@ -1,24 +1,220 @@
-"""`RunRecord`: notes during a training what its time goes to, and makes the report of it."""
+"""`RunRecord` and `RunStats`: note during a training what its time goes to, and make the report of it."""
 
 from __future__ import annotations
 
+import json
+import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xla_adapters.insight.event_file import EventFile
-from xla_adapters.insight.peak_flops import peak_flops
-from xla_adapters.insight.report_page import Preflight
-from xla_adapters.insight.run_report import RunReport, StepSummary
-from xla_adapters.insight.run_stats import RunStats
-from xla_adapters.insight.step_times import StepTimes
+import torch
+
+from xla_adapters.insight.run_report import Preflight, RunReport, StepSummary
+from xla_adapters.insight.times import COMPILE, INPUT, KINDS, OTHER, SAVE, STEP, StepTimes, WallClock
 from xla_adapters.insight.transfer_lines import TransferLines
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import Metrics, get_runtime
+from xla_adapters.sharding.planner import Topology
 from xla_adapters.tracing.compile_events import CompileEvent, listening
-from xla_adapters.utils.wall_clock import COMPILE, INPUT, KINDS, OTHER, SAVE, STEP, WallClock
+
+
+def about(model: torch.nn.Module | None, trainer: str) -> dict[str, str]:
+    """What a training is, for its report.
+
+    Args:
+        model: what is trained; None if it does not exist yet.
+        trainer: the name of what trains it.
+    """
+    runtime = get_runtime()
+    device = runtime.device
+    kind = device.kind() or device.hardware()
+    parameters = sum(parameter.numel() for parameter in model.parameters()) if model is not None else 0
+    return {
+        "model": type(model).__name__ if model is not None else "a model",
+        "parameters": f"{parameters:,}",
+        "trained by": trainer,
+        "device": f"{device.count()} x {kind}" + (", SPMD" if device.is_spmd() else ""),
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "versions": ", ".join(f"{name} {version(name)}" for name in ("xla-adapters", "torch", runtime.name)),
+    }
+
+
+# What PJRT calls the kinds of TPU, and what the planner calls them.
+_TOPOLOGIES = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+}
+
+
+def peak_flops() -> float | None:
+    """The bf16 FLOPs per second of all devices that work on a step together; None for devices that are not known."""
+    device = get_runtime().device
+    name = _TOPOLOGIES.get(device.kind())
+    return None if name is None else Topology.preset(name).flops * (device.count() if device.is_spmd() else 1)
+
+
+NAME = "xla-events.jsonl"
+
+
+class EventFile:
+    """A file to which a line is added for each event. It is created with the first event.
+
+    Each line is one write to the end of the file, so that a run that is killed leaves whole lines, and runs that write
+    into one folder do not mix theirs. A file that cannot be written is warned of once; the training goes on.
+
+    Args:
+        folder: of the run; None writes nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._descriptor: int | None = None
+
+    @property
+    def path(self) -> Path | None:
+        """The file; None if nothing is written."""
+        return None if self._folder is None else self._folder / NAME
+
+    def write(self, event: str, values: dict[str, Any]) -> None:
+        """Adds an event.
+
+        Args:
+            event: its name.
+            values: what is known of it; must be JSON.
+        """
+        if self._folder is None:
+            return
+        line = json.dumps({"event": event, "time": time.time(), **values}) + "\n"
+        try:
+            os.write(self._open(self._folder), line.encode())
+        except OSError as error:
+            self._folder = None
+            warnings.warn(f"{NAME}: no further events are written: {error}", stacklevel=2)
+
+    def _open(self, folder: Path) -> int:
+        if self._descriptor is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / NAME
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            size = os.fstat(self._descriptor).st_size
+            # The machine of an earlier run may have stopped in the middle of a line.
+            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+                os.write(self._descriptor, b"\n")
+        return self._descriptor
+
+    def close(self) -> None:
+        """Closes the file; a further event opens it again."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+@dataclass
+class RunStats:
+    """Counts steps, samples, tokens and device counters between `start()` and `stop()`.
+
+    Args:
+        clock: returns monotonic seconds; replaced in tests.
+
+    Attributes:
+        steps, samples, tokens: counted so far.
+        seconds: elapsed time; set by `stop()`.
+        before, after: the device counters at `start()` and `stop()`.
+    """
+
+    clock: Callable[[], float] = time.perf_counter
+    steps: int = 0
+    samples: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    before: Metrics | None = field(default=None, repr=False)
+    after: Metrics | None = field(default=None, repr=False)
+    _started: float = 0.0
+    _last: RunStats | None = field(default=None, repr=False)
+
+    def start(self) -> None:
+        """Starts counting from zero."""
+        self.steps = self.samples = self.tokens = 0
+        self.before, self.after = get_runtime().counters.metrics(), None
+        self._started = self.clock()
+        self._last = None
+
+    def count_step(self) -> None:
+        """Counts one optimizer step."""
+        self.steps += 1
+
+    def count_batch(self, *, samples: int = 0, tokens: int = 0) -> None:
+        """Adds the samples and tokens of one batch."""
+        self.samples += samples
+        self.tokens += tokens
+
+    def stop(self) -> None:
+        """Stops counting; waits for the device."""
+        self.after = get_runtime().counters.metrics()
+        self.seconds = self.clock() - self._started
+
+    def lap(self) -> dict[str, float]:
+        """As `as_dict`, since the last `lap()` or since `start()`; waits for the device."""
+        now = replace(self, after=get_runtime().counters.metrics(), seconds=self.clock() - self._started, _last=None)
+        last, self._last = self._last or RunStats(after=self.before), now
+        counted = {name: getattr(now, name) - getattr(last, name) for name in ("steps", "samples", "tokens", "seconds")}
+        return RunStats(before=last.after, after=now.after, **counted).as_dict()
+
+    def as_dict(self) -> dict[str, float]:
+        """The totals by name. Rates per second exclude the time spent compiling. Empty before `stop()`."""
+        if self.before is None or self.after is None:
+            return {}
+        counts = self.after.since(self.before)
+        running = max(self.seconds - counts["compile_seconds"], 1e-9)
+        return {
+            "steps": float(self.steps),
+            **{name: float(counts[name]) for name in ("compiles", "executions", "transfers_to_host", "eager_ops")},
+            "seconds": self.seconds,
+            "compile_seconds": counts["compile_seconds"],
+            "steps_per_second": self.steps / running,
+            "executions_per_step": counts["executions"] / max(self.steps, 1),
+            **self.throughput(running),
+        }
+
+    def throughput(self, seconds: float) -> dict[str, float]:
+        """Samples and tokens per second, if there were any in these seconds."""
+        counted = {"samples_per_second": self.samples, "tokens_per_second": self.tokens}
+        return {name: count / seconds for name, count in counted.items() if count}
+
+    def summary(self) -> str:
+        """The totals as a few lines of text."""
+        totals = self.as_dict()
+        if not totals:
+            return "nothing was run"
+        share = 100 * totals["compile_seconds"] / max(totals["seconds"], 1e-9)
+        rows = [
+            ("steps", f"{self.steps} in {totals['seconds']:.1f} s"),
+            ("compiles", f"{totals['compiles']:.0f}"),
+            ("executions", f"{totals['executions']:.0f} ({totals['executions_per_step']:.2f} per step)"),
+            ("transfers to host", f"{totals['transfers_to_host']:.0f}"),
+            ("eager operations", f"{totals['eager_ops']:.0f}"),
+            ("lost to compiling", f"{totals['compile_seconds']:.1f} s ({share:.0f}%)"),
+        ]
+        if self.tokens:
+            rows.append(("throughput", f"{totals['tokens_per_second']:,.0f} tokens/s"))
+        elif self.samples:
+            rows.append(("throughput", f"{totals['samples_per_second']:,.1f} samples/s"))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
 
 PAGE = "xla-report.html"
 # Not in the time that steps compute in.
@@ -223,7 +419,6 @@ class RunRecord:
             return self._final
         wall = dict(zip(KINDS, self.clock.update(), strict=True))
         device = get_runtime().device
-        after = self._after
         steps = [
             StepSummary(name=program.name, calls=program.calls, replays=program.replays, reasons=program.replay_reasons)
             for program in self._programs()
@@ -236,7 +431,7 @@ class RunRecord:
             steps=self.times.as_dict(),
             curve=self.times.curve(),
             rates=self._rates(wall),
-            counts=_difference(self._before, after) if after is not None else {},
+            counts=self._counts(),
             compiles=list(self.events),
             programs=steps,
             checkpoints=list(self.checkpoints),
@@ -246,6 +441,12 @@ class RunRecord:
             plan=self._plan(),
             preflight=self.preflight,
         )
+
+    def _counts(self) -> dict[str, int]:
+        if self._before is None or self._after is None:
+            return {}
+        found = self._after.since(self._before)
+        return {name: found[name] for name in found if name not in ("compile_seconds", "eager_compiles")}
 
     def _rates(self, wall: dict[str, float]) -> dict[str, float | None]:
         stepping = sum(seconds for name, seconds in wall.items() if name not in _NOT_STEPPING)
@@ -261,13 +462,4 @@ class RunRecord:
             "flops_per_second": flops if known else None,
             "mfu": flops / peak if known and peak is not None else None,
         }
-        if self.stats.samples:
-            rates["samples_per_second"] = self.stats.samples / stepping
-        if self.stats.tokens:
-            rates["tokens_per_second"] = self.stats.tokens / stepping
-        return rates
-
-
-def _difference(before: Metrics | None, after: Metrics) -> dict[str, int]:
-    names = ("compiles", "executions", "transfers_to_host", "transfers_to_device", "eager_ops")
-    return {name: getattr(after, name) - (getattr(before, name) if before is not None else 0) for name in names}
+        return {**rates, **self.stats.throughput(stepping)}

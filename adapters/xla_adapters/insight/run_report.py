@@ -5,15 +5,158 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from xla_adapters.insight.report_page import Preflight, page
 from xla_adapters.insight.transfer_lines import TransferLine
 from xla_adapters.tracing.compile_events import CompileEvent
 from xla_adapters.tracing.graph_analysis import in_bytes
+
+_SCRIPT = re.compile("<script.*?</script>", re.DOTALL)
+# Colours are variables of the page's style sheet, so that charts follow light and dark.
+_COLOURS = tuple(f"var(--chart-{number})" for number in range(1, 3))
+
+
+def can_draw() -> bool:
+    """Whether pygal is installed."""
+    return find_spec("pygal") is not None
+
+
+def bars(values: Sequence[tuple[str, float]], unit: str) -> str:
+    """Horizontal bars, the first on top.
+
+    Args:
+        values: names and numbers.
+        unit: of the numbers, in words.
+    """
+    if not values or not can_draw():
+        return ""
+    import pygal
+
+    chart = pygal.HorizontalBar(**_options(unit), height=60 + 26 * len(values), show_legend=False)
+    chart.x_labels = [name for name, _ in reversed(values)]
+    chart.add(unit, [round(value, 4) for _, value in reversed(values)])
+    return _drawn(chart)
+
+
+def lines(series: Sequence[tuple[str, Sequence[tuple[float, float]]]], across: str, unit: str) -> str:
+    """Lines over a common axis.
+
+    Args:
+        series: names, and the points of each.
+        across: what the axis is, in words.
+        unit: of the numbers, in words.
+    """
+    if not can_draw() or not any(points for _, points in series):
+        return ""
+    import pygal
+
+    chart = pygal.XY(
+        **_options(unit), height=280, x_title=across, show_dots=False, legend_at_bottom=True, include_x_axis=True
+    )
+    for name, points in series:
+        chart.add(name, list(points))
+    return _drawn(chart)
+
+
+def _options(unit: str) -> dict[str, Any]:
+    from pygal.style import Style
+
+    style = Style(
+        background="transparent",
+        plot_background="transparent",
+        foreground="var(--text)",
+        foreground_strong="var(--text)",
+        foreground_subtle="var(--line)",
+        guide_stroke_color="var(--line)",
+        major_guide_stroke_color="var(--line)",
+        colors=_COLOURS,
+        font_family="inherit",
+        label_font_size=12,
+        major_label_font_size=12,
+        title_font_size=12,
+        legend_font_size=12,
+    )
+    # Without its scripts, which it would load from the web.
+    return {"style": style, "js": (), "width": 720, "title": unit, "explicit_size": False, "margin": 10, "max_scale": 6}
+
+
+def _drawn(chart: Any) -> str:
+    svg = _SCRIPT.sub("", chart.render(is_unicode=True, disable_xml_declaration=True))
+    return f'<figure class="wide">{svg}</figure>'
+
+
+class Preflight(Protocol):
+    """What a report shows of a pre-flight, of the tool of that name."""
+
+    @property
+    def topology(self) -> str:
+        """The slice of TPUs that the steps were compiled for."""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the training fits it, in a line."""
+
+    def as_values(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+
+    def section(self) -> str:
+        """The details as HTML."""
+
+
+# Rows of a table; of more, the first and a line that says how many are left out.
+_ROWS = 100
+
+
+def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], preflight: Preflight | None = None) -> str:
+    """The report as one HTML file that needs no other.
+
+    Args:
+        report: as `RunReport.as_dict`.
+        curve: as `RunReport.curve`.
+        preflight: as `RunReport.preflight`.
+    """
+    # Late: a training needs it at its end only.
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters.update(number="{:,}".format, size=in_bytes, seconds=_seconds, percent="{:.1%}".format)
+    template = environment.from_string(
+        resources.files("xla_adapters.insight").joinpath("report.html").read_text("utf-8")
+    )
+    drawn = ("median", "slowest") if report["steps"]["steps"] > len(curve) else ("slowest",)
+    measured = [event for event in report["compiles"] if event["memory"] is not None]
+    largest = max(measured, key=lambda event: event["memory"]["total"], default=None)
+    memory: Mapping[str, int] = {} if largest is None else largest["memory"]
+    kinds = [(name, memory.get(name, 0) / (1 << 20)) for name in ("inputs", "outputs", "temporaries", "code")]
+    return template.render(
+        report=report,
+        preflight=preflight,
+        limit=_ROWS,
+        can_draw=can_draw(),
+        bars=bars,
+        lines=lines,
+        wall=sorted(report["wall"].items(), key=lambda item: -item[1]),
+        curves=[
+            (name if len(drawn) > 1 else "step", [(point["step"], point[name]) for point in curve]) for name in drawn
+        ],
+        compile_times=[
+            (f"{event['step']} {event['number']}", event["seconds"]) for event in report["compiles"][:_ROWS]
+        ],
+        reasons=[(item["name"], times, why) for item in report["programs"] for why, times in item["reasons"].items()],
+        largest=largest,
+        memory_kinds=[(name, size) for name, size in kinds if size],
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{1000 * seconds:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 @dataclass(frozen=True, kw_only=True)

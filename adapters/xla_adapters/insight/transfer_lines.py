@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from xla_adapters.open_step import in_step
 from xla_adapters.runtime.interface.tensors import copies_told
 from xla_adapters.tracing.step_mode import FROM_NUMBERS, MOVES, READS
-from xla_adapters.tracing.step_scope import in_step
-from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.location import line_of_user
+from xla_adapters.utils.torch_modes import device_type
 
 TO_HOST, TO_DEVICE = "to the host", "to the device"
 # Callbacks of the first steps are looked at, and of one of so many later ones.

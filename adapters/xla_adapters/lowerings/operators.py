@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from xla_adapters.utils.device_type import device_type
+from xla_adapters.utils.torch_modes import device_type
 
 _Tensor = torch.Tensor
 

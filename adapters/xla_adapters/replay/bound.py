@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from xla_adapters.replay.errors import CannotReplay
-from xla_adapters.utils.device_type import device_type
-from xla_adapters.utils.plain_values import is_simple
+from xla_adapters.utils.nested_values import is_simple
+from xla_adapters.utils.torch_modes import device_type
 
 _ABSENT = object()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
-from xla_adapters.utils.plain_values import is_simple
+from xla_adapters.utils.nested_values import is_simple
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque, tuple, bytearray)
 _NESTING = 8

@@ -19,7 +19,7 @@ from xla_adapters.replay.pending_graph import PendingGraph, written_slots
 from xla_adapters.replay.slots import Kept, Slot
 from xla_adapters.runtime import Runtime
 from xla_adapters.tracing.undo_log import TensorEntry, UndoLog
-from xla_adapters.utils.plain_values import is_simple
+from xla_adapters.utils.nested_values import is_simple
 
 # Inputs that are Python numbers, so that they are not taken for tensors of the user that share their buffer.
 _numbers = WeakTensorKeyDictionary()

@@ -24,8 +24,7 @@ from xla_adapters.replay.optimizer_hooks import addition_to_step, step_of
 from xla_adapters.replay.optimizer_update import Update
 from xla_adapters.replay.safety.allowlist import OPTIMIZERS
 from xla_adapters.tracing.optimizers import stand_in_for
-from xla_adapters.utils.compiling import as_if_compiling
-from xla_adapters.utils.torch_modes import leave_function_mode
+from xla_adapters.utils.torch_modes import as_if_compiling, leave_function_mode
 
 _SIMPLE = (bool, int, float, str, type(None))
 # Attributes of which a stand-in has its own.

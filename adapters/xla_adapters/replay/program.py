@@ -13,6 +13,7 @@ import torch
 
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ReplayMismatchError, ReplayMismatchWarning
+from xla_adapters.open_step import in_step
 from xla_adapters.replay.cached_scope import SeparatingScope
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.executable_cache import ExecutableCache
@@ -31,8 +32,7 @@ from xla_adapters.tracing.profile_spans import FORWARD, REPLAY
 from xla_adapters.tracing.scope_report import ScopeReport
 from xla_adapters.tracing.scopes import make_scope
 from xla_adapters.tracing.step_profile import StepProfile
-from xla_adapters.tracing.step_scope import in_step
-from xla_adapters.utils.stack_room import with_stack_room
+from xla_adapters.utils.patching import with_stack_room
 
 
 class StepExecution(Protocol):

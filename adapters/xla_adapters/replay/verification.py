@@ -12,7 +12,7 @@ from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.prepared_call import PreparedCall
 from xla_adapters.replay.slots import CallTensors, Slot
 from xla_adapters.runtime import Runtime
-from xla_adapters.utils.plain_values import same_bits
+from xla_adapters.utils.nested_values import same_bits
 
 # The numbers of replays after which a call is verified; after the last one, every `replay_verify_every`.
 FIRST = tuple(2**power for power in range(3, 11))

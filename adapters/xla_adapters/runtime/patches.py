@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from xla_adapters.runtime.interface import Runtime
-from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.nested_values import Identity, identity
+from xla_adapters.utils.torch_modes import device_type
 
 _Place = tuple[dict[str, Any], str]
 

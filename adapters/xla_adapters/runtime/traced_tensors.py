@@ -7,8 +7,8 @@ import weakref
 import torch
 
 from xla_adapters.errors import PlaceholderError
-from xla_adapters.utils.function_transforms import unwrapped
 from xla_adapters.utils.location import current_location
+from xla_adapters.utils.torch_modes import unwrapped
 
 
 class TracedTensors:

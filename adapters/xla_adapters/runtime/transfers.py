@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_adapters.runtime import get_runtime
-from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.nested_values import replaced, tensors_in
+from xla_adapters.utils.torch_modes import device_type
 
 _SCALAR_UPLOADS: frozenset[Callable[..., Any]] = frozenset(
     {torch.Tensor.to, torch.tensor, torch.as_tensor, torch.scalar_tensor}

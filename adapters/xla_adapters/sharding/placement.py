@@ -19,11 +19,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from xla_adapters.errors import ConfigError
+from xla_adapters.open_step import in_step
 from xla_adapters.runtime import Runtime, TileAssignment, get_runtime
 from xla_adapters.sharding.mesh import MODEL, tiles_of, without
 from xla_adapters.sharding.plan import ShardingPlan
 from xla_adapters.sharding.plan_data import ActivationPlan
-from xla_adapters.tracing.step_scope import in_step, when_step_ends
+from xla_adapters.tracing.step_scope import when_step_ends
 
 
 def gather_where_used(model: torch.nn.Module, plan: ShardingPlan, runtime: Runtime) -> list[RemovableHandle]:

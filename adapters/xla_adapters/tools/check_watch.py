@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from xla_adapters import errors
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import XLAAdapterError
+from xla_adapters.open_step import in_step
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import Metrics, get_runtime, prepare
 from xla_adapters.tools.check_facts import Compile, DtypeUse, Facts, HostOperator, LoaderFacts, Place, StepFacts, Told
@@ -27,7 +28,6 @@ from xla_adapters.tracing.graph_history import GraphHistory, StepSignature
 from xla_adapters.tracing.operation_log import Call, OperationLog, Update
 from xla_adapters.tracing.scope_report import ScopeReport
 from xla_adapters.tracing.step import Step
-from xla_adapters.tracing.step_scope import in_step
 from xla_adapters.utils.child_process import Asked
 from xla_adapters.utils.location import current_location, location_of
 from xla_adapters.utils.nested_values import tensors_in

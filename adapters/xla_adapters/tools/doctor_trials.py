@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from xla_adapters.checkpoint.store import CheckpointStore
+from xla_adapters.checkpoint import CheckpointStore
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import TensorReadError
 from xla_adapters.insight.counters import count

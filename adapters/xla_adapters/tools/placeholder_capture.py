@@ -12,13 +12,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from xla_adapters.errors import UnsupportedOptionError
-from xla_adapters.hlo.donors import with_donors
+from xla_adapters.hlo.annotations import with_donors
+from xla_adapters.open_step import in_step
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.interface.placeholders import Run
 from xla_adapters.tools.step_capture import AbstractTransfers, Delegate, StepCapture, TracedStep, named_tensors
 from xla_adapters.tracing.placeholders.scope import PlaceholderScope
 from xla_adapters.tracing.step_mode import READS
-from xla_adapters.tracing.step_scope import current_scope, in_step
+from xla_adapters.tracing.step_scope import current_scope
 from xla_adapters.utils.location import current_location
 
 

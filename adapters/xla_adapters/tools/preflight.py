@@ -53,7 +53,7 @@ from xla_adapters.tools.trace_process import (
     adamw,
     trace_in_process,
 )
-from xla_adapters.utils.device_type import device_type
+from xla_adapters.utils.torch_modes import device_type
 
 Dtype = Literal["float32", "bfloat16", "bf16-mixed"]
 # Loads a model on the meta device, for a batch of so many samples of such a length: model, batch, context.

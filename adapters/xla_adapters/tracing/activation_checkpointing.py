@@ -23,10 +23,10 @@ import torch.utils.checkpoint as torchs
 
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.runtime import Runtime, get_runtime
-from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.location import current_location
 from xla_adapters.utils.nested_values import replaced, tensors_in
 from xla_adapters.utils.patching import replaced as patched
+from xla_adapters.utils.torch_modes import device_type
 
 _TORCHS: Any = torchs.checkpoint.__wrapped__  # type: ignore[attr-defined]
 

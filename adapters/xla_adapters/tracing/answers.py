@@ -11,8 +11,8 @@ from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.transfers import note_upload
 from xla_adapters.tracing.deferred_numbers import DeferredNumbers
 from xla_adapters.tracing.library_reads import LibraryReads, MaskedSelection, with_selections
-from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.nested_values import replaced
+from xla_adapters.utils.torch_modes import device_type
 
 _Tensor = torch.Tensor
 _CALL = Callable[..., Any]

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from xla_adapters.tracing.claim import open_step
 from xla_adapters.tracing.interrupts import at_edge
-from xla_adapters.utils.stack_room import with_stack_room
+from xla_adapters.utils.patching import with_stack_room
 from xla_adapters.utils.torch_modes import TorchModes, finish_interrupted_exits
 
 

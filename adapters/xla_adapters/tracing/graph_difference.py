@@ -39,7 +39,7 @@ from xla_adapters.tracing.equal_numbers import (
     newly_equal,
 )
 from xla_adapters.tracing.operation_log import Call, ModuleCall, OperationLog, Update
-from xla_adapters.utils.source_text import argument_text
+from xla_adapters.utils.location import argument_text
 
 Entry: TypeAlias = Call | ModuleCall | Update
 # Their results' shapes depend on values.

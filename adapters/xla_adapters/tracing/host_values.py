@@ -10,7 +10,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_adapters.runtime.transfers import forget_upload, upload_of
-from xla_adapters.utils.device_type import device_type
+from xla_adapters.utils.torch_modes import device_type
 
 _Tensor = torch.Tensor
 _CALL = Callable[..., Any]

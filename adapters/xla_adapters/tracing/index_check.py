@@ -22,8 +22,8 @@ from xla_adapters.errors import IndexRangeError
 from xla_adapters.runtime.transfers import upload_of
 from xla_adapters.tracing.host_values import HostValues
 from xla_adapters.tracing.library_reads import library_reads
-from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.location import current_location
+from xla_adapters.utils.torch_modes import device_type
 
 _Tensor = torch.Tensor
 _CALL = Callable[..., Any]

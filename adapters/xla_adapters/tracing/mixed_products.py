@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.nested_values import replaced, tensors_in
+from xla_adapters.utils.torch_modes import device_type
 
 _Tensor = torch.Tensor
 _NAMES = ("matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "addmm", "addmv", "addbmm", "baddbmm")

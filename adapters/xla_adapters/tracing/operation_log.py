@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xla_adapters.utils.device_type import device_type
 from xla_adapters.utils.location import is_plumbing, plumbing_files
+from xla_adapters.utils.torch_modes import device_type
 
 _CALL = Callable[..., Any]
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter

@@ -29,9 +29,7 @@ from xla_adapters.tracing.mixed_products import PRODUCTS, refuse_mixed_dtypes
 from xla_adapters.tracing.operation_log import OperationLog, next_node
 from xla_adapters.tracing.profile_spans import BACKWARD, SPANS
 from xla_adapters.tracing.undo_log import UndoLog
-from xla_adapters.utils.device_type import device_type
-from xla_adapters.utils.fake_tensors import is_fake
-from xla_adapters.utils.torch_modes import leave_function_mode
+from xla_adapters.utils.torch_modes import device_type, is_fake, leave_function_mode
 
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 _CALL = Callable[..., Any]

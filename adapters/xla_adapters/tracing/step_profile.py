@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from xla_adapters.config import XLAConfig
+from xla_adapters.open_step import in_step
 from xla_adapters.runtime import get_runtime
 from xla_adapters.tracing.profile_spans import BETWEEN, FORWARD, SPANS
-from xla_adapters.tracing.step_scope import in_step
 
 logger = logging.getLogger("xla_adapters")
 

@@ -6,7 +6,6 @@ after it, and a step that ends early by an error changes nothing.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
@@ -15,6 +14,7 @@ import torch
 
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import BreakKind, ConcurrentStepError, DeviceOutOfMemoryError, XLAAdapterError
+from xla_adapters.open_step import open_step
 from xla_adapters.runtime import Runtime, RuntimeEvent, get_runtime
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.rng import StepSeed
@@ -37,33 +37,22 @@ from xla_adapters.tracing.step_mode import StepMode
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.tracing.undoing import keep_switches, restore_state
 from xla_adapters.tracing.updates import UpdateGuard
-from xla_adapters.utils.compiling import as_in_one_graph
-from xla_adapters.utils.inference import inference_mode_as_no_grad
-from xla_adapters.utils.stack_room import with_stack_room
-from xla_adapters.utils.torch_modes import without_dispatch_modes
-
-
-class _Current(threading.local):
-    scope: StepScope | None = None
-
-
-_current = _Current()
+from xla_adapters.utils.patching import with_stack_room
+from xla_adapters.utils.torch_modes import as_in_one_graph, inference_mode_as_no_grad, without_dispatch_modes
 
 
 def current_scope() -> StepScope | None:
     """The outermost step scope that this thread is in; `None` outside of steps."""
-    return _current.scope
-
-
-def in_step() -> bool:
-    """Whether this thread is inside a step that is being traced."""
-    return _current.scope is not None
+    scope = open_step.step
+    assert scope is None or isinstance(scope, StepScope)
+    return scope
 
 
 def when_step_ends(undo: Callable[[], None]) -> None:
     """Registers a function to be called when the current step of this thread ends, normally or by an error."""
-    assert _current.scope is not None
-    _current.scope._restores.callback(undo)
+    scope = current_scope()
+    assert scope is not None
+    scope._restores.callback(undo)
 
 
 class StepScope:
@@ -122,7 +111,7 @@ class StepScope:
     @property
     def is_current(self) -> bool:
         """Whether this thread is in this scope (the outermost of nested ones)."""
-        return _current.scope is self
+        return open_step.step is self
 
     @property
     def is_recording(self) -> bool:
@@ -145,7 +134,7 @@ class StepScope:
         """
         if self._is_open:
             raise ConcurrentStepError(f"the step {self.name!r} is open already")
-        outer = _current.scope
+        outer = current_scope()
         if outer is not None:
             self._is_open, self._outer = True, outer
             assert outer._mode is not None
@@ -167,7 +156,7 @@ class StepScope:
                 self._stop_tracing()
             self._interrupts.finish()
             raise
-        _current.scope = self
+        open_step.step = self
 
     @at_edge
     @with_stack_room
@@ -349,8 +338,8 @@ class StepScope:
     def _stop_tracing(self) -> None:
         self._is_open = False
         self._breaks.end(executed=self._executed)
-        if _current.scope is self:
-            _current.scope = None
+        if open_step.step is self:
+            open_step.step = None
         self.stop_recording()
         try:
             self._restores.close()

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from xla_adapters.runtime import Runtime
 from xla_adapters.tracing.discarded import mark_discarded
-from xla_adapters.utils.fake_tensors import is_bare, is_fake
+from xla_adapters.utils.torch_modes import is_bare, is_fake
 
 
 @dataclass

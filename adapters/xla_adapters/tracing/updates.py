@@ -25,8 +25,8 @@ from xla_adapters.tracing.optimizers import (
 )
 from xla_adapters.tracing.profile_spans import OPTIMIZER, SPANS
 from xla_adapters.tracing.undo_log import UndoLog
-from xla_adapters.utils.compiling import as_if_compiling
 from xla_adapters.utils.location import current_location
+from xla_adapters.utils.torch_modes import as_if_compiling
 
 # Told once each.
 _idle: WeakSet[Optimizer] = WeakSet()

@@ -1,14 +1,18 @@
-"""Finds the line of the user's code that caused an event."""
+"""Lines of the user's code: the one that caused an event, and the text of an argument in it."""
 
 from __future__ import annotations
 
+import ast
 import linecache
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+import torch
 
 _OWN_FOLDER = str(Path(__file__).resolve().parents[1])
 _STDLIB = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
@@ -175,3 +179,35 @@ def described(error: BaseException) -> str:
     if where is None or f"{where.filename}:{where.lineno}" in text:
         return text
     return f"{text} ({where.filename}:{where.lineno})"
+
+
+def argument_text(file: str, line: int, function: Callable[..., Any], index: int) -> str:
+    """How a line writes what a function gets, e.g. `batch["image"]` of `batch["image"].float()`.
+
+    Args:
+        file, line: where the call is.
+        function: what is called.
+        index: which of its arguments: of a method the first is what it is called on.
+
+    Returns:
+        The text; empty if the line does not tell, as where a statement has several lines or several such calls.
+    """
+    name = getattr(function, "__name__", "")
+    try:
+        tree = ast.parse(linecache.getline(file, line).strip())
+    except SyntaxError:
+        return ""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _name(node.func) == name]
+    if len(calls) != 1:
+        return ""
+    (call,) = calls
+    values = call.args
+    if isinstance(call.func, ast.Attribute) and getattr(torch.Tensor, name, None) is function:
+        values = [call.func.value, *values]
+    return ast.unparse(values[index]) if index < len(values) else ""
+
+
+def _name(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""

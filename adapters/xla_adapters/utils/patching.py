@@ -1,10 +1,14 @@
-"""Replaces an attribute temporarily."""
+"""Changes for the time of a block: of an attribute, of the recursion limit, of what reaches standard output."""
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 
 @contextmanager
@@ -30,3 +34,56 @@ def wrapped(*functions: tuple[Any, str, Callable[[Any], Any]]) -> Iterator[None]
         for owner, name, wrap in functions:
             stack.enter_context(replaced(owner, name, wrap(getattr(owner, name))))
         yield
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+# Calls below the deepest of the decorated functions; they use some kilobytes of the C stack.
+_ROOM = 400
+
+
+def with_stack_room(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorator: the function runs completely after a `RecursionError`, or does not begin.
+
+    What cleans up after an exception runs close to the place where it was raised. After a `RecursionError` that is
+    close to the recursion limit, and a second one in the middle of cleaning up would leave half of it undone.
+    """
+
+    @wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(limit + _ROOM)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            sys.setrecursionlimit(limit)
+
+    return run
+
+
+_STDOUT = 1
+
+
+@contextmanager
+def without_lines(prefix: str) -> Iterator[None]:
+    """Inside the context, lines that begin with a prefix are not written to the process's standard output.
+
+    Everything else that is written meanwhile, by other threads too, appears at the exit.
+
+    Args:
+        prefix: the beginning of the lines.
+    """
+    sys.stdout.flush()
+    terminal = os.dup(_STDOUT)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), _STDOUT)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(terminal, _STDOUT)
+            os.close(terminal)
+            file.seek(0)
+            for line in file:
+                if not line.startswith(prefix.encode()):
+                    os.write(_STDOUT, line)

@@ -1,21 +1,254 @@
-"""Cleans up torch's thread-wide modes after Ctrl-C has interrupted the exit of a `with` block."""
+"""What torch is doing in this thread (compiling, inference, transforms, dispatch modes), and on which kind of device.
+
+Each context manager leaves torch as it found it, also after Ctrl-C in the middle of a `with` block's exit.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from operator import methodcaller
 from types import CodeType, GeneratorType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.overrides
 import torch.utils._python_dispatch
+from torch._C import _functorch
+from torch._functorch import eager_transforms, vmap
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from xla_adapters.utils.device_type import device_type
+from xla_adapters.utils.patching import replaced
+
+_TPU = "tpu"
+
+
+def device_type() -> str:
+    """`"tpu"` once TorchTPU is loaded, and `"xla"` otherwise."""
+    return _TPU if torch._C._get_privateuse1_backend_name() == _TPU else "xla"
+
+
+def is_fake(value: object) -> bool:
+    """Whether a value is a placeholder for a tensor on the device, and has no value itself."""
+    if is_bare(value):
+        return not _under_users_mode()
+    return isinstance(value, (FakeTensor, FunctionalTensor))
+
+
+def is_bare(value: object) -> bool:
+    """Whether a value is an XLA tensor without torch's functional wrapper.
+
+    Operations return such tensors under a dispatch mode of the user. Their former value cannot be restored.
+    """
+    if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return value.device.type == "xla" and not torch._is_functional_tensor(value)
+
+
+def _under_users_mode() -> bool:
+    modes = torch._C._len_torch_dispatch_stack()
+    # torch's own (tracing) modes have a key.
+    return modes > 0 and getattr(torch._C._get_dispatch_stack_at(modes - 1), "_mode_key", None) is None
+
+
+# What ends a transform: each takes a wrapped tensor first, and returns the one in it, or a view of that.
+_ENDS = ((vmap, "_remove_batch_dim"), (eager_transforms, "_unwrap_for_grad"))
+
+
+# Whether a transform is under way.
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that transforms have wrapped, which has a memory; any other one is returned as it is."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+@contextmanager
+def results_of_transforms(notify: Callable[[Any], None]) -> Iterator[None]:
+    """Calls `notify` with each result of a transform: no function mode sees how these are made."""
+
+    def notifying(end: Callable[..., Any]) -> Callable[..., Any]:
+        def ended(*args: Any) -> Any:
+            result = end(*args)
+            notify(result)
+            return result
+
+        return ended
+
+    with ExitStack() as stack:
+        for owner, name in _ENDS:
+            stack.enter_context(replaced(owner, name, notifying(getattr(owner, name))))
+        yield
+
+
+@contextmanager
+def inference_mode_as_no_grad() -> Iterator[None]:
+    """Inside the context, `torch.inference_mode()` only disables gradients, as `torch.no_grad()`.
+
+    torch_xla cannot compute with inference tensors (`Cannot set version_counter for inference tensor`).
+    """
+    with replaced(torch.inference_mode, "__enter__", _without_gradients(torch.inference_mode.__enter__)):
+        yield
+
+
+# Models that were trained, and may be used outside a run.
+_models: WeakSet[torch.nn.Module] = WeakSet()
+
+
+def use_no_grad_for_inference_mode(model: torch.nn.Module) -> None:
+    """The same from now on, as long as the model lives and is on an XLA device: it may be used after its training."""
+    _models.add(model)
+    enter = torch.inference_mode.__enter__
+    if not hasattr(enter, "of_xla_adapters"):
+        torch.inference_mode.__enter__ = _without_gradients(enter, _some_model_is_on_device)  # type: ignore[method-assign]
+
+
+def _some_model_is_on_device() -> bool:
+    firsts = (next(model.parameters(), None) for model in _models)
+    return any(first is not None and first.device.type == device_type() for first in firsts)
+
+
+def _without_gradients(
+    enter: Callable[[torch.inference_mode], None], applies: Callable[[], bool] = lambda: True
+) -> Callable[[torch.inference_mode], None]:
+    def without_gradients(self: torch.inference_mode) -> None:
+        if not self.mode or not applies():
+            enter(self)
+            return
+        # The stock `__exit__` leaves what it finds there.
+        self._inference_mode_context = torch.no_grad()  # type: ignore[assignment]
+        self._inference_mode_context.__enter__()
+
+    without_gradients.of_xla_adapters = True  # type: ignore[attr-defined]
+    return without_gradients
+
+
+_OF_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks on modules"
+
+
+@contextmanager
+def as_if_compiling(enabled: bool = True) -> Iterator[None]:
+    """Inside the context, models take the code path they take under `torch.compile`, which reads no tensor values.
+
+    In eager mode transformers reads masks and positions to find shortcuts (`find_packed_sequence_indices` of
+    `masking_utils`, `padding_mask.all()`): one read per forward.
+
+    Args:
+        enabled: False cancels an enclosing context (optimizers compute in another order when compiling).
+    """
+    compiler: object = torch.compiler
+    previous = torch.compiler._is_compiling_flag
+    try:
+        compiler._is_compiling_flag = enabled  # type: ignore[attr-defined]
+        yield
+    finally:
+        compiler._is_compiling_flag = previous  # type: ignore[attr-defined]
+
+
+@contextmanager
+def compiled_code_inlined() -> Iterator[None]:
+    """Inside the context, what `torch.compile` has compiled runs as if it had not been.
+
+    The graph of a step holds it all; another compiler in the middle of it would need values that are not computed yet.
+    """
+    if "torch._dynamo" not in sys.modules:
+        # Nothing is compiled yet, and the import takes seconds.
+        yield
+        return
+    _ignore_warning_of_hooks()
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _ignore_warning_of_hooks() -> None:
+    """dynamo warns at each call of `torch.compile(model)` of hooks on all modules, which every step has.
+
+    For good: to leave `warnings.catch_warnings` has all other warnings said again, which would be at each step.
+    """
+    if not any(message is not None and message.pattern == _OF_HOOKS for _, message, *_ in warnings.filters):
+        warnings.filterwarnings("ignore", _OF_HOOKS, UserWarning)
+
+
+@contextmanager
+def as_in_one_graph() -> Iterator[None]:
+    """Around a traced step: code behaves as under `torch.compile`, without a second compiler inside the graph."""
+    with as_if_compiling(), compiled_code_inlined():
+        yield
+
+
+@contextmanager
+def modules_compiled(modules: Iterable[torch.nn.Module], backend: str) -> Iterator[None]:
+    """Compiles modules with `torch.compile`, until the exit. Inside steps they run as if they were not compiled.
+
+    Args:
+        modules: on the device.
+        backend: the name of the dynamo backend.
+    """
+    compiled = list(modules)
+    try:
+        for module in compiled:
+            call = torch.compile(_in_a_frame(module._call_impl), backend=backend)
+            module._compiled_call_impl = call
+        yield
+    finally:
+        for module in compiled:
+            module._compiled_call_impl = None
+
+
+def _in_a_frame(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A frame around a module's call: dynamo does not compile torch's own containers as outermost frames."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return forward
+
+
+_COMPILING = frozenset({"dynamo_ctx", "get_compiler_config", "_torchdynamo_orig_callable"})
+_FRAME = _in_a_frame(print).__code__
+
+
+def is_own_call_compiled(module: torch.nn.Module, call: object) -> bool:
+    """Whether this is what `module.compile()` or `modules_compiled` made of the module's call, and nothing else."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    # `functools.wraps` would copy the attribute to another function, but not the globals.
+    if dynamo is None or not isinstance(call, types.FunctionType) or call.__globals__ is not vars(dynamo):
+        return False
+    original = getattr(call, "_torchdynamo_orig_callable", None)
+    if isinstance(original, types.FunctionType) and original.__code__ is _FRAME:
+        (original,) = (cell.cell_contents for cell in original.__closure__ or ())
+    return isinstance(original, types.MethodType) and original == module._call_impl
+
+
+def unused_in_steps(module: torch.nn.Module) -> frozenset[str]:
+    """The attributes of what `torch.compile(model)` returns that do not change what a step computes.
+
+    Its forward is none if it is another than `torch.compile` made.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None or type(module) is not dynamo.OptimizedModule:
+        return frozenset()
+    inner: Any = module._orig_mod
+    forward = vars(module).get("forward")
+    is_its_own = isinstance(forward, types.FunctionType) and forward.__globals__ is vars(dynamo)
+    original = getattr(forward, "_torchdynamo_orig_callable", None) if is_its_own else None
+    # A frame around a module of torch's own, or the module's call.
+    if getattr(original, "__wrapped__", None) is inner or original == inner.__call__:
+        return _COMPILING | {"forward"}
+    return _COMPILING
+
 
 _CONTEXT_EDGES: frozenset[CodeType] = frozenset(
     getattr(contextlib._GeneratorContextManager, name).__code__ for name in ("__enter__", "__exit__")

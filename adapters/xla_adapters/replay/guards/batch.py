@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from xla_adapters.replay.safety.trusted import is_trusted
-from xla_adapters.utils.plain_values import is_simple
+from xla_adapters.utils.nested_values import is_simple
 
 
 def batch_obstacle(value: Any) -> str | None:

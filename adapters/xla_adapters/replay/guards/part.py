@@ -8,7 +8,7 @@ from itertools import chain
 from operator import call, eq, is_, itemgetter
 from typing import Any
 
-from xla_adapters.utils.plain_values import ABSENT, differs, is_simple
+from xla_adapters.utils.nested_values import ABSENT, differs, is_simple
 
 _GROUPS = {"_parameters": "the parameter", "_buffers": "the buffer", "_modules": "the submodule"}
 

@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from xla_adapters.replay.guards.part import Part, PartsCheck, said
 from xla_adapters.replay.safety.guards import content_of
 from xla_adapters.replay.safety.trusted import is_installed_file, is_trusted, is_users_alone, is_users_file
-from xla_adapters.utils.compiling import unused_in_steps
-from xla_adapters.utils.plain_values import is_constant, is_plain_enum, is_simple, same_bits
+from xla_adapters.utils.nested_values import is_constant, is_plain_enum, is_simple, same_bits
+from xla_adapters.utils.torch_modes import unused_in_steps
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

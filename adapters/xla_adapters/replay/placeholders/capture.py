@@ -24,7 +24,7 @@ from xla_adapters.tracing.placeholders.program import Program
 from xla_adapters.tracing.placeholders.scope import PlaceholderScope
 from xla_adapters.tracing.placeholders.trace import Trace
 from xla_adapters.utils.host_random import HostRandom
-from xla_adapters.utils.plain_values import is_simple
+from xla_adapters.utils.nested_values import is_simple
 
 Outcome = RecordedCall | CannotReplay
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from xla_adapters.replay.safety.trusted import is_users_class, lookup
-from xla_adapters.utils.plain_values import ABSENT, copied, differs
+from xla_adapters.utils.nested_values import ABSENT, copied, differs
 
 
 class ReadGuards:

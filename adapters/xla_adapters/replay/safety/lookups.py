@@ -28,7 +28,7 @@ from xla_adapters.replay.safety.abstract import (
 from xla_adapters.replay.safety.allowlist import CALLABLE_BUILTINS, METHODS
 from xla_adapters.replay.safety.guards import ReadGuards, content_of, inside
 from xla_adapters.replay.safety.trusted import is_trusted, is_users_class, lookup
-from xla_adapters.utils.plain_values import ABSENT, CONTAINERS, is_constant, is_plain_enum, is_simple
+from xla_adapters.utils.nested_values import ABSENT, CONTAINERS, is_constant, is_plain_enum, is_simple
 
 MODULE_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 _ITERATING = ("__iter__", "__getitem__", "__len__", "keys", "values", "items")

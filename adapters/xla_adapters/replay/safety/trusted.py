@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from xla_adapters.utils.plain_values import ABSENT
+from xla_adapters.utils.nested_values import ABSENT
 
 # The forward of their modules depends on its arguments and on the attributes of the modules, which are guarded.
 TRUSTED_PACKAGES = (

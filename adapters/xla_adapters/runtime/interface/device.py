@@ -145,6 +145,10 @@ class Metrics:
     eager_compiles: int
     eager_ops: int
 
+    def since(self, before: Metrics) -> dict[str, Any]:
+        """What was added after `before`, by name."""
+        return {name: total - getattr(before, name) for name, total in vars(self).items()}
+
 
 class CompiledMemory(NamedTuple):
     """The memory that an executable needs on a device, by kind, in bytes; from the compiler's own analysis.

@@ -30,7 +30,7 @@ from torch.library import Library, get_kernel
 from torch_tpu._internal.execution_mode import execution_mode_impl as _modes
 
 from xla_adapters.errors import warn_of_dense_gradients
-from xla_adapters.utils.function_transforms import unwrapped
+from xla_adapters.utils.torch_modes import unwrapped
 
 _TYPE, _KEY = "tpu", "PrivateUse1"
 _RECORD = _modes._EagerMode.INTERNAL_COMPILE_FX_GRAPH

@@ -41,7 +41,7 @@ from xla_adapters.sharding.planner.graph import Captured, Operand, Operator
 from xla_adapters.sharding.planner.layouts import Strategy, Want, reshard, seen_as
 from xla_adapters.sharding.planner.memory import PRODUCTS, kept_shares
 from xla_adapters.sharding.planner.strategies import strategies_of
-from xla_adapters.utils.native_output import without_lines
+from xla_adapters.utils.patching import without_lines
 
 # Relative tolerance of the optimum.
 _GAP = 1e-5

@@ -29,9 +29,8 @@ from xla_adapters.tracing.step_mode import (
     stacked_scalars,
 )
 from xla_adapters.tracing.undo_log import UndoLog
-from xla_adapters.utils.fake_tensors import is_fake
-from xla_adapters.utils.function_transforms import in_transform
 from xla_adapters.utils.patching import replaced
+from xla_adapters.utils.torch_modes import in_transform, is_fake
 
 _Tensor = torch.Tensor
 _CALL = Callable[..., Any]

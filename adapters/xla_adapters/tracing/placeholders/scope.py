@@ -24,9 +24,7 @@ from xla_adapters.tracing.scope_report import NOTHING_COMPILED, CompileMeter, Sc
 from xla_adapters.tracing.step_scope import StepScope
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.tracing.updates import UpdateGuard
-from xla_adapters.utils.compiling import as_in_one_graph
-from xla_adapters.utils.function_transforms import results_of_transforms
-from xla_adapters.utils.inference import inference_mode_as_no_grad
+from xla_adapters.utils.torch_modes import as_in_one_graph, inference_mode_as_no_grad, results_of_transforms
 
 
 class PlaceholderScope(StepScope):

@@ -14,8 +14,8 @@ from xla_adapters.runtime.traced_tensors import TracedTensors
 from xla_adapters.tracing.placeholders.numbers import TraceNumbers
 from xla_adapters.tracing.placeholders.program import Program, returned_values, unused_arguments
 from xla_adapters.tracing.undo_log import UndoLog
-from xla_adapters.utils.function_transforms import unwrapped
 from xla_adapters.utils.location import Location, current_location
+from xla_adapters.utils.torch_modes import unwrapped
 
 # What torch_tpu says of a tensor that a trace reads and that is no argument of its program.
 _NOT_GIVEN = "was not provided"
