@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -17,19 +16,6 @@ from xla_adapters.runtime.interface import Device, Runtime
 from xla_adapters.runtime.interface.device import Tuning
 
 Lowerings = Mapping[Callable[..., Any], Callable[..., torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Rewritten:
-    """A graph that computes the same as another one.
-
-    Attributes:
-        graph: an HloModuleProto of the same inputs and outputs.
-        how: a participle for messages ("a graph that was <how> could not be compiled"), "taken apart into blocks", say.
-    """
-
-    graph: bytes
-    how: str
 
 
 class Extension:
@@ -60,14 +46,6 @@ class Extension:
     def around_step(self, runtime: Runtime) -> AbstractContextManager[None]:
         """A context that is active while a step is traced."""
         return nullcontext()
-
-    def rewrites(self, device: Device) -> bool:
-        """Whether `rewrite` is to be called for graphs on this device."""
-        return False
-
-    def rewrite(self, graph: bytes) -> Rewritten | None:
-        """A graph that is compiled in place of this HloModuleProto; None if there is nothing to gain."""
-        return None
 
     def step_observer(self, device: Device) -> Callable[[str], None] | None:
         """Called once by each `StepProgram`, after its first step; what it returns is called after each step.

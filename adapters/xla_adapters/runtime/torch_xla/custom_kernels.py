@@ -10,7 +10,6 @@ import torch
 import torch_xla
 
 from xla_adapters.runtime.interface import Tracing
-from xla_adapters.runtime.torch_xla.bounded import make_room
 from xla_adapters.runtime.torch_xla.operators import kernel_replaced
 from xla_adapters.runtime.torch_xla.tracing import bring_up_to_date
 
@@ -35,7 +34,8 @@ class XLACustomKernels:
         """See `CustomKernels`."""
         made = self._called.get(computation)
         if made is None:
-            make_room(self._called, _KEPT)
+            if len(self._called) >= _KEPT:
+                del self._called[next(iter(self._called))]
             made = self._called[computation] = _C._xla_op_computation_from_module_proto("computation", computation)
         return list(_C._xla_user_computation("xla_adapters::computation", list(inputs), made))
 

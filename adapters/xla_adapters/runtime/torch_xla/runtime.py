@@ -46,7 +46,7 @@ def make_runtime() -> Runtime:
     device, counters = XLADevice(), XLACounters()
     tracing = XLATracing(device)
     transfers = XLATransfers(device, tracing)
-    executables = XLAExecutables(device, tracing, counters, CachedGraphs())
+    executables = XLAExecutables(device, CachedGraphs())
     values = XLAValues(device, tracing, executables)
     lazy = XLALazyTensors(device, transfers, values)
     return Runtime(
