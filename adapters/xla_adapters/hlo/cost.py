@@ -139,12 +139,13 @@ def _own_flops(instruction: Fields, instructions: dict[int, Fields]) -> int:
 
 def _convolution(result: bytes, kernel: bytes, instruction: Fields) -> int:
     dimensions = wire.by_number(wire.first(instruction, _CONVOLUTION_DIMENSIONS, b""))
-    features = wire.dimensions(kernel)[wire.first(dimensions, _KERNEL_OUTPUT_FEATURE)]
+    features: int = wire.dimensions(kernel)[wire.first(dimensions, _KERNEL_OUTPUT_FEATURE)]
     # Where the input is dilated (the gradient of a strided convolution), the zeros between are not computed with.
     zeros = 1
     for window in wire.by_number(wire.first(instruction, _WINDOW, b"")).get(_WINDOW_DIMENSIONS, ()):
         zeros *= max(1, int(wire.first(wire.by_number(window), _BASE_DILATION, 1)))
-    return 2 * wire.count(result) * wire.count(kernel) // max(features, 1) // zeros
+    found: int = 2 * wire.count(result) * wire.count(kernel) // max(features, 1) // zeros
+    return found
 
 
 def _flat(shape: bytes) -> Iterator[bytes]:

@@ -164,7 +164,8 @@ def _run_doctor(options: argparse.Namespace) -> int:
 def add_preflight(parser: argparse.ArgumentParser) -> None:
     """`preflight`."""
     from xla_adapters.sharding import Scheme
-    from xla_adapters.tools.preflight import OPTIMIZERS, Dtype
+    from xla_adapters.tools.preflight import Dtype
+    from xla_adapters.tools.trace_process import OPTIMIZERS
 
     parser.description = (
         "Compiles a training for TPUs that are not there: does it fit, and what bounds it? Of a script, which is not "
@@ -238,7 +239,7 @@ def _preflight_model(options: argparse.Namespace, target: Target, schemes: tuple
         raise ConfigError("preflight: --output is for scripts")
     if options.batch is None:
         raise ConfigError("preflight: --model needs --batch, as in --batch 16x1024")
-    sharding = options.sharding or "auto"
+    sharding: Any = options.sharding or "auto"
     if sharding not in schemes:
         if not Path(sharding).is_file():
             raise ConfigError(f"--sharding {sharding}: give one of {', '.join(schemes)}, or the file of a plan")

@@ -24,6 +24,8 @@ from xla_adapters.runtime import Runtime
 from xla_adapters.utils.patching import replaced
 
 _List = list[torch.Tensor]
+# What `foreach` functions take and return.
+_Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 # `torch.optim` has no attributes of these names.
 _ADAM, _SGD = (sys.modules[kind.__module__] for kind in (Adam, SGD))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -137,10 +139,11 @@ class _Lists:
             correction, correction_of_squares = 1 - beta1**step, 1 - beta2**step
             numbers = (1 - beta1, beta2, 1 - beta2, correction_of_squares**0.5, eps, -(lr / correction), decay)
             mean_of, square_by, square_of, root_of, eps_, size, decay_ = self._uploaded(numbers, dtype)
-            values, slope = self._values(weights), self._values(slopes)
+            values: _Tensors = self._values(weights)
+            slope: _Tensors = self._values(slopes)
             if options["maximize"]:
                 slope = torch._foreach_neg(slope)
-            decayed = values
+            decayed: _Tensors = values
             if weight_decay and options["decoupled_weight_decay"]:
                 decayed = _times(values, decay_)
             elif weight_decay:
@@ -149,7 +152,7 @@ class _Lists:
             new_mean = _sum(mean, _times(torch._foreach_sub(slope, mean), mean_of))
             of_slope = _times(torch._foreach_mul(slope, slope), square_of)
             new_square = _sum(_times(square, square_by), of_slope)
-            largest = new_square
+            largest: _Tensors = new_square
             if most:
                 before = self._values(most[0])
                 largest = torch._foreach_maximum(before, new_square)
@@ -175,7 +178,8 @@ class _Lists:
         groups = self._groups([params, grads, *state], stored=[params, *state])
         for (dtype, _), (weights, slopes, *rest) in groups.items():
             size, decay, kept, taken = self._uploaded((-lr, weight_decay, momentum, 1 - dampening), dtype)
-            values, slope = self._values(weights), self._values(slopes)
+            values: _Tensors = self._values(weights)
+            slope: _Tensors = self._values(slopes)
             if options["maximize"]:
                 slope = torch._foreach_neg(slope)
             if weight_decay:
@@ -270,14 +274,14 @@ class _Lists:
     def _values(self, tensors: _List) -> _List:
         return list(map(self._runtime.values.snapshot, tensors))
 
-    def _store(self, tensors: _List, before: _List, after: Sequence[torch.Tensor]) -> None:
+    def _store(self, tensors: _List, before: _Tensors, after: _Tensors) -> None:
         """Gives tensors new values, as operators in place do."""
         self._runtime.lazy.update(tensors, before, after)
         # A backward that needs the old values is to raise.
         torch.autograd.graph.increment_version(tensors)
 
 
-def _sum(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _sum(one: _Tensors, other: _Tensors) -> tuple[torch.Tensor, ...]:
     found: tuple[torch.Tensor, ...] = torch._foreach_add(one, other)
     return found
 

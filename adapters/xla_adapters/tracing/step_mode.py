@@ -109,9 +109,8 @@ ATTRIBUTES: frozenset[_CALL] = frozenset(
 # How a call is handled: it asks for an attribute; it gets or sets a tensor's gradient or data; it computes; it computes
 # unless the index has tensors, or the dtypes differ; it needs a closer look.
 _ATTRIBUTE, _ACCESSES, _COMPUTES, _INDEXES, _MULTIPLIES, _SPECIAL = range(6)
-_ACCESSED: frozenset[_CALL] = frozenset(
-    {_Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.data.__get__}  # type: ignore[attr-defined]
-)
+_TENSOR: Any = _Tensor
+_ACCESSED: frozenset[_CALL] = frozenset({_TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.data.__get__})
 # Calls that may shorten rows of the weight, and the position of the argument that asks for it.
 _EMBEDDINGS: dict[_CALL, int] = {torch.nn.functional.embedding: 3, torch.nn.functional.embedding_bag: 3}
 # Tables of the calls that need a closer look, beside lookups and lowerings.

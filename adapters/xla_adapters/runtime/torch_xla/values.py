@@ -28,12 +28,12 @@ class XLAValues:
 
     def snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Values`."""
-        torch._functionalize_sync(tensor)  # type: ignore[attr-defined]
+        torch._functionalize_sync(tensor)
         return torch._from_functional_tensor(tensor)
 
     def bring_up_to_date(self, tensor: torch.Tensor) -> None:
         """See `Values`."""
-        torch._functionalize_sync(tensor)  # type: ignore[attr-defined]
+        torch._functionalize_sync(tensor)
 
     def twin(self, snapshot: torch.Tensor) -> torch.Tensor:
         """See `Values`; shares the buffer."""
