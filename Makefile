@@ -24,7 +24,7 @@ demo-lightning: $(STAMP)
 	$(BIN)/python -m examples.lightning_digits
 
 # In two processes of about the same length: most tests are one process that computes on little more than one core.
-APART := tests/hf_trainer tests/tracing tests/cpu $(if $(SLOW),tests/benchmarks tests/crash tests/examples)
+APART := tests/hf_trainer tests/tracing tests/cpu $(addprefix tests/adapters/test_,resume.py reports.py copied_weights.py) $(if $(SLOW),tests/benchmarks tests/crash tests/examples)
 PYTEST = $(BIN)/python -m pytest $(if $(SLOW),-m slow)
 
 test: $(STAMP)
@@ -61,9 +61,8 @@ ON_BOTH := $(addprefix tests/,tracing/test_exceptions.py tracing/test_rfc_storie
 	replay/test_replay_hidden.py replay/test_replay_reads.py replay/test_replaced_code.py \
 	$(addprefix lightning_strategy/test_,training.py loops.py exceptions.py optimization.py))
 ON_BOTH_APART := $(addprefix tests/,replay/test_reachable_changes.py \
-	$(addprefix hf_trainer/test_,training.py errors_in_steps.py evaluation.py generation.py resume.py) \
-	$(addprefix hf_trainer/test_,safe_checkpoints.py checkpoint_options.py index_check.py) \
-	$(addprefix lightning_strategy/test_,checkpoints.py checkpoint_options.py))
+	$(addprefix hf_trainer/test_,training.py errors_in_steps.py evaluation.py generation.py checkpoints.py index_check.py) \
+	lightning_strategy/test_checkpoints.py adapters/test_resume.py adapters/test_saves.py)
 
 # On XLA:CPU, which stands in for the TPU; without a C compiler they are skipped.
 test-torch-tpu: $(TPU_STAMP)

@@ -30,7 +30,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.sizes import REAL_SIZES, of_real_size
-from hf_trainer.framework_patches import as_if_compiling
+from hf_trainer.patches import as_if_compiling
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import MEASURED_PLANS, ShardingConfig, ShardingPlan, make_plan
 from xla_adapters.sharding.measure import PlanCompiler, PlanResult, digest_of_step, register

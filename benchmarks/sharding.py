@@ -30,7 +30,7 @@ os.environ.setdefault("CPU_NUM_DEVICES", str(DEVICES))
 
 from benchmarks import report  # noqa: E402
 from benchmarks.sizes import TO_SHARD, to_shard  # noqa: E402
-from hf_trainer.framework_patches import as_if_compiling  # noqa: E402
+from hf_trainer.patches import as_if_compiling  # noqa: E402
 from xla_adapters.errors import ConfigError  # noqa: E402
 from xla_adapters.sharding import (  # noqa: E402
     MEASURED_PLANS,

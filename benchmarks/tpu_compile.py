@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import report, zoo
-from hf_trainer.framework_patches import as_if_compiling
+from hf_trainer.patches import as_if_compiling
 from tests.children import run_in_child
 from xla_adapters import get_runtime
 from xla_adapters.sharding import default_mesh, template

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import hf_trainer._requirements  # noqa: F401 (raises)
-from hf_trainer.arguments import XLAArguments
-from hf_trainer.callbacks import XLAStatsCallback
+from hf_trainer.bridge import XLAStatsCallback
 from hf_trainer.mixin import XLATrainerMixin
-from hf_trainer.optimizers import register_transformers_optimizers
+from hf_trainer.model import register_transformers_optimizers
+from hf_trainer.options import XLAArguments
 from hf_trainer.trainer import Seq2SeqTrainer, Trainer
 from xla_adapters.runtime import prepare
 from xla_adapters.utils.location import hide_folder

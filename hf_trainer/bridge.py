@@ -2,45 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import TrainerControl
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
-from hf_trainer.callbacks import FirstCallback, LastCallback, XLAStatsCallback, surround
-from hf_trainer.checkpoints.exact_resume import restore_rest
-from hf_trainer.checkpoints.from_device import save_pretrained_from_device
-from hf_trainer.checkpoints.loading import WeightLoading
-from hf_trainer.checkpoints.options import check_checkpoint_options, hold_jit_checkpoint
-from hf_trainer.checkpoints.resume_check import ResumeCheck
-from hf_trainer.checkpoints.safe import SafeCheckpoints
-from hf_trainer.checkpoints.schedule import CheckpointSchedule
-from hf_trainer.checkpoints.sharded import ShardedCheckpoints
-from hf_trainer.checkpoints.stores import CheckpointStores
-from hf_trainer.evaluation import Evaluation
-from hf_trainer.framework_patches import no_search_for_gradients
-from hf_trainer.inputs import Inputs
-from hf_trainer.loss_sum import LossSum
-from hf_trainer.model_sharding import ModelSharding
-from hf_trainer.options import TrainerOptions
-from hf_trainer.placement import ParameterMoves, model_of
-from hf_trainer.refusals import check_runtime
-from hf_trainer.session import Session
-from hf_trainer.stall_watch import StallWatch
-from hf_trainer.step_driver import StepDriver
-from hf_trainer.tokens import InputTokens
-from hf_trainer.training_report import TrainingReport
-from hf_trainer.training_steps import TrainingSteps
+from hf_trainer.checkpoints import CheckpointStores, SafeCheckpoints, restore_rest
+from hf_trainer.data import Inputs
+from hf_trainer.model import ModelSharding, ParameterMoves, model_of
+from hf_trainer.options import TrainerOptions, check_checkpoint_options, check_runtime, hold_jit_checkpoint
+from hf_trainer.patches import no_search_for_gradients
+from hf_trainer.saving import ShardedCheckpoints, WeightLoading, save_pretrained_from_device
+from hf_trainer.steps import Evaluation, Session, TrainingSteps, make_steps
 from xla_adapters import get_runtime, initialize
-from xla_adapters.insight.run_record import RunStats
-from xla_adapters.insight.times import OTHER
+from xla_adapters.insight.run_record import RunRecord, RunStats, about
+from xla_adapters.insight.times import CALLBACKS, OTHER
+from xla_adapters.loop.steps import StallWatch, StepDriver
 from xla_adapters.runtime.modes import check_mode
 from xla_adapters.runtime.rng import use_random_algorithm
 from xla_adapters.sharding import Sharder
-from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.utils.torch_modes import use_no_grad_for_inference_mode
+
+_Event = Callable[[TrainerControl], None]
+
+
+def surround(
+    handler: CallbackHandler, before: Mapping[str, _Event], after: Mapping[str, _Event], record: RunRecord
+) -> None:
+    """Calls functions before and after the callbacks of a handler at some events.
+
+    Those before see no result that a callback has changed, and callbacks see the step executed. Those after see the
+    decisions that the callbacks have put into `control`.
+
+    Args:
+        handler: of a trainer.
+        before, after: the functions by event, called with `control`.
+        record: told while callbacks run.
+    """
+    call_event: Callable[..., TrainerControl] = handler.call_event
+    clock, transfers = record.clock, record.transfers
+
+    def surrounded(event: str, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        if event in before:
+            before[event](control)
+        with clock.during(CALLBACKS):
+            if clock.is_running and transfers.looks:
+                control = transfers.looked_through(call_event, event, args, state, control, **kwargs)
+            else:
+                control = call_event(event, args, state, control, **kwargs)
+        if event in after:
+            after[event](control)
+        return control
+
+    handler.call_event = surrounded  # type: ignore[method-assign]
+
+
+class XLAStatsCallback(TrainerCallback):
+    """Prints at the end of a training how many compiles it had, how many executions per step, and its throughput.
+
+    Attributes:
+        stats: the numbers. The trainer that has the callback sets them.
+    """
+
+    def __init__(self) -> None:
+        self.stats = RunStats()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.stats.stop()
+        if state.is_world_process_zero:
+            print(f"\nwhat the training cost\n{self.stats.summary()}", file=sys.stderr)
 
 
 class Bridge:
@@ -67,9 +104,7 @@ class Bridge:
     steps: StepDriver
     session: Session
     training: TrainingSteps
-    tokens: InputTokens
     evaluation: Evaluation
-    schedule: CheckpointSchedule
 
     def __init__(self, trainer: transformers.Trainer, base: Any, options: TrainerOptions) -> None:
         self.options = options
@@ -83,14 +118,13 @@ class Bridge:
         # Before the device draws a random number.
         self._random_algorithm = use_random_algorithm(options.config)
         self.run_stats = RunStats()
-        self.report = TrainingReport(trainer, self.run_stats, enabled=options.xla_report)
+        self.record = RunRecord(self.run_stats, enabled=options.xla_report)
         self.sharding = ModelSharding(trainer, sharder)
         self.moves = ParameterMoves()
         self.inputs = Inputs(trainer, base, sharder)
-        self.watch = StallWatch(trainer, options.checkpoint)
-        self.loss_sum = LossSum(trainer, base, self.report.clock)
+        self.watch = StallWatch(options.checkpoint.stall_deadline)
         self.stores = CheckpointStores(trainer, options, self.sharding.devices, self._random_algorithm)
-        self.checkpoints = SafeCheckpoints(trainer, base, self.stores, ResumeCheck(trainer, self.stores))
+        self.checkpoints = SafeCheckpoints(trainer, base, self.stores, options.checkpoint)
         self.sharded_checkpoints = ShardedCheckpoints(trainer, base, self.sharding)
         self.weights = WeightLoading(trainer, base)
 
@@ -112,13 +146,21 @@ class Bridge:
         initialize(eager=options.config.eager_by_default)
         save_pretrained_from_device()
         hold_jit_checkpoint(trainer.callback_handler.callbacks)
-        self.steps = StepDriver(options.config.of_run(trainer.args.output_dir), trainer.args.seed)
-        self.session = Session(trainer, options.config, self.steps, self.sharding)
-        self.tokens = InputTokens(trainer, base, self.steps)
-        self.training = TrainingSteps(trainer, base, self.steps, self.inputs, self.loss_sum, self.run_stats)
+        self.steps = make_steps(options.config, trainer.args)
+        self.session = Session(trainer, self.steps, self.sharding)
+        self.training = TrainingSteps(trainer, base, self.steps, self.inputs, self.record)
         self.evaluation = Evaluation(trainer, base, self.steps, self.inputs, self.session)
-        self.schedule = CheckpointSchedule(trainer, base, options.checkpoint, self.steps, self.checkpoints)
-        surround(trainer.callback_handler, FirstCallback(self), LastCallback(self), self.report.record)
+        self.checkpoints.steps = self.steps
+        surround(
+            trainer.callback_handler,
+            before={
+                "on_train_begin": self._training_begins,
+                "on_optimizer_step": self._optimizer_stepped,
+                "on_substep_end": self._substep_ended,
+            },
+            after={"on_step_end": self._step_is_done, "on_substep_end": self._accumulation_may_stop},
+            record=self.record,
+        )
 
     # ---- around a training -----------------------------------------------------------------------
 
@@ -137,53 +179,78 @@ class Bridge:
             if isinstance(callback, XLAStatsCallback):
                 callback.stats = self.run_stats
         with ExitStack() as stack:
-            stack.enter_context(self.report.training(self.steps, self.sharding))
+            stack.enter_context(
+                self.record.running(
+                    about(model_of(trainer), type(trainer).__name__),
+                    programs=lambda: self.steps.programs,
+                    training=lambda: [self.steps.train],
+                    folder=self._report_folder(),
+                    plan=self.sharding.summary,
+                )
+            )
             stack.enter_context(self.session.running())
             stack.enter_context(
                 no_search_for_gradients(lambda: model_of(trainer), lambda: self.steps.train.left_no_gradients)
             )
             self.run_stats.start()
             stack.callback(self.run_stats.stop)
-            stack.enter_context(self.schedule.training())
             yield stack.enter_context(self.checkpoints.training(resume_from))
 
     def training_loop(self) -> AbstractContextManager[object]:
         """Around the training loop: an error discards the open step, and ends the watch over it."""
         stack = ExitStack()
-        stack.enter_context(self.loss_sum.not_filtered())
-        stack.enter_context(Discarding(self.steps))
-        stack.push(self.watch.end_loop)
+        stack.enter_context(self.training.loop())
+        stack.push(self.watch.receive)
         return stack
 
-    # ---- events of the training loop (called by the callbacks) -------------------------------------
+    def saving(self) -> AbstractContextManager[None]:
+        """Around the save of a checkpoint."""
+        step = self._trainer.state.global_step
+        return self.record.saving(step, str(Path(str(self._trainer.args.output_dir)) / f"checkpoint-{step}"))
 
-    def training_begins(self) -> None:
+    def _report_folder(self) -> Path | None:
+        folder = self._trainer.args.output_dir
+        if not self._trainer.is_world_process_zero() or folder is None or "://" in str(folder):
+            return None
+        return Path(folder)
+
+    def add_to(self, logs: dict[str, Any]) -> None:
+        """Adds to what the trainer is about to log of its training: `xla/goodput` and others.
+
+        Only where something is reported to: without, they would be in the terminal and in `log_history` alone, where
+        runs are compared.
+        """
+        if "loss" in logs and self._trainer.args.report_to:
+            logs.update({f"xla/{name}": float(f"{value:.4g}") for name, value in self.record.scalars().items()})
+
+    # ---- events of the training loop ---------------------------------------------------------------
+
+    def _training_begins(self, control: TrainerControl) -> None:
         """The model and the optimizer exist; the weights may come from a checkpoint."""
         # `model_init` has made another one since the session began.
         use_no_grad_for_inference_mode(model_of(self._trainer))
         self.sharding.training_begins()
         if self.checkpoints.resumed_from is not None:
             restore_rest(self._trainer, self.checkpoints.resumed_from)
-        self.report.record.setup_ended()
+        self.record.setup_ended()
 
-    def optimizer_stepped(self) -> None:
+    def _optimizer_stepped(self, control: TrainerControl) -> None:
         """The optimizer has stepped: the step ends here, before other callbacks see the model."""
         self.training.end_update()
-        self.report.clock.switch(OTHER)
-        self.tokens.count_queued()
-        self.watch.end_step()
+        self.record.clock.switch(OTHER)
+        self.watch.stop()
 
-    def substep_ended(self) -> None:
+    def _substep_ended(self, control: TrainerControl) -> None:
         """A micro batch without an update has ended."""
-        self.steps.end_substep()
-        self.report.clock.switch(OTHER)
-        self.tokens.count_queued()
+        self.training.end_substep()
+        self.record.clock.switch(OTHER)
 
-    def step_is_done(self, control: TrainerControl) -> None:
+    def _step_is_done(self, control: TrainerControl) -> None:
         """An optimizer step and all its callbacks are done: a checkpoint may be due."""
-        self.report.record.step_ended()
-        self.schedule.step_is_done(control)
+        self.record.step_ended()
+        self.checkpoints.step_is_done(control)
 
-    def accumulation_stopped(self) -> None:
-        """The loop stops between two micro batches of an update: the open step is discarded."""
-        self.steps.abort()
+    def _accumulation_may_stop(self, control: TrainerControl) -> None:
+        """If the loop stops between two micro batches of an update, the open step is discarded."""
+        if control.should_epoch_stop or control.should_training_stop:
+            self.steps.abort()

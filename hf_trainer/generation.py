@@ -12,12 +12,15 @@ import torch
 from transformers import EncoderDecoderModel, GenerationMixin, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from hf_trainer.framework_patches import as_if_compiling
+from hf_trainer.patches import as_if_compiling
 from xla_adapters import StepProgram, get_runtime
 from xla_adapters.runtime.modes import eager
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.utils.patching import replaced
+
+# The name of the step that calls the model to generate.
+GENERATION = "generate"
 
 
 @contextmanager

@@ -13,9 +13,9 @@ import torch
 from accelerate.utils import send_to_device
 from transformers import Trainer
 
-from hf_trainer.generation import compiled_generation, generate
-from hf_trainer.step_driver import StepDriver
+from hf_trainer.generation import GENERATION, compiled_generation, generate
 from xla_adapters import StepProgram, get_runtime
+from xla_adapters.loop.steps import StepDriver
 from xla_adapters.runtime.modes import eager
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.tracing.deferred_numbers import make_plain
@@ -159,7 +159,7 @@ def generating_apart(trainer: Trainer, steps: StepDriver) -> Iterator[None]:
 
     def apart(*args: Any, **kwargs: Any) -> Any:
         with steps.between_parts(), replaced(model, "generate", own), as_if_compiling(False):
-            generated = generate(model, *args, program=steps.generation, **kwargs)
+            generated = generate(model, *args, program=steps.evaluation[GENERATION], **kwargs)
         with uploading():
             return send_to_device(generated, trainer.args.device)
 

@@ -9,15 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from hf_trainer import torch_tpu
-from hf_trainer.arguments import XLAArguments
 from hf_trainer.bridge import Bridge
-from hf_trainer.framework_patches import correct_process_index, trainer_patches
 from hf_trainer.libraries import before_log
-from hf_trainer.optimizers import OptimizerChoice
-from hf_trainer.options import TrainerOptions, take_options
-from hf_trainer.preparation import bfloat16_autocast, prepare_for_xla
-from hf_trainer.refusals import check_arguments, check_optimizer
+from hf_trainer.model import OptimizerChoice, bfloat16_autocast, prepare_for_xla
+from hf_trainer.options import TrainerOptions, XLAArguments, check_arguments, check_optimizer, take_options
+from hf_trainer.patches import correct_process_index, give_device_to_accelerate, trainer_patches
 from xla_adapters import XLAConfig
 from xla_adapters.checkpoint import CheckpointConfig, naming_failed_writes
 from xla_adapters.insight.run_record import RunStats
@@ -124,7 +120,7 @@ class XLATrainerMixin(_Base):
 
     def xla_report(self) -> RunReport:
         """What the last training did, or what this one has done so far: time, compiles, steps, rates."""
-        return self._xla.report.record.report()
+        return self._xla.record.report()
 
     # ---- runs ------------------------------------------------------------------------------------
 
@@ -142,13 +138,13 @@ class XLATrainerMixin(_Base):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As `Trainer.evaluate`."""
-        with self._xla.report.clock.during(EVALUATION), self._xla.session.running():
+        with self._xla.record.clock.during(EVALUATION), self._xla.session.running():
             metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         return metrics
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.predict`."""
-        with self._xla.report.clock.during(EVALUATION), self._xla.session.running():
+        with self._xla.record.clock.during(EVALUATION), self._xla.session.running():
             return super().predict(*args, **kwargs)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +159,7 @@ class XLATrainerMixin(_Base):
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         correct_process_index(self.args)
-        torch_tpu.give_device_to_accelerate(self.args)
+        give_device_to_accelerate(self.args)
         # For bf16 accelerate would set XLA_USE_BF16 in the environment: too late to take effect, or for the whole
         # process. `compute_loss_context_manager` does what bf16=True means.
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
@@ -196,9 +192,9 @@ class XLATrainerMixin(_Base):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.get_batch_samples`. The loop calls it at the begin of each optimizer step."""
-        self._xla.watch.begin_step()
-        self._xla.steps.new_update()
-        with self._xla.report.clock.during(INPUT):
+        self._xla.watch.begin(f"step {self.state.global_step + 1}")
+        self._xla.training.new_update()
+        with self._xla.record.clock.during(INPUT):
             return super().get_batch_samples(*args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
@@ -215,37 +211,40 @@ class XLATrainerMixin(_Base):
         Outside of `train()` nothing would close it, so there it runs operation by operation.
         """
         if not self.is_in_train:
-            with self._xla.session.running(), torch.autograd.set_multithreading_enabled(False):
+            with self._xla.session.running():
                 return super().training_step(model, inputs, num_items_in_batch)
         # Until the callbacks of its end.
-        self._xla.report.clock.switch(STEP)
+        self._xla.record.clock.switch(STEP)
         return self._xla.training.step(model, inputs, num_items_in_batch)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
         """As `Trainer.floating_point_ops`."""
-        return self._xla.training.floating_point_ops(inputs)
+        return self._xla.training.value("floating point operations", super().floating_point_ops, inputs)
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
-        return self._xla.training.clip_grad_norm(model)
+        return self._xla.training.value("clipped norm", super()._clip_grad_norm, model)
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
-        return self._xla.training.grad_norm(model, grad_norm)
+        norm: Any = super()._get_grad_norm
+        return (
+            norm(model, grad_norm=grad_norm) if grad_norm is not None else self._xla.training.value("norm", norm, model)
+        )
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
-        self._xla.tokens.track(inputs)
+        self._xla.training.track_tokens(inputs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As `Trainer.log`; under `report_to`, those of the training also say what its time goes to."""
-        self._xla.report.add_to(logs)
+        self._xla.add_to(logs)
         before_log(self)
         super().log(logs, *args, **kwargs)
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
     ) -> None:
-        self._xla.schedule.save_before_evaluation(model, trial)
-        self._xla.loss_sum.log(tr_loss, grad_norm, model, trial, *args, **kwargs)
-        self._xla.schedule.end_if_asked(model, trial)
+        self._xla.checkpoints.save_before_evaluation(model, trial)
+        self._xla.training.log(tr_loss, grad_norm, model, trial, *args, **kwargs)
+        self._xla.checkpoints.end_if_asked(model, trial)
 
     # ---- the evaluation step ---------------------------------------------------------------------
 
@@ -253,7 +252,7 @@ class XLATrainerMixin(_Base):
         self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """As `Trainer.prediction_step`, compiled as one graph under `compile_eval`."""
-        with self._xla.watch.evaluation_step():
+        with self._xla.watch.watching("a step of the evaluation"):
             return self._xla.evaluation.step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     # ---- checkpoints -----------------------------------------------------------------------------
@@ -262,9 +261,8 @@ class XLATrainerMixin(_Base):
         return self._xla.checkpoints.output_dir(trial)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with self._xla.report.saving():
+        with self._xla.saving():
             self._xla.checkpoints.save(model, trial)
-        self._xla.schedule.saved(trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As `Trainer.save_model`. Waits for a checkpoint that is being written.

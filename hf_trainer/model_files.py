@@ -12,7 +12,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from hf_trainer.framework_patches import as_if_compiling
+from hf_trainer.patches import as_if_compiling
 from xla_adapters.errors import MODEL_FAILURES, ConfigError
 from xla_adapters.utils.location import described
 

@@ -1,22 +1,129 @@
-"""Replayed steps in HF's loops: which steps may be replayed, their `CallSpec`, and the loss that stands for theirs."""
+"""Replayed steps in HF's loops: which steps may be replayed, their `CallSpec`, and the user code in them."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._pytree import tree_flatten
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_trainer.user_code import key_of, overridden
+from xla_adapters import XLAConfig
+from xla_adapters.loop.replay import StepCode, batch_of, key_of, optimizer_obstacle
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.guards.batch import batch_obstacle
+from xla_adapters.replay.safety import (
+    DATA,
+    MODULE_CALLS,
+    UNKNOWN,
+    Analysis,
+    FrameworkModel,
+    Unsafe,
+    Value,
+    is_trusted,
+    nothing,
+)
 from xla_adapters.replay.tracked_code import TrackedCode
-from xla_adapters.utils.nested_values import as_dicts
+
+# Methods of classes in these packages are not user code.
+_LIBRARIES = ("transformers.", "hf_trainer.")
+_FRAMEWORK = FrameworkModel(
+    calls={**MODULE_CALLS, Trainer.compute_loss: nothing},
+    properties=dict.fromkeys(("device", "dtype"), nothing),
+)
+# Functions that the user passes to the trainer.
+_GIVEN = ("compute_loss_func", "preprocess_logits_for_metrics")
+# Prefix of the names of loss functions of a library's models.
+_LOSS = "loss_function"
+# Registries in which a library's model looks up its attention and its masks.
+_INTERFACES = {"attention function": ALL_ATTENTION_FUNCTIONS, "attention mask": ALL_MASK_ATTENTION_FUNCTIONS}
+
+
+def step_code(trainer: Any, config: XLAConfig, functions: Callable[[], Mapping[str, Any]] = dict) -> StepCode:
+    """The user code in one kind of step of a trainer.
+
+    Args:
+        trainer: the trainer.
+        config: with `step_replay=True` the user promises that the code is safe.
+        functions: returns further functions that the steps call, by name (default: none).
+    """
+
+    def found(models: Mapping[str, PreTrainedModel]) -> dict[str, Any]:
+        own = {
+            "forward": trainer.model,
+            "compute_loss": trainer.compute_loss,
+            "compute_loss_func": trainer.compute_loss_func,
+            "label_smoother": trainer.label_smoother,
+            **functions(),
+        }
+        for name, model in models.items():
+            own.update(_called_by(model, name or type(model).__name__))
+        return own
+
+    return StepCode(
+        _FRAMEWORK,
+        found,
+        functools.partial(_examine, trainer),
+        promised=lambda: [] if config.step_replay is True else None,
+        parts=lambda: {name: part for name, part in trainer.model.named_modules() if isinstance(part, PreTrainedModel)},
+    )
+
+
+def _examine(trainer: Any, functions: Mapping[str, Any], analysis: Analysis) -> None:
+    part = "forward"
+    try:
+        analysis.examine(trainer.model, (), {UNKNOWN: DATA})
+        for part, function in functions.items():
+            if part == "compute_loss":
+                if overridden(trainer, (part,)) is not None:
+                    # The batch is the trainer's own copy.
+                    analysis.examine(trainer.compute_loss, [Value((trainer.model,))], {UNKNOWN: DATA})
+            elif part in _GIVEN or part.startswith(_LOSS):
+                if function is not None and not is_trusted(function):
+                    analysis.examine(function, (), {UNKNOWN: DATA})
+            elif part.startswith(tuple(_INTERFACES)) and function is not None and not is_trusted(function):
+                # It gets modules as arguments, which are not known before the call, and may do anything with them.
+                raise Unsafe(f"{getattr(function, '__qualname__', type(function).__qualname__)} is not followed")
+    except Unsafe as error:
+        name = overridden(trainer, (part,)) or f"the {part} of your own"
+        raise Unsafe(f"{name} is not known to be safe to leave out: {error}") from None
+
+
+def _called_by(model: PreTrainedModel, name: str) -> Iterator[tuple[str, Any]]:
+    """The functions of a library's model that the user can replace: its loss, attention and mask, each with a name."""
+    loss = getattr(model, "_loss_function", None) or LOSS_MAPPING.get(str(getattr(model, "loss_type", None)))
+    yield f"{_LOSS} ({name})", loss
+    chosen = getattr(model.config, "_attn_implementation", None)
+    for kind, interface in _INTERFACES.items():
+        yield f"{kind} ({name})", interface.get(chosen)
+
+
+def overridden(trainer: Any, names: tuple[str, ...]) -> str | None:
+    """The first of these methods that is user code, in a class or on the instance; None if there is none."""
+    own = vars(trainer)
+    for name in names:
+        if name in own:
+            return f"the trainer's own {name}"
+        for cls in type(trainer).__mro__:
+            # The user may also have replaced a method of a library's class.
+            if name in vars(cls) and not (
+                cls.__module__.startswith(_LIBRARIES) and _is_trusted_member(vars(cls)[name])
+            ):
+                return f"{cls.__name__}.{name}"
+            if cls is Trainer:
+                break
+    return None
+
+
+def _is_trusted_member(member: Any) -> bool:
+    return isinstance(member, property) or is_trusted(member)
+
 
 # Methods that the step consists of. A replay calls the first ones, whose override would surround the step with user
 # code, and does not call the others.
@@ -91,27 +198,7 @@ def obstacle_around(trainer: Any) -> str | None:
     for name in _OF_ACCELERATOR:
         if getattr(getattr(accelerator, name), "__func__", None) is not getattr(Accelerator, name):
             return f"the method {name} of the accelerator was replaced"
-    return _obstacle_in_update(trainer.optimizer)
-
-
-def _obstacle_in_update(optimizer: Any) -> str | None:
-    """Python code in the update besides the `step` of the optimizer's class, which a replay would skip."""
-    for hook in (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()):
-        # While a step is open, the core has hooks of its own there.
-        if not getattr(hook, "__module__", "").startswith("xla_adapters."):
-            return "all optimizers have a hook, whose Python a replay would leave out"
-    # accelerate wraps the optimizer.
-    while optimizer is not None:
-        kind, step = type(optimizer), vars(optimizer).get("step")
-        if getattr(step, "_wrapped_by_lr_sched", False):
-            step = step.__wrapped__ if step.__wrapped__ is not kind.step else None
-        if step is not None:
-            return f"the method step of {kind.__name__} was replaced"
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            if getattr(optimizer, hooks, None):
-                return f"{kind.__name__} has a hook, whose Python a replay would leave out"
-        optimizer = getattr(optimizer, "optimizer", None)
-    return None
+    return optimizer_obstacle(trainer.optimizer)
 
 
 def obstacle_within(trainer: Any, *, trains: bool = True) -> str | None:
@@ -149,10 +236,9 @@ def call_spec(
         known: further values that the step depends on; calls with different ones get different executables.
         trains: whether it is a training step.
     """
-    leaves, spec = tree_flatten(as_dicts(inputs))
+    tensors, key = batch_of(inputs)
     obstacle = obstacle_within(trainer, trains=trains) or code.obstacle or batch_obstacle(inputs)
     arguments: tuple[Hashable, ...] = tuple(str(getattr(trainer.args, name, None)) for name in _ARGUMENTS)
-    shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
     smoother = trainer.label_smoother
     known = (
         *known,
@@ -162,8 +248,8 @@ def call_spec(
         id(model),
     )
     return CallSpec(
-        key=(str(spec), shapes, arguments, known),
-        batch=[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)],
+        key=(*key, arguments, known),
+        batch=tensors,
         extras=[trainer._tr_loss] if trains else [],
         modules=[model, *code.modules],
         set_modes=model.train if trains else None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from hf_trainer import generation
+from hf_trainer.generation import GENERATION, generate
 from hf_trainer.mixin import XLATrainerMixin
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Trainer(XLATrainerMixin, transformers.Trainer):
             ConfigError: there is no such slice, or what traces with TorchTPU is not installed.
         """
         # Late: trainings need none of it.
-        from hf_trainer.preflight import preflight
+        from hf_trainer.check import preflight
 
         return preflight(self, topology, timeout=timeout)
 
@@ -50,7 +50,7 @@ class Trainer(XLATrainerMixin, transformers.Trainer):
         model: Any = self.model
         model.eval()
         with self._xla.session.running():
-            return generation.generate(model, *args, program=self._xla.steps.generation, **kwargs)
+            return generate(model, *args, program=self._xla.steps.evaluation[GENERATION], **kwargs)
 
 
 class Seq2SeqTrainer(XLATrainerMixin, transformers.Seq2SeqTrainer):

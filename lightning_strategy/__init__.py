@@ -3,15 +3,13 @@
 from pathlib import Path
 
 import lightning_strategy._requirements  # noqa: F401 (raises)
-from lightning_strategy.connector.auto import warn_where_auto_takes_the_cpu
-from lightning_strategy.fabric.strategy import XLAEagerFabricStrategy
-from lightning_strategy.registries import register
-from lightning_strategy.stats import XLAStatsCallback
+from lightning_strategy.connector import warn_where_auto_takes_the_cpu
+from lightning_strategy.fabric import XLAEagerFabricStrategy
+from lightning_strategy.report import XLAStatsCallback
 from lightning_strategy.strategy import XLAEagerStrategy
 from xla_adapters.utils.location import hide_folder
 
 __all__ = ["XLAEagerFabricStrategy", "XLAEagerStrategy", "XLAStatsCallback"]
 
 hide_folder(Path(__file__).parent)
-register()
 warn_where_auto_takes_the_cpu()

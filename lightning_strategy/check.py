@@ -1,8 +1,4 @@
-"""What `xla-adapters check` and `preflight` change in Lightning's Trainer and Fabric.
-
-Our strategy is put in, and nothing is saved or logged. A pre-flight also ends the loops as soon as the graphs of their
-steps are there.
-"""
+"""What `xla-adapters check` changes in Lightning's Trainer and Fabric: our strategy put in, nothing saved or logged."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_strategy.ending_loops import EndingLoops
+from lightning_strategy.preflight import EndingLoops
 from lightning_strategy.strategy import XLAEagerStrategy
 from xla_adapters.errors import ConfigError
 from xla_adapters.tools.user_script import Hand

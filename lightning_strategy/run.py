@@ -3,45 +3,80 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.call import _call_and_handle_interrupt
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_strategy.checkpoints.data_position import DataPosition
-from lightning_strategy.checkpoints.exact_state import exact_state, restore_exact_state
-from lightning_strategy.checkpoints.scheduled import ScheduledSaves
-from lightning_strategy.connector.flops import flops_of_devices
-from lightning_strategy.connector.refusals import check_nesting, check_trainer
-from lightning_strategy.fit_report import FitReport
-from lightning_strategy.metrics.run_metrics import RunMetrics
-from lightning_strategy.replay.loops import replaying_loops
-from lightning_strategy.replay.rules import ReplayRules
-from lightning_strategy.sharding.module_sharding import ModuleSharding
-from lightning_strategy.sharding.phases import PhaseSharding
-from lightning_strategy.steps.averaged_weights import averaging_in_one_graph
-from lightning_strategy.steps.backward import backward_in_step
-from lightning_strategy.steps.callbacks import StepEnds, callbacks_around
-from lightning_strategy.steps.driver import StepDriver
-from lightning_strategy.steps.dynamo import compiled_children
-from lightning_strategy.steps.evaluation import EvaluationBatches
-from lightning_strategy.steps.gradients import GRADIENTS, accumulated
-from lightning_strategy.steps.stall_watch import StallWatch
-from lightning_strategy.steps.training import TrainingBatches
-from lightning_strategy.trainer_calls import TrainerCall
+from lightning_strategy.checkpoints import SavingCallback
+from lightning_strategy.connector import flops_of_devices
+from lightning_strategy.data_position import DataPosition, exact_state, restore_exact_state
+from lightning_strategy.metrics import RunMetrics
+from lightning_strategy.refusals import check_nesting, check_trainer
+from lightning_strategy.replay import ReplayRules
+from lightning_strategy.report import FitReport
+from lightning_strategy.sharding import ModuleSharding
+from lightning_strategy.steps import (
+    GRADIENTS,
+    LoopSteps,
+    accumulated,
+    averaging_in_one_graph,
+    backward_in_step,
+    callbacks_around,
+    compiled_children,
+    replaying_loops,
+)
 from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.errors import BreakKind
-from xla_adapters.runtime.modes import eager
+from xla_adapters.loop.steps import StallWatch, StepDriver, around_run
 from xla_adapters.tracing.library_reads import answering, reads_of_packages
 from xla_adapters.tracing.step_scope import current_scope
-from xla_adapters.tracing.undo_log import release_retired
+from xla_adapters.utils.patching import replaced
 from xla_adapters.utils.torch_modes import TorchModes, as_if_compiling, inference_mode_as_no_grad
 
+_CALL = _call_and_handle_interrupt.__code__
+
+
+class TrainerCall:
+    """The innermost call of a Trainer's methods that is under way in this thread.
+
+    Lightning's handling of an exception may fail itself, as near the recursion limit. Then it calls no `teardown`, and
+    only the stack tells that the call has ended.
+
+    Args:
+        trainer: whose method it is.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._thread = threading.current_thread()
+        self._frame = next((frame for frame in _calls() if frame.f_locals["trainer"] is trainer), None)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the method was left. False for the call of another thread, and for one that was not found."""
+        is_here = self._thread is threading.current_thread()
+        return is_here and self._frame is not None and not any(frame is self._frame for frame in _calls())
+
+
+def _calls() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            yield frame
+        frame = frame.f_back
+
+
 _active: list[Run] = []
+_HINT = " (in on_train_batch_end, or in an on_..._epoch_end hook)"
+_EVALUATION_HINT = " (in on_..._batch_end or on_..._epoch_end; compile_eval=False runs evaluation steps eagerly)"
 
 
 class Run:
@@ -57,8 +92,7 @@ class Run:
     Attributes:
         config: the options.
         steps: opens and closes the steps.
-        training: the steps of training batches.
-        evaluation: the steps of evaluation batches.
+        batches: which batch belongs to which step.
         metrics: logged values and metrics.
         data: where in the training data the run is.
         stalls: watches that no step takes too long.
@@ -85,14 +119,15 @@ class Run:
         self.steps = StepDriver(
             config.of_run(trainer.default_root_dir),
             base_seed(),
+            ("validation_step", "test_step", "predict_step"),
+            hint=_HINT,
+            evaluation_hint=_EVALUATION_HINT,
             before_step=self.metrics.before_step,
             after_step=self._after_step,
             after_discard=self.metrics.after_discard,
         )
-        self.stalls = StallWatch(trainer, self._checkpoint.stall_deadline, self._is_step_open)
-        phases = PhaseSharding(sharding, self._is_step_open)
-        self.training = TrainingBatches(trainer, config, self.steps, phases)
-        self.evaluation = EvaluationBatches(trainer, config, self.steps, phases, self.stalls)
+        self.stalls = StallWatch(self._checkpoint.stall_deadline)
+        self.batches = LoopSteps(trainer, self.steps, sharding, self.stalls)
 
     @property
     def _module(self) -> LightningModule:
@@ -101,7 +136,7 @@ class Run:
         return module
 
     def _after_step(self) -> None:
-        self.metrics.after_step()
+        self.metrics.deferred.after_step()
         self._report.step_ended()
 
     def _is_step_open(self) -> bool:
@@ -122,27 +157,23 @@ class Run:
         lasting = self._lasting
         # Also where an exception has kept a hook of the strategy from restoring them.
         lasting.callback(TorchModes().restore)
-        # Each backward runs in this thread, also where no step is open: see `StepScope`.
-        lasting.enter_context(torch.autograd.set_multithreading_enabled(False))
         lasting.enter_context(as_if_compiling(torch.compiler._is_compiling_flag))
         lasting.callback(_active.remove, self)
-        lasting.callback(release_retired)
-        lasting.enter_context(eager(self.config.eager_by_default))
+        lasting.enter_context(around_run(self.config))
         lasting.enter_context(inference_mode_as_no_grad())
         lasting.enter_context(answering(reads_of_packages((), self._module)))
         lasting.enter_context(flops_of_devices())
         lasting.enter_context(self.metrics.patched())
         lasting.enter_context(averaging_in_one_graph(self.config))
         lasting.enter_context(backward_in_step(self._trainer, self.steps))
-        saves = ScheduledSaves(self._checkpoint)
+        saves = SavingCallback(self._checkpoint)
         lasting.callback(saves.close)
         lasting.enter_context(self.data.followed())
-        lasting.enter_context(self.stalls.receiving_errors())
+        lasting.enter_context(_errors_passing(self.stalls, self._trainer))
         # Before the callbacks of ours, whose work is not that of the user's callbacks.
         plan = str if self._sharding is None else self._sharding.summary
         lasting.enter_context(self._report.running(self._trainer, self.steps, plan))
-        step_ends = StepEnds(self.steps, self.training.leaves_open)
-        lasting.enter_context(callbacks_around(self._trainer, first=step_ends, last=saves))
+        lasting.enter_context(callbacks_around(self._trainer, first=self.batches, last=saves))
 
     def end_if_left(self) -> bool:
         """Ends the run if the Trainer's method that began it was left without a teardown; returns whether it was."""
@@ -169,13 +200,12 @@ class Run:
         rules = None
         if self.steps.may_replay:
             proves = self.config.step_replay is not True
-            rules = ReplayRules(self._trainer, module, self.metrics.deferred_updates, proves=proves)
+            rules = ReplayRules(self._trainer, module, self.metrics.deferred.waiting, proves=proves)
             lasting.enter_context(replaying_loops(self._trainer, self.steps))
-        lasting.enter_context(self.metrics.deferring(module))
+        lasting.enter_context(self.metrics.deferred.of(module))
         if self._sharding is not None:
             lasting.enter_context(self._sharding.holding(module))
-        self.training.model_is_ready(rules)
-        self.evaluation.model_is_ready(rules)
+        self.batches.model_is_ready(rules)
         if self.config.xla_mode == "eager+dynamo":
             lasting.enter_context(compiled_children(module, get_runtime().dynamo_backend))
         if saved is not None and self._trainer.state.fn == TrainerFn.FITTING:
@@ -200,8 +230,14 @@ class Run:
             load_gradients, self._load_gradients = self._load_gradients, None
             if load_gradients is not None:
                 load_gradients()
-        self.stalls.restart()
+        self._watch_training()
         self.steps.before_upload(self._trainer.fit_loop.total_batch_idx + 1 if training else -1)
+
+    def _watch_training(self) -> None:
+        """Watches the training step that begins and the loading of the batch after it: no hook is between them."""
+        self.stalls.stop()
+        if self._trainer.training and not self.steps.is_open:
+            self.stalls.begin(f"step {self._trainer.global_step + 1}, or the loading of the batch after it,")
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
@@ -222,7 +258,7 @@ class Run:
             CheckpointSaveError: inside a step.
         """
         self.stalls.stop()
-        self.training.end_accumulation()
+        self.batches.end_accumulation()
         scope = current_scope()
         if scope is not None:
             scope.meet_break(BreakKind.CHECKPOINT_SAVE, f"the checkpoint {os.fspath(path)}")
@@ -230,7 +266,7 @@ class Run:
     def after_save(self, path: Any) -> None:
         """A checkpoint is written, or being written: the loading of the next batch is watched again."""
         self.steps.train.note_checkpoint(os.fspath(path))
-        self.stalls.restart()
+        self._watch_training()
 
     def resumes_from(self, path: str) -> None:
         """Tells the Trainer which checkpoint was loaded instead of the one that it found."""
@@ -243,6 +279,26 @@ class Run:
             load: loads them.
         """
         self._load_gradients = load
+
+
+@contextmanager
+def _errors_passing(stalls: StallWatch, trainer: Trainer) -> Iterator[None]:
+    """Until the exit, an exception that ends the fit loop passes through the open watchdog.
+
+    The watchdog interrupts the main thread; it replaces that interrupt by its own error.
+    """
+    loop = trainer.fit_loop
+    kind: Any = type(loop)
+    stock = kind.run
+
+    def run(running: Any) -> None:
+        with ExitStack() as stack:
+            if running is loop:
+                stack.push(stalls.receive)
+            stock(running)
+
+    with replaced(kind, "run", run):
+        yield
 
 
 def base_seed() -> int:

@@ -9,37 +9,182 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from lightning.fabric.plugins.io import CheckpointIO
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 
-from lightning_strategy.checkpoints.io import XLAEagerCheckpointIO, with_writer
-from lightning_strategy.checkpoints.scheduled import check_options, check_plugin_saves
-from lightning_strategy.checkpoints.trainer import TrainerCheckpoints
-from lightning_strategy.connector.plugins import TrainerPlugins
-from lightning_strategy.connector.precision import XLAPrecisionFlag
-from lightning_strategy.connector.refusals import check_fused, config_of_run, explaining_fused, start_runtime
-from lightning_strategy.device_moves import keeping_ties, optimizers_following
-from lightning_strategy.fit_report import FitReport
+from lightning_strategy import sharded_checkpoints as sharded
+from lightning_strategy.checkpoints import (
+    EXACT_STATE,
+    XLAEagerCheckpointIO,
+    asks_for_newest,
+    check_options,
+    check_plugin_saves,
+    devices_of,
+    load_newest,
+    settings_of,
+    show_differences,
+)
+from lightning_strategy.connector import StrategyHooks, TrainerPlugins, XLAPrecisionFlag
+from lightning_strategy.refusals import check_fused, config_of_run, explaining_fused, start_runtime
+from lightning_strategy.report import FitReport
 from lightning_strategy.run import Run
-from lightning_strategy.sharding.example_batch import prepare_for_run
-from lightning_strategy.sharding.host import bring_to_host
-from lightning_strategy.sharding.module_sharding import AutoShardingOption, ShardingOption, make_sharding, plan_of
+from lightning_strategy.sharding import (
+    AutoShardingOption,
+    HostCopy,
+    ModuleSharding,
+    ShardingOption,
+    bring_to_host,
+    keeping_ties,
+    make_sharding,
+    on_host,
+    optimizers_following,
+    prepare_for_run,
+)
+from lightning_strategy.steps import GRADIENTS, load_gradients
 from xla_adapters import XLAConfig, get_runtime
-from xla_adapters.checkpoint import CheckpointConfig
+from xla_adapters.checkpoint import CheckpointConfig, snapshot
 from xla_adapters.config import XLAOptions
 from xla_adapters.insight.run_report import RunReport
 from xla_adapters.runtime.transfers import uploading
-from xla_adapters.sharding import ShardingPlan, accept_placements
+from xla_adapters.sharding import accept_placements
 from xla_adapters.utils.torch_modes import as_if_compiling
 
 if TYPE_CHECKING:
     from xla_adapters.tools.preflight_report import PreflightReport
 
 
-class XLAEagerStrategy(SingleDeviceXLAStrategy):
+class TrainerCheckpoints:
+    """Adds to Lightning's checkpoints what an exact resume needs, and reads it back.
+
+    Args:
+        strategy: whose module and optimizers are saved, and whose `checkpoint_io` writes.
+        config: the XLA options.
+        checkpoint: how to save.
+        sharding: of the strategy, if it shards.
+    """
+
+    def __init__(
+        self, strategy: Strategy, config: XLAConfig, checkpoint: CheckpointConfig, sharding: ModuleSharding | None
+    ) -> None:
+        self._strategy = strategy
+        self._config = config
+        self._checkpoint = checkpoint
+        self._sharding = sharding
+        self._loaded_from: Any = ""
+        self._exact_state: dict[str, Any] | None = None
+        self._gradients: dict[str, torch.Tensor] = {}
+
+    @property
+    def _module(self) -> LightningModule:
+        module = self._strategy.lightning_module
+        assert module is not None
+        return module
+
+    # ---- saving --------------------------------------------------------------------------------
+
+    def save(self, run: Run | None, checkpoint: dict[str, Any], path: Any, write: Callable[[Any, Any], None]) -> None:
+        """Saves a checkpoint; between `run.before_save` and `run.after_save` if a run is under way.
+
+        Args:
+            run: the run under way.
+            checkpoint: what Lightning saves, on the device.
+            path: where to.
+            write: the parent class's method, which gets a checkpoint on the host and the path.
+        """
+        if run is not None:
+            run.before_save(path)
+            resumable = "optimizer_states" in checkpoint
+            checkpoint = {**checkpoint, EXACT_STATE: run.exact_state(with_gradients=resumable)}
+        io = self._strategy.checkpoint_io
+        if run is not None and isinstance(io, XLAEagerCheckpointIO):
+            io.settings = self._settings()
+            io.devices = devices_of(self._sharding)
+        if self._sharding is not None and self._sharding.saves_shards:
+            io = sharded.check_io(type(self._strategy).__name__, io)
+            sharded.save(io, checkpoint, path, self._module, self._strategy.optimizers)
+        else:
+            write(HostCopy(snapshot(checkpoint)) if self._checkpoint.asynchronous else on_host(checkpoint), path)
+        if run is not None:
+            run.after_save(path)
+
+    def _settings(self) -> dict[str, Any]:
+        return settings_of(self._module.trainer, self._config, self._sharding)
+
+    # ---- loading -------------------------------------------------------------------------------
+
+    def load(
+        self, run: Run | None, path: Any, read: Callable[[Any], dict[str, Any]], *, weights_only: bool | None
+    ) -> dict[str, Any]:
+        """Loads a checkpoint; a fit that looks for the last one resumes from the newest that is valid.
+
+        Args:
+            run: the run under way.
+            path: what the Trainer found, or the user gave.
+            read: the parent class's method, for a checkpoint in one file.
+            weights_only: as for `torch.load`, for a sharded checkpoint.
+
+        Raises:
+            CheckpointDamagedError: it is not what was written, and the user gave its path (or none is valid).
+        """
+
+        def load(path: Any) -> dict[str, Any]:
+            return sharded.read_rest(path, weights_only) if sharded.is_sharded(path) else read(path)
+
+        if run is not None and asks_for_newest():
+            path, checkpoint = load_newest(path, load)
+            run.resumes_from(path)
+        else:
+            checkpoint = load(path)
+        # What is left is what Lightning's hooks get on the CPU.
+        self._exact_state, self._loaded_from = checkpoint.pop(EXACT_STATE, None), path
+        self._gradients = (self._exact_state or {}).pop(GRADIENTS, {})
+        return checkpoint
+
+    def take_exact_state(self) -> dict[str, Any] | None:
+        """The exact state in the checkpoint that was loaded last, once; None if there is none."""
+        state, self._exact_state = self._exact_state, None
+        return state
+
+    def load_weights(self, checkpoint: Mapping[str, Any], load: Callable[[Any, bool], None], *, strict: bool) -> None:
+        """Loads a checkpoint's weights into the module.
+
+        Args:
+            checkpoint: as `load` returned it.
+            load: the parent class's method, for a checkpoint in one file.
+            strict: as for `load_state_dict`.
+        """
+        if sharded.FOLDER in checkpoint:
+            sharded.load_weights(checkpoint, self._module, strict=strict)
+            return
+        # One execution, not one for each weight.
+        with uploading():
+            load(checkpoint, strict)
+        get_runtime().tracing.flush()
+
+    def load_optimizers(self, run: Run | None, checkpoint: Mapping[str, Any], load: Callable[[Any], None]) -> None:
+        """Loads a checkpoint's optimizer states, and gradients if it was saved in an accumulation.
+
+        Args:
+            run: the run under way; without one, accumulated gradients are left out.
+            checkpoint: as `load` returned it.
+            load: the parent class's method, for a checkpoint in one file.
+        """
+        if sharded.FOLDER in checkpoint:
+            sharded.load_optimizers(checkpoint, self._module, self._strategy.optimizers)
+            put_back = functools.partial(sharded.load_accumulated, checkpoint, self._module)
+        else:
+            with uploading():
+                load(checkpoint)
+            gradients, self._gradients = self._gradients, {}
+            put_back = functools.partial(load_gradients, self._module, gradients)
+        if run is not None:
+            run.resumes_gradients(put_back)
+            show_differences(self._loaded_from, self._settings(), self._sharding)
+
+
+class XLAEagerStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: ignore[misc]
     """Trains a LightningModule on the PJRT device of the process.
 
     Everything runs eagerly, except steps: each training, validation, test or predict step is compiled as one graph and
@@ -72,7 +217,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         RuntimeOrderError: the XLA runtime was started earlier in a mode that does not fit.
     """
 
-    strategy_name = "xla_eager"
+    _plugins: TrainerPlugins
 
     def __init__(
         self,
@@ -107,14 +252,6 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     # ---- what the Trainer asks for when it is constructed --------------------------------------
 
     @property
-    def _accelerator(self) -> Any:
-        return self._plugins.accelerator()
-
-    @_accelerator.setter
-    def _accelerator(self, accelerator: Any) -> None:
-        """Does nothing: the device is the strategy's, also where Lightning chose another for the flag `"auto"`."""
-
-    @property
     def _precision_plugin(self) -> Precision | None:
         return self._plugins.precision_for_connector()
 
@@ -131,22 +268,6 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     def precision_plugin(self, plugin: Any) -> None:
         self._plugins.set_precision(plugin)
 
-    @property  # type: ignore[override]
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's, or `XLAEagerCheckpointIO`."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = XLAEagerCheckpointIO(self.checkpoint_config)
-        return with_writer(self._checkpoint_io)
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._checkpoint_io = io
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Registers the strategy as `"xla_eager"`."""
-        strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
-
     # ---- a run ---------------------------------------------------------------------------------
 
     @property
@@ -155,15 +276,6 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         if self._run is None:
             raise RuntimeError(f"{type(self).__name__}: no run is under way; the Trainer starts one")
         return self._run
-
-    @property
-    def sharding_plan(self) -> ShardingPlan:
-        """How the module is sharded.
-
-        Raises:
-            ConfigError: it is not, or no run has begun yet.
-        """
-        return plan_of(self._sharding, type(self).__name__)
 
     def xla_report(self) -> RunReport:
         """What the last fit did, or what this one has done so far: time, compiles, steps, rates."""
@@ -289,7 +401,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """As `Strategy.on_train_batch_start`; opens the training step."""
         self._report.batch_begins()
-        self.run.training.begin(batch, batch_idx)
+        self.run.batches.begin(batch, batch_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.training_step`."""
@@ -301,7 +413,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
         if self._run is None:
             # Called by the user after a fit, through a `LightningOptimizer`.
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        with self.run.training.update(closure), as_if_compiling(False):
+        with self.run.batches.update(closure), as_if_compiling(False):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # ---- evaluation ----------------------------------------------------------------------------
@@ -309,7 +421,7 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     def on_validation_start(self) -> None:
         """As `Strategy.on_validation_start`; counts batches from 0."""
         self._report.evaluation_begins()
-        self.run.evaluation.begin()
+        self.run.steps.begin_evaluation()
 
     def on_validation_end(self) -> None:
         """As `Strategy.on_validation_end`."""
@@ -318,25 +430,25 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
 
     def on_test_start(self) -> None:
         """As `Strategy.on_test_start`; counts batches from 0."""
-        self.run.evaluation.begin()
+        self.run.steps.begin_evaluation()
 
     def on_predict_start(self) -> None:
         """As `Strategy.on_predict_start`; counts batches from 0."""
-        self.run.evaluation.begin()
+        self.run.steps.begin_evaluation()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.validation_step`: one graph under `compile_eval`."""
-        with self.run.evaluation.step("validation_step", args) as step:
+        with self.run.batches.evaluation_step("validation_step", args) as step:
             return step.outputs(super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.test_step`: one graph under `compile_eval`."""
-        with self.run.evaluation.step("test_step", args) as step:
+        with self.run.batches.evaluation_step("test_step", args) as step:
             return step.outputs(super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.predict_step`: one graph under `compile_eval`."""
-        with self.run.evaluation.step("predict_step", args) as step:
+        with self.run.batches.evaluation_step("predict_step", args) as step:
             return step.outputs(super().predict_step, *args, **kwargs)
 
     # ---- checkpoints ---------------------------------------------------------------------------
@@ -367,3 +479,8 @@ class XLAEagerStrategy(SingleDeviceXLAStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """As `Strategy.load_optimizer_state_dict`; accumulated gradients are loaded, too."""
         self._checkpoints.load_optimizers(self._run, checkpoint, super().load_optimizer_state_dict)
+
+
+# `L.Trainer(strategy="xla_eager")`.
+if XLAEagerStrategy.strategy_name not in StrategyRegistry:
+    XLAEagerStrategy.register_strategies(StrategyRegistry)

@@ -17,7 +17,7 @@ PACKAGES = {"xla_adapters": CORE, "hf_trainer": ROOT / "hf_trainer", "lightning_
 # Top to bottom.
 ROOMS = (
     *("hf_trainer", "lightning_strategy", "cli", "xla_adapters"),
-    *("tools", "insight", "data", "checkpoint", "cpu", "sharding", "replay", "tracing"),
+    *("loop", "tools", "insight", "data", "checkpoint", "cpu", "sharding", "replay", "tracing"),
     *("lowerings", "runtime", "config", "errors", "open_step", "hlo", "utils"),
 )
 # Neither imports the other, though one stands above.

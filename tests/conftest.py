@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -43,6 +44,7 @@ import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 import hf_trainer  # noqa: F401
 import lightning_strategy  # noqa: F401
 import xla_adapters.replay.safety.allowlist
+from tests.isolation import run_in_child
 
 # What every child that replays would look up anew.
 xla_adapters.replay.safety.allowlist.is_allowed(len)
@@ -64,11 +66,11 @@ def _leaves_nothing_behind() -> Iterator[None]:
     yield
     # In both cases children forked from here on would hang, some or all.
     if _runtime_is_started():
-        pytest.exit("a test touched the XLA runtime outside a child: decorate it with @isolated", returncode=1)
+        pytest.exit("a test touched the XLA runtime outside a child: mark it as isolated", returncode=1)
     if pool := _left_running():
         pytest.exit(
             f"a test left threads of a library running ({', '.join(pool)}), as torch does that computes: "
-            f"decorate it with @isolated",
+            f"mark it as isolated",
             returncode=1,
         )
     changed = {
@@ -83,6 +85,18 @@ def _leaves_nothing_behind() -> Iterator[None]:
     left = [thread.name for thread in started if thread.is_alive()]
     assert not changed, f"the test changed environment variables: {sorted(changed)}"
     assert not left, f"the test left threads running: {left}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test with the mark `isolated` in a forked child."""
+    __tracebackhide__ = True
+    mark = pyfuncitem.get_closest_marker("isolated")
+    if mark is None or hasattr(pyfuncitem.obj, "runs_in_a_child"):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    run_in_child(functools.partial(pyfuncitem.obj, **arguments), **mark.kwargs)
+    return True
 
 
 def _draw_from_the_beginning() -> None:

@@ -1,5 +1,7 @@
 """Runs a test in a forked child: XLA's state is per process and cannot be reset.
 
+`pytestmark = pytest.mark.isolated` does it for all tests of a file, `@isolated` for one; both take `env` and `timeout`.
+
 The parent has imported everything and never touches the XLA runtime, nor computes with torch, so a
 fork costs a fraction of a second where an import costs many.
 """
@@ -39,6 +41,7 @@ def isolated(function: _Test | None = None, *, timeout: float = _TIMEOUT, env: d
             __tracebackhide__ = True
             run_in_child(functools.partial(test, *args, **kwargs), timeout=timeout, env=env)
 
+        vars(wrapper)["runs_in_a_child"] = True
         return wrapper  # type: ignore[return-value]
 
     return decorate if function is None else decorate(function)

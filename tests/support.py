@@ -1,17 +1,36 @@
-"""What the tests of the core share: a loop with every kind of state, and its state bit by bit."""
+"""What tests share: a loop with every kind of state, its state bit by bit, a stream of data, a damaged file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.data import IterableDataset
 
 import xla_adapters
 from tests.device import DEVICE
+
+
+class Stream(IterableDataset[Any]):
+    """Samples without a length."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = list(samples)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._samples)
+
+
+def flip(path: Path) -> None:
+    """Changes a bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 class Net(nn.Module):

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import io
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import thread as pools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._decomp
 import torch.utils.checkpoint
+import transformers.modeling_utils
+from safetensors.torch import save_file
 from torch import nn
+from torch._C import _functorch
+from torch._functorch import eager_transforms, vmap
+from torch.distributed.checkpoint import filesystem, state_dict_loader
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
 from torch.library import Library, get_kernel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from tests.isolation import isolated
 from xla_adapters.utils.patching import replaced
-from xla_adapters.utils.torch_modes import _OF_HOOKS, unused_in_steps
+from xla_adapters.utils.torch_modes import _OF_HOOKS, in_transform, results_of_transforms, unused_in_steps, unwrapped
 
 _OPTIMIZERS = [
     "ASGD",
@@ -281,3 +296,146 @@ def test_an_encoder_asks_whether_a_mask_is_left_aligned() -> None:
     assert not torch._nested_tensor_from_mask_left_aligned(torch.ones(2, 3, 4), padded.logical_not())
     source = inspect.getsource(torch.nn.TransformerEncoder.forward)
     assert "not torch._nested_tensor_from_mask_left_aligned(" in source
+
+
+# ---- function transforms ----------------------------------------------------------------------------
+
+
+@isolated
+def test_a_wrapped_tensor_is_opened_and_a_result_is_told() -> None:
+    """`torch._C._functorch.is_functorch_wrapped_tensor`, `torch._C._functorch.get_unwrapped`, and
+    `torch._C._are_functorch_transforms_active`; `_remove_batch_dim` of `torch._functorch.vmap` and
+    `_unwrap_for_grad` of `torch._functorch.eager_transforms` end a transform."""
+    value = torch.arange(6.0).reshape(2, 3)
+    seen: list[bool] = []
+
+    def total(row: torch.Tensor) -> torch.Tensor:
+        assert _functorch.is_functorch_wrapped_tensor(row)
+        seen.append(in_transform())
+        assert unwrapped(row).data_ptr() == _functorch.get_unwrapped(row).data_ptr() == value.data_ptr()
+        return row.sum()
+
+    told: list[torch.Tensor] = []
+    ends = (vmap._remove_batch_dim, eager_transforms._unwrap_for_grad)  # type: ignore[attr-defined]
+    with results_of_transforms(told.append):
+        sums = torch.func.vmap(total)(value)
+        slope = torch.func.grad(total)(value)
+    assert (vmap._remove_batch_dim, eager_transforms._unwrap_for_grad) == ends  # type: ignore[attr-defined]
+    assert all(any(tensor is result for tensor in told) for result in (sums, slope))
+    assert seen == [True, True]
+    assert not in_transform()
+    assert unwrapped(value) is value
+
+
+@isolated
+def test_what_is_made_with_transforms_off_is_not_wrapped() -> None:
+    """`torch._C._DisableFuncTorch`."""
+
+    def wrapped(value: torch.Tensor) -> torch.Tensor:
+        with torch._C._DisableFuncTorch():
+            assert not _functorch.is_functorch_wrapped_tensor(torch.ones(2).clone())
+        return value.sum()
+
+    torch.func.grad(wrapped)(torch.ones(2))
+
+
+# ---- linearization ----------------------------------------------------------------------------------
+
+
+def test_it_calls_the_tracer_through_this_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def disallow(function: Callable[..., Any]) -> Any:
+        asked.append(function)
+        if function is not eager_transforms.make_fx:
+            return function
+
+        def trace(tangents_of: Callable[..., Any]) -> Callable[..., Any]:
+            graph = torch.fx.Graph()
+            graph.output(graph.call_function(lambda tangent: [tangents_of((tangent,))], (graph.placeholder("t"),)))
+            return lambda tangents: torch.fx.GraphModule({}, graph)
+
+        return trace
+
+    monkeypatch.setattr(eager_transforms, "lazy_dynamo_disallow", disallow)
+    value, tangent_of = torch.func.linearize(torch.square, torch.full((2,), 3.0))
+    assert asked == [eager_transforms.make_fx, eager_transforms.const_fold.split_const_subgraphs]
+    assert value.tolist() == [9.0, 9.0]
+    assert tangent_of(torch.ones(2)).tolist() == [6.0, 6.0]
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------
+
+
+def test_private_names_of_torch_are_there() -> None:
+    assert list(inspect.signature(filesystem._write_item).parameters) == [
+        "transforms",
+        "stream",
+        "data",
+        "write_item",
+        "storage_key",
+        "serialization_format",
+    ]
+    assert hasattr(filesystem.FileSystemReader, "_slice_file")
+    assert hasattr(DefaultSavePlanner, "lookup_object")
+    assert transformers.modeling_utils.safe_save_file is save_file
+    assert transformers.modeling_utils.remove_tied_weights_from_state_dict
+
+
+@isolated
+def test_nested_state_is_named_by_its_keys() -> None:
+    flat, paths = flatten_state_dict({"model": {"layer.weight": torch.ones(1)}, "epoch": 3})
+    assert list(flat) == ["model.layer.weight", "epoch"]
+    assert paths["model.layer.weight"] == ("model", "layer.weight")
+
+
+@isolated
+def test_a_saved_tensor_stays_in_memory_and_a_loaded_one_does_not(tmp_path: Path) -> None:
+    """Why copies are freed when they are written, and not when they are read."""
+    gc.disable()
+    tensor, buffer = torch.ones(1000), io.BytesIO()
+    saved = weakref.ref(tensor.untyped_storage())
+    torch.save(tensor, buffer)
+    del tensor
+    assert saved() is not None
+    buffer.seek(0)
+    tensor = torch.load(buffer, weights_only=True)
+    loaded = weakref.ref(tensor.untyped_storage())
+    assert loaded() is not None
+    del tensor
+    assert loaded() is None
+
+
+def test_threads_can_be_waited_for_before_pools_end() -> None:
+    """The pools of concurrent.futures end in a function registered so; of two the one registered later is first."""
+    assert callable(threading._register_atexit)  # type: ignore[attr-defined]
+    assert "threading._register_atexit(_python_exit)" in inspect.getsource(pools)
+    assert "_threading_atexits" in inspect.getsource(threading._shutdown)  # type: ignore[attr-defined]
+
+
+def test_a_sharded_state_is_read_without_knowing_it_before() -> None:
+    assert callable(_EmptyStateDictLoadPlanner)
+    assert {"storage_reader", "planner", "no_dist"} <= set(
+        inspect.signature(state_dict_loader._load_state_dict).parameters
+    )
+    # Not an Exception: it must be named where it is caught.
+    assert not issubclass(CheckpointException, Exception)
+
+
+# ---- moves of modules -------------------------------------------------------------------------------
+
+
+def test_arguments() -> None:
+    assert list(inspect.signature(nn.Module._apply).parameters) == ["self", "fn", "recurse"]
+
+
+def test_children_are_moved_by_their_own() -> None:
+    moved: list[nn.Module] = []
+
+    class Child(nn.Linear):
+        def _apply(self, fn: object, recurse: bool = True) -> Child:
+            moved.append(self)
+            return super()._apply(fn, recurse)  # type: ignore[no-any-return]
+
+    nn.Sequential(Child(1, 1)).to(torch.float64)
+    assert len(moved) == 1

@@ -15,9 +15,13 @@ import torch_xla.debug.metrics as met
 import torch_xla.debug.profiler as xp
 import torch_xla.experimental
 import torch_xla.runtime as xr
+from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
 from tests.isolation import isolated
 from xla_adapters import get_runtime
+
+pytestmark = pytest.mark.isolated
+
 
 _C = torch_xla._XLAC
 
@@ -27,7 +31,6 @@ def _start() -> str:
     return str(torch_xla.device())
 
 
-@isolated
 def test_pending_discard_and_restore() -> None:
     device = _start()
     tensor = torch.ones(3).to(device)
@@ -43,7 +46,6 @@ def test_pending_discard_and_restore() -> None:
     assert tensor.cpu().tolist() == [1, 1, 1]
 
 
-@isolated
 def test_restored_value_shows_through_views_and_aliases() -> None:
     device = _start()
     tensor = torch.ones(4).to(device)
@@ -57,7 +59,6 @@ def test_restored_value_shows_through_views_and_aliases() -> None:
     assert alias.cpu().tolist() == [1, 1, 1, 1]
 
 
-@isolated
 def test_a_storage_counts_what_is_written_to_it() -> None:
     device = _start()
     tensor = torch.ones(4).to(device)
@@ -79,7 +80,6 @@ def test_a_storage_counts_what_is_written_to_it() -> None:
     assert names[0] == names[1] != torch._C._storage_id(tensor)
 
 
-@isolated
 def test_what_replaces_the_device_tensor_is_seen_by_who_holds_it() -> None:
     device = _start()
     tensor = torch.ones(4).to(device)
@@ -91,7 +91,6 @@ def test_what_replaces_the_device_tensor_is_seen_by_who_holds_it() -> None:
     assert torch._to_functional_tensor(held).cpu().tolist() == [7, 7, 7, 7]
 
 
-@isolated
 def test_flush_executes_without_moving_the_random_stream() -> None:
     device = _start()
     xm.set_rng_state(7)
@@ -103,7 +102,6 @@ def test_flush_executes_without_moving_the_random_stream() -> None:
     assert xm.get_rng_state() != 7
 
 
-@isolated
 def test_execution_can_be_forbidden() -> None:
     device = _start()
     tensor = torch.ones(3).to(device) + 1
@@ -115,7 +113,6 @@ def test_execution_can_be_forbidden() -> None:
     assert tensor.sum().item() == 6
 
 
-@isolated
 def test_eager_flag_and_graph_name() -> None:
     _start()
     assert not _C._get_use_eager_mode()
@@ -125,7 +122,6 @@ def test_eager_flag_and_graph_name() -> None:
     assert _C._get_current_graph_name() == "a_name"
 
 
-@isolated
 def test_several_tensors_come_in_one_transfer() -> None:
     import torch_xla.debug.metrics as metrics
 
@@ -137,7 +133,6 @@ def test_several_tensors_come_in_one_transfer() -> None:
     assert metrics.metric_data("TransferFromDeviceTime")[0] == 1
 
 
-@isolated
 def test_scalars_can_be_inputs_of_the_graph() -> None:
     import torch_xla.debug.metrics as metrics
 
@@ -158,7 +153,6 @@ def test_scalars_can_be_inputs_of_the_graph() -> None:
     assert compiles(0.0) == 1
 
 
-@isolated
 def test_graph_hash_names_the_graph_and_not_its_inputs() -> None:
     device = _start()
 
@@ -172,7 +166,6 @@ def test_graph_hash_names_the_graph_and_not_its_inputs() -> None:
     assert name(2, 3.0) != name(3, 3.0)
 
 
-@isolated
 def test_uploaded_scalars_are_shared_and_vectors_are_not() -> None:
     """Why the trainer's running loss has shape (1,): a shared buffer is never donated."""
     import torch_xla.debug.metrics as metrics
@@ -199,7 +192,6 @@ def test_spmd_lock_and_profiler_hooks_exist() -> None:
     assert "__exit__" in vars(xp.Trace)
 
 
-@isolated
 def test_uploads_with_a_buffer_of_their_own() -> None:
     """Unlike `.to("xla")`, which makes a constant of a scalar 0 or 1 and shares other scalars."""
     device = _start()
@@ -211,7 +203,6 @@ def test_uploads_with_a_buffer_of_their_own() -> None:
     assert own.item() == 0
 
 
-@isolated
 def test_tensor_ids_name_values() -> None:
     device = _start()
     first, second = torch.ones(2).to(device), torch.ones(2).to(device)
@@ -219,7 +210,6 @@ def test_tensor_ids_name_values() -> None:
     assert _C._xla_get_tensor_id(first) == _C._xla_get_tensor_id(first)
 
 
-@isolated
 def test_a_twin_takes_over_a_value_in_place() -> None:
     device = _start()
     tensor = torch.ones(3).to(device)
@@ -251,7 +241,6 @@ def test_cut_tensors_and_their_parts_on_the_host() -> None:
     assert _C._get_xla_sharding_spec(marked) == text
 
 
-@isolated
 def test_dtype_of_a_tensor_that_lost_it_is_named_again_without_an_operation() -> None:
     _start()
 
@@ -269,7 +258,6 @@ def test_dtype_of_a_tensor_that_lost_it_is_named_again_without_an_operation() ->
     assert _C._get_xla_tensors_text([again]).count("=") <= _C._get_xla_tensors_text([lost]).count("=")
 
 
-@isolated
 def test_an_updated_tensor_still_knows_whose_buffer_it_may_take() -> None:
     """Without `_propagate_xla_data` the update of every parameter needs a second buffer."""
     _start()
@@ -332,7 +320,6 @@ def test_tensors_are_made_of_parts_without_a_compile() -> None:
     assert met.metric_data("CompileTime") == before
 
 
-@isolated
 def test_each_draw_moves_the_stream_on_alike() -> None:
     device = _start()
     places = set()
@@ -360,13 +347,11 @@ def test_tpus_are_counted_by_a_function_that_is_looked_up() -> None:
     assert "tpu.num_available_devices()" in inspect.getsource(XLAAccelerator.auto_device_count)
 
 
-@isolated
 def test_the_kind_of_a_device() -> None:
     """The table of peak FLOPs is by these names; those of TPUs are as in JAX."""
     assert _C._xla_device_kind(str(torch_xla.device())) == "cpu"
 
 
-@isolated
 def test_a_profile_is_written_and_a_second_one_is_refused(tmp_path: Path) -> None:
     device = get_runtime().device
     device.initialize()
@@ -384,3 +369,133 @@ def test_a_profile_is_written_and_a_second_one_is_refused(tmp_path: Path) -> Non
     assert all(path.stat().st_size for path in files)
     assert device.start_profile(str(tmp_path))
     device.stop_profile()
+
+
+# ---- cached graphs ----------------------------------------------------------------------------------
+
+
+def _inner(tensor: torch.Tensor) -> torch.Tensor:
+    return torch._from_functional_tensor(tensor)
+
+
+def test_a_handle_names_a_buffer() -> None:
+    device = _start()
+    first, second = torch.ones(3).to(device), torch.ones(3).to(device)
+    alias = first.detach()
+    torch_xla.sync(wait=True)
+    one, other, again = _C._get_tensors_handle([first, second, alias])
+    assert one == again != other
+
+
+def test_a_pending_graph_tells_what_it_reads() -> None:
+    device = _start()
+    first, second = torch.ones(3).to(device), torch.full((3,), 2.0).to(device)
+    result = _inner(first + second)
+    numbers, values = _C._get_tensors_xla_device_data_node([result])
+    assert len(numbers) == len(values) == 2
+    assert sorted(_C._get_tensors_handle(values)) == sorted(_C._get_tensors_handle([first, second]))
+    assert "f32[3]" in _C._get_xla_tensors_hlo([result])
+    assert isinstance(_C._get_xla_tensors_hlo_proto([result]), bytes)
+
+
+def test_a_graph_is_compiled_without_being_executed_and_runs_on_other_inputs() -> None:
+    device = _start()
+    state, batch = torch.ones(3).to(device), torch.full((3,), 2.0).to(device)
+    result = _inner(state * 3 + batch)
+    inputs = _C._get_tensors_xla_device_data_node([result])[1]
+    executions = _C._xla_counter_value("ExecuteTime")
+    _C._xla_warm_up_cache([result], [])
+    assert _C._xla_counter_value("ExecuteTime") == executions
+    assert met.metric_data("CompileTime")[0] == _C._xla_metric_data("CompileTime")[0] == 1
+    name = _C._get_graph_hash([result])
+    (found,) = _C._run_cached_graph(name, inputs)
+    assert found.cpu().tolist() == [5, 5, 5]
+    handles = _C._get_tensors_handle([batch])
+    others = [
+        torch.full((3,), 7.0).to(device) if handle in handles else value
+        for value, handle in zip(inputs, _C._get_tensors_handle(inputs), strict=True)
+    ]
+    assert _C._run_cached_graph(name, others)[0].cpu().tolist() == [10, 10, 10]
+    assert _C._xla_metric_data("CompileTime")[0] == 1
+
+
+def test_a_buffer_that_is_given_away_is_gone() -> None:
+    device = _start()
+    state = torch.ones(3).to(device)
+    result = _inner(state + 1)
+    before = _inner(state)
+    assert _C._set_buffer_donation(before, True)
+    with alias_with_buffer_donor_config(True):
+        name = _C._get_graph_hash([result])
+        _C._xla_warm_up_cache([result], [])
+    inputs = _C._get_tensors_xla_device_data_node([result])[1]
+    (found,) = _C._run_cached_graph(name, inputs)
+    assert found.cpu().tolist() == [2, 2, 2]
+    with pytest.raises(RuntimeError, match="is deleted"):
+        _C._get_tensors_handle([state])
+
+
+def test_the_seed_is_an_input_that_can_be_told() -> None:
+    device = _start()
+    # Made before something is drawn.
+    seed = _C._get_base_seed_as_tensor(device)
+    drawn = _inner(torch.rand(3, device=device))
+    numbers, values = _C._get_tensors_xla_device_data_node([drawn])
+    assert _C._get_seed_info_id() in numbers
+    assert _C._get_tensors_handle([seed])[0] in _C._get_tensors_handle(values)
+
+
+def test_the_random_stream_is_read_and_set() -> None:
+    device = _start()
+    _C._xla_set_rng_seed(7, device)
+    assert _C._xla_get_rng_seed() == xm.get_rng_state() == 7
+
+
+def test_an_alias_is_known_by_the_device_tensor_that_it_shares() -> None:
+    device = _start()
+    tensor = torch.ones(3).to(device)
+    name = _C._unique_id_for_ir_and_data
+    assert name(_inner(tensor)) == name(_inner(tensor.detach())) != name(_inner(torch.ones(3).to(device)))
+
+
+def test_a_computation_of_ones_own_is_called_in_a_graph() -> None:
+    device = _start()
+    value = torch.ones(3).to(device)
+    module = _C._get_xla_tensors_hlo_proto([_inner(value + value)])
+    computation = _C._xla_op_computation_from_module_proto("twice", module)
+    (called,) = _C._xla_user_computation("xla_adapters::twice", [value], computation)
+    assert called.cpu().tolist() == [2, 2, 2]
+
+
+def test_a_barrier_stands_in_the_graph() -> None:
+    device = _start()
+    value = _inner(torch.ones(3).to(device) + 1)
+    _C._xla_optimization_barrier_([value])
+    assert "opt-barrier" in _C._get_xla_tensors_hlo([value])
+
+
+@isolated(env={"CPU_NUM_DEVICES": "4"})
+def test_layouts_and_constraints_inside_a_graph() -> None:
+    xr.use_spmd()
+    device = _start()
+    tensor = torch.ones(4).to(device)
+    assert _C._get_xla_sharding_specs([tensor]) == [""]
+    # Tiles, their groups, groups of copies, and the kind "other".
+    sharding = _C.OpSharding([0, 1, 2, 3], [[0], [1], [2], [3]], [], 3)
+    held = tensor + 1
+    _C._xla_annotate_custom_sharding(held, sharding)
+    assert "sharding={devices=[4]0,1,2,3}" in _C._get_xla_tensors_hlo([_inner(held)])
+
+
+def test_what_only_several_processes_on_tpus_call_exists() -> None:
+    for name in ("_ensure_xla_coordinator_initialized", "_activate_preemption_sync_manager", "_sync_point_reached"):
+        assert callable(getattr(_C, name))
+
+
+def test_closures_of_a_step_are_run_once() -> None:
+    _start()
+    calls: list[int] = []
+    xm.add_step_closure(calls.append, args=(1,))
+    xm._run_step_closures()
+    xm._run_step_closures()
+    assert calls == [1]

@@ -12,7 +12,7 @@ import pytest
 from transformers import TrainerCallback
 
 import hf_trainer
-from hf_trainer.checkpoints import stores
+from hf_trainer import checkpoints
 from tests.crash.storages import Operation, Quick, dying, recording
 from tests.hf_trainer.scenarios import Classifier, arguments, vector_samples
 from tests.isolation import outcome_of, run_in_child
@@ -56,7 +56,7 @@ def train(folder: Path, journal: Path, storage: Storage, *, dies: tuple[str, int
 
     if dies is not None:
         wrap(*dies)
-    vars(stores)["CheckpointStore"] = functools.partial(CheckpointStore, storage=storage)
+    vars(checkpoints)["CheckpointStore"] = functools.partial(CheckpointStore, storage=storage)
     args = arguments(str(folder), max_steps=STEPS, save_strategy="steps", save_steps=2, save_total_limit=2)
     trainer = Killed(Classifier(dropout=0.4), args, train_dataset=vector_samples(24), callbacks=[_Journal(journal)])
     trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))

@@ -15,18 +15,18 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 import hf_trainer
 import xla_adapters
-from hf_trainer.step_driver import StepDriver
 from tests.device import ON_TORCH_TPU
 from tests.plain_cpu import without_xla
 from tests.support import differences
+from tests.tiny_models import VOCABULARY, tiny
 from xla_adapters import StepCounters, get_runtime
+from xla_adapters.loop.steps import StepDriver
 from xla_adapters.replay.verification import FIRST
 
-VOCABULARY = 64
 TOLERANCE = 1e-5
 Sample = dict[str, Any]
 
@@ -34,25 +34,12 @@ Sample = dict[str, Any]
 # ---- models and data ---------------------------------------------------------------------------------
 
 
-def gpt2(*, dropout: float = 0.0, layers: int = 1, seed: int = 0, **options: Any) -> GPT2LMHeadModel:
+def gpt2(*, dropout: float = 0.0, layers: int = 1, seed: int = 0, **options: Any) -> Any:
     """A causal language model with every part of the real one."""
-    torch.manual_seed(seed)
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=16,
-        n_embd=16,
-        n_layer=layers,
-        n_head=2,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=0,
-        eos_token_id=0,
-        # TorchTPU's attention is a kernel for TPUs, which the stand-in for one cannot run.
-        **({"attn_implementation": "eager"} if ON_TORCH_TPU else {}),
-        **options,
-    )
-    return GPT2LMHeadModel(config)
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    # TorchTPU's attention is a kernel for TPUs, which the stand-in for one cannot run.
+    attention = {"attn_implementation": "eager"} if ON_TORCH_TPU else {}
+    return tiny("gpt2", seed=seed, n_layer=layers, **drops, **attention, **options)
 
 
 class Classifier(nn.Module):

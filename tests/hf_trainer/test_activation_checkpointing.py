@@ -12,9 +12,10 @@ import transformers
 from torch import nn
 
 from tests.hf_trainer.scenarios import arguments, assert_close, gpt2, ours, reference, token_samples
-from tests.isolation import isolated
+from tests.tiny_models import tiny
 
-_SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+pytestmark = pytest.mark.isolated
+
 _Case = tuple[nn.Module, list[dict[str, Any]]]
 
 
@@ -27,11 +28,7 @@ def _pictures() -> list[dict[str, Any]]:
 
 
 def _vit(dropout: float = 0.0) -> Any:
-    torch.manual_seed(0)
-    config = transformers.ViTConfig(
-        **_SMALL, image_size=8, patch_size=4, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
-    )
-    return transformers.ViTForImageClassification(config)
+    return tiny("vit", num_hidden_layers=2, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
 
 
 def _vit_lora(dropout: float = 0.0) -> _Case:
@@ -61,11 +58,7 @@ def _gpt2_frozen() -> _Case:
 
 
 def _bert_frozen() -> _Case:
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        **_SMALL, vocab_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=2
-    )
-    model = transformers.BertForSequenceClassification(config)
+    model = tiny("bert", num_hidden_layers=2)
     model.bert.embeddings.requires_grad_(False)
     rows = [{"input_ids": sample["input_ids"], "labels": n % 2} for n, sample in enumerate(token_samples(16))]
     return model, rows
@@ -74,7 +67,10 @@ def _bert_frozen() -> _Case:
 def _wav2vec2_frozen() -> _Case:
     torch.manual_seed(0)
     config = transformers.Wav2Vec2Config(
-        **_SMALL,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
         conv_dim=(8, 8),
         conv_stride=(4, 4),
         conv_kernel=(4, 4),
@@ -96,49 +92,9 @@ def _wav2vec2_frozen() -> _Case:
     return model, [{"input_values": row, "labels": n % 2} for n, row in enumerate(_draw(16, 160))]
 
 
-def _llama() -> _Case:
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SMALL, vocab_size=64))
-    return model, token_samples(16)
-
-
-def _t5() -> _Case:
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=64,
-        d_model=16,
-        d_kv=8,
-        d_ff=16,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return transformers.T5ForConditionalGeneration(config), token_samples(16)
-
-
 def _whisper() -> _Case:
-    torch.manual_seed(0)
-    config = transformers.WhisperConfig(
-        vocab_size=64,
-        num_mel_bins=8,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=16,
-        decoder_ffn_dim=16,
-        max_source_positions=8,
-        max_target_positions=16,
-        dropout=0.0,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-    )
-    model = transformers.WhisperForConditionalGeneration(config)
     rows = zip(_draw(16, 8, 16), token_samples(16), strict=True)
+    model = tiny("whisper", encoder_layers=2, decoder_layers=2)
     return model, [{"input_features": sound, "labels": sample["labels"]} for sound, sample in rows]
 
 
@@ -149,8 +105,8 @@ _CASES: dict[str, Callable[[], _Case]] = {
     "GPT-2, embeddings frozen": _gpt2_frozen,
     "BERT, embeddings frozen": _bert_frozen,
     "wav2vec2, front frozen": _wav2vec2_frozen,
-    "Llama": _llama,
-    "T5": _t5,
+    "Llama": lambda: (tiny("llama", num_hidden_layers=2), token_samples(16)),
+    "T5": lambda: (tiny("t5", num_layers=2), token_samples(16)),
     "Whisper": _whisper,
 }
 
@@ -182,7 +138,6 @@ def _compare(make: Callable[[], _Case], **options: Any) -> Any:
     return run
 
 
-@isolated
 @pytest.mark.parametrize("name", _CASES)
 def test_what_has_a_gradient_on_cpu_has_one_here(name: str) -> None:
     run = _compare(_CASES[name])
@@ -191,7 +146,6 @@ def test_what_has_a_gradient_on_cpu_has_one_here(name: str) -> None:
     assert len(_moved(_CASES[name], run)) >= 0.8 * len(trainable)
 
 
-@isolated
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"])
 def test_the_variant_is_the_users(name: str, reentrant: bool) -> None:
@@ -201,13 +155,11 @@ def test_the_variant_is_the_users(name: str, reentrant: bool) -> None:
     assert any("lora" in name for name in moved) is not reentrant
 
 
-@isolated
 def test_other_options_leave_the_default_variant() -> None:
     run = _compare(_gpt2_frozen, activation_checkpointing_kwargs={"every_n_layers": 2, "preserve_rng_state": True})
     assert [block.gradient_checkpointing for block in run.trainer.model.transformer.h] == [True, False]
 
 
-@isolated
 @pytest.mark.parametrize("options", [{}, {"activation_checkpointing_kwargs": {"use_reentrant": True}}])
 def test_dropout_is_the_same_again(options: dict[str, Any]) -> None:
     def make() -> _Case:
@@ -228,7 +180,6 @@ def test_dropout_is_the_same_again(options: dict[str, Any]) -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
 
 
-@isolated
 def test_who_enables_it_on_the_model() -> None:
     model, data = _vit_frozen()
     calls: list[int] = []

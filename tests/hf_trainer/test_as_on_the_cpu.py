@@ -29,7 +29,8 @@ from tests.hf_trainer.scenarios import (
     token_samples,
     vector_samples,
 )
-from tests.isolation import isolated
+
+pytestmark = pytest.mark.isolated
 
 
 class Collator:
@@ -77,7 +78,6 @@ def _saving(folder: Path, **options: Any) -> dict[str, Any]:
     return {"output_dir": str(folder), "save_strategy": "steps", "save_steps": 2, "max_steps": 2, **options}
 
 
-@isolated
 def test_files_of_a_plain_module(tmp_path: Path) -> None:
     ours(Classifier(), vector_samples(8), args=arguments(**_saving(tmp_path / "xla")), data_collator=Collator())
     reference(Classifier(), vector_samples(8), args=_saving(tmp_path / "cpu"), data_collator=Collator())
@@ -92,7 +92,6 @@ def test_files_of_a_plain_module(tmp_path: Path) -> None:
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-5)
 
 
-@isolated
 def test_overrides_of_a_subclass_are_called_as_on_the_cpu(tmp_path: Path) -> None:
     calls, losses = [], []
     options: dict[str, Any] = {"include_num_input_tokens_seen": "all"}
@@ -112,7 +111,6 @@ def test_overrides_of_a_subclass_are_called_as_on_the_cpu(tmp_path: Path) -> Non
     assert_close(losses[3], losses[1])
 
 
-@isolated
 def test_a_live_model_is_saved_by_its_library_in_one_transfer(tmp_path: Path) -> None:
     """`gpt2` has tied weights."""
     model = ours(gpt2(), token_samples(16)).trainer.model
@@ -131,7 +129,6 @@ def test_a_live_model_is_saved_by_its_library_in_one_transfer(tmp_path: Path) ->
         safetensors.torch.save_file(dict(here), str(tmp_path / "shared.safetensors"))
 
 
-@isolated
 def test_the_only_process_is_the_first_of_its_host(tmp_path: Path) -> None:
     run = ours(Classifier(), vector_samples(8), args=arguments(**_saving(tmp_path, save_on_each_node=True)))
     args = run.trainer.args
@@ -140,7 +137,6 @@ def test_the_only_process_is_the_first_of_its_host(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file()
 
 
-@isolated
 def test_internal_callbacks_are_not_listed() -> None:
     run = ours(Classifier(), vector_samples(8), args=arguments(max_steps=1))
     with on_cpu(Classifier(), vector_samples(8)) as stock:
@@ -149,7 +145,6 @@ def test_internal_callbacks_are_not_listed() -> None:
     assert listed == [*expected, "CountEachStep"]
 
 
-@isolated
 def test_objects_are_gathered_in_one_process() -> None:
     args = {"eval_use_gather_object": True}
     losses = []
@@ -160,7 +155,6 @@ def test_objects_are_gathered_in_one_process() -> None:
     assert_close(losses[:1], losses[1:])
 
 
-@isolated
 def test_a_training_step_outside_of_a_training() -> None:
     batch = transformers.default_data_collator(vector_samples(4))
     trainer: Any = hf_trainer.Trainer(Classifier(), arguments())
@@ -176,7 +170,6 @@ def test_a_training_step_outside_of_a_training() -> None:
 
 
 @pytest.mark.parametrize("has_state", [False, True])
-@isolated
 def test_an_optimizer_that_was_made_before_the_model_is_moved(has_state: bool) -> None:
     def made(model: torch.nn.Module) -> tuple[Any, Any]:
         optimizer = torch.optim.AdamW(
@@ -196,7 +189,6 @@ def test_an_optimizer_that_was_made_before_the_model_is_moved(has_state: bool) -
     run.assert_one_graph(4)
 
 
-@isolated
 def test_the_filter_of_losses_says_why_it_does_nothing() -> None:
     class Nan(Classifier):
         def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
@@ -223,7 +215,6 @@ class Inference(TrainerCallback):
         self.sums.append(logits.view(-1)[1:].sum().item())
 
 
-@isolated
 def test_inference_mode_between_steps() -> None:
     ours_, theirs = Inference(), Inference()
     ours(Classifier(), vector_samples(16), callbacks=[ours_])
@@ -255,7 +246,6 @@ class Tied(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(self.head(self.embedding(x)), labels)}
 
 
-@isolated
 def test_a_plain_module_with_tied_weights_is_saved(tmp_path: Path) -> None:
     """On the CPU safetensors refuses it."""
     samples = [{"x": torch.tensor(n % 8), "labels": torch.tensor((n + 1) % 8)} for n in range(16)]
@@ -284,7 +274,6 @@ class Probing(TrainerCallback):
                 self.losses.append(float(model(**batch)["loss"]))
 
 
-@isolated
 def test_a_loader_that_a_callback_reads_has_its_batches_on_the_device() -> None:
     data, options = vector_samples(16), {"eval_dataset": vector_samples(6, seed=1)}
     theirs, mine = Probing(), Probing()

@@ -31,8 +31,9 @@ from tests.hf_trainer.scenarios import (
     steps_of,
     vector_samples,
 )
-from tests.isolation import isolated
 from xla_adapters import GraphLimitError, TensorReadError, get_runtime
+
+pytestmark = pytest.mark.isolated
 
 
 def _patchable() -> dict[str, Any]:
@@ -122,7 +123,6 @@ def _trainer(where: str, error: BaseException, **options: Any) -> Any:
     return trainer, snapshot
 
 
-@isolated
 @pytest.mark.parametrize("where", ["compute_loss", "on_pre_optimizer_step"])
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
 @pytest.mark.parametrize("options", [{}, {"accumulation": "unrolled"}], ids=["plain", "unrolled"])
@@ -168,7 +168,6 @@ class InterruptsUpdate(TrainerCallback):
             signal.raise_signal(signal.SIGINT)
 
 
-@isolated
 @pytest.mark.parametrize(
     "function", [torch.optim.Optimizer._cuda_graph_capture_health_check, torch._dynamo.graph_break]
 )
@@ -198,7 +197,6 @@ def test_an_update_that_is_interrupted_in_a_replayed_step(function: Any) -> None
     assert trainer.state.global_step == 10
 
 
-@isolated
 @pytest.mark.parametrize("event", ["on_optimizer_step", "on_step_end", "on_log"])
 def test_exception_behind_the_step_keeps_the_step(event: str) -> None:
     """The update is done, but the state of the process is restored."""
@@ -230,7 +228,6 @@ def _first_weight(model: Any) -> float:
     return float(next(model.parameters()).sum().item())
 
 
-@isolated
 @pytest.mark.parametrize("event", ["on_step_begin", "on_optimizer_step", "on_step_end", "on_log", "on_epoch_end"])
 def test_callbacks_may_read_tensors_outside_the_step(event: str) -> None:
     expected_reads, reads = Reads(event, _first_weight), Reads(event, _first_weight)
@@ -241,7 +238,6 @@ def test_callbacks_may_read_tensors_outside_the_step(event: str) -> None:
     assert steps_of(run.trainer).train.graphs == 1
 
 
-@isolated
 def test_read_inside_the_step_is_an_error_with_its_line() -> None:
     trainer, _ = _trainer("nowhere", ValueError())
     trainer.add_callback(Reads("on_pre_optimizer_step", _first_weight))
@@ -252,7 +248,6 @@ def test_read_inside_the_step_is_an_error_with_its_line() -> None:
     assert "on_step_end" in str(raised.value)
 
 
-@isolated
 def test_read_inside_the_step_works_under_warn() -> None:
     expected_reads = Reads("on_pre_optimizer_step", _first_weight)
     expected = reference(Classifier(), vector_samples(16), callbacks=[expected_reads])
@@ -272,7 +267,6 @@ def _norms(model: Any) -> list[float] | None:
     return [float(parameter.grad.norm().item()) for parameter in model.parameters()]
 
 
-@isolated
 def test_callbacks_may_read_gradients_in_on_optimizer_step() -> None:
     expected_reads, reads = Reads("on_optimizer_step", _norms), Reads("on_optimizer_step", _norms)
     expected = reference(Classifier(), vector_samples(16), callbacks=[expected_reads])
@@ -286,7 +280,6 @@ def test_callbacks_may_read_gradients_in_on_optimizer_step() -> None:
     assert gone.values == [None] * 4
 
 
-@isolated
 @pytest.mark.parametrize("workers", [0, 2])
 def test_dataset_exceptions_reach_the_user(workers: int) -> None:
     class Broken(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -313,7 +306,6 @@ def _two_lengths() -> list[Sample]:
     return vector_samples(10)
 
 
-@isolated
 def test_new_shape_is_announced(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="xla_adapters"):
         run = ours(Classifier(), _two_lengths(), args=arguments(max_steps=6))
@@ -324,7 +316,6 @@ def test_new_shape_is_announced(caplog: pytest.LogCaptureFixture) -> None:
     assert [step.compiles for step in run.steps] == [1, 0, 1, 0, 0, 0]
 
 
-@isolated
 def test_max_graphs_discards_the_step() -> None:
     trainer = hf_trainer.Trainer(
         model=Classifier(), args=arguments(max_steps=6), train_dataset=_two_lengths(), max_graphs=1
@@ -339,7 +330,6 @@ def test_max_graphs_discards_the_step() -> None:
     assert steps_of(trainer).train.graphs == 1
 
 
-@isolated
 def test_a_recompile_is_an_error_on_request_in_training_only() -> None:
     """The last batch of the evaluation is smaller, and accumulation has a graph for each kind of micro batch."""
     args = arguments(max_steps=4, gradient_accumulation_steps=2, per_device_eval_batch_size=3)
@@ -350,7 +340,6 @@ def test_a_recompile_is_an_error_on_request_in_training_only() -> None:
         ours(Classifier(), _two_lengths(), args=arguments(max_steps=6), on_recompile="error")
 
 
-@isolated
 def test_max_graphs_counts_graphs() -> None:
     """Exactly the allowed number of graphs is no error."""
     one_shape = ours(Classifier(), vector_samples(8), args=arguments(max_steps=6), max_graphs=1)
@@ -378,7 +367,6 @@ def _before_each_execution(act: Callable[[], None], step_replay: bool, monkeypat
     monkeypatch.setattr(part, execution, acting(getattr(part, execution)))
 
 
-@isolated
 @pytest.mark.parametrize("step_replay", [False, True])
 @pytest.mark.parametrize("runs_out_at", [0, 2])
 def test_auto_find_batch_size(runs_out_at: int, step_replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,7 +398,6 @@ def test_auto_find_batch_size(runs_out_at: int, step_replay: bool, monkeypatch: 
         assert_close([entry["loss"] for entry in trainer.state.log_history if "loss" in entry], expected.losses)
 
 
-@isolated
 @pytest.mark.parametrize(
     ("execution", "step_replay"),
     [("placeholders.compile", False), ("placeholders.compile", True)]
@@ -435,7 +422,6 @@ def test_out_of_memory_without_auto_find_batch_size(
         trainer.train()
 
 
-@isolated
 def test_a_run_that_does_not_begin_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next run has its patches and its eager mode."""
     trainer = hf_trainer.Trainer(model=Classifier(), args=arguments(max_steps=3), train_dataset=vector_samples(24))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,9 @@ from tests.hf_trainer.scenarios import (
     token_samples,
     vector_samples,
 )
-from tests.isolation import isolated
+from tests.support import Stream
+
+pytestmark = pytest.mark.isolated
 
 
 def _trainer(model: Any, data: Any, **options: Any) -> hf_trainer.Trainer:
@@ -35,10 +36,9 @@ def _trainer(model: Any, data: Any, **options: Any) -> hf_trainer.Trainer:
 
 
 def _graphs(trainer: Any) -> int:
-    return int(steps_of(trainer).evaluation.graphs)
+    return int(steps_of(trainer).evaluation["eval_step"].graphs)
 
 
-@isolated
 def test_loss_is_exact_when_the_last_batch_is_partial() -> None:
     """Stock on XLA gives the last batch the weight of a full one."""
     data = vector_samples(10)
@@ -73,7 +73,6 @@ def _metrics(prediction: EvalPrediction) -> dict[str, float]:
     return values
 
 
-@isolated
 def test_compute_metrics() -> None:
     data, options = vector_samples(10), {"include_for_metrics": ["loss"]}
     with on_cpu(Classifier(), None, eval_dataset=data, compute_metrics=_metrics, args=options) as trainer:
@@ -88,7 +87,6 @@ def test_compute_metrics() -> None:
     assert (counts.compiles, counts.executions, counts.transfers_to_host) == (2, 3, 3)
 
 
-@isolated
 def test_preprocess_logits_runs_in_the_graph_and_inputs_stay_on_the_host() -> None:
     devices: list[str] = []
 
@@ -119,7 +117,6 @@ def test_preprocess_logits_runs_in_the_graph_and_inputs_stay_on_the_host() -> No
     assert (counts.compiles, counts.executions, counts.transfers_to_host, counts.eager_ops) == (2, 2, 2, 0)
 
 
-@isolated
 def test_batch_eval_metrics() -> None:
     class Running:
         """Metrics added up batch by batch, as `batch_eval_metrics` wants them."""
@@ -145,7 +142,6 @@ def test_batch_eval_metrics() -> None:
     assert_close([actual["eval_loss"]], [expected["eval_loss"]])
 
 
-@isolated
 def test_predict() -> None:
     data = vector_samples(10)
     with on_cpu(Classifier(), None) as trainer:
@@ -163,16 +159,6 @@ def test_predict() -> None:
     assert trainer.predict(unlabelled).label_ids is None
 
 
-class _Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-    """Samples without a length."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self._samples = samples
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._samples)
-
-
 def _by_hand(data: list[Any]) -> list[float]:
     """The loss of each sample."""
     model = Classifier()
@@ -180,7 +166,6 @@ def _by_hand(data: list[Any]) -> list[float]:
         return [float(model(sample["x"][None], torch.tensor([sample["labels"]]))["loss"]) for sample in data]
 
 
-@isolated
 @pytest.mark.parametrize(
     ("samples", "options"),
     [
@@ -195,17 +180,16 @@ def _by_hand(data: list[Any]) -> list[float]:
 def test_loss_of_a_stream_is_that_of_its_samples(samples: int, options: dict[str, Any]) -> None:
     """Stock gives the last batch the weight of a full one, on every device."""
     data = vector_samples(samples)
-    trainer = _trainer(Classifier(), _Stream(data), args=arguments(**options))
+    trainer = _trainer(Classifier(), Stream(data), args=arguments(**options))
     metrics = trainer.evaluate()
     each = _by_hand(data)
     # transformers drops no batch of an IterableDataset, whatever dataloader_drop_last says.
     assert_close([metrics["eval_loss"]], [sum(each) / samples], 1e-6)
-    assert_close([trainer.predict(_Stream(data)).metrics["test_loss"]], [sum(each) / samples], 1e-6)
+    assert_close([trainer.predict(Stream(data)).metrics["test_loss"]], [sum(each) / samples], 1e-6)
     count = metrics["eval_samples_per_second"] * metrics["eval_runtime"]
     assert count == pytest.approx(samples, rel=0.1)
 
 
-@isolated
 def test_streams_by_name_and_losses_for_metrics() -> None:
     data = {"one": vector_samples(10), "two": vector_samples(9, seed=1)}
     seen: list[int] = []
@@ -215,7 +199,7 @@ def test_streams_by_name_and_losses_for_metrics() -> None:
         assert len(prediction.losses) == len(prediction.predictions) == len(prediction.label_ids)
         return {"sum": float(np.sum(prediction.losses))}
 
-    streams = {name: _Stream(samples) for name, samples in data.items()}
+    streams = {name: Stream(samples) for name, samples in data.items()}
     args = arguments(include_for_metrics=["loss"])
     actual = _trainer(Classifier(), streams, args=args, compute_metrics=metrics).evaluate()
     assert seen == [10, 9]
@@ -225,7 +209,6 @@ def test_streams_by_name_and_losses_for_metrics() -> None:
         assert_close([actual[f"eval_{name}_sum"]], [sum(each)])
 
 
-@isolated
 def test_batch_eval_metrics_of_a_stream() -> None:
     sizes: list[tuple[int, int, bool]] = []
 
@@ -235,13 +218,12 @@ def test_batch_eval_metrics_of_a_stream() -> None:
 
     data = vector_samples(9)
     args = arguments(batch_eval_metrics=True, include_for_metrics=["loss"])
-    actual = _trainer(Classifier(), _Stream(data), args=args, compute_metrics=metrics).evaluate()
+    actual = _trainer(Classifier(), Stream(data), args=args, compute_metrics=metrics).evaluate()
     assert sizes == [(4, 4, False), (4, 4, False), (1, 1, True)]
     assert actual["eval_batches"] == 3
     assert_close([actual["eval_loss"]], [sum(_by_hand(data)) / 9], 1e-6)
 
 
-@isolated
 def test_batches_of_different_sizes() -> None:
     """From a user's loader, whose sizes accelerate does not know."""
 
@@ -255,7 +237,6 @@ def test_batches_of_different_sizes() -> None:
     assert_close([trainer.evaluate()["eval_loss"]], [sum(_by_hand(data)) / 10], 1e-6)
 
 
-@isolated
 def test_a_prediction_step_of_ones_own() -> None:
     """`super().prediction_step` returns the plain loss to it, and the loop gets its result."""
     losses: list[torch.Tensor] = []
@@ -268,7 +249,7 @@ def test_a_prediction_step_of_ones_own() -> None:
             return 2 * loss, logits, labels
 
     data = vector_samples(10)
-    trainer = Own(model=Classifier(), args=arguments(), eval_dataset=_Stream(data))
+    trainer = Own(model=Classifier(), args=arguments(), eval_dataset=Stream(data))
     assert_close([trainer.evaluate()["eval_loss"]], [2 * sum(_by_hand(data)) / 10], 1e-6)
     assert len(losses) == 3
     assert "prediction_step" not in vars(trainer)
@@ -285,7 +266,6 @@ def test_a_prediction_step_of_ones_own() -> None:
     assert trainer.prediction_step is broken
 
 
-@isolated
 def test_the_best_model_by_a_stream() -> None:
     args = {
         "eval_strategy": "steps",
@@ -300,12 +280,11 @@ def test_the_best_model_by_a_stream() -> None:
     data, held_out = vector_samples(24), vector_samples(9, seed=1)
     # If the dataset has a length, stock on CPU weighs correctly.
     expected = reference(Classifier(), data, args=args, eval_dataset=held_out)
-    run = ours(Classifier(), data, args=arguments(**args), eval_dataset=_Stream(held_out))
+    run = ours(Classifier(), data, args=arguments(**args), eval_dataset=Stream(held_out))
     assert_close(run.logged("eval_loss"), expected.logged("eval_loss"))
     assert run.trainer.state.best_global_step == expected.trainer.state.best_global_step
 
 
-@isolated
 def test_evaluation_uncompiled() -> None:
     data = vector_samples(10)
     with on_cpu(Classifier(), None, eval_dataset=data) as trainer:
@@ -318,7 +297,6 @@ def test_evaluation_uncompiled() -> None:
     assert counts.eager_ops > 0
 
 
-@isolated
 def test_several_datasets_and_bf16_full_eval() -> None:
     data = {"one": vector_samples(8), "two": vector_samples(8, seed=1)}
     with on_cpu(Classifier(), None, eval_dataset=data) as trainer:
@@ -342,7 +320,6 @@ def _as_bfloat16(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     }
 
 
-@isolated
 def test_evaluation_during_training() -> None:
     """It adds its own graphs and none to the training step."""
     args = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 6, "eval_on_start": True}
@@ -354,7 +331,6 @@ def test_evaluation_during_training() -> None:
     assert len(run.logged("eval_loss")) == 4
 
 
-@isolated
 def test_early_stopping_and_best_model() -> None:
     args = {
         "eval_strategy": "steps",
@@ -385,7 +361,6 @@ def test_early_stopping_and_best_model() -> None:
     assert steps_of(run.trainer).train.graphs == 1
 
 
-@isolated
 @pytest.mark.parametrize("strategy", ["steps", "epoch", "best"])
 def test_save_strategies(strategy: str, tmp_path: Any) -> None:
     args = {
@@ -417,7 +392,6 @@ class _MeanOnly(Classifier):
         return {"loss": results["loss"], "logits": (results["logits"], results["logits"].mean())}
 
 
-@isolated
 def test_predictions_without_dimensions_stay_so() -> None:
     data = vector_samples(4)
     with on_cpu(_MeanOnly(), None, eval_dataset=data) as trainer:

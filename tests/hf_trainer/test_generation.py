@@ -1,8 +1,9 @@
-"""Generation on the device gives the same tokens as on plain CPU, with one graph per token."""
+"""Generation: the tokens of the plain CPU, by one graph for each token."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,157 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import transformers as hf
 
 import hf_trainer
 import xla_adapters
 from tests.device import DEVICE, ON_TORCH_TPU
-from tests.hf_trainer.generating_models import IN_PIECES, MODELS
 from tests.isolation import isolated
+from tests.tiny_models import tiny
+
+_LENGTH = 6
+_Made = tuple[Any, dict[str, Any]]
+_LAYERS = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_TEXT: dict[str, Any] = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def _tokens(rows: int = 2, length: int = 5) -> torch.Tensor:
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def _noise(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def whisper() -> _Made:
+    """Takes `input_features`; has no argument `inputs`."""
+    model = tiny("whisper", max_source_positions=20)
+    return model, {"input_features": _noise(2, 8, 40), "max_new_tokens": _LENGTH}
+
+
+def bert_pair() -> _Made:
+    """Its decoder needs the length of the cache as a number."""
+    hf.set_seed(0)
+    bert = {**_LAYERS, "vocab_size": 64, "max_position_embeddings": 32}
+    config = hf.EncoderDecoderConfig.from_encoder_decoder_configs(hf.BertConfig(**bert), hf.BertConfig(**bert))
+    model = hf.EncoderDecoderModel(config=config)
+    for settings in (model.config, model.generation_config):
+        settings.decoder_start_token_id, settings.pad_token_id, settings.eos_token_id = 1, 0, 2
+    tokens = _tokens()
+    return model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "max_new_tokens": _LENGTH}
+
+
+def blip() -> _Made:
+    """Encodes the image outside of its `forward`, then generates with its decoder."""
+    hf.set_seed(0)
+    text = {**_LAYERS, **_TEXT, "sep_token_id": 2, "max_position_embeddings": 32, "encoder_hidden_size": 16}
+    vision = {**_LAYERS, "image_size": 8, "patch_size": 4}
+    model = hf.BlipForConditionalGeneration(hf.BlipConfig(text_config=text, vision_config=vision, projection_dim=16))
+    tokens = torch.tensor([[1, 5, 6, 2]]).repeat(2, 1)
+    return model, {
+        "pixel_values": _noise(2, 3, 8, 8),
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "max_new_tokens": _LENGTH,
+    }
+
+
+def kosmos2() -> _Made:
+    """Calls single layers of its parts."""
+    hf.set_seed(0)
+    text = {
+        **_TEXT,
+        "embed_dim": 16,
+        "layers": 1,
+        "ffn_dim": 16,
+        "attention_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    vision = {**_LAYERS, "image_size": 8, "patch_size": 4}
+    config = hf.Kosmos2Config(text_config=text, vision_config=vision, latent_query_num=2)
+    model = hf.Kosmos2ForConditionalGeneration(config)
+    tokens = _tokens(2, 6)
+    mask = torch.zeros_like(tokens)
+    mask[:, 1:3] = 1
+    return model, {
+        "pixel_values": _noise(2, 3, 8, 8),
+        "input_ids": tokens,
+        "image_embeds_position_mask": mask,
+        "attention_mask": torch.ones_like(tokens),
+        "max_new_tokens": _LENGTH,
+    }
+
+
+def parakeet() -> _Made:
+    """Generates by one `forward` (CTC), which gets the arguments of `generate`."""
+    hf.set_seed(0)
+    encoder = {
+        **_LAYERS,
+        "num_mel_bins": 16,
+        "conv_kernel_size": 3,
+        "subsampling_conv_channels": 8,
+        "max_position_embeddings": 64,
+    }
+    model = hf.ParakeetForCTC(hf.ParakeetCTCConfig(vocab_size=64, pad_token_id=0, encoder_config=encoder))
+    return model, {"input_features": _noise(2, 48, 16), "attention_mask": torch.ones(2, 48, dtype=torch.long)}
+
+
+def pop2piano() -> _Made:
+    """Computes its input from the features and the composer."""
+    hf.set_seed(0)
+    model = hf.Pop2PianoForConditionalGeneration(
+        hf.Pop2PianoConfig(
+            vocab_size=64,
+            composer_vocab_size=2,
+            d_model=16,
+            d_kv=8,
+            d_ff=16,
+            num_layers=1,
+            num_decoder_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+        )
+    )
+    model.generation_config.composer_to_feature_token = {"composer1": 0, "composer2": 1}
+    return model, {"input_features": _noise(2, 5, 16), "composer": "composer1", "max_new_tokens": _LENGTH}
+
+
+def seamless() -> _Made:
+    """Makes the tokens that it starts with on its own device."""
+    hf.set_seed(0)
+    model = hf.SeamlessM4TForTextToText(
+        hf.SeamlessM4TConfig(
+            **_TEXT,
+            hidden_size=16,
+            encoder_layers=1,
+            encoder_ffn_dim=16,
+            encoder_attention_heads=2,
+            decoder_layers=1,
+            decoder_ffn_dim=16,
+            decoder_attention_heads=2,
+            max_position_embeddings=64,
+            decoder_start_token_id=2,
+        )
+    )
+    model.generation_config.text_decoder_lang_to_code_id = {"eng": 5}
+    return model, {"input_ids": _tokens(), "tgt_lang": "eng", "max_new_tokens": _LENGTH}
+
+
+MODELS: dict[str, Callable[[], _Made]] = {
+    "whisper": whisper,
+    "bert_pair": bert_pair,
+    "blip": blip,
+    "kosmos2": kosmos2,
+    "parakeet": parakeet,
+    "pop2piano": pop2piano,
+    "seamless": seamless,
+}
+# It assigns through a boolean index.
+IN_PIECES = ("kosmos2",)
+
+
+# ---- tests ------------------------------------------------------------------------------------------
+
 
 _NEW_TOKENS = 8
 
@@ -27,52 +173,17 @@ def _computable(model: Any) -> Any:
     return model.eval()
 
 
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_SIZES: dict[str, dict[str, Any]] = {
+    "gpt2": {**_TOKENS, "n_layer": 2, "n_embd": 32},
+    "llama": {**_TOKENS, "num_hidden_layers": 2, "hidden_size": 32},
+    "t5": {"num_layers": 2, "d_model": 32},
+    "bart": {"encoder_layers": 2, "decoder_layers": 2, "d_model": 32},
+}
+
+
 def build(name: str) -> Any:
-    return _computable(_built(name))
-
-
-def _built(name: str) -> Any:
-    transformers.set_seed(0)
-    if name == "gpt2":
-        return transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                n_layer=2, n_embd=32, n_head=2, vocab_size=64, bos_token_id=1, eos_token_id=2, pad_token_id=0
-            )
-        )
-    if name == "llama":
-        return transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                num_hidden_layers=2,
-                hidden_size=32,
-                intermediate_size=64,
-                num_attention_heads=2,
-                vocab_size=64,
-                bos_token_id=1,
-                eos_token_id=2,
-                pad_token_id=0,
-            )
-        )
-    if name == "t5":
-        return transformers.T5ForConditionalGeneration(
-            transformers.T5Config(
-                num_layers=2, d_model=32, d_kv=16, d_ff=64, num_heads=2, vocab_size=64, decoder_start_token_id=0
-            )
-        )
-    return transformers.BartForConditionalGeneration(
-        transformers.BartConfig(
-            d_model=32,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=64,
-            decoder_ffn_dim=64,
-            vocab_size=64,
-            max_position_embeddings=64,
-            decoder_start_token_id=2,
-            forced_eos_token_id=None,
-        )
-    )
+    return _computable(tiny(name, **_SIZES[name]))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bart"])

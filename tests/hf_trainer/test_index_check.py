@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
+from transformers import TrainerCallback
 
 import hf_trainer
 from tests.hf_trainer.scenarios import VOCABULARY, arguments, assert_parity, gpt2, token_samples
-from tests.isolation import isolated
+from tests.tiny_models import tiny
 from xla_adapters.errors import IndexRangeError
+
+pytestmark = pytest.mark.isolated
 
 BAD = VOCABULARY + 3
 
@@ -27,15 +29,8 @@ class _InOrder(hf_trainer.Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
 
-def _bert() -> Any:
-    torch.manual_seed(0)
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    return BertForSequenceClassification(BertConfig(vocab_size=VOCABULARY, num_labels=3, **small))
-
-
 @pytest.mark.parametrize("entry", ["input_ids", "labels"])
 @pytest.mark.parametrize("at", [1, 25], ids=["traced", "replayed"])
-@isolated
 def test_a_token_out_of_range(entry: str, at: int) -> None:
     done: list[int] = []
 
@@ -52,14 +47,12 @@ def test_a_token_out_of_range(entry: str, at: int) -> None:
         trainer.evaluate(data[at - 1 : at + 3])
 
 
-@isolated
 def test_a_class_out_of_range() -> None:
     rows = [{"input_ids": row["input_ids"], "labels": 3} for row in token_samples(8)]
     with pytest.raises(IndexRangeError, match=r"labels\[0\] is 3, and cross_entropy takes 0 to 2, or -100"):
-        hf_trainer.Trainer(_bert(), arguments(), train_dataset=rows).train()
+        hf_trainer.Trainer(tiny("bert", num_labels=3), arguments(), train_dataset=rows).train()
 
 
-@isolated
 def test_ignored_labels_are_no_mistake() -> None:
     run = assert_parity(gpt2, _rows(32, "labels", 20, value=-100), args={"max_steps": 8})
     run.assert_one_graph(8)

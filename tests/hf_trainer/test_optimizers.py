@@ -1,7 +1,8 @@
-"""Optimizers and learning-rate schedules: one graph for all steps and all learning rates."""
+"""Optimizers and schedules, by name and of the user: one graph, and the numbers of the plain CPU."""
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import SchedulerType
+from transformers.training_args import OptimizerNames
 
 import hf_trainer
 from tests.device import DEVICE
@@ -26,8 +28,11 @@ from tests.hf_trainer.scenarios import (
     vector_samples,
     without_xla,
 )
-from tests.isolation import isolated
 from xla_adapters import EagerOptimizerWarning
+from xla_adapters.errors import UnsupportedOptionError
+
+pytestmark = pytest.mark.isolated
+
 
 _SCHEDULES: dict[str, dict[str, Any]] = {
     "linear": {},
@@ -59,7 +64,6 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
 _NEEDS_EVALUATION = {"reduce_lr_on_plateau", "greedy"}
 
 
-@isolated
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "sgd"])
 def test_schedules_are_one_graph(optimizer: str) -> None:
     """Also with values of exactly 0 and 1, which torch_xla by default makes constants of the graph."""
@@ -77,13 +81,11 @@ def test_schedules_are_one_graph(optimizer: str) -> None:
             assert 1.0 in rates, name
 
 
-@isolated
 def test_no_schedule_is_forgotten() -> None:
     tested = {options.get("lr_scheduler_type", "linear") for options in _SCHEDULES.values()}
     assert {kind.value for kind in SchedulerType} == tested | _NEEDS_EVALUATION
 
 
-@isolated
 @pytest.mark.parametrize("schedule", sorted(_NEEDS_EVALUATION))
 def test_schedule_that_follows_the_evaluation(schedule: str) -> None:
     options = {"patience": 0} if schedule == "reduce_lr_on_plateau" else {"patience": 0, "smooth": False}
@@ -115,7 +117,6 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-@isolated
 def test_optimizers_by_name_are_one_graph() -> None:
     data = vector_samples(16)
     with warnings.catch_warnings():
@@ -128,7 +129,6 @@ def test_optimizers_by_name_are_one_graph() -> None:
             assert all(step.eager_ops == step.transfers_to_host == 0 for step in run.steps), name
 
 
-@isolated
 def test_adafactor() -> None:
     """Its first update is a graph of its own, all later ones are one graph.
 
@@ -153,7 +153,6 @@ def _adam_with_groups(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-@isolated
 def test_optimizer_of_the_user() -> None:
     data = vector_samples(16)
     cpu_model = Classifier()
@@ -164,7 +163,6 @@ def test_optimizer_of_the_user() -> None:
     assert_close(run.losses, expected.losses)
 
 
-@isolated
 def test_scheduler_of_the_user() -> None:
     def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.07, total_steps=10)
@@ -181,7 +179,6 @@ def test_scheduler_of_the_user() -> None:
     assert_close(run.logged("learning_rate"), expected.logged("learning_rate"), 0.0)
 
 
-@isolated
 def test_optimizer_by_class() -> None:
     run = assert_parity(
         Classifier, vector_samples(16), optimizer_cls_and_kwargs=(torch.optim.Adamax, {"lr": 1e-2, "weight_decay": 0.1})
@@ -205,7 +202,6 @@ class StepsOnce(torch.optim.LBFGS):
         return super().step(known)
 
 
-@isolated
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
@@ -240,7 +236,6 @@ def test_optimizers_that_read_run_eagerly_and_say_so_once(optimizer: Any, option
     assert all(step.executions >= 1 and step.eager_ops > 0 for step in run.steps)
 
 
-@isolated
 def test_eager_optimizer_through_cls_and_kwargs() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -252,3 +247,104 @@ def test_eager_optimizer_through_cls_and_kwargs() -> None:
     # The forward and backward: one graph, once per step.
     assert steps_of(run.trainer).train.graphs <= 1
     assert len(run.losses) == 4
+
+
+# ---- every name that transformers knows -------------------------------------------------------------
+
+
+# How many of 8 steps are replayed, with the reason where more than two are traced.
+_REPLAYED = {
+    "adamw_torch": (6, ""),
+    "adamw_torch_fused": (6, ""),
+    "sgd": (6, ""),
+    "adagrad": (6, ""),
+    "rmsprop": (6, ""),
+}
+# Why optimizers that are unknown, run eagerly, or update inside of backward are not replayed.
+_OTHERWISE = {
+    **dict.fromkeys(("adamw_torch_xla", "adafactor"), (0, "none of the optimizers whose updates are known")),
+    **dict.fromkeys(
+        ("schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam"),
+        (0, "none of the optimizers whose updates are known"),
+    ),
+    "grokadamw": (0, "was executed before its end"),
+    "stable_adamw": (0, "was executed before its end"),
+    "lomo": (0, "has a hook"),
+}
+# By the package that transformers reports as missing.
+_MISSING = {
+    "torch_npu": ["adamw_torch_npu_fused"],
+    "torchdistx": ["adamw_anyprecision"],
+    "torchao": ["adamw_torch_4bit", "adamw_torch_8bit"],
+    "bitsandbytes": [
+        *("adamw_bnb_8bit", "adamw_8bit", "ademamix", "ademamix_8bit", "lion_8bit", "lion_32bit"),
+        *("paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"),
+        *("paged_lion_32bit", "paged_lion_8bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+    ],
+    "galore_torch": [
+        *("galore_adamw", "galore_adamw_8bit", "galore_adafactor"),
+        *("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise"),
+    ],
+    "apollo_torch": ["apollo_adamw", "apollo_adamw_layerwise"],
+}
+# Installed, but they cannot work on XLA.
+_REFUSED = {"adalomo": "AdaLomo of lomo_optim .* it asks CUDA"}
+
+
+def test_none_is_forgotten() -> None:
+    missing = [name for names in _MISSING.values() for name in names]
+    assert sorted([*_REPLAYED, *_OTHERWISE, *_REFUSED, *missing]) == sorted(member.value for member in OptimizerNames)
+
+
+def _train(name: str, replay: bool | str) -> Any:
+    args = arguments(optim=name, max_steps=8)
+    return ours(Classifier(), vector_samples(32), args=args, step_replay=replay)
+
+
+def test_replayed_bit_for_bit_and_as_on_the_cpu() -> None:
+    for name, (replays, reason) in {**_REPLAYED, **_OTHERWISE}.items():
+        replayed, retraced = _train(name, "auto"), _train(name, False)
+        program = steps_of(replayed.trainer).train
+        assert program.replays == replays, (name, program.replay_reasons)
+        if name in _REPLAYED:
+            assert [reason in found for found in program.replay_reasons] == ([True] if reason else []), name
+        else:
+            assert any(reason in found for found in program.replay_reasons), (name, program.replay_reasons)
+        assert replayed.losses == retraced.losses, name
+        weights = [run.trainer.model.state_dict() for run in (replayed, retraced)]
+        for key in weights[0]:
+            assert torch.equal(weights[0][key].cpu(), weights[1][key].cpu()), (name, key)
+        # The CPU has no fused and syncfree kernels; both are AdamW.
+        stock = "adamw_torch" if name.startswith("adamw") else name
+        if name == "stable_adamw":
+            # transformers' own run asks triton for a GPU, or starts it.
+            continue
+        expected = reference(Classifier(), vector_samples(32), args={"optim": stock, "max_steps": 8})
+        assert_close(replayed.losses, expected.losses)
+
+
+def test_what_is_not_installed_is_said() -> None:
+    for package, names in _MISSING.items():
+        # If one is added to the environment, add it to the optimizers that are trained above.
+        assert importlib.util.find_spec(package) is None, f"{package} is installed now"
+        for name in names:
+            with pytest.raises((ImportError, ValueError), match=package):
+                _train(name, "auto")
+
+
+def test_what_is_not_for_xla_is_refused() -> None:
+    for name, message in _REFUSED.items():
+        with pytest.raises(UnsupportedOptionError, match=message):
+            _train(name, "auto")
+
+
+def test_optimizers_of_packages_that_are_not_for_xla_are_refused_where_they_are_handed_in() -> None:
+    class AdamW8bit(torch.optim.SGD):
+        __module__ = "bitsandbytes.optim.adamw"
+
+    class Own(AdamW8bit):
+        pass
+
+    model = Classifier()
+    with pytest.raises(UnsupportedOptionError, match="AdamW8bit of bitsandbytes"):
+        ours(model, vector_samples(8), args=arguments(max_steps=1), optimizers=(Own(model.parameters(), lr=0.1), None))

@@ -1,7 +1,8 @@
-"""The trainer's options: three ways to give them, and those that the constructor refuses."""
+"""Options: how they are given, what is refused, and mistakes of users."""
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from transformers import HfArgumentParser, TrainingArguments
 import hf_trainer
 from hf_trainer import XLAArguments
 from tests.hf_trainer.scenarios import Classifier, arguments, gpt2, ours, token_samples, vector_samples
-from tests.isolation import isolated
 from xla_adapters import ConfigError, UnsupportedOptionError, XLAConfig, get_runtime
+from xla_adapters.errors import CheckpointNotFoundError, LossError
 from xla_adapters.sharding import ShardingConfig
+
+pytestmark = pytest.mark.isolated
+
 
 _VALUES: dict[str, Any] = {
     "xla_mode": "eager+compile",
@@ -36,7 +40,6 @@ _CONFIG = XLAConfig(
 )
 
 
-@isolated
 def test_command_line() -> None:
     line = ["--output_dir", "out"]
     for name, value in _VALUES.items():
@@ -99,7 +102,6 @@ def _construct(**options: Any) -> hf_trainer.Trainer:
     return hf_trainer.Trainer(model=Classifier(), args=args, train_dataset=vector_samples(8), **options)
 
 
-@isolated
 def test_the_three_ways_are_one() -> None:
     assert _construct(xla_args=XLAArguments(**_VALUES)).xla_config == _CONFIG
     assert _construct(xla_args=_CONFIG).xla_config == _CONFIG
@@ -107,20 +109,17 @@ def test_the_three_ways_are_one() -> None:
     assert _construct().xla_config == XLAConfig()
 
 
-@isolated
 def test_options_given_twice() -> None:
     with pytest.raises(ConfigError, match=r"twice.*max_graphs=, xla_mode="):
         _construct(xla_args=XLAArguments(), xla_mode="lazy", max_graphs=1)
 
 
-@isolated
 def test_every_option_is_an_argument() -> None:
     assert _construct(replay_verify_every=None, profile_steps=(2, 3)).xla_config.replay_verify_every is None
     with pytest.raises(ConfigError, match="steps_per_execution is no longer an option"):
         _construct(steps_per_execution=2)
 
 
-@isolated
 def test_unknown_mode_lists_the_valid_ones() -> None:
     with pytest.raises(ConfigError, match=r"'eager', 'eager\+compile', 'eager\+dynamo', 'lazy'"):
         _construct(xla_mode="jit")
@@ -146,7 +145,6 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@isolated
 @pytest.mark.parametrize("name", sorted(_REFUSED))
 def test_refused_arguments(name: str) -> None:
     options, alternative = _REFUSED[name]
@@ -154,7 +152,6 @@ def test_refused_arguments(name: str) -> None:
         _construct(args=arguments(**options))
 
 
-@isolated
 def test_deepspeed_is_refused() -> None:
     args = arguments()
     # Without the package installed transformers refuses the option when it is parsed.
@@ -163,7 +160,6 @@ def test_deepspeed_is_refused() -> None:
         _construct(args=args)
 
 
-@isolated
 def test_fused_optimizers_are_refused() -> None:
     with pytest.raises(UnsupportedOptionError, match=r"optimizer_cls_and_kwargs.*Leave it out"):
         _construct(optimizer_cls_and_kwargs=(torch.optim.AdamW, {"lr": 0.1, "fused": True}))
@@ -173,7 +169,6 @@ def test_fused_optimizers_are_refused() -> None:
         hf_trainer.Trainer(model=model, args=arguments(), train_dataset=vector_samples(8), optimizers=(optimizer, None))
 
 
-@isolated
 def test_sharding_options_are_checked_when_they_are_parsed() -> None:
     assert XLAArguments().to_sharding() is None
     assert XLAArguments(auto_sharding=True).to_sharding() == ShardingConfig()
@@ -189,7 +184,6 @@ def test_sharding_options_are_checked_when_they_are_parsed() -> None:
             XLAArguments(**wrong)
 
 
-@isolated
 def test_a_refused_trainer_leaves_the_process_usable() -> None:
     with pytest.raises(UnsupportedOptionError):
         _construct(args=arguments(fp16=True))
@@ -197,9 +191,77 @@ def test_a_refused_trainer_leaves_the_process_usable() -> None:
     run.assert_one_graph(4)
 
 
-@isolated
 def test_checkpoint_offload_is_refused() -> None:
     args = arguments(gradient_checkpointing=True, activation_checkpointing_kwargs={"offload": True})
     trainer = hf_trainer.Trainer(model=gpt2(), args=args, train_dataset=token_samples(8))
     with pytest.raises(UnsupportedOptionError, match="leave offload off"):
         trainer.train()
+
+
+# ---- wrong use --------------------------------------------------------------------------------------
+
+
+class _Returns(hf_trainer.Trainer):
+    """Its loss is what the test wants."""
+
+    result: Any = None
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = model(inputs["x"])["logits"]
+        return self.result(logits) if callable(self.result) else self.result
+
+
+def _train(kind: Any = hf_trainer.Trainer, model: Any = None, **options: Any) -> Any:
+    samples = vector_samples(16)
+    trainer = kind(model or Classifier(), arguments(max_steps=2), train_dataset=samples, **options)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        (None, "None. Return the loss as a tensor"),
+        (1.5, "a float. Return"),
+        (lambda logits: logits.mean(1), r"a tensor of the shape \[4\]. Reduce it to one number: loss.mean\(\)"),
+        (lambda logits: (logits.mean(), logits), "a tuple. Return"),
+    ],
+    ids=["None", "float", "one for each sample", "with outputs"],
+)
+def test_a_loss_that_is_none(result: Any, found: str) -> None:
+    kind = type("Mine", (_Returns,), {"result": result if not callable(result) else staticmethod(result)})
+    line = inspect.getsourcelines(_Returns.compute_loss)[1]
+    with pytest.raises(LossError, match=rf"_Returns.compute_loss \(.*test_wrong_use.py:{line}\) returns is {found}"):
+        _train(kind)
+
+
+class _Tuple(Classifier):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return (self.layers(x),)
+
+
+def test_a_loss_of_the_model_and_of_a_function() -> None:
+    with pytest.raises(LossError, match=r"_Tuple.forward \(.*\) returns is a tensor of the shape"):
+        _train(model=_Tuple())
+
+    def each(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(outputs["logits"], labels, reduction="none")
+
+    with pytest.raises(LossError, match=r"each \(.*test_wrong_use.py:\d+\) returns"):
+        _train(compute_loss_func=each)
+    # The process and the classes are as before.
+    assert len(_train().state.log_history) > 0
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_checkpoint_that_is_not_there(safe: bool, tmp_path: Path) -> None:
+    options = arguments(str(tmp_path), max_steps=2, save_strategy="steps", save_steps=2)
+    trainer = hf_trainer.Trainer(Classifier(), options, train_dataset=vector_samples(16), safe_checkpoints=safe)
+    with pytest.raises((CheckpointNotFoundError, ValueError), match="No valid checkpoint found in output directory"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer.train()
+    with pytest.raises(CheckpointNotFoundError, match=r"at .*checkpoint-3: nothing is there \(in "):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    file = tmp_path / "checkpoint-2" / "model.safetensors"
+    with pytest.raises(CheckpointNotFoundError, match=r"it is a file, .*did you mean .*checkpoint-2\?"):
+        trainer.train(resume_from_checkpoint=str(file))

@@ -1,18 +1,28 @@
-"""Replayed steps of the Trainer are bit-identical to traced ones."""
+"""`step_replay` with code of transformers and of the user in the step: what is left out, and what is not."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import BatchEncoding, DynamicCache, TrainerCallback
+from transformers import (
+    AttentionInterface,
+    BatchEncoding,
+    DynamicCache,
+    TrainerCallback,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_trainer
 import xla_adapters
 from tests.device import DEVICE
 from tests.hf_trainer.scenarios import (
     Classifier,
+    Run,
     arguments,
     gpt2,
     ours,
@@ -21,17 +31,279 @@ from tests.hf_trainer.scenarios import (
     traced_and_replayed,
     vector_samples,
 )
-from tests.isolation import isolated
+from tests.tiny_models import tiny
+
+pytestmark = pytest.mark.isolated
+
+_STEPS = 10
+_CHOICES: Sequence[bool | str] = (False, "auto", True)
+_calls: list[str] = []
+_settings = SimpleNamespace(weight=1.0)
 
 
-@isolated
-def test_one_graph_and_the_same_numbers() -> None:
-    run = traced_and_replayed(8, make=lambda: gpt2(dropout=0.2), args={"max_steps": 10, "warmup_steps": 3})
-    run.assert_one_graph(10)
+@pytest.fixture(autouse=True)
+def _nothing_called() -> None:
+    _calls.clear()
+    _settings.weight = 1.0
+
+
+class _At(TrainerCallback):
+    def __init__(self, trainer: Any, step: int, change: Callable[[Any], object]) -> None:
+        self.trainer = trainer
+        self.step = step
+        self.change = change
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.change(self.trainer)
+
+
+def _changed(
+    change: Callable[[Any], object], step: int = 5, base: Callable[..., Any] = hf_trainer.Trainer
+) -> Callable[..., Any]:
+    """Makes a trainer that is changed at the end of a step; for step 0 before the training begins."""
+
+    def make(**options: Any) -> Any:
+        trainer = base(**options)
+        if step == 0:
+            change(trainer)
+        trainer.add_callback(_At(trainer, step, change))
+        return trainer
+
+    return make
+
+
+def _same(replays: int, **options: Any) -> Run:
+    """As `traced_and_replayed`, for a few steps. The user code must have been called equally often."""
+    _calls.clear()
+    _settings.weight = 1.0
+    given = {"make": Classifier, "data": vector_samples(4 * _STEPS), **options}
+    args = {"max_steps": _STEPS, **given.pop("args", {})}
+    run = traced_and_replayed(replays, args=args, **given)
+    assert len(_calls) % 2 == 0
+    assert _calls[: len(_calls) // 2] == _calls[len(_calls) // 2 :]
+    return run
+
+
+def _reasons(run: Run) -> str:
+    return "; ".join(steps_of(run.trainer).train.replay_reasons)
+
+
+class _Doubling(hf_trainer.Trainer):
+    prepared = 0
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        self.prepared += 1
+        inputs = super()._prepare_inputs(inputs)
+        return {**inputs, "x": inputs["x"] * 2}
+
+
+class _DoublingTensors(hf_trainer.Trainer):
+    prepared = 0
+
+    def _prepare_input(self, data: Any) -> Any:
+        data = super()._prepare_input(data)
+        if isinstance(data, torch.Tensor) and data.is_floating_point():
+            self.prepared += 1
+            data = data * 2
+        return data
+
+
+def _prepare_as_doubling(self: Any, inputs: Any) -> Any:
+    self.prepared += 1
+    inputs = hf_trainer.Trainer._prepare_inputs(self, inputs)
+    return {**inputs, "x": inputs["x"] * 2}
+
+
+def _patched(**options: Any) -> Any:
+    trainer: Any = hf_trainer.Trainer(**options)
+    trainer.prepared = 0
+    trainer._prepare_inputs = MethodType(_prepare_as_doubling, trainer)
+    return trainer
+
+
+def test_a_batch_is_prepared_once() -> None:
+    data = vector_samples(24)
+    for make in (_Doubling, _DoublingTensors, _patched):
+        runs = [
+            ours(Classifier(), data, args=arguments(max_steps=6), trainer_class=make, step_replay=choice)
+            for choice in _CHOICES
+        ]
+        losses = [run.trainer.evaluate(data)["eval_loss"] for run in runs]
+        traced, refused, replayed = runs
+        assert traced.losses == refused.losses == replayed.losses
+        assert losses[0] == losses[1] == losses[2]
+        # Six steps and six evaluation batches.
+        assert [run.trainer.prepared for run in (traced, refused)] == [12, 12]
+        assert [program.replays for program in steps_of(refused.trainer).programs] == [0, 0, 0, 0]
+        assert "_prepare_input" in _reasons(refused)
+        assert steps_of(replayed.trainer).train.replays == 4
+
+
+def _decays(optimizer: Any, *args: Any) -> None:
+    _calls.append("hook")
+    with torch.no_grad():
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.mul_(0.9)
+
+
+def _counted_step(self: Any, closure: Any = None) -> Any:
+    _calls.append("step")
+    return type(self).step(self, closure)
+
+
+def _replace_step(trainer: Any) -> None:
+    trainer.create_optimizer()
+    trainer.optimizer.step = MethodType(_counted_step, trainer.optimizer)
+
+
+def test_code_around_the_update_is_not_left_out() -> None:
+    def hooked(trainer: Any) -> None:
+        trainer.create_optimizer()
+        trainer.optimizer.register_step_post_hook(_decays)
+
+    def hooked_before(trainer: Any) -> None:
+        trainer.optimizer.optimizer.register_step_pre_hook(_decays)
+
+    def backward(trainer: Any) -> None:
+        stock = trainer.accelerator.backward
+
+        def doubled(loss: Any, **options: Any) -> None:
+            _calls.append("backward")
+            stock(loss * 2, **options)
+
+        trainer.accelerator.backward = doubled
+
+    assert "AdamW has a hook" in _reasons(_same(0, trainer_class=_changed(hooked, 0)))
+    # The scheduler wraps the method that it finds.
+    assert "step of AdamW was replaced" in _reasons(_same(0, trainer_class=_changed(_replace_step, 0)))
+    assert "AdamW has a hook" in _reasons(_same(3, trainer_class=_changed(hooked_before)))
+    run = _same(3, trainer_class=_changed(backward), args={"optim": "sgd"})
+    assert "backward of the accelerator" in _reasons(run)
+
+
+def _cross_entropy(outputs: Any, labels: Any, num_items_in_batch: Any = None, weight: float = 1.0) -> Any:
+    return weight * torch.nn.functional.cross_entropy(outputs["logits"], labels)
+
+
+def _tripled(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return 3 * torch.nn.functional.cross_entropy(outputs["logits"], labels)
+
+
+def _counted(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    _calls.append("loss")
+    return _cross_entropy(outputs, labels)
+
+
+def _halved(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+    outputs = model(**inputs)
+    return (outputs["loss"] / 2, outputs) if return_outputs else outputs["loss"] / 2
+
+
+def test_a_function_that_is_set_later_is_examined_anew() -> None:
+    def set_loss(function: Any) -> Callable[..., Any]:
+        return _changed(lambda trainer: setattr(trainer, "compute_loss_func", function))
+
+    def set_method(trainer: Any) -> None:
+        trainer.compute_loss = MethodType(_halved, trainer)
+
+    _same(6, compute_loss_func=_cross_entropy, trainer_class=set_loss(_tripled))
+    _same(6, trainer_class=_changed(set_method))
+    run = _same(3, compute_loss_func=_cross_entropy, trainer_class=set_loss(_counted))
+    assert len(_calls) == 2 * 5
+    assert "compute_loss_func" in _reasons(run)
+
+
+class _Loss(torch.nn.Module):
+    def forward(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return _tripled(outputs, labels)
+
+
+class _CountedLoss:
+    def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return _counted(outputs, labels)
+
+
+def test_loss_functions_that_are_no_plain_functions() -> None:
+    for function in (functools.partial(_cross_entropy, weight=2.0), _Loss(), _CountedLoss()):
+        data = vector_samples(24)
+        traced, replayed = (
+            ours(Classifier(), data, args=arguments(max_steps=6), compute_loss_func=function, step_replay=choice)
+            for choice in (False, "auto")
+        )
+        assert traced.losses == replayed.losses
+        assert (steps_of(replayed.trainer).train.replays > 0) is not isinstance(function, _CountedLoss)
+    assert len(_calls) == 12
+
+
+def _weighted(logits: Any, labels: Any) -> Any:
+    return logits * _settings.weight
+
+
+def test_a_preprocessing_that_comes_back_is_not_that_of_before() -> None:
+    data = vector_samples(16)
+    found = []
+    for choice in (False, "auto"):
+        trainer: Any = hf_trainer.Trainer(Classifier(), arguments(), step_replay=choice)
+        predictions = []
+        for function, weight in ((_weighted, 1.0), (None, 1.0), (_weighted, 5.0)):
+            trainer.preprocess_logits_for_metrics, _settings.weight = function, weight
+            predictions += [trainer.predict(data).predictions for _ in range(2)]
+        found.append(torch.tensor(predictions))
+    assert torch.equal(*found)
+    # The first two of each eight are traced.
+    assert steps_of(trainer).evaluation["eval_step"].replays == 18
+
+
+class _Smoother:
+    def __call__(self, outputs: Any, labels: Any, **options: Any) -> Any:
+        _calls.append("smoother")
+        return torch.nn.functional.cross_entropy(outputs["logits"][:, 0], labels[:, 0])
+
+
+def test_label_smoothers() -> None:
+    def ignore(trainer: Any) -> None:
+        trainer.label_smoother.ignore_index = 5
+
+    def replace(trainer: Any) -> None:
+        trainer.label_smoother = _Smoother()
+
+    options = {"make": gpt2, "data": token_samples(4 * _STEPS), "args": {"label_smoothing_factor": 0.1}}
+    _same(6, trainer_class=_changed(ignore), **options)
+    assert "_Smoother" in _reasons(_same(3, trainer_class=_changed(replace), **options))
+
+
+def test_a_callback_for_gradients_that_comes_later_finds_them() -> None:
+    class Looks(TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            _calls.append(str([float(item.grad.norm()) for item in model.parameters()]))
+
+    _same(6, trainer_class=_changed(lambda trainer: trainer.add_callback(Looks())))
+    assert len(_calls) == 2 * 5
+
+
+def test_functions_that_a_library_model_calls() -> None:
+    def loss(logits: Any, labels: Any, vocab_size: int, **options: Any) -> Any:
+        _calls.append("loss")
+        return torch.nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
+
+    def attention(module: Any, query: Any, *args: Any, **options: Any) -> Any:
+        _calls.append("attention")
+        return sdpa_attention_forward(module, query, *args, **options)
+
+    def llama() -> Any:
+        return tiny("llama", attn_implementation="counted")
+
+    def set_loss(trainer: Any) -> None:
+        trainer.model.loss_function = loss
+
+    data = token_samples(4 * _STEPS)
+    assert "known to be safe" in _reasons(_same(3, make=gpt2, data=data, trainer_class=_changed(set_loss)))
+    AttentionInterface.register("counted", attention)
+    assert "known to be safe" in _reasons(_same(0, make=llama, data=data))
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-@isolated
 def test_what_a_replay_takes_outlives_the_execution(accumulated: int) -> None:
     """Also the sum of losses and the gradients. The former value of a tensor waits for the device."""
     run = ours(gpt2(), token_samples(32), args=arguments(max_steps=8, gradient_accumulation_steps=accumulated))
@@ -42,30 +314,6 @@ def test_what_a_replay_takes_outlives_the_execution(accumulated: int) -> None:
     assert not any(torch._is_functional_tensor(value) for value in values)
 
 
-@pytest.mark.parametrize(
-    "options", [{"bf16": True}, {"optim": "sgd", "max_grad_norm": 0.0}, {"label_smoothing_factor": 0.1}], ids=str
-)
-@isolated
-def test_options(options: dict[str, Any]) -> None:
-    traced_and_replayed(6, args={"max_steps": 8, **options})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "recordings"),
-    [
-        ({"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 20}, 2),
-        ({"bf16": True, "weight_decay": 0.03, "lr_scheduler_type": "linear"}, 1),
-    ],
-    ids=["accumulation", "bf16"],
-)
-@isolated(timeout=400)
-def test_two_hundred_steps(options: dict[str, Any], recordings: int) -> None:
-    args = {"max_steps": 200, "max_grad_norm": 0.5, **options}
-    traced_and_replayed(198 * recordings, recordings=recordings, make=lambda: gpt2(dropout=0.2), args=args)
-
-
-@isolated
 def test_gradients_that_appear_behind_a_replayed_step_are_dropped() -> None:
     """By the loop's `model.zero_grad()`, which returns early only if there are no gradients."""
     seen: list[tuple[int, bool]] = []
@@ -98,19 +346,11 @@ def test_gradients_that_appear_behind_a_replayed_step_are_dropped() -> None:
     assert torch.nn.Module.zero_grad is before
 
 
-@isolated
-def test_accumulation() -> None:
-    args = {"max_steps": 6, "gradient_accumulation_steps": 3}
-    run = traced_and_replayed(12, recordings=3, data=token_samples(36), args=args)
-    run.assert_one_graph(6, graphs=3, executions_per_step=3)
-
-
 def _encoded(samples: list[dict[str, Any]]) -> BatchEncoding:
     """A batch as `DataCollatorWithPadding` returns it: a mapping that is not a dict."""
     return BatchEncoding(torch.utils.data.default_collate(samples))
 
 
-@isolated
 def test_a_batch_that_is_no_dict_is_replayed() -> None:
     traced_and_replayed(6, args={"max_steps": 8}, data_collator=_encoded)
 
@@ -119,50 +359,9 @@ def _with_a_stranger(samples: list[dict[str, Any]]) -> dict[str, Any]:
     return {**torch.utils.data.default_collate(samples), "past_key_values": DynamicCache()}
 
 
-@isolated
 def test_a_batch_with_a_value_nobody_can_compare_is_traced() -> None:
     run = traced_and_replayed(0, args={"max_steps": 4}, data_collator=_with_a_stranger)
     assert any("DynamicCache" in reason for reason in steps_of(run.trainer).train.replay_reasons)
-
-
-@isolated
-def test_evaluation_in_between_does_not_end_it() -> None:
-    data = vector_samples(16)
-    run = traced_and_replayed(
-        10,
-        make=lambda: Classifier(dropout=0.5),
-        data=data,
-        args={"max_steps": 12, "eval_strategy": "steps", "eval_steps": 3},
-        eval_dataset=data,
-    )
-    assert len(run.logged("eval_loss")) == 4
-    assert steps_of(run.trainer).evaluation.replays == 13
-
-
-@isolated
-def test_a_callback_that_changes_the_rate_takes_effect_at_once() -> None:
-    class Halving(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 6:
-                for group in kwargs["optimizer"].param_groups:
-                    group["weight_decay"] *= 3
-                    group["betas"] = (0.7, 0.9)
-
-    traced_and_replayed(8, args={"max_steps": 10, "weight_decay": 0.2}, callbacks=[Halving()])
-
-
-@isolated
-def test_freezing_a_layer_is_traced_again() -> None:
-    class Freezing(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 6:
-                for parameter in kwargs["model"].layers[0].parameters():
-                    parameter.requires_grad_(False)
-
-    run = traced_and_replayed(
-        8, make=Classifier, data=vector_samples(32), args={"max_steps": 12}, callbacks=[Freezing()]
-    )
-    assert any("requires_grad" in reason for reason in steps_of(run.trainer).train.replay_reasons)
 
 
 class _OwnLoss(hf_trainer.Trainer):
@@ -174,7 +373,6 @@ class _OwnLoss(hf_trainer.Trainer):
 
 
 @pytest.mark.parametrize(("replay", "seen"), [("auto", 8), (True, 2)])
-@isolated
 def test_overridden_compute_loss(replay: bool | str, seen: int) -> None:
     run = ours(gpt2(), token_samples(32), args=arguments(max_steps=8), trainer_class=_OwnLoss, step_replay=replay)
     assert run.trainer.seen == seen
@@ -183,87 +381,6 @@ def test_overridden_compute_loss(replay: bool | str, seen: int) -> None:
         assert any("_OwnLoss.compute_loss" in reason for reason in steps_of(run.trainer).train.replay_reasons)
 
 
-class _Counting(Classifier):
-    calls = 0
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        type(self).calls += 1
-        return super().forward(x, labels)
-
-
-@pytest.mark.parametrize(("replay", "calls"), [("auto", 8), (True, 2)])
-@isolated
-def test_a_forward_of_ones_own_runs_each_time_unless_replay_was_asked_for(replay: bool | str, calls: int) -> None:
-    run = ours(_Counting(), vector_samples(32), args=arguments(max_steps=8), step_replay=replay)
-    assert _Counting.calls == calls
-    if replay == "auto":
-        reasons = steps_of(run.trainer).train.replay_reasons
-        assert any("it uses type" in reason for reason in reasons), reasons
-
-
-@isolated
-def test_a_callback_in_the_middle_of_the_step_is_not_left_out() -> None:
-    class Scaling(TrainerCallback):
-        calls = 0
-
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.calls += 1
-            for parameter in kwargs["model"].parameters():
-                parameter.grad.mul_(0.5)
-
-    scaling = Scaling()
-    run = ours(gpt2(), token_samples(32), args=arguments(max_steps=6), callbacks=[scaling])
-    assert scaling.calls == 6
-    assert steps_of(run.trainer).train.replays == 0
-
-
-@pytest.mark.parametrize("steps", [8, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sharding", ["dp", "fsdp"])
-@isolated(env={"CPU_NUM_DEVICES": "8"}, timeout=400)
-def test_under_spmd(sharding: str, steps: int) -> None:
-    xla_adapters.initialize(spmd=True)
-    run = traced_and_replayed(
-        steps - 2,
-        make=lambda: gpt2(dropout=0.1),
-        data=token_samples(64),
-        args={"max_steps": steps, "per_device_train_batch_size": 8},
-        sharding=sharding,
-    )
-    run.assert_one_graph(steps)
-
-
-class _Weighted(hf_trainer.Trainer):
-    weight = 0.5
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = self.weight * torch.nn.functional.cross_entropy(outputs["logits"], labels)
-        return (loss, outputs) if return_outputs else loss
-
-
-@isolated
-def test_a_loss_of_ones_own_that_does_nothing_else_is_replayed() -> None:
-    class Reweighting(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            _Weighted.weight = 0.5
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 6:
-                _Weighted.weight = 0.25
-
-    run = traced_and_replayed(
-        8,
-        make=Classifier,
-        data=vector_samples(32),
-        args={"max_steps": 12},
-        trainer_class=_Weighted,
-        callbacks=[Reweighting()],
-    )
-    assert steps_of(run.trainer).train.replay_reasons == {"self.weight was replaced": 1}
-
-
-@isolated
 def test_evaluation_and_prediction_steps() -> None:
     found = []
     for choice in (False, "auto"):
@@ -273,7 +390,7 @@ def test_evaluation_and_prediction_steps() -> None:
         metrics = [trainer.evaluate()["eval_loss"] for _ in range(2)]
         predicted = trainer.predict(data)
         found.append((metrics, predicted.predictions, predicted.label_ids))
-        assert steps_of(trainer).evaluation.replays == (0 if choice is False else 13), steps_of(
+        assert steps_of(trainer).evaluation["eval_step"].replays == (0 if choice is False else 13), steps_of(
             trainer
         ).evaluation.replay_reasons
     assert found[0][0] == found[1][0]

@@ -16,8 +16,9 @@ import xla_adapters
 from hf_trainer import XLATrainerMixin
 from hf_trainer.libraries import reads_answered
 from tests.hf_trainer.scenarios import assert_close, train, without_xla
-from tests.isolation import isolated
 from xla_adapters import GraphBreakWarning, get_runtime
+
+pytestmark = pytest.mark.isolated
 
 datasets = pytest.importorskip("datasets")
 sentence_transformers = pytest.importorskip("sentence_transformers")
@@ -70,7 +71,6 @@ def _trainer(kind: Any, device: str, loss_of: Any = None, label: bool = False, *
     return kind(model=model, args=_arguments(**options), train_dataset=datasets.Dataset.from_list(rows), loss=loss)
 
 
-@isolated
 def test_encode_after_a_training() -> None:
     get_runtime().device.initialize()
     with without_xla():
@@ -87,7 +87,6 @@ def test_encode_after_a_training() -> None:
     np.testing.assert_allclose(model.encode(_TEXTS, convert_to_tensor=True).cpu().numpy(), expected, atol=1e-4)
 
 
-@isolated
 def test_a_loss_that_computes_embeddings_twice() -> None:
     """It looks which columns of the batch are used: the host knows that."""
 
@@ -104,7 +103,6 @@ def test_a_loss_that_computes_embeddings_twice() -> None:
 
 
 @pytest.mark.slow
-@isolated
 def test_a_loss_that_selects_pairs_by_their_distance() -> None:
     """The step is executed in parts, and that is told once per line."""
     get_runtime().device.initialize()
@@ -116,7 +114,6 @@ def test_a_loss_that_selects_pairs_by_their_distance() -> None:
     assert_close(run.losses, [entry["loss"] for entry in stock.state.log_history if "loss" in entry], tolerance=1e-4)
 
 
-@isolated
 def test_the_second_computation_draws_the_same_numbers() -> None:
     gradcache = pytest.importorskip("sentence_transformers.base.losses.gradcache")
     theirs = gradcache.RandContext

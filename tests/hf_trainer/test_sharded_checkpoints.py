@@ -1,10 +1,12 @@
-"""Sharded checkpoints: `from_pretrained` reads the weights, and runs on other meshes resume from them."""
+"""Checkpoints in parts, and other uses of a sharded model: adapters, generation, activation checkpointing."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -14,14 +16,19 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import hf_trainer
 import xla_adapters
-from hf_trainer.checkpoints.deferred_weights import deferred_state_dict, writing_deferred_weights
+from hf_trainer.saving import deferred_state_dict, writing_deferred_weights
 from tests.hf_trainer.scenarios import Run, arguments, assert_close, ours, reference
-from tests.hf_trainer.sharded_models import MODELS, data, model
-from tests.hf_trainer.test_sharding import assert_cut_as_planned, on_8_devices, options
+from tests.hf_trainer.sharded_models import MODELS, ROWS, data, model
+from tests.hf_trainer.test_sharding import assert_cut_as_planned, options, start
 from tests.isolation import run_in_child
+from tests.trainers import shape_of_a_shard
 from xla_adapters.checkpoint import CheckpointStore, CheckpointWarning
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import ShardingConfig
+from xla_adapters.sharding.mesh import tiles_of
+from xla_adapters.sharding.state import consolidate, model_state, save_state
+
+pytestmark = pytest.mark.isolated(env={"CPU_NUM_DEVICES": "8"})
 
 STEPS = 6
 
@@ -38,7 +45,6 @@ def run(folder: Path, name: str, scheme: str | None, *, checkpoints: Any = "shar
 _IN_SHORT = ("gpt2", "mixtral", "vit")
 
 
-@on_8_devices
 @pytest.mark.parametrize(
     "name", [*_IN_SHORT, *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name not in _IN_SHORT)]
 )
@@ -101,14 +107,12 @@ def test_other_meshes_and_one_device_go_on_exactly(tmp_path: Path) -> None:
         assert_close(on_8, written, 1e-5)
 
 
-@on_8_devices
 def test_a_whole_checkpoint_is_gone_on_from_in_parts(tmp_path: Path) -> None:
     losses = run(tmp_path, "gpt2", "2d", checkpoints="whole").losses
     resumed = run(tmp_path, "gpt2", "2d", train_options={"resume_from_checkpoint": str(tmp_path / "checkpoint-3")})
     assert resumed.losses == losses
 
 
-@on_8_devices
 def test_parts_are_committed_and_verified_too(tmp_path: Path) -> None:
     losses = run(tmp_path, "gpt2", "2d").losses
     store = CheckpointStore(tmp_path)
@@ -124,7 +128,6 @@ def test_parts_are_committed_and_verified_too(tmp_path: Path) -> None:
     assert store.load("checkpoint-6").step == 6
 
 
-@on_8_devices
 def test_the_host_has_few_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mixtral's experts are one weight in the model and many in the file."""
     done = run(tmp_path / "run", "mixtral", "2d")
@@ -149,7 +152,6 @@ def test_the_host_has_few_weights_at_a_time(tmp_path: Path, monkeypatch: pytest.
     assert set(_names(tmp_path / "saved")) == set(_names(tmp_path / "stock"))
 
 
-@on_8_devices
 def test_large_models_have_several_files(tmp_path: Path) -> None:
     xla_adapters.initialize(spmd=True)
     net = model("llama").to("xla")
@@ -161,7 +163,6 @@ def test_large_models_have_several_files(tmp_path: Path) -> None:
         assert torch.equal(loaded.state_dict()[name], value), name
 
 
-@on_8_devices
 def test_models_that_carry_dtensors(tmp_path: Path) -> None:
     xla_adapters.initialize(spmd=True)
     net, mesh = model("gpt2"), DeviceMesh("xla", torch.arange(8).reshape(4, 2))
@@ -179,7 +180,6 @@ def test_models_that_carry_dtensors(tmp_path: Path) -> None:
         ours(net, data("gpt2"), args=arguments(**options()), sharding="2d", optimizers=(former, None))
 
 
-@on_8_devices
 def test_a_module_of_ones_own_is_saved_as_ever(tmp_path: Path) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -197,3 +197,96 @@ def test_a_module_of_ones_own_is_saved_as_ever(tmp_path: Path) -> None:
     again = hf_trainer.Trainer(Own(), arguments(**args), train_dataset=data("gpt2"), sharding=sharding)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert again.state.log_history[-2]["loss"] == trainer.state.log_history[-2]["loss"]
+
+
+# ---- consolidation ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_from_pretrained_reads_them(name: str, tmp_path: Path) -> None:
+    saved: Any = model(name)
+    save_state({"model": model_state(saved)}, tmp_path / "parts")
+    saved.config.save_pretrained(tmp_path / "whole")
+    consolidate(tmp_path / "parts", tmp_path / "whole")
+    loaded: Any = type(saved).from_pretrained(tmp_path / "whole")
+    for key, value in saved.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value), key
+
+
+# ---- other uses -------------------------------------------------------------------------------------
+
+
+def with_adapters() -> Any:
+    torch.manual_seed(2)
+    config = peft.LoraConfig(
+        r=8, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "up_proj"], init_lora_weights=False
+    )
+    return peft.get_peft_model(model("llama"), config)
+
+
+@pytest.mark.parametrize("scheme", ["2d", "fsdp", pytest.param("auto", marks=pytest.mark.slow)])
+def test_lora(scheme: str) -> None:
+    args = options(learning_rate=0.05)
+    start()
+    frozen = {name: value.clone() for name, value in with_adapters().state_dict().items() if "lora" not in name}
+    run = ours(with_adapters(), data("llama"), args=arguments(**args), sharding=scheme)
+    run.assert_one_graph(args["max_steps"])
+    expected = reference(with_adapters(), data("llama"), args=args)
+    assert_close(run.losses, expected.losses, 1e-5)
+    after = run.parameters()
+    assert all(torch.equal(after[name], value) for name, value in frozen.items())
+    # Frozen weights are sharded too, and have no optimizer state.
+    plan, split = run.trainer.sharding_plan, 0
+    for name, parameter in run.trainer.model.named_parameters():
+        tiles = tiles_of(plan.mesh, plan.spec_of(name))
+        local = tuple(size // count for size, count in zip(parameter.shape, tiles.counts, strict=True))
+        assert shape_of_a_shard(parameter) == local, name
+        split += tiles.number > 1 and not parameter.requires_grad
+        assert (len(run.trainer.optimizer.state.get(parameter, {})) > 0) == parameter.requires_grad
+    assert split or scheme == "auto"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_generation(name: str, tmp_path: Path) -> None:
+    start()
+    trained = model(name)
+    trained.generation_config.pad_token_id = 0
+    plain = copy.deepcopy(trained).eval()
+    trainer = hf_trainer.Trainer(trained, arguments(str(tmp_path)), sharding="2d")
+    generator = torch.Generator().manual_seed(3)
+    prompts = torch.randint(3, 128, (ROWS, 5), generator=generator)
+    wanted = {"max_new_tokens": 6, "do_sample": False}
+    expected = plain.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), **wanted)
+    actual = trainer.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), **wanted)
+    assert torch.equal(actual, expected)
+    with xla_adapters.count() as counters:
+        trainer.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), **wanted)
+    assert counters.compiles == 0
+    assert any(xla_adapters.get_runtime().spmd.tiles_of(item) is not None for item in trainer.model.parameters())
+
+
+def test_predict_with_generate(tmp_path: Path) -> None:
+    start()
+    samples = [{name: value[:6] for name, value in sample.items()} for sample in data("t5", ROWS + 3)]
+    args = {"predict_with_generate": True, "generation_max_length": 8, "per_device_eval_batch_size": ROWS}
+    trained = model("t5")
+    trained.generation_config.pad_token_id = 0
+    plain = copy.deepcopy(trained).eval()
+    trainer = hf_trainer.Seq2SeqTrainer(
+        trained,
+        transformers.Seq2SeqTrainingArguments(str(tmp_path), report_to=[], disable_tqdm=True, **args),
+        sharding="2d",
+    )
+    found = trainer.predict(samples).predictions
+    inputs = torch.stack([sample["input_ids"] for sample in samples])
+    expected = plain.generate(input_ids=inputs, max_length=8, do_sample=False, num_beams=1)
+    assert found[:, : expected.shape[1]].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("scheme", ["fsdp", "2d"])
+def test_gradient_checkpointing_with_accumulation(scheme: str) -> None:
+    args = options(gradient_checkpointing=True, gradient_accumulation_steps=2, max_steps=4)
+    start()
+    run = ours(model("gpt2"), data("gpt2", 8 * ROWS), args=arguments(**args), sharding=scheme)
+    expected = reference(model("gpt2"), data("gpt2", 8 * ROWS), args={**args, "gradient_checkpointing": False})
+    assert_close(run.losses, expected.losses, 1e-5)

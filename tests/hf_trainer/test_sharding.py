@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch_xla
 import transformers
 from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -22,13 +21,16 @@ from hf_trainer import XLAArguments
 from tests.hf_trainer.scenarios import Run, arguments, assert_close, ours, reference, steps_of, train
 from tests.hf_trainer.sharded_models import MODELS, ROWS, data, model
 from tests.isolation import isolated
+from tests.support import Stream
+from tests.trainers import check_cuts, optimizer_of
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.sharding import Mesh, ShardingConfig, ShardingPlan
 from xla_adapters.sharding.mesh import tiles_of
 from xla_adapters.sharding.sharder import spec_of
 
+pytestmark = pytest.mark.isolated(env={"CPU_NUM_DEVICES": "8"})
+
 STEPS = 6
-on_8_devices = functools.partial(isolated, env={"CPU_NUM_DEVICES": "8"})
 on_4_devices = functools.partial(isolated, env={"CPU_NUM_DEVICES": "4"})
 
 
@@ -53,29 +55,8 @@ def sharded(name: str, sharding: Any, *, args: dict[str, Any] | None = None, **m
 
 
 def assert_cut_as_planned(run: Run) -> int:
-    """Checks every parameter and every tensor of optimizer state. Returns how many are split."""
-    runtime, plan, split = xla_adapters.get_runtime(), run.trainer.sharding_plan, 0
-    runtime.device.wait()
-    optimizer = run.trainer.optimizer
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    for name, parameter in run.trainer.model.named_parameters():
-        expected = tiles_of(plan.mesh, plan.spec_of(name))
-        wanted = None if expected.number == 1 else expected
-        states = {key: value for key, value in optimizer.state[parameter].items() if value.device.type == "xla"}
-        assert set(states) == {"exp_avg", "exp_avg_sq"}, name
-        for key, value in {"parameter": parameter, **states}.items():
-            assert runtime.spmd.tiles_of(value) == wanted, f"{name}, {key}"
-            local = tuple(size // count for size, count in zip(value.shape, expected.counts, strict=True))
-            assert shape_of_a_shard(value) == local, f"{name}, {key}"
-            split += wanted is not None
-    return split
-
-
-def shape_of_a_shard(value: torch.Tensor) -> tuple[int, ...]:
-    """The shape on the first device, which an annotation may not match."""
-    shards: Any = torch_xla._XLAC._get_local_shards([value.detach()])
-    return tuple(shards[0][0][0].shape)
+    """Checks every parameter and every tensor of optimizer state. Returns how many parameters are split."""
+    return len(check_cuts(run.trainer.sharding_plan, run.trainer.model, optimizer_of(run.trainer)))
 
 
 def trains_as_on_one_cpu(name: str, sharding: Any, *, split: bool = True, steps: int = STEPS) -> Run:
@@ -91,13 +72,11 @@ def trains_as_on_one_cpu(name: str, sharding: Any, *, split: bool = True, steps:
 
 
 # The others are in `test_every_model`.
-@on_8_devices
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "resnet", "t5"])
 def test_models(name: str) -> None:
     trains_as_on_one_cpu(name, "2d")
 
 
-@on_8_devices
 @pytest.mark.parametrize("scheme", ["dp", "fsdp", "tp"])
 def test_schemes(scheme: str) -> None:
     trains_as_on_one_cpu("llama", scheme, split=scheme != "dp")
@@ -110,7 +89,6 @@ def test_four_devices() -> None:
 
 
 @pytest.mark.slow
-@on_8_devices
 @pytest.mark.parametrize(("name", "scheme"), zip(MODELS, itertools.cycle(["fsdp", "tp", "2d", "dp"]), strict=False))
 def test_every_model(name: str, scheme: str) -> None:
     trains_as_on_one_cpu(name, scheme, split=scheme != "dp", steps=20)
@@ -124,7 +102,6 @@ def test_the_sum_of_losses_between_two_logs_is_no_second_graph() -> None:
     assert_close(run.losses, expected.losses, 1e-5)
 
 
-@on_8_devices
 def test_a_mesh_of_ones_own_and_overrides() -> None:
     config = ShardingConfig(
         scheme="2d",
@@ -139,7 +116,6 @@ def test_a_mesh_of_ones_own_and_overrides() -> None:
     assert plan.spec_of("model.layers.0.self_attn.q_proj.weight") == ("model", "data")
 
 
-@on_8_devices
 def test_accumulation_evaluation_and_a_partial_batch() -> None:
     samples = data("gpt2", 3 * ROWS + 8)
     args = options(gradient_accumulation_steps=2, num_train_epochs=1, max_steps=-1, eval_strategy="epoch")
@@ -151,7 +127,6 @@ def test_accumulation_evaluation_and_a_partial_batch() -> None:
     assert_cut_as_planned(run)
 
 
-@on_8_devices
 def test_checkpoint_is_whole_costs_no_compile_and_resumes_exactly(tmp_path: Path) -> None:
     start()
     args = {"save_strategy": "steps", "save_steps": 3, "output_dir": str(tmp_path)}
@@ -168,7 +143,6 @@ def test_checkpoint_is_whole_costs_no_compile_and_resumes_exactly(tmp_path: Path
     assert_cut_as_planned(resumed)
 
 
-@on_8_devices
 def test_predictions_are_those_of_one_cpu() -> None:
     start()
     trainer = hf_trainer.Trainer(
@@ -191,7 +165,6 @@ class Fails(hf_trainer.Trainer):
         return loss
 
 
-@on_8_devices
 def test_a_failed_step_leaves_parameters_cut_and_as_before() -> None:
     start()
     trainer = Fails(model=model("gpt2"), args=arguments(**options()), train_dataset=data("gpt2"), sharding="2d")
@@ -207,7 +180,6 @@ def test_a_failed_step_leaves_parameters_cut_and_as_before() -> None:
         assert (value - run.parameters()[name]).abs().max() < 3e-3, name
 
 
-@on_8_devices
 def test_an_error_in_a_module_leaves_it_its_parameters() -> None:
     start()
     net = model("gpt2")
@@ -230,7 +202,6 @@ def test_an_error_in_a_module_leaves_it_its_parameters() -> None:
 
 
 @pytest.mark.parametrize("stops_early", [None, True])
-@on_8_devices
 def test_norms_and_gradient_checkpointing(stops_early: bool | None) -> None:
     args = {"gradient_checkpointing": True}
     with contextlib.nullcontext() if stops_early is None else set_checkpoint_early_stop(stops_early):
@@ -240,7 +211,6 @@ def test_norms_and_gradient_checkpointing(stops_early: bool | None) -> None:
     assert_close(run.losses, reference(model("gpt2"), data("gpt2"), args=options()).losses, 1e-5)
 
 
-@on_8_devices
 def test_annotations_of_the_user_stay() -> None:
     start()
     runtime, net, mesh = xla_adapters.get_runtime(), model("gpt2"), Mesh.data_and_model(4, 2)
@@ -257,7 +227,6 @@ def test_annotations_of_the_user_stay() -> None:
     assert_close(run.losses, reference(model("gpt2"), data("gpt2"), args=options()).losses, 1e-5)
 
 
-@on_8_devices
 @pytest.mark.parametrize(
     "flag",
     [
@@ -277,7 +246,6 @@ def test_automatic(flag: dict[str, Any]) -> None:
     assert_close(run.losses, reference(model("llama"), data("llama"), args=options()).losses, 1e-5)
 
 
-@on_8_devices
 def test_automatic_within_a_budget_that_only_fits_split_state() -> None:
     start()
     state = 16 * sum(parameter.numel() for parameter in model("llama").parameters())
@@ -290,7 +258,6 @@ def test_automatic_within_a_budget_that_only_fits_split_state() -> None:
     assert_close(run.losses, reference(model("llama"), data("llama"), args=options()).losses, 1e-5)
 
 
-@on_8_devices
 def test_a_plan_that_was_made_before_is_used(tmp_path: Path) -> None:
     start()
     run = ours(model("llama"), data("llama"), args=arguments(**options()), sharding="2d")
@@ -305,22 +272,17 @@ def test_a_plan_that_was_made_before_is_used(tmp_path: Path) -> None:
         ours(model("gpt2"), data("gpt2"), args=arguments(**options()), sharding=plan)
 
 
-@on_8_devices
 def test_a_stream_of_data_is_planned_by_a_recipe_and_says_so() -> None:
-    class Stream(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter(data("gpt2"))
-
     start()
     with pytest.warns(UserWarning, match="no batch to plan for"):
-        run = ours(model("gpt2"), Stream(), args=arguments(**options(max_steps=3)), auto_sharding=True)
+        run = ours(model("gpt2"), Stream(data("gpt2")), args=arguments(**options(max_steps=3)), auto_sharding=True)
     assert run.trainer.sharding_plan.name == "fsdp"
     config = ShardingConfig(memory_budget=1000)
     with (
         pytest.raises(ConfigError, match=r"memory_budget=1000 .* state alone take \d+ bytes on each of 8"),
         pytest.warns(UserWarning, match="not for activations"),
     ):
-        ours(model("gpt2"), Stream(), args=arguments(**options(max_steps=3)), sharding=config)
+        ours(model("gpt2"), Stream(data("gpt2")), args=arguments(**options(max_steps=3)), sharding=config)
 
 
 class LoadsInTheMiddle(transformers.TrainerCallback):
@@ -337,7 +299,6 @@ class LoadsInTheMiddle(transformers.TrainerCallback):
             kwargs["model"].load_state_dict(self._weights)
 
 
-@on_8_devices
 def test_weights_that_are_loaded_in_the_middle_are_cut() -> None:
     run = sharded("gpt2", "fsdp", callbacks=[LoadsInTheMiddle("gpt2")])
     run.assert_one_graph(STEPS)
@@ -346,7 +307,6 @@ def test_weights_that_are_loaded_in_the_middle_are_cut() -> None:
     assert_close(run.losses, expected.losses, 1e-5)
 
 
-@on_8_devices
 def test_weights_that_are_loaded_between_two_runs_are_cut() -> None:
     run = sharded("gpt2", "fsdp", args={"max_steps": 2})
     run.trainer.model.load_state_dict(model("gpt2").state_dict())
@@ -354,7 +314,6 @@ def test_weights_that_are_loaded_between_two_runs_are_cut() -> None:
     assert_cut_as_planned(run)
 
 
-@on_8_devices
 def test_a_model_made_by_the_trainer_is_held_to_the_plan() -> None:
     class Hooks(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -380,7 +339,6 @@ def test_a_model_made_by_the_trainer_is_held_to_the_plan() -> None:
     assert_close(run.losses, reference(net, data("llama"), args=options()).losses, 1e-5)
 
 
-@on_8_devices
 def test_annotations_that_do_not_fit_the_default_mesh_choose_it() -> None:
     start()
     runtime, net, mesh = xla_adapters.get_runtime(), model("llama"), Mesh.data_and_model(2, 4)
@@ -397,7 +355,6 @@ def test_annotations_that_do_not_fit_the_default_mesh_choose_it() -> None:
     assert_close(run.losses, reference(model("llama"), data("llama"), args=options()).losses, 1e-5)
 
 
-@on_8_devices
 def test_annotations_of_the_user_can_be_given_up() -> None:
     start()
     runtime, net = xla_adapters.get_runtime(), model("llama")
@@ -413,7 +370,6 @@ def test_annotations_of_the_user_can_be_given_up() -> None:
 # ---- what cannot work ------------------------------------------------------------------------------
 
 
-@on_8_devices
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
@@ -431,7 +387,6 @@ def test_options_that_contradict(wanted: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.slow
-@on_8_devices
 def test_what_the_model_or_the_batch_does_not_divide() -> None:
     start()
     with pytest.raises(ConfigError, match=r"per_device_train_batch_size=12: .* use 16 or 8"):
@@ -446,7 +401,6 @@ def test_what_the_model_or_the_batch_does_not_divide() -> None:
         sharded("gpt2", ShardingConfig(memory_budget=1000))
 
 
-@on_8_devices
 def test_modes_that_cannot_shard() -> None:
     start()
     with pytest.raises(UnsupportedOptionError, match="dynamo"):
@@ -455,14 +409,12 @@ def test_modes_that_cannot_shard() -> None:
         ours(nn.Linear(2, 2), data("gpt2"))
 
 
-@on_8_devices
 def test_sharding_after_the_runtime_started_without_it() -> None:
     args = arguments(**options())
     with pytest.raises(RuntimeOrderError, match=r"initialize\(spmd=True\)"):
         hf_trainer.Trainer(model=model("gpt2"), args=args, sharding="dp")
 
 
-@on_8_devices
 def test_a_plan_of_a_mesh_is_found_back_from_tiles() -> None:
     mesh = Mesh.data_and_model(4, 2)
     for spec in (("data", None), (None, "model"), ("model", "data"), (("data", "model"), None), (None, None)):

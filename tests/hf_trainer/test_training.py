@@ -20,10 +20,11 @@ from tests.hf_trainer.scenarios import (
     token_samples,
     vector_samples,
 )
-from tests.isolation import isolated
+from tests.support import Stream
+
+pytestmark = pytest.mark.isolated
 
 
-@isolated
 def test_plain_training_is_one_graph() -> None:
     run = assert_parity(gpt2, token_samples(4))
     run.assert_one_graph(4)
@@ -34,7 +35,6 @@ def test_plain_training_is_one_graph() -> None:
     assert run.losses[-1] < run.losses[0]
 
 
-@isolated
 def test_operations_execute_at_once_before_and_after_training() -> None:
     trainer = Trainer(Classifier(), arguments(max_steps=2), train_dataset=vector_samples(8))
     assert _executes_at_once()
@@ -49,7 +49,6 @@ def _executes_at_once() -> bool:
     return counters.eager_ops == 1
 
 
-@isolated
 def test_accumulation_per_micro_batch() -> None:
     args = {"gradient_accumulation_steps": 3, "max_steps": 3}
     run = assert_parity(gpt2, token_samples(36), args=args)
@@ -57,14 +56,12 @@ def test_accumulation_per_micro_batch() -> None:
     run.assert_one_graph(3, graphs=3, executions_per_step=3)
 
 
-@isolated
 def test_accumulation_unrolled() -> None:
     args = {"gradient_accumulation_steps": 3, "max_steps": 3}
     run = assert_parity(gpt2, token_samples(36), args=args, xla={"accumulation": "unrolled"})
     run.assert_one_graph(3)
 
 
-@isolated
 @pytest.mark.parametrize("accumulation", ["per_micro_batch", "unrolled"])
 def test_last_accumulation_of_an_epoch_is_partial(accumulation: str) -> None:
     # 5 batches per epoch, 2 per update: the third update of an epoch has one batch.
@@ -76,34 +73,26 @@ def test_last_accumulation_of_an_epoch_is_partial(accumulation: str) -> None:
     assert run.counts.compiles == (3 if accumulation == "per_micro_batch" else 2), run.explain()
 
 
-@isolated
 @pytest.mark.parametrize("accumulation", ["per_micro_batch", "unrolled"])
 def test_epoch_of_unknown_length_ends_in_an_accumulation(accumulation: str) -> None:
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):  # type: ignore[no-untyped-def]
-            return iter(vector_samples(12))
-
     # 3 batches per epoch, 2 per update.
     args = {"gradient_accumulation_steps": 2, "max_steps": 4}
-    run = assert_parity(Classifier, Stream(), args=args, xla={"accumulation": accumulation})
+    run = assert_parity(Classifier, Stream(vector_samples(12)), args=args, xla={"accumulation": accumulation})
     assert len(run.losses) == 4
 
 
-@isolated
 def test_clipping_bites() -> None:
     run = assert_parity(gpt2, token_samples(16), args={"max_grad_norm": 0.05})
     run.assert_one_graph(4)
     assert min(run.logged("grad_norm")) > 0.05
 
 
-@isolated
 def test_no_clipping_logs_no_norm_and_costs_nothing() -> None:
     run = assert_parity(gpt2, token_samples(16), args={"max_grad_norm": 0.0})
     run.assert_one_graph(4)
     assert run.counts.transfers_to_host <= 4 + 1
 
 
-@isolated
 def test_label_smoothing() -> None:
     plain = ours(gpt2(), token_samples(16), args=arguments(max_steps=1))
     run = assert_parity(gpt2, token_samples(16), args={"label_smoothing_factor": 0.2})
@@ -111,7 +100,6 @@ def test_label_smoothing() -> None:
     assert abs(run.losses[0] - plain.losses[0]) > 1e-4
 
 
-@isolated
 def test_bf16_computes_in_bfloat16_and_keeps_float32_parameters() -> None:
     before = {name: value for name, value in os.environ.items() if "BF16" in name}
     seen: list[torch.dtype] = []
@@ -128,7 +116,6 @@ def test_bf16_computes_in_bfloat16_and_keeps_float32_parameters() -> None:
     assert_parity(gpt2, token_samples(16), args={"bf16": True}, tolerance=2e-2)
 
 
-@isolated
 @pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
 def test_checkpointing_computes_twice_and_the_same(name: str) -> None:
     """The recomputation draws the same dropout masks, so that the losses agree with a run without checkpointing."""
@@ -143,13 +130,11 @@ def test_checkpointing_computes_twice_and_the_same(name: str) -> None:
     assert_close(run.logged("grad_norm"), plain.logged("grad_norm"), 1e-4)
 
 
-@isolated
 def test_checkpointing_parity_with_cpu() -> None:
     run = assert_parity(lambda: gpt2(layers=2), token_samples(16), args={"gradient_checkpointing": True})
     run.assert_one_graph(4)
 
 
-@isolated
 def test_neftune_adds_noise_that_repeats_and_goes_away() -> None:
     plain = ours(gpt2(), token_samples(16), args=arguments(max_steps=3))
     noisy, again = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -28,8 +29,9 @@ from tests.hf_trainer.trl_runs import (
     rows_of,
     text,
 )
-from tests.isolation import isolated
 from xla_adapters import GraphBreakWarning
+
+pytestmark = pytest.mark.isolated
 
 trl = pytest.importorskip("trl")
 
@@ -62,7 +64,6 @@ def _reward_model() -> Any:
     return llama(LlamaForSequenceClassification, num_labels=1)
 
 
-@isolated
 def test_sft() -> None:
     run, expected = both(SFT, trl.SFTConfig, llama, rows_of(text), args={"logging_steps": 2})
     assert_logs_are_equal(run, expected)
@@ -72,7 +73,6 @@ def test_sft() -> None:
     assert run.counts.transfers_to_host <= 3
 
 
-@isolated
 def test_reward() -> None:
     run, expected = both(Reward, trl.RewardConfig, _reward_model, rows_of(pair), args={})
     # Gradients grow along a run in which the model is certain at once.
@@ -80,7 +80,6 @@ def test_reward() -> None:
     assert_one_execution(run)
 
 
-@isolated
 def test_dpo() -> None:
     run, expected = both(DPO, trl.DPOConfig, llama, rows_of(preference), args={})
     assert_logs_are_equal(run, expected)
@@ -89,7 +88,6 @@ def test_dpo() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
-@isolated
 def test_dpo_evaluates(lora: bool) -> None:
     rows = rows_of(preference)
     run, expected = both(
@@ -114,7 +112,6 @@ _SFT: dict[str, tuple[Callable[[int], dict[str, Any]], dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", _SFT)
-@isolated
 def test_sft_variants(variant: str) -> None:
     make, args = _SFT[variant]
     rows = rows_of(make)
@@ -127,7 +124,6 @@ def test_sft_variants(variant: str) -> None:
 
 
 @pytest.mark.slow
-@isolated
 def test_kto() -> None:
     run, expected = both(KTO, trl.KTOConfig, llama, rows_of(judged), args={})
     assert_logs_are_equal(run, expected)
@@ -140,7 +136,6 @@ def _length(completions: list[str], **_: Any) -> list[float]:
 
 
 @pytest.mark.slow
-@isolated
 def test_grpo() -> None:
     # With one token to choose from, both sample the same.
     args = {"max_completion_length": 4, "num_generations": 2, "top_k": 1, "max_steps": 3}
@@ -152,7 +147,6 @@ def test_grpo() -> None:
     assert run.logged("completions/mean_length")[0] > 0
 
 
-@isolated
 def test_extremes_without_a_read_are_trls() -> None:
     utils, nan = trl.trainer.utils, float("nan")
     theirs = [utils.nanmin, utils.nanmax]
@@ -172,7 +166,6 @@ def test_extremes_without_a_read_are_trls() -> None:
 
 
 @pytest.mark.slow
-@isolated
 def test_rloo() -> None:
     args = {"max_completion_length": 4, "num_generations": 2, "top_k": 1, "max_steps": 3}
     rows = rows_of(lambda index: {"prompt": f"say {index % 10}:"})
@@ -181,7 +174,6 @@ def test_rloo() -> None:
     assert run.logged("completions/mean_length")[0] > 0
 
 
-@isolated
 def test_the_default_precision() -> None:
     # TRL's default is bfloat16 autocast. On the CPU it asks the host whether it has it.
     assert trl.SFTConfig(output_dir=tempfile.mkdtemp(), report_to=[]).bf16
@@ -192,7 +184,6 @@ def test_the_default_precision() -> None:
 
 
 @pytest.mark.slow
-@isolated
 def test_grpo_learns() -> None:
     args = {"max_completion_length": 8, "num_generations": 4, "max_steps": 12, "beta": 0.01, "learning_rate": 3e-2}
     rows = rows_of(lambda index: {"prompt": f"say {index % 10}:"})
@@ -207,3 +198,139 @@ def test_grpo_learns() -> None:
     rewards = run.logged("reward")
     assert sum(rewards[-4:]) > sum(rewards[:4])
     assert all(loss == loss for loss in run.losses)
+
+
+# ---- variants ---------------------------------------------------------------------------------------
+
+
+# TRL says of each of these modules that it may change.
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+cpo = pytest.importorskip("trl.experimental.cpo")
+gkd = pytest.importorskip("trl.experimental.gkd")
+online_dpo = pytest.importorskip("trl.experimental.online_dpo")
+orpo = pytest.importorskip("trl.experimental.orpo")
+
+_EVALUATES: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+
+
+class CPO(XLATrainerMixin, cpo.CPOTrainer):
+    pass
+
+
+class ORPO(XLATrainerMixin, orpo.ORPOTrainer):
+    pass
+
+
+class OnlineDPO(XLATrainerMixin, online_dpo.OnlineDPOTrainer):
+    pass
+
+
+class Greedy(gkd.GKDTrainer):
+    """Generates the same on each device, and learns from the same teacher."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        teacher = llama()
+        for parameter in teacher.parameters():
+            torch.nn.init.uniform_(parameter, -0.05, 0.05)
+        super().__init__(*args, teacher_model=teacher, **kwargs)
+        self.generation_config.do_sample = False
+
+
+class GKD(XLATrainerMixin, Greedy):
+    pass
+
+
+def _prompt(index: int) -> dict[str, Any]:
+    return {"prompt": f"say {index % 10}:"}
+
+
+def test_evaluation_weighs_preferences_by_samples() -> None:
+    """Each is two rows of a batch, and the last batch has one of five."""
+    rows = rows_of(pair)
+    args = {**_EVALUATES, "learning_rate": 1e-3}
+    run, expected = both(Reward, trl.RewardConfig, _reward_model, rows, args=args, eval_dataset=rows.select(range(5)))
+    assert len(run.logged("eval_loss")) == 2
+    assert_logs_are_equal(run, expected)
+
+
+def _of_preferences(trainer: Any, config: Any, evaluated: int, **args: Any) -> None:
+    rows = rows_of(preference)
+    run, expected = both(
+        trainer, config, llama, rows, args={**_EVALUATES, **args}, eval_dataset=rows.select(range(evaluated))
+    )
+    assert_logs_are_equal(run, expected)
+    assert_one_execution(run)
+
+
+def test_metrics_that_are_averaged_by_torch() -> None:
+    """CPO gives its list of numbers to `torch.tensor`, which takes only floats."""
+    _of_preferences(CPO, cpo.CPOConfig, 4, logging_steps=2, max_length=32)
+
+
+@pytest.mark.slow
+def test_a_sync_before_reads_is_left_out() -> None:
+    """ORPO syncs the device where torch_xla is installed. There it also pads to `max_length`: others do by rows."""
+    run, expected = both(ORPO, orpo.ORPOConfig, llama, rows_of(preference), args={"max_length": 32})
+    assert_one_execution(run)
+    for name in ("loss", "nll_loss", "log_odds_ratio", "rewards/margins"):
+        theirs = [entry[name] for entry in expected if name in entry]
+        assert len(theirs) == 4
+        assert run.logged(name) == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_reference_computed_before_the_training() -> None:
+    """By a loop of TRL's own over a loader that accelerate prepared."""
+    _of_preferences(DPO, trl.DPOConfig, 6, precompute_ref_log_probs=True)
+
+
+@pytest.mark.slow
+def test_grpo_evaluates() -> None:
+    """Evaluation generates too, and the step after it trains in the training mode."""
+    args = {**_EVALUATES, "eval_steps": 1, "max_completion_length": 4, "num_generations": 2, "top_k": 1, "max_steps": 2}
+    options = {"reward_funcs": _length, "eval_dataset": rows_of(_prompt, 4)}
+    run, expected = both(GRPO, trl.GRPOConfig, llama, rows_of(_prompt), args=args, **options)
+    assert_logs_are_equal(run, expected)
+    assert len(run.logged("eval_reward")) == len(run.logged("reward")) == 2
+
+
+@pytest.mark.slow
+def test_a_selection_that_decides() -> None:
+    """GRPO's mask of tokens of high entropy takes a quantile of what it selects: the step has parts."""
+    args = {"max_completion_length": 4, "num_generations": 2, "top_k": 1, "max_steps": 2, "top_entropy_quantile": 0.5}
+    with pytest.warns(GraphBreakWarning, match=r"grpo_trainer.py:\d+ in get_high_entropy_mask"):
+        run, expected = both(GRPO, trl.GRPOConfig, llama, rows_of(_prompt), args=args, reward_funcs=_length)
+    assert_logs_are_equal(run, expected)
+
+
+@pytest.mark.slow
+def test_online_dpo() -> None:
+    """It generates in `training_step`, and decodes there: the step goes on afterwards."""
+    # Both completions of a prompt are the same, so gradients are zero but for rounding.
+    args = {"max_new_tokens": 4, "max_length": 24, "top_k": 1, "max_steps": 2, "adam_epsilon": 1e-3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GraphBreakWarning)
+        run, expected = both(
+            OnlineDPO, online_dpo.OnlineDPOConfig, llama, rows_of(_prompt), args=args, reward_funcs=_length
+        )
+    assert_logs_are_equal(run, expected)
+
+
+def _chat(index: int) -> dict[str, Any]:
+    turns = (("user", f"hi {index % 5}"), ("assistant", f"yo {index % 7}"))
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+@pytest.mark.slow
+def test_distillation_on_what_the_model_generates() -> None:
+    chat = tokenizer()
+    chat.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+
+    args = {"lmbda": 1.0, "max_new_tokens": 4, "max_length": 48, "max_steps": 2}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GraphBreakWarning)
+        run, expected = both(GKD, gkd.GKDConfig, llama, rows_of(_chat), args=args, processing_class=chat)
+    assert_logs_are_equal(run, expected)

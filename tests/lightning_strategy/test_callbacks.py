@@ -1,4 +1,4 @@
-"""Lightning's callbacks and loggers do what they do on the CPU, without a compile, and read only when they are due."""
+"""Lightning's callbacks, profilers and loggers: the values of the plain CPU, and what they cost."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler, XLAProfiler
+from torch import nn
 
 import xla_adapters
 from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
-from lightning_strategy.connector.accelerator import XLAEagerAccelerator
-from tests.isolation import isolated
+from lightning_strategy.connector import XLAEagerAccelerator
 from tests.lightning_strategy.scenarios import (
+    CLASSES,
+    FEATURES,
     Classifier,
     Outcome,
     WithoutBatchNorm,
@@ -44,6 +47,8 @@ from tests.lightning_strategy.scenarios import (
     trainer,
 )
 from xla_adapters import XLAConfig
+
+pytestmark = pytest.mark.isolated
 
 
 class Shown(Classifier):
@@ -101,7 +106,6 @@ def logged(folder: Path) -> list[dict[str, str]]:
 # ---- saving and stopping ------------------------------------------------------------------------
 
 
-@isolated
 def test_model_checkpoint_keeps_the_same_best_files_and_the_last(tmp_path: Path) -> None:
     folders = iter([tmp_path / "xla", tmp_path / "cpu"])
 
@@ -122,7 +126,6 @@ def test_model_checkpoint_keeps_the_same_best_files_and_the_last(tmp_path: Path)
     assert_close([float(mine.best_model_score)], [float(theirs.best_model_score)])
 
 
-@isolated
 def test_early_stopping_stops_after_the_same_epoch() -> None:
     ours, plain = fit_both(
         Classifier,
@@ -135,7 +138,6 @@ def test_early_stopping_stops_after_the_same_epoch() -> None:
     assert_counts(ours, compiles=2, executions=24)
 
 
-@isolated
 def test_max_time_ends_the_run_between_steps() -> None:
     in_time, _ = fit_both(Classifier, max_epochs=1, max_time=timedelta(hours=1))
     assert_counts(in_time, executions=6)
@@ -146,7 +148,6 @@ def test_max_time_ends_the_run_between_steps() -> None:
 # ---- averages of weights ------------------------------------------------------------------------
 
 
-@isolated
 def test_stochastic_weight_averaging() -> None:
     ours, plain = fit_both(
         WithoutBatchNorm,
@@ -157,7 +158,6 @@ def test_stochastic_weight_averaging() -> None:
     assert_counts(ours, executions=24)
 
 
-@isolated
 def test_stochastic_weight_averaging_with_batch_norm() -> None:
     ours, plain = fit_both(
         Classifier,
@@ -170,7 +170,6 @@ def test_stochastic_weight_averaging_with_batch_norm() -> None:
     assert_counts(ours, compiles=3, executions=24 + 6)
 
 
-@isolated
 @pytest.mark.parametrize("average", [lambda: EMAWeightAveraging(decay=0.5), WeightAveraging], ids=["EMA", "mean"])
 def test_weight_averaging(average: Callable[[], Any]) -> None:
     ours, plain = fit_both(Classifier, validation=loader, callbacks=lambda: [average()])
@@ -181,7 +180,6 @@ def test_weight_averaging(average: Callable[[], Any]) -> None:
     assert_counts(ours, compiles=3, executions=12 + 12 + 11)
 
 
-@isolated
 @pytest.mark.parametrize("average", [lambda: EMAWeightAveraging(decay=0.5), WeightAveraging], ids=["EMA", "mean"])
 def test_weight_averaging_costs_one_execution_per_step_and_nothing_else(average: Callable[[], Any]) -> None:
     def costs(batches: int) -> tuple[int, int, int, int]:
@@ -204,7 +202,6 @@ def test_weight_averaging_costs_one_execution_per_step_and_nothing_else(average:
     assert tuple(more - less for less, more in zip(few[1:], many[1:], strict=True)) == (8, 0, 0)
 
 
-@isolated
 def test_weight_averaging_on_the_host() -> None:
     ours, plain = fit_both(Classifier, callbacks=lambda: [EMAWeightAveraging(device="cpu", decay=0.5)])
     assert_same_weights(ours, plain)
@@ -214,7 +211,6 @@ def test_weight_averaging_on_the_host() -> None:
 # ---- monitors, bars and loggers -----------------------------------------------------------------
 
 
-@isolated
 def test_monitors_cost_no_transfer_of_their_own(tmp_path: Path) -> None:
     def callbacks() -> list[Any]:
         return [LearningRateMonitor(), DeviceStatsMonitor()]
@@ -234,7 +230,6 @@ class Kept(DummyLogger):  # type: ignore[misc]
         self.rows.append((step, dict(metrics)))
 
 
-@isolated
 def test_learning_rate_monitor_logs_the_rates_of_the_cpu() -> None:
     ours, plain = (
         fit(Scheduled, strategy, logger=Kept(), log_every_n_steps=2, callbacks=lambda: [LearningRateMonitor("step")])
@@ -247,7 +242,6 @@ def test_learning_rate_monitor_logs_the_rates_of_the_cpu() -> None:
     assert len({rate for _, rate in rates}) == 6
 
 
-@isolated
 def test_device_stats_monitor_logs_what_the_device_tells() -> None:
     run = fit(
         Classifier, XLAEagerStrategy(), logger=Kept(), log_every_n_steps=2, callbacks=lambda: [DeviceStatsMonitor()]
@@ -274,7 +268,6 @@ def rows_and_first(batch: Any) -> int:
     return len(batch[0]) * int(batch[0][0].numel() > 0)
 
 
-@isolated
 def test_throughput_monitor_needs_no_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def asks(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("it asks which TPU this is")
@@ -305,7 +298,6 @@ def test_throughput_monitor_needs_no_tpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert FabricThroughputMonitor(fabric).available_flops is None
 
 
-@isolated
 def test_throughput_monitor_takes_the_flops_of_a_function_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "lightning.pytorch.callbacks.throughput_monitor"
     monkeypatch.setattr(f"{module}.get_available_flops", lambda device, dtype: 123)
@@ -314,7 +306,6 @@ def test_throughput_monitor_takes_the_flops_of_a_function_of_the_user(monkeypatc
     assert monitor.available_flops == 123
 
 
-@isolated
 def test_inference_mode_of_ones_own_makes_no_inference_tensors() -> None:
     class Looks(Computes):
         @torch.inference_mode()
@@ -330,7 +321,6 @@ def test_inference_mode_of_ones_own_makes_no_inference_tensors() -> None:
         assert (torch.ones(2) * 2).is_inference()
 
 
-@isolated
 def test_a_cpu_counts_as_no_tpu() -> None:
     messages: list[str] = []
     handler = logging.Handler()
@@ -346,7 +336,6 @@ def test_a_cpu_counts_as_no_tpu() -> None:
     assert "TPU available: False, using: 1 TPU cores" in messages
 
 
-@isolated
 def test_checkpoint_on_exception_holds_the_state_before_the_step_that_failed(tmp_path: Path) -> None:
     class Fails(Classifier):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -364,13 +353,11 @@ def test_checkpoint_on_exception_holds_the_state_before_the_step_that_failed(tmp
     assert resumed.global_step == 6
 
 
-@isolated
 @pytest.mark.parametrize(("refresh_rate", "due"), [(1, 6), (3, 2), (100, 0)])
 def test_progress_bar_costs_one_transfer_per_redraw(refresh_rate: int, due: int) -> None:
     assert more_transfers(enable_progress_bar=lambda: True, callbacks=lambda: [TQDMProgressBar(refresh_rate)]) == due
 
 
-@isolated
 @pytest.mark.parametrize(("every", "due"), [(3, 2), (100, 0)])
 def test_all_loggers_together_cost_one_transfer_when_due(every: int, due: int, tmp_path: Path) -> None:
     def loggers() -> list[Logger]:
@@ -379,7 +366,6 @@ def test_all_loggers_together_cost_one_transfer_when_due(every: int, due: int, t
     assert more_transfers(logger=loggers, log_every_n_steps=lambda: every) == due
 
 
-@isolated
 @pytest.mark.parametrize(("refresh_rate", "due"), [(1, 6), (3, 2)])
 def test_bar_and_loggers_share_a_transfer(refresh_rate: int, due: int, tmp_path: Path) -> None:
     shared = more_transfers(
@@ -391,7 +377,6 @@ def test_bar_and_loggers_share_a_transfer(refresh_rate: int, due: int, tmp_path:
     assert shared == due
 
 
-@isolated
 def test_loggers_write_the_values_of_the_cpu(tmp_path: Path) -> None:
     written = []
     for side, strategy in (("xla", XLAEagerStrategy()), ("cpu", None)):
@@ -401,3 +386,92 @@ def test_loggers_write_the_values_of_the_cpu(tmp_path: Path) -> None:
     ours, plain = written
     assert [row[0] for row in ours] == [row[0] for row in plain] == [1, 3, 5, 7, 9, 11]
     assert_close([value for row in ours for value in row[1:]], [value for row in plain for value in row[1:]], 4e-6)
+
+
+# ---- profilers --------------------------------------------------------------------------------------
+
+
+class Manual(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss}
+
+
+# For each loop the module, options of the Trainer, and the number of graphs.
+_LOOPS: dict[str, tuple[type[Classifier], dict[str, Any], int]] = {
+    "plain": (Classifier, {}, 1),
+    "accumulating": (Classifier, {"accumulate_grad_batches": 2}, 2),
+    "manual": (Manual, {}, 1),
+}
+
+
+def profiled(loop: str, profiler: Profiler) -> Any:
+    """Fits with a profiler, with the losses of the CPU and the number of executions of a fit without a profiler."""
+    make, options, graphs = _LOOPS[loop]
+    ours = fit(make, XLAEagerStrategy(), max_epochs=1, profiler=profiler, **options)
+    plain = fit(make, None, max_epochs=1, **options)
+    assert_close(ours.module.losses, plain.module.losses)
+    assert ours.counters.compiles == graphs, ours.compiles
+    assert ours.counters.executions == 6
+    return ours
+
+
+@pytest.mark.parametrize("loop", sorted(_LOOPS))
+def test_simple_profiler_times_every_batch(loop: str) -> None:
+    profiler = SimpleProfiler()
+    profiled(loop, profiler)
+    assert len(profiler.recorded_durations["run_training_batch"]) == 6
+    assert len(profiler.recorded_durations["[Strategy]XLAEagerStrategy.training_step"]) == 6
+
+
+@pytest.mark.parametrize("loop", sorted(_LOOPS))
+def test_advanced_profiler_reports_the_training_step(loop: str, tmp_path: Path) -> None:
+    profiled(loop, AdvancedProfiler(dirpath=tmp_path, filename="report"))
+    (report,) = tmp_path.iterdir()
+    assert "Profile stats for: [Strategy]XLAEagerStrategy.training_step" in report.read_text()
+
+
+@pytest.mark.parametrize("loop", sorted(_LOOPS))
+def test_xla_profiler_traces_the_training_step(loop: str) -> None:
+    # The system chooses a port that is free.
+    profiler = XLAProfiler(port=0)
+    profiled(loop, profiler)
+    assert profiler._start_trace
+    assert not profiler._recording_map
+
+
+# ---- averages where no user code looks at gradients -------------------------------------------------
+
+
+class _Net(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _trained(strategy: Any) -> list[torch.Tensor]:
+    module = _Net()
+    average = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1)
+    trainer(strategy, max_epochs=4, callbacks=[average]).fit(module, loader(4))
+    return [value.detach().cpu().float() for value in module.state_dict().values()]
+
+
+def test_the_update_after_its_last_epoch_has_the_gradients_of_the_batch_before() -> None:
+    expected = _trained(None)
+    for one, other in zip(_trained(XLAEagerStrategy()), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

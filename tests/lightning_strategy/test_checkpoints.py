@@ -1,24 +1,29 @@
-"""Checkpoints have the plain Trainer's format, resume exactly, and are refused inside a step."""
+"""Checkpoints have the plain Trainer's format, resume exactly, and are refused inside a step; `checkpoint=`."""
 
 from __future__ import annotations
 
+import os
+import signal
 import zipfile
 from collections import UserDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
 
 import xla_adapters
 from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
-from lightning_strategy.checkpoints.host_copy import on_host
-from lightning_strategy.checkpoints.io import XLAEagerCheckpointIO
-from tests.isolation import isolated
+from lightning_strategy import checkpoints as run_settings
+from lightning_strategy.checkpoints import XLAEagerCheckpointIO
+from lightning_strategy.sharding import on_host
+from tests.device import DEVICE
+from tests.isolation import isolated, run_in_child
 from tests.lightning_strategy.scenarios import (
     FEATURES,
     Classifier,
@@ -28,8 +33,19 @@ from tests.lightning_strategy.scenarios import (
     trainer,
     warnings_as_list,
 )
-from xla_adapters.checkpoint import CheckpointStore
-from xla_adapters.errors import CheckpointDamagedError, CheckpointSaveError, CheckpointWriteError
+from tests.support import flip
+from tests.trainers import Moment, train
+from xla_adapters.checkpoint import CheckpointStore, CheckpointWarning
+from xla_adapters.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointSaveError,
+    CheckpointWriteError,
+    UnsupportedOptionError,
+)
+from xla_adapters.sharding import ShardingConfig
+
+pytestmark = pytest.mark.isolated
 
 
 def saves(folder: Path, **options: Any) -> ModelCheckpoint:
@@ -49,46 +65,6 @@ def dropping() -> Classifier:
     return Classifier(dropout=0.3)
 
 
-@isolated
-def test_resume_is_exact_with_dropout(tmp_path: Path) -> None:
-    whole = fit(dropping, XLAEagerStrategy(), max_epochs=3)
-    fit(dropping, XLAEagerStrategy(), max_epochs=1, callbacks=lambda: [saves(tmp_path)])
-    rest = resumed(dropping, XLAEagerStrategy(), tmp_path / "last.ckpt", max_epochs=3)
-    assert rest.losses == whole.module.losses[6:]
-    for ours, other in zip(rest.parameters(), whole.module.parameters(), strict=True):
-        assert torch.equal(ours, other)
-
-
-@isolated
-def test_what_is_saved_of_a_replayed_run_is_what_the_traced_one_saves(tmp_path: Path) -> None:
-    folders = [tmp_path / "traced", tmp_path / "replayed"]
-
-    def run(replay: Any, folder: Path) -> Any:
-        strategy = XLAEagerStrategy(step_replay=replay)
-        return fit(dropping, strategy, max_epochs=3, callbacks=lambda: [saves(folder)])
-
-    traced, replayed = run(False, folders[0]), run("auto", folders[1])
-    assert replayed.module.losses == traced.module.losses
-    for path in folders[0].glob("*.ckpt"):
-        one, other = (torch.load(folder / path.name, weights_only=False) for folder in folders)
-        for before, after in zip(one["optimizer_states"], other["optimizer_states"], strict=True):
-            for name, state in before["state"].items():
-                assert all(torch.equal(value, after["state"][name][key]) for key, value in state.items())
-    (first,) = folders[1].glob("epoch=0-*.ckpt")
-    rest = resumed(dropping, XLAEagerStrategy(), first, max_epochs=3)
-    assert rest.losses == traced.module.losses[6:]
-
-
-@isolated
-def test_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    every = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
-    whole = fit(dropping, XLAEagerStrategy(), max_epochs=1, callbacks=lambda: [every])
-    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=4.ckpt"]
-
-    rest = resumed(dropping, XLAEagerStrategy(), tmp_path / "step=4.ckpt", max_epochs=1)
-    assert rest.losses == whole.module.losses[4:]
-
-
 class FailsIn(L.Callback):
     def __init__(self, batch: int) -> None:
         self.batch = batch
@@ -98,7 +74,6 @@ class FailsIn(L.Callback):
             raise ValueError("the callback failed")
 
 
-@isolated
 def test_lightning_warns_where_the_position_in_the_data_is_not_saved(tmp_path: Path) -> None:
     run = trainer(
         XLAEagerStrategy(),
@@ -114,7 +89,6 @@ def test_lightning_warns_where_the_position_in_the_data_is_not_saved(tmp_path: P
         assert any("ended before the epoch ended" in text for text in found) == is_told, name
 
 
-@isolated
 @pytest.mark.parametrize("direction", ["XLA to CPU", "CPU to XLA"])
 def test_the_other_device_resumes(direction: str, tmp_path: Path) -> None:
     xla, cpu = (lambda: XLAEagerStrategy()), (lambda: None)
@@ -125,7 +99,6 @@ def test_the_other_device_resumes(direction: str, tmp_path: Path) -> None:
     assert_close(rest.losses, whole.module.losses[6:])
 
 
-@isolated
 def test_the_file_needs_no_xla(tmp_path: Path) -> None:
     fit(Classifier, XLAEagerStrategy(), max_epochs=1, callbacks=lambda: [saves(tmp_path)])
     checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
@@ -165,7 +138,6 @@ class Settings(UserDict[str, Any]):
     _metadata = "its own"
 
 
-@isolated
 def test_state_that_is_no_tensor_is_saved(tmp_path: Path) -> None:
     ours = fit(WithMoreState, XLAEagerStrategy(), max_epochs=1, callbacks=lambda: [saves(tmp_path)])
     loaded = WithMoreState.load_from_checkpoint(tmp_path / "last.ckpt")
@@ -175,7 +147,6 @@ def test_state_that_is_no_tensor_is_saved(tmp_path: Path) -> None:
     assert kept == Settings(size=3, names=["a"])
 
 
-@isolated
 def test_after_a_fit_the_module_trains_by_hand_and_a_checkpoint_can_be_put_back(tmp_path: Path) -> None:
     def go_on(strategy: Any, folder: Path) -> list[float]:
         run = fit(Classifier, strategy, max_epochs=1, callbacks=lambda: [saves(folder)])
@@ -196,7 +167,6 @@ def test_after_a_fit_the_module_trains_by_hand_and_a_checkpoint_can_be_put_back(
     assert_close(go_on(XLAEagerStrategy(), tmp_path / "ours"), go_on(None, tmp_path / "plain"), 1e-5)
 
 
-@isolated
 def test_a_save_costs_one_transfer_and_no_execution(tmp_path: Path) -> None:
     class Saves(Classifier):
         cost: Any = None
@@ -210,7 +180,6 @@ def test_a_save_costs_one_transfer_and_no_execution(tmp_path: Path) -> None:
     assert (module.cost.transfers_to_host, module.cost.executions, module.cost.eager_ops) == (1, 0, 0)
 
 
-@isolated
 def test_saving_does_not_change_the_run(tmp_path: Path) -> None:
     plain = fit(dropping, XLAEagerStrategy(), max_epochs=2)
     saved = fit(
@@ -224,7 +193,6 @@ def test_saving_does_not_change_the_run(tmp_path: Path) -> None:
     assert saved.counters.executions == 12
 
 
-@isolated
 def test_saving_inside_a_step_raises(tmp_path: Path) -> None:
     class Saves(Classifier):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -236,7 +204,6 @@ def test_saving_inside_a_step_raises(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@isolated
 def test_tied_weights_stay_one(tmp_path: Path) -> None:
     class Tied(Classifier):
         def __init__(self) -> None:
@@ -252,7 +219,6 @@ def test_tied_weights_stay_one(tmp_path: Path) -> None:
     assert state["net.0.weight"].data_ptr() == state["net.1.weight"].data_ptr()
 
 
-@isolated
 def test_a_writer_in_the_background_gets_a_copy(tmp_path: Path) -> None:
     io = AsyncCheckpointIO()
     ours = fit(
@@ -268,7 +234,6 @@ def test_a_writer_in_the_background_gets_a_copy(tmp_path: Path) -> None:
     assert torch.equal(last["state_dict"]["net.0.weight"], ours.module.state_dict()["net.0.weight"])
 
 
-@isolated
 def test_the_innermost_of_nested_plugins_writes(tmp_path: Path) -> None:
     def nested() -> Any:
         return AsyncCheckpointIO(AsyncCheckpointIO(AsyncCheckpointIO()))
@@ -295,7 +260,6 @@ def test_the_innermost_of_nested_plugins_writes(tmp_path: Path) -> None:
     assert fabric.load(tmp_path / "fabric.ckpt")["number"] == 3
 
 
-@isolated
 def test_the_best_checkpoint_is_tested(tmp_path: Path) -> None:
     class Tested(Classifier):
         def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -310,7 +274,6 @@ def test_the_best_checkpoint_is_tested(tmp_path: Path) -> None:
     assert_close([results[0]["test_loss"]], [results[1]["test_loss"]])
 
 
-@isolated
 def test_a_file_is_whole_and_verified_when_it_is_loaded(tmp_path: Path) -> None:
     fit(Classifier, XLAEagerStrategy(), max_epochs=2, callbacks=lambda: [saves(tmp_path, save_top_k=1)])
     last, store = tmp_path / "last.ckpt", CheckpointStore(tmp_path)
@@ -326,7 +289,6 @@ def test_a_file_is_whole_and_verified_when_it_is_loaded(tmp_path: Path) -> None:
         resumed(Classifier, XLAEagerStrategy(), last, max_epochs=3)
 
 
-@isolated
 def test_a_file_of_lightning_is_loaded_and_one_in_the_way_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     torch.save({"global_step": 3}, path)
@@ -344,3 +306,203 @@ def test_a_file_of_lightning_is_loaded_and_one_in_the_way_is_replaced(tmp_path: 
 class _Unwritable:
     def __reduce__(self) -> Any:
         raise OSError(28, "No space left on device")
+
+
+def each(folder: Path, **options: Any) -> ModelCheckpoint:
+    """Saves after every second step."""
+    given = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}", **options}
+    return ModelCheckpoint(dirpath=folder, **given)
+
+
+# ---- exact resume ------------------------------------------------------------------------------------
+
+
+class _SavesEach(Callback):
+    """Saves after each batch, also in the middle of an accumulation."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.save_checkpoint(self.folder / f"batch={batch_idx + 1}.ckpt")
+
+
+class _Manual(Classifier):
+    """Updates after every third batch, and sets the gradients to None then."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        if batch_idx % 3 == 2:
+            self.optimizers().step()  # type: ignore[union-attr]
+            self.optimizers().zero_grad()  # type: ignore[union-attr]
+        return {"loss": loss.detach()}
+
+
+@pytest.mark.parametrize("kind", ["per_micro_batch", "unrolled", "manual"])
+def test_gradients_go_on_in_the_middle_of_an_accumulation(kind: str, tmp_path: Path) -> None:
+    def strategy() -> XLAEagerStrategy:
+        return XLAEagerStrategy(
+            accumulation="unrolled" if kind == "unrolled" else None, checkpoint={"asynchronous": True}
+        )
+
+    make: Any = _Manual if kind == "manual" else dropping
+    options: dict[str, Any] = {"max_epochs": 1, **({} if kind == "manual" else {"accumulate_grad_batches": 3})}
+    whole = fit(make, strategy(), callbacks=lambda: [_SavesEach(tmp_path)], **options)
+    for batch in (1, 3, 5):
+        saved = torch.load(tmp_path / f"batch={batch}.ckpt", weights_only=True)["xla_adapters"]
+        assert ("gradients" in saved) == (batch != 3)
+        L.seed_everything(99, verbose=False)
+        module = make()
+        run = trainer(strategy(), callbacks=[_SavesEach(tmp_path / "again")], **options)
+        run.fit(module, loader(), ckpt_path=tmp_path / f"batch={batch}.ckpt")
+        assert module.losses == whole.module.losses[batch:]
+        for name, value in module.state_dict().items():
+            assert torch.equal(value, whole.module.state_dict()[name]), name
+
+
+def test_early_stopping_goes_on(tmp_path: Path) -> None:
+    def callbacks(folder: Path) -> list[Any]:
+        return [EarlyStopping("val_loss", patience=2, mode="min"), saves(folder)]
+
+    options: dict[str, Any] = {"validation": lambda: loader(2, seed=5), "max_epochs": 8}
+    whole = fit(dropping, XLAEagerStrategy(), callbacks=lambda: callbacks(tmp_path / "whole"), **options)
+    epochs = whole.trainer.current_epoch
+    assert 3 <= epochs < 8
+    first = {**options, "max_epochs": epochs - 1}
+    fit(dropping, XLAEagerStrategy(), callbacks=lambda: callbacks(tmp_path / "part"), **first)
+    L.seed_everything(99, verbose=False)
+    module = dropping()
+    run = trainer(XLAEagerStrategy(), max_epochs=8, callbacks=callbacks(tmp_path / "rest"))
+    run.fit(module, loader(), loader(2, seed=5), ckpt_path=tmp_path / "part" / "last.ckpt")
+    assert run.current_epoch == epochs
+    assert module.losses == whole.module.losses[6 * (epochs - 1) :]
+
+
+def test_less_data_than_then(tmp_path: Path) -> None:
+    fit(dropping, XLAEagerStrategy(), max_epochs=1, callbacks=lambda: [each(tmp_path)])
+    run = trainer(XLAEagerStrategy(), max_epochs=1)
+    with pytest.raises(CheckpointError, match="taken after 4 batches of its epoch, and the training data has only 3"):
+        run.fit(dropping(), loader(3), ckpt_path=tmp_path / "step=4.ckpt")
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut off", "weights"])
+def test_the_last_one_is_the_newest_that_is_valid(damage: str, tmp_path: Path) -> None:
+    def callbacks() -> list[Any]:
+        return [each(tmp_path, save_last=True)]
+
+    whole = fit(dropping, XLAEagerStrategy(), max_epochs=2, callbacks=callbacks)
+    for step in (8, 10, 12):
+        (tmp_path / f"step={step}.ckpt").unlink()
+    last = tmp_path / "last.ckpt"
+    if damage == "cut off":
+        last.write_bytes(last.read_bytes()[:2000])
+    else:
+        flip(last)
+    if damage == "weights":
+        # Newer, but without optimizer states: not to be resumed from.
+        CheckpointStore(tmp_path).save(
+            9, lambda path: torch.save({"state_dict": {}}, path), name="weights.ckpt", one_file=True
+        )
+    for _ in range(2):
+        L.seed_everything(99, verbose=False)
+        module = dropping()
+        run = trainer(XLAEagerStrategy(), max_epochs=2, callbacks=callbacks())
+        with pytest.warns(CheckpointWarning) as said:
+            run.fit(module, loader(), ckpt_path="last")
+        told = " ".join(str(warning.message) for warning in said)
+        assert "last.ckpt is damaged" in told
+        assert "goes on from" in told
+        assert module.losses == whole.module.losses[6:]
+        # Remove what this run saved, so that the next one resumes from the same checkpoint.
+        for step in (8, 10, 12):
+            (tmp_path / f"step={step}.ckpt").unlink()
+        flip(tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointDamagedError, match=r"last\.ckpt is damaged"):
+        resumed(dropping, XLAEagerStrategy(), last, max_epochs=3)
+
+
+def _saved_by(algorithm: Any, path: Path) -> None:
+    fit(Classifier, XLAEagerStrategy(rng_algorithm=algorithm), max_epochs=1, callbacks=lambda: [each(path)])
+
+
+def _told_of(path: Path, strategy: Callable[[], Any], make: Any = Classifier, **options: Any) -> list[str]:
+    with warnings_as_list() as told:
+        run = trainer(strategy(), max_epochs=1, **options)
+        run.fit(make(), loader(), ckpt_path=path / "step=4.ckpt")
+    return [text for text in told if "another run" in text or "random numbers" in text]
+
+
+def test_another_configuration_is_shown(tmp_path: Path) -> None:
+    run_in_child(lambda: _saved_by(None, tmp_path))
+    assert run_in_child(lambda: _told_of(tmp_path, XLAEagerStrategy)) == []
+
+    def slower() -> Classifier:
+        return Classifier(optimizer=lambda p: torch.optim.AdamW(p, lr=2e-2))
+
+    def changed() -> list[str]:
+        # As if another version were installed now.
+        vars(run_settings)["DISTRIBUTIONS"] = ("pytest",)
+        return _told_of(tmp_path, lambda: XLAEagerStrategy(free_grads=False), slower, gradient_clip_val=0.5)
+
+    (text,) = run_in_child(changed)
+    lines = [line.strip() for line in text.splitlines()[1:]]
+    assert lines[0].startswith("- versions.lightning: '2.")
+    assert lines[1].startswith("+ versions.pytest: ")
+    assert lines[2:] == [
+        "- optimizers.0.lr: 0.01",
+        "+ optimizers.0.lr: 0.02",
+        "- trainer.gradient_clip_val: None",
+        "+ trainer.gradient_clip_val: 0.5",
+        "- xla.free_grads: 'auto'",
+        "+ xla.free_grads: False",
+    ]
+
+
+def test_other_random_numbers_are_shown(tmp_path: Path) -> None:
+    run_in_child(lambda: _saved_by("philox", tmp_path))
+
+    def resumed_by(algorithm: Any) -> list[str]:
+        return _told_of(tmp_path, lambda: XLAEagerStrategy(rng_algorithm=algorithm))
+
+    def after_drawing() -> list[str]:
+        torch.rand(2, device=DEVICE).cpu()
+        return resumed_by("auto")
+
+    assert run_in_child(lambda: resumed_by("philox")) == []
+    (text,) = run_in_child(after_drawing)
+    assert "drew random numbers on the device by philox, this one draws them by" in text
+
+
+@isolated(env={"CPU_NUM_DEVICES": "4"})
+def test_what_cannot_take_effect_raises(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedOptionError, match=r"ModelCheckpoint\(save_top_k=3\)"):
+        XLAEagerStrategy(checkpoint={"keep_last": 3})
+    xla_adapters.initialize(spmd=True)
+    parts = ShardingConfig(scheme="fsdp", checkpoints="sharded")
+    with pytest.raises(UnsupportedOptionError, match="parts come to the host one at a time"):
+        XLAEagerStrategy(checkpoint={"asynchronous": True}, sharding=parts)
+    strategy = XLAEagerStrategy(checkpoint={"asynchronous": True}, checkpoint_io=TorchCheckpointIO(), sharding="dp")
+    with pytest.raises(UnsupportedOptionError, match="TorchCheckpointIO writes the checkpoints"):
+        trainer(strategy).fit(Classifier(), loader())
+
+
+def test_lightnings_own_way_goes_on_working(tmp_path: Path) -> None:
+    def send(moment: Moment) -> None:
+        if moment.step == 5:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        train(
+            "lightning",
+            dropout=0.3,
+            checkpoint={"asynchronous": True},
+            at={"forward": send},
+            callbacks=[OnExceptionCheckpoint(tmp_path)],
+        )
+    assert CheckpointStore(tmp_path).load("on_exception.ckpt").step == 5

@@ -14,9 +14,10 @@ import torchmetrics
 import xla_adapters
 from lightning_strategy import XLAEagerStrategy
 from tests.device import ON_TORCH_TPU
-from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import BATCH, CLASSES, FEATURES, Classifier, fit, loader, trainer
 from xla_adapters.errors import DiscardedTensorError, GraphLimitError, IndexRangeError, LossError, TensorReadError
+
+pytestmark = pytest.mark.isolated
 
 FAILS_AT = 2
 IN_STEP = (
@@ -144,7 +145,6 @@ def assert_nothing_left(
         assert_same(state_of(module, run.optimizers), recorder.state)
 
 
-@isolated
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_hooks_inside_the_step(error: type[BaseException]) -> None:
     expected = SystemExit if error is KeyboardInterrupt else error
@@ -152,7 +152,6 @@ def test_hooks_inside_the_step(error: type[BaseException]) -> None:
         assert_nothing_left(failing(hook, error)(), expected, steps=0)
 
 
-@isolated
 def test_hooks_between_steps() -> None:
     for hook in BETWEEN_STEPS:
         module = failing(hook, ValueError)()
@@ -166,20 +165,17 @@ def test_hooks_between_steps() -> None:
         assert_nothing_left(module, ValueError, steps=steps)
 
 
-@isolated
 def test_hooks_of_callbacks() -> None:
     for hook in IN_CALLBACKS:
         assert_nothing_left(Metered(), ValueError, steps=0, callbacks=[failing_callback(hook)])
 
 
-@isolated
 def test_accumulation_and_clipping() -> None:
     for hook in ("training_step", "on_before_zero_grad", "on_after_backward"):
         options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
         assert_nothing_left(failing(hook, ValueError)(), ValueError, steps=0, **options)
 
 
-@isolated
 def test_a_real_interrupt_in_the_step() -> None:
     for hook in ("training_step", "on_after_backward"):
         # A shell that starts the tests in the background has SIGINT ignored.
@@ -187,7 +183,6 @@ def test_a_real_interrupt_in_the_step() -> None:
         assert_nothing_left(failing(hook, None)(), SystemExit, steps=0)
 
 
-@isolated
 def test_manual_optimization() -> None:
     class Manual(Metered):
         def __init__(self) -> None:
@@ -207,7 +202,6 @@ def test_manual_optimization() -> None:
     assert_nothing_left(Manual(), ValueError, steps=0)
 
 
-@isolated
 def test_a_read_in_the_step_names_its_line() -> None:
     class Reads(Metered):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -226,7 +220,6 @@ def test_a_read_in_the_step_names_its_line() -> None:
         assert ours.counters.executions == 7
 
 
-@isolated
 def test_validation_that_fails() -> None:
     class Fails(Metered):
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
@@ -244,7 +237,6 @@ def test_validation_that_fails() -> None:
     assert ON_TORCH_TPU or not runtime.tracing.eager()
 
 
-@isolated
 def test_a_later_fit_goes_on_from_before_the_failed_step() -> None:
     """Metrics and logged values have nothing of the failed step."""
 
@@ -267,7 +259,6 @@ def test_a_later_fit_goes_on_from_before_the_failed_step() -> None:
 
 
 @pytest.mark.parametrize("limit", [{"max_graphs": 1}, {"on_recompile": "error"}], ids=str)
-@isolated
 def test_step_that_is_refused_at_its_end_leaves_metrics_as_before_it(limit: dict[str, Any]) -> None:
     class Counts(Metered):
         seen: Any = None
@@ -285,7 +276,6 @@ def test_step_that_is_refused_at_its_end_leaves_metrics_as_before_it(limit: dict
         assert torch.equal(value.cpu(), module.seen[name].cpu()), name
 
 
-@isolated
 def test_what_a_dead_step_made_cannot_be_used() -> None:
     class Keeps(Metered):
         made: torch.Tensor
@@ -303,7 +293,6 @@ def test_what_a_dead_step_made_cannot_be_used() -> None:
         module.made.item()
 
 
-@isolated
 def test_stopping_in_the_middle_of_an_accumulation() -> None:
     class Stops(Metered):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -319,7 +308,6 @@ def test_stopping_in_the_middle_of_an_accumulation() -> None:
         assert xla_adapters.get_runtime().tracing.pending_count() == 0
 
 
-@isolated
 def test_teardown_by_hand_executes_nothing() -> None:
     """The user catches the exception inside a hook and calls `teardown`."""
     runtime = xla_adapters.get_runtime()
@@ -349,14 +337,12 @@ class ManyLosses(Classifier):
         return torch.nn.functional.cross_entropy(self.net(inputs), classes, reduction="none")
 
 
-@isolated
 def test_a_loss_that_is_not_one_number() -> None:
     with pytest.raises(LossError, match=r"ManyLosses.training_step \(.*test_exceptions.py:\d+\) returns is a tensor"):
         fit(ManyLosses, XLAEagerStrategy(), max_epochs=1)
     fit(Classifier, XLAEagerStrategy(), max_epochs=1)
 
 
-@isolated
 def test_a_class_that_is_out_of_range() -> None:
     inputs, classes = torch.randn(4 * BATCH, FEATURES), torch.zeros(4 * BATCH, dtype=torch.long)
     classes[2 * BATCH + 1] = CLASSES

@@ -22,7 +22,6 @@ from torch import nn
 
 import xla_adapters
 from lightning_strategy import XLAEagerFabricStrategy
-from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import BATCH, CLASSES, FEATURES, assert_close, loader
 from xla_adapters.errors import (
     CheckpointSaveError,
@@ -33,6 +32,8 @@ from xla_adapters.errors import (
     TensorReadError,
     UnsupportedOptionError,
 )
+
+pytestmark = pytest.mark.isolated
 
 BATCHES = 6
 
@@ -124,7 +125,6 @@ class Announced(logging.Handler):
 # ---- counts and parity -----------------------------------------------------------------------------
 
 
-@isolated
 def test_one_compile_one_execution_a_step_and_the_losses_of_plain_fabric() -> None:
     ours, plain = xla_loop(), Loop()
     counters = ours.train()
@@ -135,7 +135,6 @@ def test_one_compile_one_execution_a_step_and_the_losses_of_plain_fabric() -> No
     assert ours.fabric.strategy.step_count == BATCHES
 
 
-@isolated
 def test_by_name() -> None:
     ours = Loop("xla_eager")
     assert ours.fabric.device.type == "xla"
@@ -144,7 +143,6 @@ def test_by_name() -> None:
     assert (counters.compiles, counters.executions) == (1, BATCHES)
 
 
-@isolated
 def test_as_a_decorator() -> None:
     ours, plain = xla_loop(), Loop()
     bare = ours.fabric.strategy.step(ours.update)
@@ -159,7 +157,6 @@ def test_as_a_decorator() -> None:
     assert_close([float(loss) for loss in kept], plain.losses)
 
 
-@isolated
 def test_loss_backward_without_fabric_and_an_update_with_a_closure() -> None:
     def closure(loop: Loop, batch: Any) -> torch.Tensor:
         loop.opt.zero_grad()
@@ -188,7 +185,6 @@ def test_loss_backward_without_fabric_and_an_update_with_a_closure() -> None:
 
 
 @pytest.mark.parametrize("one_step", [False, True], ids=["a step each", "one step for all"])
-@isolated
 def test_accumulated_gradients(one_step: bool) -> None:
     def run(loop: Loop) -> xla_adapters.StepCounters:
         kept = []
@@ -216,7 +212,6 @@ def test_accumulated_gradients(one_step: bool) -> None:
 
 
 @pytest.mark.parametrize("how", [{"max_norm": 0.1, "error_if_nonfinite": False}, {"clip_val": 0.01}], ids=str)
-@isolated
 def test_clipped_gradients(how: dict[str, Any]) -> None:
     def run(loop: Loop) -> xla_adapters.StepCounters:
         kept = []
@@ -240,7 +235,6 @@ def test_clipped_gradients(how: dict[str, Any]) -> None:
     assert_close(ours.losses, plain.losses)
 
 
-@isolated
 def test_clipping_says_once_that_a_step_cannot_raise_on_a_norm_that_is_not_finite() -> None:
     ours = xla_loop()
     with warnings.catch_warnings(record=True) as said:
@@ -257,7 +251,6 @@ def test_clipping_says_once_that_a_step_cannot_raise_on_a_norm_that_is_not_finit
         ours.fabric.clip_gradients(ours.model, ours.opt, max_norm=1.0)
 
 
-@isolated
 def test_one_optimizer_after_the_other_with_steps_of_their_own() -> None:
     ours = xla_loop()
     with xla_adapters.count() as counters, Announced() as announced:
@@ -274,7 +267,6 @@ def test_one_optimizer_after_the_other_with_steps_of_their_own() -> None:
 # ---- explanations ----------------------------------------------------------------------------------
 
 
-@isolated
 def test_a_compile_for_another_batch_is_explained() -> None:
     ours = xla_loop()
     with Announced() as announced:
@@ -285,7 +277,6 @@ def test_a_compile_for_another_batch_is_explained() -> None:
     assert "step 2" in announced[1]
 
 
-@isolated
 def test_max_graphs() -> None:
     ours = xla_loop(max_graphs=1)
     ours.train(2)
@@ -296,7 +287,6 @@ def test_max_graphs() -> None:
     assert ours.fabric.strategy.step_count == 2
 
 
-@isolated
 def test_an_update_outside_of_a_step_works_and_is_told_once() -> None:
     ours, plain = xla_loop(), Loop()
     with warnings.catch_warnings(record=True) as said:
@@ -314,7 +304,6 @@ def test_an_update_outside_of_a_step_works_and_is_told_once() -> None:
 
 @pytest.mark.parametrize("given_to", ["fabric", "strategy"])
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-@isolated
 def test_bfloat16(precision: str, given_to: str) -> None:
     options: dict[str, Any] = {"precision": precision}
     own = options if given_to == "strategy" else {}
@@ -335,7 +324,6 @@ def test_bfloat16(precision: str, given_to: str) -> None:
 # ---- random numbers and checkpoints ----------------------------------------------------------------
 
 
-@isolated
 def test_random_numbers_repeat_after_the_seed_is_set_again() -> None:
     fabric: Any = Fabric(strategy=XLAEagerFabricStrategy())
     fabric.launch()
@@ -353,7 +341,6 @@ def test_random_numbers_repeat_after_the_seed_is_set_again() -> None:
     assert len({tuple(mask) for mask in first + other}) == 6
 
 
-@isolated
 def test_evaluating_does_not_change_the_training() -> None:
     ours, evaluated = xla_loop(dropout=0.5), xla_loop(dropout=0.5)
     ours.train(4)
@@ -371,7 +358,6 @@ def test_evaluating_does_not_change_the_training() -> None:
     assert [float(loss) for loss in kept] == ours.losses
 
 
-@isolated
 def test_resuming_goes_on_exactly(tmp_path: Path) -> None:
     whole = xla_loop(dropout=0.5)
     whole.train(3)
@@ -393,7 +379,6 @@ def test_resuming_goes_on_exactly(tmp_path: Path) -> None:
     assert first.losses + rest.losses == whole.losses
 
 
-@isolated
 def test_checkpoints_go_to_plain_fabric_and_back(tmp_path: Path) -> None:
     plain = Loop()
     plain.train(2)
@@ -424,7 +409,6 @@ def test_checkpoints_go_to_plain_fabric_and_back(tmp_path: Path) -> None:
 # ---- exceptions and interrupts ---------------------------------------------------------------------
 
 
-@isolated
 def test_an_exception_in_the_step_leaves_everything_as_it_was() -> None:
     undisturbed = xla_loop(dropout=0.5)
     undisturbed.train(2)
@@ -455,7 +439,6 @@ def test_an_exception_in_the_step_leaves_everything_as_it_was() -> None:
     assert ours.losses == undisturbed.losses
 
 
-@isolated
 def test_a_step_that_does_not_begin_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = xla_loop()
     with monkeypatch.context() as patched:
@@ -465,7 +448,6 @@ def test_a_step_that_does_not_begin_is_not_counted(monkeypatch: pytest.MonkeyPat
     assert ours.fabric.strategy.step_count == 0
 
 
-@isolated
 def test_an_interrupt_while_the_step_is_executed_leaves_it_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and metrics are those of after the step, and the next step has other random numbers."""
     undisturbed = xla_loop(dropout=0.5)
@@ -492,7 +474,6 @@ def test_an_interrupt_while_the_step_is_executed_leaves_it_done(monkeypatch: pyt
     assert all(map(torch.equal, undisturbed.weights, ours.weights))
 
 
-@isolated
 def test_reads_and_saves_in_the_step_raise(tmp_path: Path) -> None:
     ours = xla_loop()
     before, batch = ours.weights, next(iter(ours.fabric.setup_dataloaders(loader(1))))
@@ -524,7 +505,6 @@ def test_reads_and_saves_in_the_step_raise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compile_eval", [True, False])
-@isolated
 def test_evaluation_with_a_metric(compile_eval: bool) -> None:
     ours, plain = xla_loop(compile_eval=compile_eval), Loop()
     values = []
@@ -548,7 +528,6 @@ def test_evaluation_with_a_metric(compile_eval: bool) -> None:
 # ---- launch, modes and options ---------------------------------------------------------------------
 
 
-@isolated
 def test_tied_weights_and_references_to_parameters_survive_the_move() -> None:
     fabric: Any = Fabric(strategy=XLAEagerFabricStrategy())
     fabric.launch()
@@ -561,7 +540,6 @@ def test_tied_weights_and_references_to_parameters_survive_the_move() -> None:
     assert weight.device.type == "xla"
 
 
-@isolated
 def test_eager_mode_and_patches_last_from_launch_to_teardown() -> None:
     xla_adapters.initialize(eager=False)
     runtime, seeding = xla_adapters.get_runtime(), torch.manual_seed
@@ -582,7 +560,6 @@ def test_eager_mode_and_patches_last_from_launch_to_teardown() -> None:
         pass
 
 
-@isolated
 def test_a_batch_that_is_to_stay_on_the_host_stays() -> None:
     ours = xla_loop()
     (inputs, _) = next(iter(ours.fabric.setup_dataloaders(loader(1), move_to_device=False)))
@@ -592,7 +569,6 @@ def test_a_batch_that_is_to_stay_on_the_host_stays() -> None:
     assert (counters.eager_ops, counters.transfers_to_device) == (0, 1)
 
 
-@isolated
 def test_gathering_on_one_device_changes_nothing() -> None:
     ours = xla_loop()
     gathered = ours.fabric.all_gather({"a": torch.tensor([1.0, 2.0]), "b": 3})
@@ -603,7 +579,6 @@ def test_gathering_on_one_device_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(("mode", "executions"), [("eager", 0), ("lazy", BATCHES), ("eager+dynamo", BATCHES)])
-@isolated
 def test_other_modes(mode: Any, executions: int) -> None:
     ours, plain = xla_loop(xla_mode=mode), Loop()
     counters = ours.train()
@@ -612,7 +587,6 @@ def test_other_modes(mode: Any, executions: int) -> None:
     assert_close(ours.losses, plain.losses)
 
 
-@isolated
 def test_under_dynamo_a_loop_without_steps_has_three_graphs() -> None:
     ours, plain = xla_loop(xla_mode="eager+dynamo"), Loop()
     with xla_adapters.count() as counters:
@@ -623,7 +597,6 @@ def test_under_dynamo_a_loop_without_steps_has_three_graphs() -> None:
     assert_close(ours.losses, plain.losses)
 
 
-@isolated
 def test_under_dynamo_the_graphs_of_updates_outside_of_steps_are_not_limited() -> None:
     ours, plain = xla_loop(xla_mode="eager+dynamo", max_graphs=1, on_recompile="error"), Loop()
     for loop in (ours, plain):
@@ -635,7 +608,6 @@ def test_under_dynamo_the_graphs_of_updates_outside_of_steps_are_not_limited() -
     assert_close(ours.losses, plain.losses)
 
 
-@isolated
 def test_a_module_made_on_the_device() -> None:
     fabric: Any = Fabric(strategy=XLAEagerFabricStrategy(precision="bf16-true"))
     fabric.launch()
@@ -648,7 +620,6 @@ def test_a_module_made_on_the_device() -> None:
     )
 
 
-@isolated
 def test_what_cannot_work_is_refused() -> None:
     xla_adapters.initialize()
 

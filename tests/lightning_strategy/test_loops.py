@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -13,7 +12,6 @@ from lightning.pytorch.callbacks import Timer
 import xla_adapters
 from lightning_strategy import XLAEagerStrategy
 from tests.device import ON_TORCH_TPU
-from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import (
     BATCH,
     CLASSES,
@@ -25,7 +23,10 @@ from tests.lightning_strategy.scenarios import (
     loader,
     trainer,
 )
+from tests.support import Stream
 from xla_adapters import XLAConfig
+
+pytestmark = pytest.mark.isolated
 
 
 def logged(run: Any) -> dict[str, float]:
@@ -81,7 +82,6 @@ _WHEN: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@isolated
 @pytest.mark.parametrize("when", sorted(_WHEN))
 def test_validation_is_one_graph_whenever_it_comes(when: str) -> None:
     options, evaluations = _WHEN[when]
@@ -94,7 +94,6 @@ def test_validation_is_one_graph_whenever_it_comes(when: str) -> None:
     assert_logged_close(ours, plain)
 
 
-@isolated
 def test_several_validation_loaders_share_a_graph() -> None:
     ours, plain = fit_both(SeveralLoaders, validation=lambda: [loader(2, seed=1), loader(1, seed=2), loader(1, seed=3)])
     assert (ours.counters.compiles, ours.counters.executions) == (2, 12 + 2 * 4), ours.compiles
@@ -102,14 +101,12 @@ def test_several_validation_loaders_share_a_graph() -> None:
     assert_logged_close(ours, plain)
 
 
-@isolated
 def test_fast_dev_run() -> None:
     ours, plain = fit_both(Evaluated, validation=lambda: loader(2, seed=1), fast_dev_run=True)
     assert (ours.counters.compiles, ours.counters.executions) == (2, 1 + 1)
     assert_logged_close(ours, plain)
 
 
-@isolated
 def test_overfit_batches() -> None:
     ours, _ = fit_both(Classifier, validation=loader, overfit_batches=2, max_epochs=3)
     assert (ours.counters.compiles, ours.counters.executions) == (2, 3 * (2 + 2))
@@ -122,7 +119,6 @@ class Stops(Classifier):
         self.trainer.should_stop = True
 
 
-@isolated
 @pytest.mark.parametrize(("options", "batches"), [({}, 1), ({"min_epochs": 2}, 12), ({"min_steps": 8}, 8)])
 def test_stopping_early_waits_for_the_minimum(options: dict[str, Any], batches: int) -> None:
     ours, plain = fit_both(Stops, max_epochs=5, **options)
@@ -130,7 +126,6 @@ def test_stopping_early_waits_for_the_minimum(options: dict[str, Any], batches: 
     assert ours.trainer.current_epoch == plain.trainer.current_epoch
 
 
-@isolated
 def test_max_time() -> None:
     class Elapsed(Timer):
         """Pretends that each batch takes a second."""
@@ -148,7 +143,6 @@ def test_max_time() -> None:
     assert (ours.counters.compiles, ours.counters.executions) == (1, 4)
 
 
-@isolated
 def test_fit_whose_time_is_up_before_the_first_batch() -> None:
     ours = fit(Classifier, XLAEagerStrategy(), max_time={"seconds": 0})
     assert (ours.counters.compiles, ours.counters.executions, ours.module.losses) == (0, 0, [])
@@ -162,7 +156,6 @@ class SkipsTheRest(Classifier):
         return -1 if batch_idx == self.current_epoch + 1 else None
 
 
-@isolated
 @pytest.mark.parametrize(
     ("every", "accumulation", "counts"),
     [
@@ -194,7 +187,6 @@ class StopsAt(Classifier):
         self.trainer.should_stop = batch_idx == 4
 
 
-@isolated
 @pytest.mark.parametrize(("accumulation", "executions"), [("per_micro_batch", 5), ("unrolled", 2)])
 def test_stop_in_mid_accumulation_keeps_what_was_computed(accumulation: Any, executions: int) -> None:
     ours, plain = fit_both(StopsAt, accumulate_grad_batches=3, config=XLAConfig(accumulation=accumulation))
@@ -203,7 +195,6 @@ def test_stop_in_mid_accumulation_keeps_what_was_computed(accumulation: Any, exe
     assert_logged_close(ours, plain)
 
 
-@isolated
 def test_evaluation_alone_agrees_with_the_cpu() -> None:
     results = []
     for strategy in (XLAEagerStrategy(), None):
@@ -227,7 +218,6 @@ def test_evaluation_alone_agrees_with_the_cpu() -> None:
     assert module.evaluations[-1][0] == "test"
 
 
-@isolated
 def test_predictions_of_several_loaders_are_on_the_host_with_a_partial_batch() -> None:
     L.seed_everything(7, verbose=False)
     module = PredictsSeveral()
@@ -238,7 +228,6 @@ def test_predictions_of_several_loaders_are_on_the_host_with_a_partial_batch() -
         torch.testing.assert_close(mine["scores"], theirs["scores"], atol=2e-6, rtol=0)
 
 
-@isolated
 def test_a_second_trainer_in_the_same_process() -> None:
     first, plain = fit_both(Classifier)
     second, _ = fit_both(Classifier)
@@ -248,7 +237,6 @@ def test_a_second_trainer_in_the_same_process() -> None:
     assert_close(second.module.losses, plain.module.losses)
 
 
-@isolated
 def test_fit_then_test_then_fit_again_with_one_trainer() -> None:
     runs = []
     for strategy in (XLAEagerStrategy(), None):
@@ -269,7 +257,6 @@ def test_fit_then_test_then_fit_again_with_one_trainer() -> None:
     assert (counters.compiles, counters.executions) == (2, 18 + 3 * 2 + 2), counters
 
 
-@isolated
 def test_two_runs_of_one_strategy_object_and_no_callback_is_left() -> None:
     strategy = XLAEagerStrategy()
     run = trainer(strategy, max_epochs=1)
@@ -285,29 +272,19 @@ def test_two_runs_of_one_strategy_object_and_no_callback_is_left() -> None:
 # ---- data ----------------------------------------------------------------------------------
 
 
-class Stream(torch.utils.data.IterableDataset[Any]):
-    """A data set without a length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(list(loader(5).dataset))  # type: ignore[call-overload]
+def stream() -> Any:
+    """A loader without a length."""
+    return torch.utils.data.DataLoader(Stream(loader(5).dataset), batch_size=BATCH)
 
 
-@isolated
 @pytest.mark.parametrize(("every", "graphs"), [(1, 1), (3, 3)])
 def test_iterable_dataset_of_unknown_length(every: int, graphs: int) -> None:
-    def stream() -> Any:
-        return torch.utils.data.DataLoader(Stream(), batch_size=BATCH)
-
     ours, plain = fit_both(Evaluated, data=stream, validation=stream, accumulate_grad_batches=every)
     assert (ours.counters.compiles, ours.counters.executions) == (graphs + 1, 2 * (5 + 5)), ours.compiles
     assert_logged_close(ours, plain)
 
 
-@isolated
 def test_iterable_dataset_in_unrolled_accumulation() -> None:
-    def stream() -> Any:
-        return torch.utils.data.DataLoader(Stream(), batch_size=BATCH)
-
     ours, _ = fit_both(Classifier, data=stream, accumulate_grad_batches=3, config=XLAConfig(accumulation="unrolled"))
     assert (ours.counters.compiles, ours.counters.executions) == (2, 2 * 2), ours.compiles
 
@@ -320,7 +297,6 @@ class Combined(Classifier):
         return loss
 
 
-@isolated
 @pytest.mark.parametrize("kind", ["dict", "list"])
 def test_combined_loaders(kind: str) -> None:
     def combined() -> Any:
@@ -348,7 +324,6 @@ class Data(L.LightningDataModule):
         return [batch[0] * 2, batch[1]]
 
 
-@isolated
 def test_data_module() -> None:
     ours, plain = fit_both(Evaluated, data=Data)
     assert (ours.counters.compiles, ours.counters.executions) == (2, 12 + 4)
@@ -356,7 +331,6 @@ def test_data_module() -> None:
     assert_logged_close(ours, plain)
 
 
-@isolated
 def test_partial_last_batch_is_announced_with_its_shape_and_place() -> None:
     ours, _ = fit_both(Classifier, data=lambda: loader(rows=4 * BATCH + 3))
     assert (ours.counters.compiles, ours.counters.executions) == (2, 10)
@@ -365,7 +339,6 @@ def test_partial_last_batch_is_announced_with_its_shape_and_place() -> None:
     assert "[0]: (8, 8) float32 -> (3, 8) float32" in line
 
 
-@isolated
 def test_partial_batch_of_validation_is_announced_and_weighted() -> None:
     ours, plain = fit_both(Evaluated, validation=lambda: loader(rows=BATCH + 3, seed=1))
     assert (ours.counters.compiles, ours.counters.executions) == (3, 12 + 2 * 2)
@@ -376,7 +349,6 @@ def test_partial_batch_of_validation_is_announced_and_weighted() -> None:
     assert_logged_close(ours, plain)
 
 
-@isolated
 def test_changing_shapes_are_a_graph_each() -> None:
     def batches() -> Any:
         rows = list(loader(6).dataset)  # type: ignore[call-overload]
@@ -392,7 +364,6 @@ def test_changing_shapes_are_a_graph_each() -> None:
     assert len(ours.compiles) == 2
 
 
-@isolated
 def test_loader_with_workers() -> None:
     ours, _ = fit_both(Classifier, data=lambda: loader(num_workers=2, shuffle=True))
     assert (ours.counters.compiles, ours.counters.executions) == (1, 12)
@@ -409,7 +380,6 @@ class Augments(Classifier):
         return [torch.where(torch.rand(len(inputs), 1, device=inputs.device) < 0.5, noisy.flip(-1), noisy), classes]
 
 
-@isolated
 def test_augmentation_on_the_device_repeats() -> None:
     first, again = (fit(Augments, XLAEagerStrategy()) for _ in range(2))
     assert first.module.losses == again.module.losses
@@ -426,7 +396,6 @@ class Centers(Classifier):
         return [(inputs - inputs.mean(0)) / (inputs.std(0) + 1e-3), classes.clamp(max=CLASSES - 2)]
 
 
-@isolated
 def test_transform_on_the_device_agrees_with_the_cpu() -> None:
     ours, plain = fit_both(Centers, validation=lambda: loader(2, seed=1))
     without = fit(Classifier, XLAEagerStrategy(), validation=lambda: loader(2, seed=1))
@@ -443,7 +412,6 @@ class PullsBatches(Classifier):
         return self.loss([part.to(self.device) for part in batch])
 
 
-@isolated
 def test_training_step_that_pulls_its_batches() -> None:
     ours, _ = fit_both(PullsBatches)
     assert (ours.counters.compiles, ours.counters.executions) == (1, 12), ours.compiles
@@ -468,7 +436,6 @@ class TakesRecords(Classifier):
         return self.loss(batch)
 
 
-@isolated
 def test_batches_of_a_class_of_the_users() -> None:
     def records() -> Any:
         def collate(rows: list[Any]) -> Records:
@@ -493,13 +460,11 @@ class ConfiguresModel(Classifier):
             torch.nn.init.zeros_(self.net.bias)
 
 
-@isolated
 def test_model_made_on_the_device() -> None:
     ours, _ = fit_both(ConfiguresModel)
     assert (ours.counters.compiles, ours.counters.executions) == (1, 12), ours.compiles
 
 
-@isolated
 def test_barebones() -> None:
     options = {"enable_checkpointing": None, "enable_progress_bar": None, "enable_model_summary": None}
     ours, _ = fit_both(Classifier, barebones=True, logger=None, num_sanity_val_steps=None, **options)

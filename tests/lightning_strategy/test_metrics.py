@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torchmetrics import classification, regression, text
 
 from lightning_strategy import XLAEagerStrategy
-from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import (
     CLASSES,
     Classifier,
@@ -25,6 +24,8 @@ from tests.lightning_strategy.scenarios import (
 )
 from xla_adapters.errors import GraphBreakError
 from xla_adapters.runtime.transfers import to_host_in_one_transfer
+
+pytestmark = pytest.mark.isolated
 
 MULTICLASS: dict[str, Callable[[], torchmetrics.Metric]] = {
     "accuracy_micro": lambda: classification.MulticlassAccuracy(CLASSES, average="micro"),
@@ -90,7 +91,6 @@ def assert_one_graph_each(run: Outcome, *, executions: int = 20) -> None:
     assert run.counters.executions == executions  # batches
 
 
-@isolated
 @pytest.mark.parametrize("kind", ["accuracy", "f1", "auroc"])
 def test_classification_metrics_logged_as_objects(kind: str) -> None:
     makers = {name: make for name, make in MULTICLASS.items() if name.startswith(kind)}
@@ -99,7 +99,6 @@ def test_classification_metrics_logged_as_objects(kind: str) -> None:
     assert_same_metrics(ours.trainer, plain.trainer)
 
 
-@isolated
 def test_regression_metrics_logged_as_objects() -> None:
     ours, plain = fit_both(lambda: Measured(REGRESSION, "number"), validation=lambda: loader(4, seed=1))
     assert_one_graph_each(ours)
@@ -126,7 +125,6 @@ class LoggedOnStep(Classifier):
         self.of_batches.append(float(outputs["auroc"]))
 
 
-@isolated
 def test_value_that_cannot_be_traced_is_computed_behind_the_step() -> None:
     ours, plain = fit_both(LoggedOnStep)
     assert (ours.counters.compiles, ours.counters.executions) == (1, 12), ours.compiles
@@ -140,7 +138,6 @@ class UsesUntraceableValue(LoggedOnStep):
         return {"loss": outputs["loss"] * outputs["auroc"], "auroc": outputs["auroc"]}
 
 
-@isolated
 def test_value_that_cannot_be_traced_raises_where_the_step_uses_it() -> None:
     with pytest.raises(GraphBreakError, match=r"value = self\.auroc"):
         fit(UsesUntraceableValue, XLAEagerStrategy())
@@ -152,7 +149,6 @@ class LogsSeveral(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-@isolated
 def test_several_elements_are_refused_as_by_lightning() -> None:
     with pytest.raises(ValueError, match=r"self.log\(scores, .*shape \[\d+\].* single element"):
         fit(LogsSeveral, XLAEagerStrategy())
@@ -214,7 +210,6 @@ class ByHand(Classifier):
             metric.reset()
 
 
-@isolated
 def test_metrics_updated_by_hand_and_computed_at_the_end_of_the_epoch() -> None:
     with warnings_as_list() as messages:
         ours, plain = fit_both(ByHand)
@@ -246,7 +241,6 @@ class Language(Classifier):
         self.log("bleu", self.bleu)
 
 
-@isolated
 def test_text_metrics() -> None:
     ours, plain = fit_both(Language, validation=lambda: loader(4, seed=1))
     assert_one_graph_each(ours)
@@ -274,7 +268,6 @@ class Numbers(Classifier):
         return None
 
 
-@isolated
 def test_logged_numbers_and_reductions_are_those_of_the_cpu_in_value_and_type() -> None:
     ours, plain = fit_both(Numbers, validation=lambda: loader(4, seed=1))
     assert_one_graph_each(ours)
@@ -295,7 +288,6 @@ class Reduced(Classifier):
         return loss
 
 
-@isolated
 def test_reductions_by_the_builtin_functions() -> None:
     ours, plain = fit_both(Reduced, callbacks=list)
     assert_same_metrics(ours.trainer, plain.trainer)

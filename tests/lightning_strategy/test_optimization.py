@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import (
     FEATURES,
     Classifier,
@@ -22,6 +21,8 @@ from tests.lightning_strategy.scenarios import (
     warnings_as_list,
 )
 from xla_adapters import EagerOptimizerWarning
+
+pytestmark = pytest.mark.isolated
 
 _OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -47,7 +48,6 @@ class NoBatchNorm(Classifier):
         self.net[1] = nn.Identity()
 
 
-@isolated
 @pytest.mark.parametrize("name", sorted(_OPTIMIZERS))
 def test_optimizer_is_part_of_the_graph(name: str) -> None:
     with warnings.catch_warnings():
@@ -57,7 +57,6 @@ def test_optimizer_is_part_of_the_graph(name: str) -> None:
     assert ours.counters.executions == 12
 
 
-@isolated
 def test_lbfgs_runs_eagerly_and_says_so_once() -> None:
     def make() -> Classifier:
         return NoBatchNorm(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2))
@@ -100,7 +99,6 @@ _SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@isolated
 @pytest.mark.parametrize("name", sorted(_SCHEDULES))
 def test_schedules_do_not_change_the_graph(name: str) -> None:
     ours, plain = fit_both(lambda: Scheduled(_SCHEDULES[name], optimizer=lambda p: torch.optim.SGD(p, lr=1.0)))
@@ -109,7 +107,6 @@ def test_schedules_do_not_change_the_graph(name: str) -> None:
     assert len(set(ours.module.rates)) > 1
 
 
-@isolated
 @pytest.mark.parametrize("monitor", ["val_loss", "loss"])
 def test_plateau_schedule_follows_what_was_logged(monitor: str) -> None:
     def schedule(optimizer: Any) -> Any:
@@ -175,7 +172,6 @@ class Gan(L.LightningModule):
         return [float(loss) for loss in self.kept]
 
 
-@isolated
 def test_gan_with_toggled_optimizers_is_one_graph() -> None:
     ours, plain = fit_both(Gan)
     assert (ours.counters.compiles, ours.counters.executions) == (1, 12), ours.compiles
@@ -208,7 +204,6 @@ class Manual(Classifier):
         return [optimizer], [StepLR(optimizer, 1, 0.5)]
 
 
-@isolated
 def test_manual_accumulation_is_a_graph_per_phase() -> None:
     ours, _ = fit_both(Manual)
     assert (ours.counters.compiles, ours.counters.executions) == (2, 12), ours.compiles
@@ -228,7 +223,6 @@ class ManualWithClosure(Manual):
         optimizer.step(closure=closure)  # type: ignore[union-attr]
 
 
-@isolated
 def test_manual_optimization_with_a_closure_is_one_graph() -> None:
     ours, _ = fit_both(ManualWithClosure)
     assert (ours.counters.compiles, ours.counters.executions) == (1, 12), ours.compiles
@@ -251,7 +245,6 @@ class UpdatesPerEpoch(Manual):
         optimizer.zero_grad()  # type: ignore[union-attr]
 
 
-@isolated
 def test_update_in_an_epoch_hook_is_a_step_of_its_own() -> None:
     ours, plain = fit_both(UpdatesPerEpoch, max_epochs=3)
     # Graphs: batches without gradients before them, batches with gradients before them, and the update.

@@ -1,13 +1,15 @@
-"""Combinations of the Trainer's and the strategy's options: refused with the alternative, or in effect."""
+"""What is refused, and the command line."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import Strategy
 
 import xla_adapters
@@ -18,6 +20,8 @@ from tests.lightning_strategy.scenarios import Classifier, assert_close, fit, lo
 from tests.lightning_strategy.scenarios import trainer as make_trainer
 from xla_adapters import XLAConfig
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
+
+pytestmark = pytest.mark.isolated
 
 
 def given(how: str) -> Any:
@@ -42,7 +46,6 @@ both_ways = pytest.mark.parametrize("how", ["instance", "name"])
         ({"precision": "64-true"}, "precision='64-true'.*use precision='32-true'"),
     ],
 )
-@isolated
 def test_argument_of_the_trainer(options: dict[str, Any], fix: str, how: str) -> None:
     xla_adapters.initialize()
     with pytest.raises(UnsupportedOptionError, match=fix):
@@ -50,7 +53,6 @@ def test_argument_of_the_trainer(options: dict[str, Any], fix: str, how: str) ->
 
 
 # For a strategy by name Lightning looks for a GPU before it asks the strategy.
-@isolated
 def test_another_device_than_the_process_has() -> None:
     with pytest.raises(UnsupportedOptionError, match=r"accelerator='gpu'.* CPU .*Leave accelerator out"):
         make_trainer(XLAEagerStrategy(), accelerator="gpu")
@@ -58,7 +60,6 @@ def test_another_device_than_the_process_has() -> None:
         make_trainer(XLAEagerStrategy(), devices=[0, 1])
 
 
-@isolated
 def test_precision_given_twice_and_differently() -> None:
     with pytest.raises(ConfigError, match="'bf16-true' to the strategy and 'bf16-mixed' beside it; give it once"):
         make_trainer(XLAEagerStrategy(precision="bf16-true"), precision="bf16-mixed")
@@ -66,7 +67,6 @@ def test_precision_given_twice_and_differently() -> None:
     assert same.precision == "bf16-true"
 
 
-@isolated
 def test_options_of_the_strategy() -> None:
     def refused(match: str, *args: Any, **options: Any) -> None:
         with pytest.raises(ConfigError, match=match):
@@ -81,7 +81,6 @@ def test_options_of_the_strategy() -> None:
     refused("precision='int8'.*valid values: '32-true', 'bf16-true', 'bf16-mixed'", precision="int8")
 
 
-@isolated
 def test_options_on_the_command_line_of_lightning() -> None:
     jsonargparse = pytest.importorskip("jsonargparse")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
@@ -92,7 +91,6 @@ def test_options_on_the_command_line_of_lightning() -> None:
     assert parser.instantiate(parsed).strategy.xla_config == XLAConfig(xla_mode="eager")
 
 
-@isolated
 def test_sharding_comes_before_anything_on_the_device() -> None:
     torch.ones(1).to(DEVICE)
     xla_adapters.initialize()
@@ -123,7 +121,6 @@ class FitsAnother(L.Callback):
             make_trainer(self.strategy, max_epochs=1).fit(self.inner, loader())
 
 
-@isolated
 def test_a_run_inside_another_run() -> None:
     inner = FitsAnother(XLAEagerStrategy(xla_mode="lazy"))
     with pytest.raises(ConfigError, match=r"xla_mode='eager.compile' there and 'lazy' here.*same settings"):
@@ -137,7 +134,6 @@ def test_a_run_inside_another_run() -> None:
     assert_close(outer.module.losses, plain.module.losses)
 
 
-@isolated
 def test_anomalies_are_looked_for_in_eager_mode() -> None:
     plain = fit(Classifier, max_epochs=1).module.losses
     with pytest.warns(UserWarning, match=r"detect_anomaly=True reads.*as with xla_mode='eager'"):
@@ -155,7 +151,6 @@ class Undefined(Classifier):
         return super().loss(batch) + (0 * self.net(batch[0]).sum()).sqrt()
 
 
-@isolated
 def test_an_anomaly_is_found() -> None:
     with (
         pytest.warns(UserWarning, match="Error detected in .*Backward0. Traceback of forward call"),
@@ -164,7 +159,6 @@ def test_an_anomaly_is_found() -> None:
         fit(Undefined, XLAEagerStrategy(), detect_anomaly=True)
 
 
-@isolated
 def test_fused_optimizer() -> None:
     def make() -> Classifier:
         return Classifier(optimizer=lambda p: torch.optim.AdamW(p, fused=True))
@@ -187,7 +181,6 @@ class Manual(Classifier):
         optimizer.zero_grad()
 
 
-@isolated
 def test_manual_optimization_decides_itself_about_steps_and_gradients() -> None:
     for options, match in (
         ({"accumulation": "unrolled"}, "manual optimization.*leave the option out"),
@@ -203,7 +196,6 @@ def test_manual_optimization_decides_itself_about_steps_and_gradients() -> None:
 # ---- in effect ---------------------------------------------------------------------------------
 
 
-@isolated
 def test_accelerator_cpu_is_the_pjrt_device_of_the_process() -> None:
     ours = fit(Classifier, XLAEagerStrategy(), accelerator="cpu", devices=1)
     assert ours.trainer.strategy.root_device.type == DEVICE
@@ -219,7 +211,6 @@ class LooksAtDtypes(L.Callback):
 
 @both_ways
 @pytest.mark.parametrize(("precision", "weights"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
-@isolated
 def test_bfloat16_by_the_argument_of_the_trainer(precision: Any, weights: torch.dtype, how: str) -> None:
     looks = LooksAtDtypes()
     ours = fit(Classifier, given(how), precision=precision, callbacks=lambda: [looks])
@@ -236,16 +227,92 @@ def test_bfloat16_by_the_argument_of_the_trainer(precision: Any, weights: torch.
 @pytest.mark.parametrize(
     ("mode", "compiles", "executions"), [("eager", 0, 0), ("lazy", 4, 16), ("eager+dynamo", 1, 12)]
 )
-@isolated
 def test_other_modes_train_alike(mode: Any, compiles: int, executions: int) -> None:
     ours = fit(Classifier, XLAEagerStrategy(xla_mode=mode))
     assert_close(ours.module.losses, fit(Classifier).module.losses)
     assert (ours.counters.compiles, ours.counters.executions) == (compiles, executions), ours.compiles
 
 
-@isolated
 def test_unrolled_accumulation_executes_once_per_optimizer_step() -> None:
     ours = fit(Classifier, XLAEagerStrategy(accumulation="unrolled"), accumulate_grad_batches=3)
     assert ours.trainer.global_step == ours.counters.executions == 4
     assert ours.counters.compiles == 1
     assert_close(ours.module.losses, fit(Classifier, accumulate_grad_batches=3).module.losses)
+
+
+# ---- command line -----------------------------------------------------------------------------------
+
+
+class Module(Classifier):
+    """A module that a command line can construct."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout=dropout)
+
+
+class Data(L.LightningDataModule):
+    def __init__(self, batches: int = 4) -> None:
+        super().__init__()
+        self.batches = batches
+
+    def train_dataloader(self) -> Any:
+        return loader(self.batches)
+
+
+def fit_by_command_line(folder: Path, *arguments: str) -> Any:
+    quiet = [
+        "--trainer.logger=false",
+        "--trainer.enable_checkpointing=false",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.enable_model_summary=false",
+        "--trainer.max_epochs=2",
+        f"--trainer.default_root_dir={folder}",
+    ]
+    return LightningCLI(
+        Module,
+        Data,
+        seed_everything_default=7,
+        save_config_kwargs={"overwrite": True},
+        args=["fit", *quiet, *arguments],
+    )
+
+
+def assert_one_graph_per_step(folder: Path, *arguments: str) -> Any:
+    """The command line trains on XLA, with the losses of the CPU."""
+    xla_adapters.initialize(eager=False)
+    # The self-test of replay compiles graphs of its own, once in a process.
+    assert xla_adapters.get_runtime().replay_works
+    with xla_adapters.count() as counters:
+        ours = fit_by_command_line(folder, *arguments)
+    plain = fit_by_command_line(folder / "plain", "--trainer.accelerator=cpu")
+    assert isinstance(ours.trainer.strategy, XLAEagerStrategy)
+    assert_close(ours.model.losses, plain.model.losses)
+    assert (counters.compiles, counters.executions) == (1, 8)
+    return ours
+
+
+def test_strategy_by_name(tmp_path: Path) -> None:
+    assert_one_graph_per_step(tmp_path, "--trainer.strategy=xla_eager")
+
+
+def test_strategy_by_class_with_options(tmp_path: Path) -> None:
+    ours = assert_one_graph_per_step(
+        tmp_path, "--trainer.strategy=lightning_strategy.XLAEagerStrategy", "--trainer.strategy.max_graphs=3"
+    )
+    assert ours.trainer.strategy.xla_config.max_graphs == 3
+
+
+def test_saved_configuration_trains_again(tmp_path: Path) -> None:
+    first = fit_by_command_line(tmp_path / "first", "--trainer.strategy=xla_eager")
+    saved = tmp_path / "first" / "config.yaml"
+    assert "strategy: xla_eager" in saved.read_text()
+    again = fit_by_command_line(tmp_path / "again", f"--config={saved}")
+    assert isinstance(again.trainer.strategy, XLAEagerStrategy)
+    assert again.model.losses == first.model.losses
+
+
+def test_unknown_option_of_the_strategy_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        fit_by_command_line(
+            tmp_path, "--trainer.strategy=lightning_strategy.XLAEagerStrategy", "--trainer.strategy.no_such_option=3"
+        )

@@ -16,9 +16,10 @@ from torch import nn
 
 import xla_adapters
 from lightning_strategy import XLAEagerStrategy
-from tests.isolation import isolated
-from tests.lightning_strategy.scenarios import CLASSES, Classifier, Outcome, fit, loader
+from tests.lightning_strategy.scenarios import CLASSES, FEATURES, Classifier, Outcome, fit, loader
 from xla_adapters import ConfigError, XLAConfig
+
+pytestmark = pytest.mark.isolated
 
 
 class Programs(L.Callback):
@@ -95,7 +96,6 @@ def pair(
 # ---- training ----------------------------------------------------------------------------------------
 
 
-@isolated
 def test_everything_logged_with_a_schedule_and_dropout() -> None:
     # Not replayed of 18 batches: the first (which creates metrics), two to compare, and the first of two later epochs.
     run = pair(lambda: Logging(dropout=0.3), {"train": 13}, max_epochs=3)
@@ -104,37 +104,6 @@ def test_everything_logged_with_a_schedule_and_dropout() -> None:
     assert run.counters.executions == 18
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradient_clip_val": 0.3},
-        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
-        {"precision": "bf16-mixed"},
-    ],
-    ids=str,
-)
-@isolated
-def test_options(options: dict[str, Any]) -> None:
-    pair(lambda: Logging(dropout=0.1), {"train": 8}, max_epochs=2, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@isolated(timeout=400)
-def test_two_hundred_steps(precision: str) -> None:
-    """Three accumulations of two batches in an epoch of six; with a schedule, dropout and clipping."""
-    options = {"max_epochs": 67, "accumulate_grad_batches": 2, "gradient_clip_val": 0.3, "precision": precision}
-    run = pair(lambda: Logging(dropout=0.3), {"train": 395}, **options)
-    assert run.trainer.global_step == 201
-
-
-@isolated
-def test_accumulation() -> None:
-    run = pair(Logging, {"train": 11}, max_epochs=3, accumulate_grad_batches=2)
-    assert run.trainer.global_step == 9
-
-
-@isolated
 def test_loggers_and_checkpoints_see_the_values_of_their_step(tmp_path: Any) -> None:
     logged = []
     for choice in (False, "auto"):
@@ -167,7 +136,6 @@ class Scoring(Classifier):
         return nn.functional.cross_entropy(outputs, classes)
 
 
-@isolated
 def test_a_metric_of_the_module() -> None:
     pair(Scoring, {"train": 13}, max_epochs=3)
 
@@ -180,7 +148,6 @@ class LogsNorms(Classifier):
         self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
 
 
-@isolated
 def test_hooks_of_the_module_in_the_middle_of_the_step() -> None:
     pair(LogsNorms, {"train": 8}, max_epochs=2)
 
@@ -210,7 +177,6 @@ class Manual(Classifier):
         ]
 
 
-@isolated
 def test_manual_optimization() -> None:
     run = pair(Manual, {"train": 8})
     assert run.trainer.global_step == 24
@@ -219,12 +185,10 @@ def test_manual_optimization() -> None:
 # ---- evaluation --------------------------------------------------------------------------------------
 
 
-@isolated
 def test_validation() -> None:
     pair(Classifier, {"train": 13, "validation_step": 7}, max_epochs=3, validation=lambda: loader(4, seed=1))
 
 
-@isolated
 def test_prediction_and_test_steps() -> None:
     class Predicting(Classifier):
         def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -265,51 +229,6 @@ def test_prediction_and_test_steps() -> None:
 # ---- what changes, and what is not replayed ----------------------------------------------------------
 
 
-@isolated
-def test_interventions_between_steps_take_effect_at_once() -> None:
-    class Intervening(L.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            step = trainer.fit_loop.total_batch_idx
-            if step == 6:
-                trainer.gradient_clip_val = 0.01
-            if step == 12:
-                pl_module.net[0].weight.requires_grad_(False)
-            if step == 18:
-                pl_module.net[3].p = 0.9
-            if step == 24:
-                for group in trainer.optimizers[0].param_groups:
-                    group["weight_decay"] = 0.5
-
-    run = pair(
-        lambda: Classifier(dropout=0.2),
-        {"train": 20},
-        max_epochs=1,
-        data=lambda: loader(30),
-        callbacks=lambda: [Intervening()],
-    )
-    assert any("requires_grad" in reason for reason in run.module.programs["train"].replay_reasons)
-
-
-class Scaled(Classifier):
-    scale = 1.0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) * self.scale
-
-
-@isolated
-def test_what_the_step_reads_is_followed() -> None:
-    class Scaling(L.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            Scaled.scale = 1.0
-
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 6:
-                Scaled.scale = 0.5
-
-    pair(Scaled, {"train": 7}, max_epochs=1, data=lambda: loader(12), callbacks=lambda: [Scaling()])
-
-
 class ScaledByHistory(Classifier):
     """Its step reads the length of a list of tensors that grows between steps."""
 
@@ -317,7 +236,6 @@ class ScaledByHistory(Classifier):
         return super().training_step(batch, batch_idx) * (0.5 if len(self.kept) > 6 else 1.0)
 
 
-@isolated
 def test_what_a_list_holds_is_followed() -> None:
     pair(ScaledByHistory, {})
 
@@ -357,13 +275,11 @@ class OwnUpdate(Classifier):
     ],
     ids=["counts", "prints", "epochs", "update"],
 )
-@isolated
 def test_code_that_cannot_be_left_out_is_traced_with_one_line(make: type[Classifier], reason: str) -> None:
     run = pair(make, {}, max_epochs=1)
     assert any(reason in found for found in run.module.programs["train"].replay_reasons)
 
 
-@isolated
 def test_what_is_left_out_when_replay_was_asked_for() -> None:
     run = fit(Counting, XLAEagerStrategy(step_replay=True), callbacks=lambda: [Programs()], data=lambda: loader(12))
     assert run.module.programs["train"].replays == 0
@@ -372,32 +288,15 @@ def test_what_is_left_out_when_replay_was_asked_for() -> None:
     assert run.module.programs["train"].replays == 3
 
 
-@isolated
-def test_a_callback_in_the_middle_of_the_step_is_not_left_out() -> None:
-    class Halving(L.Callback):
-        calls = 0
-
-        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-            type(self).calls += 1
-            for parameter in pl_module.parameters():
-                parameter.grad.mul_(0.5)
-
-    run = pair(Classifier, {}, max_epochs=1, callbacks=lambda: [Halving()])
-    assert Halving.calls == 12
-    assert any("Halving.on_after_backward" in reason for reason in run.module.programs["train"].replay_reasons)
-
-
 class SkipsRest(Classifier):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx == 4 else None
 
 
-@isolated
 def test_a_batch_that_is_skipped_is_not_executed() -> None:
     pair(SkipsRest, {"train": 7}, max_epochs=3)
 
 
-@isolated
 def test_options_that_cannot_take_effect() -> None:
     with pytest.raises(ConfigError, match="unrolled"):
         XLAEagerStrategy(step_replay=True, accumulation="unrolled")
@@ -407,16 +306,178 @@ def test_options_that_cannot_take_effect() -> None:
         XLAEagerStrategy(step_replay="never")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("epochs", "replays"), [(2, 8), pytest.param(34, 192, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sharding", ["dp", "fsdp"])
-@isolated(env={"CPU_NUM_DEVICES": "8"}, timeout=400)
-def test_under_spmd(sharding: str, epochs: int, replays: int) -> None:
-    xla_adapters.initialize(spmd=True)
-    found = []
-    for choice in (False, "auto"):
-        strategy = XLAEagerStrategy(step_replay=choice, sharding=sharding)  # type: ignore[arg-type]
-        run = fit(lambda: Classifier(dropout=0.1), strategy, callbacks=lambda: [Programs()], max_epochs=epochs)
-        assert run.module.programs["train"].replays == (0 if choice is False else replays)
-        found.append((run.module.losses, run.module.state_dict()))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+# ---- other code ---------------------------------------------------------------------------------------
+
+
+class _At(L.Callback):
+    """Calls a function with the module before each of some batches, by their indices."""
+
+    def __init__(self, actions: dict[int, Callable[[Any], object]]) -> None:
+        self.actions = actions
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in self.actions:
+            self.actions[batch_idx](pl_module)
+
+
+class _Stages(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.calls: list[int] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.net(self.first(inputs))  # type: ignore[no-any-return]
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def second_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch) * 0.5
+
+    def third_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch) * 0.1
+
+    def counting_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.calls.append(1)
+        return self.loss(batch)
+
+    def second_forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.net(inputs)  # type: ignore[no-any-return]
+
+    def third_forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.net(-inputs)  # type: ignore[no-any-return]
+
+    def counting_forward_of_net(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls.append(1)
+        return self.net(inputs)  # type: ignore[no-any-return]
+
+    def counting_forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls.append(1)
+        return inputs
+
+    def halving(self, *arguments: Any) -> None:
+        for parameter in self.net.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+
+
+def _replaced(name: str, *others: str) -> dict[int, Callable[[Any], object]]:
+    """Replaces a method every six batches."""
+
+    def replace(other: str) -> Callable[[Any], object]:
+        return lambda module: setattr(module, name, getattr(module, other))
+
+    return {6 * (index + 1): replace(other) for index, other in enumerate(others)}
+
+
+def _run(
+    actions: dict[int, Callable[[Any], object]], replays: int, *, make: type[Classifier] = _Stages, **options: Any
+) -> Any:
+    found = {"train": replays} if replays else {}
+    return pair(
+        make, found, callbacks=lambda: [_At(actions)], **{"max_epochs": 1, "data": lambda: loader(20), **options}
+    )
+
+
+def test_other_code_takes_effect_at_once() -> None:
+    _run(_replaced("training_step", "second_step", "third_step"), 13)
+    # One more call is traced: without the first layer there is one gradient less.
+    _run(_replaced("forward", "second_forward", "third_forward"), 12)
+    _run(_replaced("on_after_backward", "halving"), 15)
+    _run(_replaced("on_before_optimizer_step", "halving"), 15)
+
+
+class _Rewritten(_Stages):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+
+def test_other_code_of_the_class_takes_effect_at_once() -> None:
+    def rewrite(module: Any) -> None:
+        _Rewritten.training_step = _Stages.second_step  # type: ignore[method-assign]
+
+    def put_back(module: Any) -> None:
+        _Rewritten.training_step = stock  # type: ignore[method-assign]
+
+    stock = _Rewritten.training_step
+    _run({0: put_back, 6: rewrite}, 15, make=_Rewritten)
+
+
+def test_other_code_is_examined_before_it_is_left_out() -> None:
+    def in_a_known_module(module: Any) -> None:
+        module.first.forward = module.counting_forward
+
+    examples: list[tuple[dict[int, Callable[[Any], object]], int]] = [
+        (_replaced("training_step", "second_step", "counting_step"), 7),
+        (_replaced("forward", "second_forward", "counting_forward_of_net"), 6),
+        ({12: in_a_known_module}, 9),
+    ]
+    for actions, replays in examples:
+        run = _run(actions, replays)
+        assert len(run.module.calls) == 8
+        reasons = run.module.programs["train"].replay_reasons
+        assert any("known to be safe" in reason for reason in reasons), reasons
+
+
+class _Zeroes(Classifier):
+    """Collects gradients in a hook of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05))
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 8 == 0:
+            optimizer.zero_grad()
+
+
+class _ZeroesLater(_Zeroes):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if epoch > 0:
+            optimizer.zero_grad()
+
+
+class _KeepsBuffers(_Zeroes):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class _CountsClips(Classifier):
+    clips = 0
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        type(self).clips += 1
+        super().clip_gradients(*args, **kwargs)
+
+
+class _Prefixes(Classifier):
+    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
+        super().log("train/" + name, *args, **kwargs)
+
+
+def test_what_hooks_are_given() -> None:
+    _run({}, 17, make=_KeepsBuffers)
+    _run({}, 17, make=_Prefixes)
+    _run({}, 0, make=_Zeroes)
+    _run({}, 0, make=_ZeroesLater, max_epochs=2, data=lambda: loader(8))
+    _run({}, 0, make=_CountsClips, gradient_clip_val=0.1)
+    assert _CountsClips.clips == 40
+
+
+class _NoFunction(Classifier):
+    def on_train_start(self) -> None:
+        self.calls = 0
+        self.training_step = _Called(self)  # type: ignore[method-assign]
+
+
+class _Called:
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, batch: Any, batch_idx: int) -> Any:
+        return self.module.loss(batch)
+
+
+def test_a_step_that_is_no_function() -> None:
+    run = _run({}, 0, make=_NoFunction)
+    assert any("it is a _Called" in reason for reason in run.module.programs["train"].replay_reasons)

@@ -22,11 +22,14 @@ from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
 from tests.isolation import run_in_child
 from tests.lightning_strategy.scenarios import assert_close, fit
 from tests.lightning_strategy.scenarios import trainer as make_trainer
-from tests.lightning_strategy.test_sharding import Tagger, Watches, both, devices, eight, loader, resume, saving
+from tests.lightning_strategy.test_sharding import Tagger, Watches, both, devices, loader, resume, saving
+from tests.support import flip
 from xla_adapters import get_runtime
 from xla_adapters.checkpoint import MANIFEST
 from xla_adapters.errors import CheckpointDamagedError, ConfigError, UnsupportedOptionError
 from xla_adapters.sharding import ShardingConfig, accept_placements
+
+pytestmark = pytest.mark.isolated(env={"CPU_NUM_DEVICES": "8"})
 
 
 def parts(scheme: Any) -> XLAEagerStrategy:
@@ -70,7 +73,6 @@ def goes_on(path: Path, strategy: Any) -> tuple[list[float], bool]:
     return resume(path, made, callbacks=callbacks).losses, bool(callbacks and watches.cut)
 
 
-@eight
 @pytest.mark.parametrize("kind", ["sharded", pytest.param("whole", marks=pytest.mark.slow)])
 def test_gradients_go_on_in_the_middle_of_an_accumulation(kind: Any, tmp_path: Path) -> None:
     class Saves(L.Callback):
@@ -95,11 +97,6 @@ def test_every_file_flipped_or_deleted_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "step=6.ckpt"
     names = {path.name for path in folder.iterdir()}
     assert len(names) > 3
-
-    def flip(file: Path) -> None:
-        data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 4
-        file.write_bytes(data)
 
     def child() -> tuple[set[str], set[str]]:
         found: tuple[set[str], set[str]] = set(), set()
@@ -140,7 +137,6 @@ class Tied(Tagger):
         self.seen = state["seen"]
 
 
-@eight
 def test_tied_weights_weights_alone_and_a_path_that_is_taken(tmp_path: Path) -> None:
     last = tmp_path / "last.ckpt"
     last.write_text("something else")
@@ -165,7 +161,6 @@ def test_tied_weights_weights_alone_and_a_path_that_is_taken(tmp_path: Path) -> 
         trainer.validate(Tagger(), loader(1), ckpt_path=last, verbose=False)
 
 
-@eight
 def test_what_writes_whole_files_is_refused() -> None:
     strategy = XLAEagerStrategy(
         sharding=ShardingConfig(scheme="dp", checkpoints="sharded"), checkpoint_io=AsyncCheckpointIO()
@@ -174,7 +169,6 @@ def test_what_writes_whole_files_is_refused() -> None:
         fit(Tagger, strategy, data=lambda: loader(6), max_epochs=1, callbacks=saving(Path("nowhere")))
 
 
-@eight
 def test_a_module_that_carries_dtensors() -> None:
     def make() -> Tagger:
         module, mesh = Tagger(), DeviceMesh("xla", torch.arange(8).reshape(4, 2))
@@ -246,7 +240,6 @@ def test_fabric(tmp_path: Path) -> None:
     assert_close(continued, losses, 0.2)
 
 
-@eight
 def test_fabric_with_dtensors() -> None:
     strategy = XLAEagerFabricStrategy(sharding="fsdp")
     fabric = L.Fabric(strategy=strategy)

@@ -10,10 +10,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch_xla
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import xla_adapters
 from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
@@ -21,10 +20,13 @@ from tests.isolation import isolated, run_in_child
 from tests.lightning_strategy.scenarios import Classifier, assert_close, fit
 from tests.lightning_strategy.scenarios import loader as small_loader
 from tests.lightning_strategy.scenarios import trainer as make_trainer
+from tests.support import Stream
+from tests.trainers import check_cuts
 from xla_adapters import get_runtime
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
-from xla_adapters.sharding import ShardingConfig, ShardingPlan
-from xla_adapters.sharding.mesh import tiles_of
+from xla_adapters.sharding import ShardingConfig
+
+pytestmark = pytest.mark.isolated(env={"CPU_NUM_DEVICES": "8"})
 
 TOLERANCE = 1e-5
 WIDTH, LENGTH, FEATURES, CLASSES, BATCH = 16, 4, 8, 8, 16
@@ -32,12 +34,6 @@ WIDTH, LENGTH, FEATURES, CLASSES, BATCH = 16, 4, 8, 8, 16
 
 def devices(number: int) -> dict[str, str]:
     return {"CPU_NUM_DEVICES": str(number), "PJRT_DEVICE": "CPU"}
-
-
-def eight(test: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a test to run in a child process with 8 CPU devices."""
-    child: Callable[..., None] = isolated(test, env=devices(8))
-    return child
 
 
 def loader(batches: int = 12, *, seed: int = 0, rows: int | None = None, **options: Any) -> DataLoader[Any]:
@@ -102,27 +98,6 @@ class Watches(L.Callback):
         self.cut = check_cuts(trainer.strategy.sharding_plan, pl_module, trainer.optimizers[0])
 
 
-def check_cuts(plan: ShardingPlan, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> set[str]:
-    """Parameters and their states are sharded as planned; returns the names of those that are not replicated."""
-    runtime, cut = get_runtime(), set()
-    runtime.device.wait()
-    for name, parameter in module.named_parameters():
-        wanted = tiles_of(plan.mesh, plan.spec_of(name))
-        values = [parameter]
-        if optimizer is not None:
-            state = [value for value in optimizer.state[parameter].values() if value.shape == parameter.shape]
-            assert len(state) == 2, name
-            values += state
-        for value in values:
-            assert runtime.spmd.tiles_of(value) == (wanted if wanted.number > 1 else None), name
-            shards: Any = torch_xla._XLAC._get_local_shards([value.detach()])
-            local = tuple(size // count for size, count in zip(value.shape, wanted.counts, strict=True))
-            assert tuple(shards[0][0][0].shape) == local, name
-        if wanted.number > 1:
-            cut.add(name)
-    return cut
-
-
 def assert_same_weights(ours: nn.Module, plain: nn.Module, tolerance: float = 5 * TOLERANCE) -> None:
     """Less strict than for losses: AdamW also moves weights whose gradient is rounding error only."""
     for (name, value), other in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
@@ -176,7 +151,6 @@ def check_scheme(scheme: str, number: int) -> None:
     assert {parameter.device.type for parameter in ours.module.parameters()} == {"cpu"}
 
 
-@eight
 def test_batch_norm_has_the_statistics_of_the_whole_batch() -> None:
     xla_adapters.initialize(spmd=True)
     ours, _ = both("dp", Classifier, data=functools.partial(small_loader, 12))
@@ -185,7 +159,6 @@ def test_batch_norm_has_the_statistics_of_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize("accumulation", ["per_micro_batch", "unrolled"])
-@eight
 def test_accumulation(accumulation: Any) -> None:
     strategy = XLAEagerStrategy(sharding="fsdp", accumulation=accumulation)
     options: dict[str, Any] = {"data": lambda: loader(8), "max_epochs": 1, "accumulate_grad_batches": 2}
@@ -197,7 +170,6 @@ def test_accumulation(accumulation: Any) -> None:
     assert_same_weights(ours.module, plain.module)
 
 
-@eight
 def test_partial_last_batch_is_held_whole() -> None:
     ours, plain = both(
         "2d",
@@ -228,7 +200,6 @@ class Manual(Tagger):
         optimizer.zero_grad()
 
 
-@eight
 def test_manual_optimization() -> None:
     watches = Watches()
     both("fsdp", Manual, callbacks=lambda: [watches])
@@ -242,7 +213,6 @@ class Augmenting(Tagger):
         return inputs * 2 - 1, classes
 
 
-@eight
 def test_batches_changed_on_the_device() -> None:
     watches = Watches()
     both("2d", Augmenting, callbacks=lambda: [watches], data=lambda: loader(4))
@@ -269,7 +239,6 @@ class LooksBehindTheError(L.Callback):
         self.cut = check_cuts(trainer.strategy.sharding_plan, pl_module, trainer.optimizers[0])
 
 
-@eight
 def test_a_failed_step_leaves_the_parameters_and_their_cut() -> None:
     looks = LooksBehindTheError()
     with pytest.raises(ValueError, match="from the model"):
@@ -282,7 +251,6 @@ def test_a_failed_step_leaves_the_parameters_and_their_cut() -> None:
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
-@eight
 def test_evaluation_alone() -> None:
     strategy = XLAEagerStrategy(sharding="2d")
     L.seed_everything(7, verbose=False)
@@ -308,7 +276,6 @@ def saving(folder: Path) -> Callable[[], list[Any]]:
     return lambda: [ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=6, save_top_k=-1)]
 
 
-@eight
 def test_checkpoints_both_ways(tmp_path: Path) -> None:
     strategy = XLAEagerStrategy(sharding="2d")
     whole = fit(Tagger, strategy, data=lambda: loader(6), max_epochs=2, callbacks=saving(tmp_path / "ours"))
@@ -353,7 +320,6 @@ class LoadsInBetween(L.Callback):
             self.cut = check_cuts(trainer.strategy.sharding_plan, pl_module)
 
 
-@eight
 def test_weights_that_are_loaded_in_a_run_are_cut() -> None:
     loads, watches = LoadsInBetween(), Watches()
     both("fsdp", callbacks=lambda: [loads, watches])
@@ -363,7 +329,6 @@ def test_weights_that_are_loaded_in_a_run_are_cut() -> None:
 # ---- options -------------------------------------------------------------------------------------
 
 
-@eight
 def test_what_cannot_be_is_refused_with_the_fix() -> None:
     def refused(kind: type[Exception], match: str, **options: Any) -> None:
         for strategy in (XLAEagerStrategy, XLAEagerFabricStrategy):
@@ -399,7 +364,6 @@ def test_plan_of_a_strategy_that_does_not_shard() -> None:
         _ = XLAEagerStrategy().sharding_plan
 
 
-@eight
 def test_automatic_plan_takes_nothing_from_the_run() -> None:
     def shuffled() -> DataLoader[Any]:
         return loader(6, shuffle=True)
@@ -409,15 +373,9 @@ def test_automatic_plan_takes_nothing_from_the_run() -> None:
     assert ours.counters.compiles == 1
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(loader(4).dataset)
-
-
-@eight
 def test_a_stream_of_data_is_not_looked_into() -> None:
     with pytest.warns(UserWarning, match="no batch to plan for"):
-        ours, _ = both("auto", data=lambda: DataLoader(Stream(), batch_size=BATCH))
+        ours, _ = both("auto", data=lambda: DataLoader(Stream(loader(4).dataset), batch_size=BATCH))
     assert ours.trainer.strategy.sharding_plan.name == "fsdp"
 
 
@@ -448,7 +406,6 @@ def fabric_losses(fabric: Any, batches: DataLoader[Any], *, seen: Callable[..., 
 
 
 @pytest.mark.parametrize("scheme", ["fsdp", "2d"])
-@eight
 def test_fabric(scheme: Any, tmp_path: Path) -> None:
     strategy = XLAEagerFabricStrategy(sharding=scheme)
     path = tmp_path / "fabric.ckpt"

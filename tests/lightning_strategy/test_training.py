@@ -15,7 +15,6 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 from lightning_strategy import XLAEagerStrategy
-from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import (
     CLASSES,
     FEATURES,
@@ -27,6 +26,8 @@ from tests.lightning_strategy.scenarios import (
     loader,
 )
 from xla_adapters import TensorReadError, XLAConfig, get_runtime
+
+pytestmark = pytest.mark.isolated
 
 
 def assert_steps(run: Outcome, batches: int, *, graphs: int = 1, loaders: int = 1) -> None:
@@ -47,7 +48,6 @@ class SeesMode(Classifier):
         assert get_runtime().tracing.eager()
 
 
-@isolated
 def test_the_process_is_eager_once_there_is_a_strategy_and_during_runs() -> None:
     get_runtime().device.initialize()
     assert not get_runtime().tracing.eager()
@@ -58,7 +58,6 @@ def test_the_process_is_eager_once_there_is_a_strategy_and_during_runs() -> None
     assert not get_runtime().tracing.eager()
 
 
-@isolated
 def test_automatic_optimization_is_one_graph() -> None:
     ours, plain = fit_both(Classifier)
     assert_steps(ours, 12)
@@ -69,7 +68,6 @@ def test_automatic_optimization_is_one_graph() -> None:
 
 
 # Graphs: the first batch of an accumulation (no gradients yet), later ones (with gradients), and the update.
-@isolated
 @pytest.mark.parametrize(("every", "graphs"), [(2, 2), (4, 3), (8, 3)])
 def test_accumulation_is_a_graph_per_phase(every: int, graphs: int) -> None:
     ours, plain = fit_both(Classifier, accumulate_grad_batches=every)
@@ -78,7 +76,6 @@ def test_accumulation_is_a_graph_per_phase(every: int, graphs: int) -> None:
     assert_weights_close(ours, plain, 1e-5)
 
 
-@isolated
 def test_accumulation_scheduled_by_epoch() -> None:
     ours, plain = fit_both(Classifier, callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 3})], max_epochs=3)
     # Graphs: a batch with an update; then the first batch of an accumulation, a later one, and one with the update.
@@ -86,7 +83,6 @@ def test_accumulation_scheduled_by_epoch() -> None:
     assert ours.trainer.global_step == plain.trainer.global_step == 6 + 2 + 2
 
 
-@isolated
 @pytest.mark.parametrize("every", [2, 4])
 def test_accumulation_unrolled_is_one_graph_per_update(every: int) -> None:
     ours, plain = fit_both(Classifier, accumulate_grad_batches=every, config=XLAConfig(accumulation="unrolled"))
@@ -95,7 +91,6 @@ def test_accumulation_unrolled_is_one_graph_per_update(every: int) -> None:
     assert_weights_close(ours, plain, 1e-5)
 
 
-@isolated
 def test_validation_in_mid_accumulation_ends_an_unrolled_step() -> None:
     ours, plain = fit_both(
         Classifier,
@@ -115,7 +110,6 @@ class ReadsLosses(Classifier):
         self.kept.append(torch.tensor(outputs["loss"].item()))
 
 
-@isolated
 def test_losses_read_behind_each_batch_cost_a_transfer_and_nothing_else() -> None:
     ours, _ = fit_both(ReadsLosses)
     assert_steps(ours, 12)
@@ -123,13 +117,11 @@ def test_losses_read_behind_each_batch_cost_a_transfer_and_nothing_else() -> Non
     assert ours.counters.transfers_to_host == kept.counters.transfers_to_host + 12
 
 
-@isolated
 def test_losses_cannot_be_read_within_an_unrolled_accumulation() -> None:
     with pytest.raises(TensorReadError, match="on_train_batch_end"):
         fit(ReadsLosses, XLAEagerStrategy(accumulation="unrolled"), accumulate_grad_batches=2)
 
 
-@isolated
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_clipping_is_part_of_the_graph(algorithm: str) -> None:
     options = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": algorithm}
@@ -153,7 +145,6 @@ class ClipsItself(Classifier):
             parameter.grad = parameter.grad * 0.5
 
 
-@isolated
 def test_configure_gradient_clipping_of_the_user() -> None:
     ours, _ = fit_both(ClipsItself)
     assert_steps(ours, 12)
@@ -169,7 +160,6 @@ class WarmsUp(Classifier):
         self.seen = [*getattr(self, "seen", []), optimizer.param_groups[0]["lr"]]
 
 
-@isolated
 def test_optimizer_step_of_the_user_warms_the_learning_rate_up() -> None:
     ours, plain = fit_both(lambda: WarmsUp(optimizer=lambda p: torch.optim.SGD(p, lr=0.1)))
     assert_steps(ours, 12)
@@ -184,7 +174,6 @@ class StepsEverySecond(Classifier):
             optimizer_closure()
 
 
-@isolated
 def test_optimizer_step_of_the_user_that_only_calls_the_closure() -> None:
     ours, plain = fit_both(StepsEverySecond)
     assert_steps(ours, 12, graphs=2)
@@ -200,7 +189,6 @@ class SkipsSome(Classifier):
         return None if batch_idx in self.skipped else super().training_step(batch, batch_idx)
 
 
-@isolated
 def test_training_step_returns_none_sometimes() -> None:
     # A batch without a loss has no graph.
     ours, plain = fit_both(SkipsSome, config=XLAConfig(max_graphs=1))
@@ -210,7 +198,6 @@ def test_training_step_returns_none_sometimes() -> None:
     assert_weights_close(ours, plain, 1e-5)
 
 
-@isolated
 @pytest.mark.parametrize(
     ("accumulation", "skipped", "counts"),
     [
@@ -246,7 +233,6 @@ class ReturnsDict(Classifier):
         self.kept.append(outputs["predicted"].float().mean())
 
 
-@isolated
 def test_training_step_returns_a_dict() -> None:
     ours, _ = fit_both(ReturnsDict)
     assert ours.counters.compiles == 1
@@ -259,7 +245,6 @@ class LogsGradients(Classifier):
         self.log_dict(grad_norm(self.net, norm_type=2))
 
 
-@isolated
 def test_gradient_norms_are_logged_from_inside_the_step() -> None:
     ours, plain = fit_both(LogsGradients)
     assert_steps(ours, 12)
@@ -277,7 +262,6 @@ class SeesGradients(Classifier):
         self.kept.append(self.net[-1].weight.grad.abs().sum())
 
 
-@isolated
 def test_gradients_stay_for_a_user_who_looks_at_them_behind_the_update() -> None:
     ours, _ = fit_both(SeesGradients)
     assert ours.counters.compiles == 1
@@ -292,7 +276,6 @@ class SeesSomeGradients(Classifier):
             self.kept += [parameter.grad.abs().sum() for parameter in self.parameters()]
 
 
-@isolated
 def test_gradients_are_there_for_a_user_who_looks_now_and_then() -> None:
     ours, plain = fit_both(SeesSomeGradients)
     assert ours.counters.compiles == 1
@@ -312,7 +295,6 @@ class KeepsLossesInStep(Classifier):
         return loss
 
 
-@isolated
 @pytest.mark.parametrize(("free_grads", "left"), [("auto", False), (True, False), (False, True)])
 def test_gradients_are_freed_where_nobody_sees_them(free_grads: Any, left: bool) -> None:
     ours, _ = fit_both(KeepsLossesInStep, config=XLAConfig(free_grads=free_grads))
@@ -321,7 +303,6 @@ def test_gradients_are_freed_where_nobody_sees_them(free_grads: Any, left: bool)
     assert set(grads) == {left}
 
 
-@isolated
 def test_gradients_are_there_for_a_hook_that_is_set_on_a_callback() -> None:
     seen: list[float] = []
 
@@ -338,7 +319,6 @@ def test_gradients_are_there_for_a_hook_that_is_set_on_a_callback() -> None:
     assert_close(seen[:12], seen[12:], 1e-5)
 
 
-@isolated
 def test_gradients_are_freed_behind_the_update_and_not_within_an_accumulation() -> None:
     ours, plain = fit_both(KeepsLossesInStep, config=XLAConfig(free_grads=True), accumulate_grad_batches=2)
     assert_steps(ours, 12, graphs=2)
@@ -350,7 +330,6 @@ class ZeroesInPlace(KeepsLossesInStep):
         optimizer.zero_grad(set_to_none=False)
 
 
-@isolated
 @pytest.mark.parametrize(("free_grads", "graphs"), [("auto", 1), (False, 2)])
 def test_gradients_zeroed_in_place_by_the_user(free_grads: Any, graphs: int) -> None:
     """Gradients that are not freed are inputs of each batch's graph but the first."""
@@ -376,7 +355,6 @@ class Recurrent(Classifier):
         return super().loss([hidden, batch[1]])
 
 
-@isolated
 def test_state_handed_from_batch_to_batch() -> None:
     ours, plain = fit_both(Recurrent)
     assert (ours.counters.compiles, ours.counters.executions) == (1, 12)
@@ -397,7 +375,6 @@ class Tied(Classifier):
         return nn.functional.cross_entropy(self.head(hidden), classes) + super().loss(batch)
 
 
-@isolated
 def test_tied_weights_stay_tied() -> None:
     ours, plain = fit_both(Tied)
     assert_steps(ours, 12)
@@ -442,7 +419,6 @@ def token_loader() -> Any:
     return torch.utils.data.DataLoader(rows, batch_size=4)
 
 
-@isolated
 def test_language_model_of_huggingface_with_an_attention_mask() -> None:
     ours, plain = fit_both(LanguageModel, data=token_loader, validation=token_loader)
     # Graphs: training and validation.

@@ -12,8 +12,9 @@ from torch import distributions as d
 from torch import nn
 
 import xla_adapters
-from tests.isolation import isolated
 from xla_adapters.replay.compiled_step import CompiledStep
+
+pytestmark = pytest.mark.isolated
 
 _CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "norm": lambda x: torch.norm(x),
@@ -66,7 +67,6 @@ _HISTOGRAMS = {
 }
 
 
-@isolated
 @pytest.mark.parametrize("name", _CALLS)
 def test_value_gradient_and_one_graph(name: str) -> None:
     call = _CALLS[name]
@@ -91,7 +91,6 @@ def test_value_gradient_and_one_graph(name: str) -> None:
 _LEFT = ("too large a kernel", "too large a kernel, depthwise", "no groups")
 
 
-@isolated
 @pytest.mark.parametrize("name", _CONVOLUTIONS)
 def test_which_convolutions_become_products(name: str) -> None:
     make, shape, options = _CONVOLUTIONS[name]
@@ -103,7 +102,6 @@ def test_which_convolutions_become_products(name: str) -> None:
     assert (b"convolution" in text) is (name in _LEFT)
 
 
-@isolated
 @pytest.mark.parametrize("name", _CONVOLUTIONS)
 def test_convolutions(name: str) -> None:
     make, shape, options = _CONVOLUTIONS[name]
@@ -136,7 +134,6 @@ _COMPARISONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
 }
 
 
-@isolated
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_comparisons_with_a_number_are_in_the_dtype_of_the_tensor(dtype: torch.dtype) -> None:
     values = torch.tensor([0.1, 0.3, 1 / 3, 3, 257]).to(dtype)
@@ -153,7 +150,6 @@ def test_comparisons_with_a_number_are_in_the_dtype_of_the_tensor(dtype: torch.d
         assert torch.equal(outside.cpu(), expected), name
 
 
-@isolated
 @pytest.mark.parametrize("name", _HISTOGRAMS)
 @pytest.mark.parametrize("single", [False, True])
 def test_histogram(name: str, single: bool) -> None:
@@ -167,7 +163,6 @@ def test_histogram(name: str, single: bool) -> None:
     torch.testing.assert_close(ours.cpu(), torch.histc(values, bins=bins, min=low, max=high))
 
 
-@isolated
 def test_clipping_many_parameters_is_one_graph_for_all_steps() -> None:
     # torch_xla's own clip_grad_norm_ calls torch.norm, whose hash wandered from step to step.
     with xla_adapters.eager():
@@ -184,7 +179,6 @@ def test_clipping_many_parameters_is_one_graph_for_all_steps() -> None:
     assert (counters.compiles, counters.executions) == (1, 4)
 
 
-@isolated
 def test_the_state_of_a_scalar_parameter_costs_no_second_graph() -> None:
     with xla_adapters.eager():
         scale = nn.Parameter(xla_adapters.get_runtime().transfers.to_device(torch.tensor(2.5)))
@@ -198,7 +192,6 @@ def test_the_state_of_a_scalar_parameter_costs_no_second_graph() -> None:
     assert (counters.compiles, counters.executions) == (1, 4)
 
 
-@isolated
 @pytest.mark.parametrize("reduce", [torch.sum, torch.mean, torch.softmax, torch.logsumexp, torch.prod, torch.var])
 def test_what_reduces_an_embedding_is_one_graph_for_all_steps(reduce: Callable[..., torch.Tensor]) -> None:
     # Adam's last operation (addcdiv) leaves a parameter that does not name its dtype, which sums hash.
@@ -215,7 +208,6 @@ def test_what_reduces_an_embedding_is_one_graph_for_all_steps(reduce: Callable[.
     assert (counters.compiles, counters.executions) == (1, 3)
 
 
-@isolated
 def test_stacked_batch_norms_keep_torchs_statistics_in_one_graph() -> None:
     def norms() -> nn.Sequential:
         return nn.Sequential(
@@ -244,7 +236,6 @@ def test_stacked_batch_norms_keep_torchs_statistics_in_one_graph() -> None:
         ours(uploaded[0][:1])
 
 
-@isolated
 @pytest.mark.parametrize("mixed", ["autocast", "weights", "nothing"])
 def test_batch_norm_in_mixed_precision(mixed: str) -> None:
     plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
@@ -288,7 +279,6 @@ _DISTRIBUTIONS: dict[str, Callable[[torch.Tensor], d.Distribution]] = {
 }
 
 
-@isolated
 @pytest.mark.parametrize("name", _DISTRIBUTIONS)
 def test_distributions(name: str) -> None:
     make = _DISTRIBUTIONS[name]
@@ -307,14 +297,12 @@ def test_distributions(name: str) -> None:
     torch.testing.assert_close(ours.grad.cpu(), plain.grad)
 
 
-@isolated
 def test_outside_of_steps_distributions_check_their_arguments() -> None:
     xla_adapters.initialize()
     with pytest.raises(ValueError, match="Expected parameter scale"):
         d.Normal(torch.zeros(2, device="xla"), torch.tensor([1.0, -1.0]).to("xla"))
 
 
-@isolated
 def test_other_code_that_asks_whether_all_is_true_reads() -> None:
     xla_adapters.initialize()
     weight = torch.ones(2, device="xla")
@@ -323,7 +311,6 @@ def test_other_code_that_asks_whether_all_is_true_reads() -> None:
             weight.add_(1)
 
 
-@isolated
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_encoder_with_a_padding_mask_in_evaluation(norm_first: bool) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first)
@@ -376,7 +363,6 @@ def _losses(model: torch.nn.Module, device: str) -> list[float]:
     return [float(run(ids)) for _ in range(4)]
 
 
-@isolated
 def test_experts_train_in_one_graph_in_a_loop_of_ones_own() -> None:
     xla_adapters.initialize()
     model = _model()
@@ -385,7 +371,6 @@ def test_experts_train_in_one_graph_in_a_loop_of_ones_own() -> None:
     assert _losses(model, "xla") == pytest.approx(expected, abs=1e-4)
 
 
-@isolated
 def test_groups_of_rows() -> None:
     """Also an empty group, and rows behind the last one."""
     xla_adapters.initialize()

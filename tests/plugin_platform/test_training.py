@@ -32,8 +32,9 @@ SELECTED = {
     "hf_trainer": (
         _IS_THE_DEVICE,
         "tests/hf_trainer/test_training.py",
-        "tests/hf_trainer/test_replay.py::test_one_graph_and_the_same_numbers",
-        "tests/hf_trainer/test_replay.py::test_under_spmd",
+        "tests/adapters/test_replay.py::test_one_graph_and_the_same_numbers[hf]",
+        "tests/adapters/test_replay.py::test_under_spmd[dp-8-hf]",
+        "tests/adapters/test_replay.py::test_under_spmd[fsdp-8-hf]",
     ),
     "lightning_strategy": (
         _IS_THE_DEVICE,

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.device import DEVICE
-from tests.isolation import isolated
 from tests.replay.alike import alike
 from xla_adapters import CompiledStep
+
+pytestmark = pytest.mark.isolated
 
 # Writes the second into the first.
 _Note = Callable[[torch.Tensor, torch.Tensor], None]
@@ -87,14 +88,12 @@ def _losses(make: Callable[..., CompiledStep[Any]], model: nn.Module, loss_of: C
 
 
 @pytest.mark.parametrize("loss_of", _LOSSES.values(), ids=_LOSSES)
-@isolated
 def test_losses_that_compare_a_batch_with_itself(loss_of: Callable[..., torch.Tensor]) -> None:
     step = alike(lambda make: _losses(make, nn.Linear(8, 8, bias=False), loss_of))
     assert step.replays == 4, step.reasons
 
 
 @pytest.mark.parametrize("note", _NOTES)
-@isolated
 def test_a_batch_that_is_written_into_a_buffer(note: _Note) -> None:
     def loss_of(model: nn.Module, batch: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return (model(batch) * batch).mean()  # type: ignore[no-any-return]
@@ -126,7 +125,6 @@ class _Holder(nn.Module):
 @pytest.mark.parametrize("how", _ALIASES.values(), ids=_ALIASES)
 @pytest.mark.parametrize("where", ["in a dictionary", "in a module"])
 @pytest.mark.parametrize("replay", ["auto", True])
-@isolated
 def test_what_user_code_holds_is_no_batch_though_it_was_one(
     replay: Any, where: str, how: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
@@ -148,7 +146,6 @@ def test_what_user_code_holds_is_no_batch_though_it_was_one(
     assert not alike(body, step_replay=replay).replays
 
 
-@isolated
 def test_gradients_of_a_batch_are_where_they_belong() -> None:
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
         model = nn.Linear(8, 1).to(DEVICE)

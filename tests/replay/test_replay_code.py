@@ -14,14 +14,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tests.device import DEVICE
-from tests.isolation import isolated
 from tests.replay.replay_cases import assert_followed
 from xla_adapters import CompiledStep
+
+pytestmark = pytest.mark.isolated
 
 # ---- what changes takes effect ------------------------------------------------------------------------
 
@@ -140,12 +142,10 @@ _FOLLOWED = [
 ]
 
 
-@isolated
 def test_what_changes_is_followed() -> None:
     assert_followed(_FOLLOWED)
 
 
-@isolated
 def test_attributes_that_nobody_reads_may_become_anything() -> None:
     """They count, since a library's code may read them; what cannot be compared is traced."""
     model: Any = nn.Linear(4, 3).to(DEVICE)
@@ -318,7 +318,6 @@ _EFFECTS = [
 ]
 
 
-@isolated
 def test_effects_are_not_left_out() -> None:
     for function, times in _EFFECTS:
         _log.clear()
@@ -330,7 +329,6 @@ def test_effects_are_not_left_out() -> None:
         assert any(f"{__file__}:" in reason for reason in step.reasons), (function.__name__, step.reasons)
 
 
-@isolated
 def test_an_optimizer_that_counts_how_often_gradients_are_dropped() -> None:
     model = nn.Linear(4, 3).to(DEVICE)
     optimizer = _Counting(model.parameters(), lr=0.1)
@@ -349,7 +347,6 @@ def test_an_optimizer_that_counts_how_often_gradients_are_dropped() -> None:
     assert len(_log) == 6, compiled.reasons
 
 
-@isolated
 def test_arguments_that_the_first_call_left_out() -> None:
     def step(inputs: torch.Tensor, found: dict[str, Any] | None = None) -> torch.Tensor:
         if found is not None:
@@ -364,7 +361,6 @@ def test_arguments_that_the_first_call_left_out() -> None:
         assert "seen" in found
 
 
-@isolated
 def test_code_that_is_traced_holds_on_to_nothing() -> None:
     kept: list[torch.Tensor] = []
 
@@ -391,7 +387,6 @@ class _Operators(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@isolated
 def test_modes_that_see_each_operator() -> None:
     _log.clear()
     step = CompiledStep(lambda inputs: (inputs * 2).sum())

@@ -15,7 +15,6 @@ from torch import nn
 
 import xla_adapters
 from tests.device import DEVICE, ON_TORCH_TPU
-from tests.isolation import isolated
 from tests.replay.replay_twins import Twin, assert_twins
 from xla_adapters import (
     CompiledStep,
@@ -25,6 +24,8 @@ from xla_adapters import (
     replay_safe,
 )
 from xla_adapters.runtime.modes import eager
+
+pytestmark = pytest.mark.isolated
 
 _Change = Callable[[Twin], None]
 
@@ -117,7 +118,6 @@ def _through_a_view(twin: Twin) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-@isolated
 def test_intervention(change: _Change, again: int, reason: str) -> None:
     def run(twin: Twin) -> None:
         twin.run(5)
@@ -171,7 +171,6 @@ def _an_equal_value(module: _Activation) -> None:
         (_an_equal_value, 5, ""),
     ],
 )
-@isolated
 def test_something_else_in_a_module(change: Callable[[_Activation], None], again: int, reason: str) -> None:
     def run(twin: Twin) -> None:
         twin.model[2] = module = _Activation()
@@ -182,7 +181,6 @@ def test_something_else_in_a_module(change: Callable[[_Activation], None], again
     assert_twins(run, replays=3 + again, reason=reason)
 
 
-@isolated
 def test_another_shape_is_another_call() -> None:
     def run(twin: Twin) -> None:
         for size in (6, 6, 6, 3, 6, 3, 3, 6):
@@ -191,7 +189,6 @@ def test_another_shape_is_another_call() -> None:
     assert_twins(run, replays=4)
 
 
-@isolated
 def test_a_variable_of_the_function() -> None:
     def train(replay: bool | str) -> tuple[torch.Tensor, int]:
         torch.manual_seed(0)
@@ -218,7 +215,6 @@ def test_a_variable_of_the_function() -> None:
     assert replayed[1] == 6
 
 
-@isolated
 def test_a_module_that_counts_its_calls_is_not_replayed() -> None:
     class Counting(nn.Linear):
         calls = 0
@@ -241,7 +237,6 @@ def test_a_module_that_counts_its_calls_is_not_replayed() -> None:
 
 
 @pytest.mark.parametrize("draw", [torch.rand, lambda _: random.random()], ids=["torch", "python"])
-@isolated
 def test_random_numbers_of_the_host_are_not_replayed(draw: Callable[[int], object]) -> None:
     model = nn.Linear(4, 2).to(DEVICE)
 
@@ -256,7 +251,6 @@ def test_random_numbers_of_the_host_are_not_replayed(draw: Callable[[int], objec
     assert any("random" in reason or "draw(1)" in reason for reason in step.reasons), step.reasons
 
 
-@isolated
 def test_a_number_that_changes_is_not_replayed() -> None:
     model = nn.Linear(4, 2).to(DEVICE)
     numbers = iter(range(3, 100))
@@ -272,7 +266,6 @@ def test_a_number_that_changes_is_not_replayed() -> None:
     assert any("it uses next" in reason for reason in step.reasons), step.reasons
 
 
-@isolated
 def test_a_tensor_left_behind_is_not_replayed() -> None:
     class Remembering(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -293,7 +286,6 @@ def test_a_tensor_left_behind_is_not_replayed() -> None:
     assert step.replays == 0
 
 
-@isolated
 def test_equal_numbers_that_part_are_traced_again() -> None:
     """Decay and momentum are one number at first, and so one input of the graph."""
 
@@ -312,7 +304,6 @@ def test_equal_numbers_that_part_are_traced_again() -> None:
     )
 
 
-@isolated
 def test_off_and_on() -> None:
     for replay, expected in ((False, 0), (True, 4), ("auto", 4)):
         twin = Twin(replay)
@@ -322,7 +313,6 @@ def test_off_and_on() -> None:
         XLAConfig(step_replay="never")  # type: ignore[arg-type]
 
 
-@isolated
 def test_giving_up_costs_no_compile() -> None:
     model, calls = nn.Linear(4, 2).to(DEVICE), iter(range(100))
 
@@ -339,7 +329,6 @@ def test_giving_up_costs_no_compile() -> None:
     assert [event.call for event in step.program.events] == [1]
 
 
-@isolated
 def test_a_refusal_in_a_later_pass_costs_no_compile() -> None:
     twin = Twin("auto")
     twin.run(1)
@@ -356,7 +345,6 @@ def test_a_refusal_in_a_later_pass_costs_no_compile() -> None:
     assert [event.call for event in twin.step.program.events] == [1]
 
 
-@isolated
 def test_a_batch_that_is_still_being_computed_is_known_again() -> None:
     model = nn.Linear(1200, 2).to(DEVICE)
 
@@ -382,7 +370,6 @@ def _differs(what: str) -> str:
 
 
 @pytest.mark.parametrize("error", [True, False])
-@isolated
 def test_replays_are_verified_by_traces(error: bool) -> None:
     """A hidden switch (in a C extension, say) that no guard can see."""
     model, hidden, traced = nn.Linear(4, 2).to(DEVICE), array("d", [1.0]), array("i", [0])
@@ -429,7 +416,6 @@ def test_replays_are_verified_by_traces(error: bool) -> None:
     assert step.replays == before
 
 
-@isolated
 def test_the_newest_checkpoint_before_a_mismatch_is_named() -> None:
     model, hidden = nn.Linear(4, 2).to(DEVICE), array("d", [1.0])
 
@@ -457,7 +443,6 @@ def test_the_newest_checkpoint_before_a_mismatch_is_named() -> None:
         step(torch.ones(2, 4))
 
 
-@isolated
 def test_equal_numbers_are_no_mismatch() -> None:
     """A trace in which numbers share an input is another graph, and computes the same."""
     model = nn.Linear(4, 2).to(DEVICE)
@@ -514,7 +499,6 @@ def _forward_of_class(module: _Scaled) -> None:
         (_forward_of_class, "forward was replaced"),
     ],
 )
-@isolated
 def test_what_the_code_of_a_module_reads(change: Callable[[_Scaled], None], reason: str) -> None:
     def run(twin: Twin) -> None:
         global _scale
@@ -543,7 +527,6 @@ class _Loop:
         return (self.model(inputs).square().mean() * self.factor()).detach()
 
 
-@isolated
 def test_a_method_that_was_typed_in() -> None:
     text, name = "def factor(self):\n    return given\n", "<ipython-input-7-3f2a>"
     # As IPython does.
@@ -562,7 +545,6 @@ def test_a_method_that_was_typed_in() -> None:
 
 
 @pytest.mark.parametrize(("replay", "replays"), [("auto", 0), (True, 6)])
-@isolated
 def test_a_helper_that_counts(replay: bool | str, replays: int) -> None:
     """What the step leaves behind and reads again is left out where that was asked for."""
     model, counted = nn.Linear(4, 2).to(DEVICE), [0]

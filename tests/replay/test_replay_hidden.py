@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -15,12 +16,13 @@ from torch.optim.swa_utils import AveragedModel
 
 import xla_adapters
 from tests.device import DEVICE, ON_TORCH_TPU
-from tests.isolation import isolated
 from tests.replay.alike import Body, alike, update_of
 from tests.replay.replay_twins import Twin
 from tests.support import differences
 from xla_adapters import CompiledStep
 from xla_adapters.tracing.activation_checkpointing import checkpoint
+
+pytestmark = pytest.mark.isolated
 
 
 def _trained(optimizer: Callable[[Any], Optimizer], *, passes: int = 8) -> Body:
@@ -188,7 +190,6 @@ class _Momentum(torch.optim.SGD):
         return super()._init_group(group, *lists)  # type: ignore[misc]
 
 
-@isolated
 def test_optimizers_that_keep_more_on_the_host() -> None:
     # The list is made here: a closure may hold it as well.
     counted: list[int] = []
@@ -246,7 +247,6 @@ def _changed(change: Callable[[Optimizer], Any], moment: int) -> Body:
     return body
 
 
-@isolated
 def test_hooks_of_optimizers() -> None:
     changes: list[tuple[Callable[[Optimizer], Any], str]] = [
         (lambda optimizer: optimizer.register_step_post_hook(_clamp), "the step of SGD has a hook (_clamp)"),
@@ -274,7 +274,6 @@ def test_hooks_of_optimizers() -> None:
     assert alike(scheduled).replays == 6
 
 
-@isolated
 def test_verifying_a_correct_step_warns_of_nothing() -> None:
     messages: list[str] = []
     handler = logging.Handler()
@@ -297,7 +296,6 @@ def test_verifying_a_correct_step_warns_of_nothing() -> None:
     assert not [message for message in messages if "differs" in message], messages
 
 
-@isolated
 def test_tensors_written_through_an_alias() -> None:
     # Before that a copy of a model shares its buffers on TorchTPU.
     xla_adapters.initialize()
@@ -361,7 +359,6 @@ def test_tensors_written_through_an_alias() -> None:
     alike(recomputed)
 
 
-@isolated
 def test_batches_that_are_written_or_part_of_the_state() -> None:
     def filled(make: Callable[..., CompiledStep[Any]]) -> Any:
         model = nn.Linear(4, 3).to(DEVICE)
@@ -396,7 +393,6 @@ def test_batches_that_are_written_or_part_of_the_state() -> None:
     assert step.replays == 10, step.reasons
 
 
-@isolated
 def test_parameters_in_no_module() -> None:
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
         weight = torch.randn(3, 4).to(DEVICE).requires_grad_()

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from tests.device import DEVICE, ON_TORCH_TPU
-from tests.isolation import isolated
 from tests.replay.replay_twins import Twin, assert_twins
 from xla_adapters import CompiledStep, XLAConfig
+
+pytestmark = pytest.mark.isolated
 
 # How many of 10 passes are replayed. The first two prove it; whose update takes another course (RAdam's, as its
 # variance becomes tractable), or shares an input between numbers that part, is proven anew.
@@ -49,13 +50,11 @@ def test_no_optimizer_is_forgotten() -> None:
     assert found - {"Optimizer"} == {*_REPLAYED, *_REFUSED, *_UNUSABLE}
 
 
-@isolated
 def test_replayed_bit_for_bit() -> None:
     for name, (replays, reason) in _REPLAYED.items():
         assert_twins(lambda twin: twin.run(10), replays=replays, reason=reason, optimizer=getattr(torch.optim, name))
 
 
-@isolated
 def test_refused_with_the_reason() -> None:
     def train(name: str, replay: bool | str) -> tuple[list[torch.Tensor], CompiledStep[torch.Tensor]]:
         torch.manual_seed(0)
@@ -96,7 +95,6 @@ class Louder(torch.optim.AdamW):
         return super().step(closure)
 
 
-@isolated
 def test_a_subclass_that_calls_the_step_of_its_base() -> None:
     # torch puts its hooks around the step of a class when the first of them is made.
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
@@ -108,7 +106,6 @@ def test_a_subclass_that_calls_the_step_of_its_base() -> None:
     assert [len(group["params"]) for group in twin.optimizer.param_groups] == [6]
 
 
-@isolated
 def test_parts_that_only_some_batches_reach_keep_their_own_step_counts() -> None:
     """Three kinds of batches, all replayed: recorded while the counts are equal, one must notice what another sets."""
 
@@ -167,7 +164,6 @@ def _fill_all(twin: Twin) -> None:
         (_fill_all, ""),
     ],
 )
-@isolated
 def test_step_counts_that_are_written_without_a_new_version(change: Callable[[Twin], None], reason: str) -> None:
     def run(twin: Twin) -> None:
         twin.run(6)

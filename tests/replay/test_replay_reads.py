@@ -14,11 +14,12 @@ from torch import nn
 
 import xla_adapters
 from tests.device import DEVICE
-from tests.isolation import isolated
 from tests.replay.replay_cases import assert_followed, assert_traced
 from tests.replay.replay_twins import Twin
 from tests.support import differences
 from xla_adapters import CompiledStep
+
+pytestmark = pytest.mark.isolated
 
 _FACTOR = 1.0
 
@@ -177,12 +178,10 @@ _FOLLOWED = [
 _TRACED = [_member_of_a_defaultdict, _presence, _default_of_getattr, _attribute_of_a_parameter]
 
 
-@isolated
 def test_what_changes_is_followed() -> None:
     assert_followed(_FOLLOWED)
 
 
-@isolated
 def test_what_may_change_and_is_not_followed_is_traced() -> None:
     assert_traced(_TRACED)
 
@@ -210,7 +209,6 @@ class _Counting(nn.Linear):
         return super().forward(input)
 
 
-@isolated
 def test_what_is_not_followed_is_traced() -> None:
     """The Python of each pass is run: its effects are counted."""
     timer, queue, log = _Timer(), deque([1]), {"count": 0}
@@ -269,7 +267,6 @@ def test_what_is_not_followed_is_traced() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0125)
 
 
-@isolated
 def test_what_changes_at_each_step_is_said_once() -> None:
     model, settings = nn.Linear(4, 3).to(DEVICE), SimpleNamespace(factor=0.0)
 
@@ -296,7 +293,6 @@ def _halved(parameter: torch.Tensor) -> None:
     parameter.grad.mul_(0.5)
 
 
-@isolated
 def test_hooks_on_parameters_count() -> None:
     def run(twin: Twin) -> None:
         twin.run(5)
@@ -314,7 +310,6 @@ def test_hooks_on_parameters_count() -> None:
     assert replayed.step.replays >= 3
 
 
-@isolated
 def test_a_hook_that_comes_back_counts() -> None:
     """It goes into the dictionary that the first one has left empty."""
     retraced, replayed = Twin(False), Twin("auto")
@@ -327,7 +322,6 @@ def test_a_hook_that_comes_back_counts() -> None:
     assert replayed.step.replays >= 3
 
 
-@isolated
 def test_copies_made_where_all_is_eager_are_copies() -> None:
     """There a clone shares the buffer, also one that is made to get a buffer of its own."""
     with xla_adapters.eager():

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from tests.device import DEVICE
-from tests.isolation import isolated
 from tests.replay.alike import alike, update_of
 from xla_adapters import CompiledStep
+
+pytestmark = pytest.mark.isolated
 
 
 class _InOrder(nn.Module):
@@ -37,7 +38,6 @@ class _InOrder(nn.Module):
 
 
 @pytest.mark.parametrize("group", ["blocks._modules", "factors._parameters", "_buffers"])
-@isolated
 def test_parts_of_a_module_in_another_order(group: str) -> None:
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
         model = _InOrder().to(DEVICE)
@@ -65,7 +65,6 @@ _ALIASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("how", _ALIASES.values(), ids=_ALIASES)
-@isolated
 def test_a_batch_that_comes_to_be_a_buffer_which_the_step_changes(how: Callable[[torch.Tensor], torch.Tensor]) -> None:
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
         model = nn.Linear(4, 3).to(DEVICE)
@@ -92,7 +91,6 @@ def test_a_batch_that_comes_to_be_a_buffer_which_the_step_changes(how: Callable[
 
 
 @pytest.mark.parametrize("how", _ALIASES.values(), ids=_ALIASES)
-@isolated
 def test_a_batch_that_comes_to_be_a_parameter(how: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """It is read before and after the update, which an executable that was traced with another batch cannot know."""
 
@@ -107,7 +105,6 @@ def test_a_batch_that_comes_to_be_a_parameter(how: Callable[[torch.Tensor], torc
     assert alike(body).replays == 4
 
 
-@isolated
 def test_copies_in_a_batch_that_the_step_writes() -> None:
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
         model = nn.Linear(4, 3).to(DEVICE)
@@ -131,7 +128,6 @@ class _TwoLayers(nn.Module):
 # Calls 0 and 1 are traced, call 2 is the first that can be replayed.
 @pytest.mark.parametrize("at", [1, 2, 3, 6])
 @pytest.mark.parametrize("turned", [False, True], ids=["the same", "transposed"])
-@isolated
 def test_weights_that_come_to_share_their_storage_and_cease_to(turned: bool, at: int) -> None:
     """Also between the traced steps and the first replay: an executable would update each of them by itself."""
 

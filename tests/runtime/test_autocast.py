@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 import xla_adapters
-from tests.isolation import isolated
+
+pytestmark = pytest.mark.isolated
 
 # Operators of one device only: fused kernels of CUDA and of the CPU.
 _FUSED = {
@@ -50,7 +51,6 @@ def _kernels(key: str) -> set[str]:
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 
 
-@isolated
 def test_no_operator_of_torchs_lists_is_missing() -> None:
     wanted = _kernels("AutocastCUDA") | _kernels("AutocastCPU")
     assert len(wanted - _kernels("AutocastXLA") - _FUSED) > 100
@@ -58,7 +58,6 @@ def test_no_operator_of_torchs_lists_is_missing() -> None:
     assert wanted - _kernels("AutocastXLA") == _FUSED
 
 
-@isolated
 def test_dtypes_of_results() -> None:
     xla_adapters.initialize()
     wrong = {}
@@ -87,7 +86,6 @@ class _Attention(nn.Module):
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-@isolated
 @pytest.mark.parametrize("device", ["xla", "cpu"])
 def test_attention_after_rotary_embeddings(device: str) -> None:
     xla_adapters.initialize()

@@ -15,8 +15,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import xla_adapters
 from tests.device import DEVICE
-from tests.isolation import isolated
 from xla_adapters.errors import HostTensorError
+
+pytestmark = pytest.mark.isolated
 
 # ---- batch norm outside of steps, with the unbiased variance of the batch -------------------------
 
@@ -38,7 +39,6 @@ def _trained(device: str, momentum: float | None) -> list[torch.Tensor]:
     return [*found, norm.weight.grad.cpu(), *(buffer.cpu() for buffer in norm.buffers())]
 
 
-@isolated
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_as_on_the_host(momentum: float | None) -> None:
     xla_adapters.initialize()
@@ -72,7 +72,6 @@ def _results(kind: str, device: str, dtype: torch.dtype, scope: Any) -> list[tor
 
 
 @pytest.mark.parametrize("kind", NORMS)
-@isolated
 def test_the_result_has_the_dtype_of_the_input(kind: str) -> None:
     with xla_adapters.eager():
         for dtype in (torch.bfloat16, torch.float16):
@@ -103,7 +102,6 @@ def _computed(norm: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor
     return [result.detach(), gradient]
 
 
-@isolated
 @pytest.mark.parametrize("in_step", [True, False], ids=["step", "eager"])
 def test_far_from_zero(in_step: bool) -> None:
     xla_adapters.initialize()
@@ -149,7 +147,6 @@ def _run(layer: torch.nn.RNNBase, values: torch.Tensor, *, packed: bool) -> list
     return [one.detach() for one in results] + list(torch.autograd.grad(loss, [values, *layer.parameters()]))
 
 
-@isolated
 @pytest.mark.parametrize("in_step", [True, False], ids=["step", "eager"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_recurrent_layers(in_step: bool, packed: bool) -> None:
@@ -173,7 +170,6 @@ def test_recurrent_layers(in_step: bool, packed: bool) -> None:
             )
 
 
-@isolated
 def test_a_gru_in_two_directions_given_by_position() -> None:
     xla_adapters.initialize()
     there = torch.nn.GRU(3, 4, 1, True, False, 0.0, True).to("xla")
@@ -182,7 +178,6 @@ def test_a_gru_in_two_directions_given_by_position() -> None:
     assert (outputs.shape, last.shape) == ((5, 2, 8), (2, 2, 4))
 
 
-@isolated
 def test_lengths_on_the_device_and_of_another_batch_are_refused() -> None:
     xla_adapters.initialize()
     values = torch.ones(5, 4, 3, device="xla")

@@ -18,12 +18,13 @@ from tests.runtime.operator_calls import FURTHER, GROUPS, IMAGE, SLICES, Call
 from xla_adapters import XLAConfig
 from xla_adapters.runtime.torch_xla.device import keep_nan
 
+pytestmark = pytest.mark.isolated
+
 
 def _on_the_host() -> list[str]:
     return [name for name in metrics.counter_names() if name.startswith("aten::")]
 
 
-@isolated
 @pytest.mark.parametrize("group", [*GROUPS, *FURTHER])
 def test_values_and_gradients_in_one_graph(group: str) -> None:
     shape, calls = {**GROUPS, **FURTHER}[group]
@@ -55,7 +56,6 @@ def test_values_and_gradients_in_one_graph(group: str) -> None:
             )
 
 
-@isolated
 def test_special_values() -> None:
     """Poles, infinities, NaN and signed zeros."""
     xla_adapters.initialize()
@@ -84,7 +84,6 @@ def test_special_values() -> None:
         torch.testing.assert_close(found.cpu(), call(values, others), rtol=5e-5, atol=1e-6, equal_nan=True)
 
 
-@isolated
 def test_isin_takes_one_of_two_from_the_host() -> None:
     xla_adapters.initialize()
     elements, others = torch.arange(6).reshape(2, 3), torch.tensor([1, 4, 9])
@@ -95,7 +94,6 @@ def test_isin_takes_one_of_two_from_the_host() -> None:
             assert found.cpu().tolist() == torch.isin(elements, others, invert=invert).tolist()
 
 
-@isolated
 def test_outside_of_autograd() -> None:
     xla_adapters.initialize()
     values = torch.randn(IMAGE)
@@ -126,7 +124,6 @@ _WHOLE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@isolated
 def test_numbers_are_divided_and_shifted_exactly() -> None:
     xla_adapters.initialize()
     generator = torch.Generator().manual_seed(0)
@@ -146,7 +143,6 @@ def test_numbers_are_divided_and_shifted_exactly() -> None:
 # ---- what stays on the host ----------------------------------------------------------------------------------------
 
 
-@isolated
 @pytest.mark.parametrize("ready", [False, True])
 def test_an_operator_on_the_host_is_named(ready: bool) -> None:
     """Also if its input is there, so that no graph would be split."""
@@ -162,7 +158,6 @@ def test_an_operator_on_the_host_is_named(ready: bool) -> None:
     assert total.item() == 0
 
 
-@isolated
 def test_in_the_backward_too() -> None:
     xla_adapters.initialize()
     values = torch.randn(2, 3, 8, 8, device="xla", requires_grad=True)
@@ -171,7 +166,6 @@ def test_in_the_backward_too() -> None:
             functional.fractional_max_pool2d(values * 2, 2, output_size=3).sum().backward()
 
 
-@isolated
 def test_a_warning_goes_on() -> None:
     xla_adapters.initialize()
     values = torch.randn(4, 4)
@@ -186,7 +180,6 @@ def test_a_warning_goes_on() -> None:
 # ---- dtypes --------------------------------------------------------------------------------------------------------
 
 
-@isolated
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64], ids=str)
 def test_other_dtypes_are_as_precise_as_on_the_cpu(dtype: torch.dtype) -> None:
     xla_adapters.initialize()
@@ -205,7 +198,6 @@ def test_other_dtypes_are_as_precise_as_on_the_cpu(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.cpu(), call(values), rtol=1e-2 if dtype is torch.bfloat16 else 2e-6, atol=1e-6)
 
 
-@isolated
 def test_gradients_of_bags_scaled_by_frequency() -> None:
     """By hand: torch 2.9's kernel for the CPU divides by the frequency of another index where one occurs twice."""
     xla_adapters.initialize()
@@ -282,7 +274,6 @@ _VALUES_ONLY: dict[str, _Call] = {
 }
 
 
-@isolated
 @pytest.mark.parametrize("in_step", [True, False], ids=["step", "eager"])
 def test_not_numbers_are_as_on_the_cpu(in_step: bool) -> None:
     xla_adapters.initialize()
@@ -310,7 +301,6 @@ def _with_gradient(call: _Call, x: torch.Tensor) -> list[torch.Tensor]:
     return [result.detach(), *torch.autograd.grad((result * weights).sum(), x)]
 
 
-@isolated
 def test_the_flag_is_set_unless_it_is_set_already() -> None:
     xla_adapters.initialize()
     assert "--xla_cpu_enable_fast_min_max=false" in os.environ["XLA_FLAGS"].split()
@@ -369,7 +359,6 @@ _EXACT: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@isolated
 @pytest.mark.parametrize("in_step", [True, False], ids=["step", "eager"])
 def test_exact_numbers_and_dtypes(in_step: bool) -> None:
     xla_adapters.initialize()
@@ -387,7 +376,6 @@ def test_exact_numbers_and_dtypes(in_step: bool) -> None:
         )
 
 
-@isolated
 def test_what_ends_the_process_in_torch_xla_is_refused() -> None:
     xla_adapters.initialize()
     x = torch.arange(6.0).to("xla")
@@ -401,7 +389,6 @@ def test_what_ends_the_process_in_torch_xla_is_refused() -> None:
             call()
 
 
-@isolated
 def test_gradient_of_the_logarithm_of_determinants() -> None:
     xla_adapters.initialize()
     matrices = torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(0)) + 2 * torch.eye(3)
@@ -428,7 +415,6 @@ def _results(device: str) -> list[torch.Tensor]:
     return [table.grad, written, added, table.detach()[columns[:, None], rows]]
 
 
-@isolated
 def test_they_are_read_and_written_as_on_the_cpu() -> None:
     xla_adapters.initialize()
     expected = _results("cpu")
@@ -444,7 +430,6 @@ def test_they_are_read_and_written_as_on_the_cpu() -> None:
 # ---- outside of steps -----------------------------------------------------------------------------
 
 
-@isolated
 def test_slices_outside_of_steps() -> None:
     xla_adapters.initialize()
     shape, calls = FURTHER[SLICES]

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import xla_adapters
-from tests.isolation import isolated
 from xla_adapters import CompiledStep, XLAConfig
 from xla_adapters.tracing.graph_history import GraphHistory
 from xla_adapters.tracing.step_scope import StepScope
+
+pytestmark = pytest.mark.isolated
 
 Weights = list[torch.Tensor]
 
@@ -84,7 +85,6 @@ def _train(device: str, replay: Any, way: str, optimizer: str, *, sync: bool = F
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@isolated
 def test_both_sides_of_a_copy_keep_their_value(way: str, optimizer: str) -> None:
     xla_adapters.initialize()
     expected, _ = _train("cpu", None, way, optimizer)
@@ -94,7 +94,6 @@ def test_both_sides_of_a_copy_keep_their_value(way: str, optimizer: str) -> None
         assert (replays > 0) == (replay == "auto")
 
 
-@isolated
 def test_a_sync_in_between_hides_no_copy() -> None:
     xla_adapters.initialize()
     expected, _ = _train("cpu", None, "the other way", "SGD")
@@ -105,7 +104,6 @@ def test_a_sync_in_between_hides_no_copy() -> None:
 
 
 @pytest.mark.parametrize("replay", [False, "auto"])
-@isolated
 def test_nothing_is_executed_where_nothing_is_shared(replay: Any) -> None:
     """An average that is computed, and a loss that is copied, cost no execution of a step."""
     xla_adapters.initialize()
@@ -135,7 +133,6 @@ def test_nothing_is_executed_where_nothing_is_shared(replay: Any) -> None:
     assert len({round(float(loss), 6) for loss in losses}) == 8
 
 
-@isolated
 def test_one_tensor_given_twice_is_replayed_and_told_from_two() -> None:
     xla_adapters.initialize()
 
@@ -165,7 +162,6 @@ def test_one_tensor_given_twice_is_replayed_and_told_from_two() -> None:
     assert replayed[1] >= 19
 
 
-@isolated
 @pytest.mark.parametrize("eager", [True, False])
 def test_the_upload_of_an_index_hides_no_copy(eager: bool) -> None:
     """An index on the host is uploaded without the operation that other uploads count as."""
@@ -196,7 +192,6 @@ def test_the_upload_of_an_index_hides_no_copy(eager: bool) -> None:
     assert torch.equal(copied.cpu(), expected)
 
 
-@isolated
 def test_what_was_traced_lazily_is_executed_before_a_replay() -> None:
     """A replay overwrites the weights that a pending value reads."""
     xla_adapters.initialize()
@@ -237,7 +232,6 @@ def _graphs_beside_a_copy(make: Callable[[nn.Module], object], classes: int) -> 
     return history.graphs
 
 
-@isolated
 def test_a_copy_before_the_first_step_costs_no_graph() -> None:
     xla_adapters.initialize()
     ways: list[Callable[[nn.Module], object]] = [
@@ -273,7 +267,6 @@ def _trained_beside_copies(make: Callable[[nn.Module], Any] | None) -> tuple[Wei
     return [weight.cpu() for weight in model.parameters()], history.graphs, compiles
 
 
-@isolated
 def test_a_kept_copy_between_two_steps_costs_no_graph_of_the_step() -> None:
     xla_adapters.initialize()
     expected, _, _ = _trained_beside_copies(None)
@@ -284,7 +277,6 @@ def test_a_kept_copy_between_two_steps_costs_no_graph_of_the_step() -> None:
     assert compiles[2:] == [0, 0]
 
 
-@isolated
 def test_a_copy_that_was_moved_to_the_host_costs_no_graph_of_the_step() -> None:
     """Reading the copy labels the buffers as the copy's, which is gone when the next step begins."""
     xla_adapters.initialize()

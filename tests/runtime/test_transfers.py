@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import xla_adapters
-from tests.isolation import isolated
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
+
+pytestmark = pytest.mark.isolated
 
 Pair = namedtuple("Pair", "first second")
 
 
-@isolated
 def test_numbers_brought_to_the_device_in_a_step_are_inputs_of_one_graph() -> None:
     with xla_adapters.eager():
         weight = torch.ones(3).to("xla")
@@ -28,7 +28,6 @@ def test_numbers_brought_to_the_device_in_a_step_are_inputs_of_one_graph() -> No
     assert (counters.compiles, counters.executions, counters.eager_ops) == (1, 5, 0)
 
 
-@isolated
 def test_a_list_of_device_scalars_becomes_a_tensor_without_a_read() -> None:
     with xla_adapters.eager():
         values = torch.arange(3.0).to("xla")
@@ -39,7 +38,6 @@ def test_a_list_of_device_scalars_becomes_a_tensor_without_a_read() -> None:
     assert stacked.tolist() == [3.0, 1.0, 7.0]
 
 
-@isolated
 def test_uploading_executes_nothing_and_shares_no_scalars() -> None:
     xla_adapters.initialize()
     module = nn.ParameterList([torch.tensor(0.0), torch.tensor(0.0), torch.tensor(1.0), torch.ones(3)])
@@ -54,7 +52,6 @@ def test_uploading_executes_nothing_and_shares_no_scalars() -> None:
     assert [parameter.tolist() for parameter in module] == [0, 3, 7, [10, 10, 10]]
 
 
-@isolated
 def test_nested_results_come_in_one_transfer() -> None:
     with xla_adapters.eager():
         values = torch.arange(2.0).to("xla")
@@ -69,7 +66,6 @@ def test_nested_results_come_in_one_transfer() -> None:
     assert on_host["c"] == 3
 
 
-@isolated
 def test_a_closure_is_watched_and_the_first_update_is_the_steady_graph() -> None:
     with xla_adapters.eager():
         model = nn.Linear(4, 2).to("xla")
@@ -101,7 +97,6 @@ def test_a_closure_is_watched_and_the_first_update_is_the_steady_graph() -> None
         assert model.weight.tolist() == before
 
 
-@isolated
 def test_batch_norm_keeps_the_variance_other_devices_keep() -> None:
     results = []
     for device in ("cpu", "xla"):

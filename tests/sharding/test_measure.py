@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from benchmarks.sizes import to_shard
-from hf_trainer.framework_patches import as_if_compiling
+from hf_trainer.patches import as_if_compiling
 from tests.isolation import isolated
 from tests.sharding.planner.models import evaluate
 from tests.tools.trainings import needs_libtpu

@@ -25,6 +25,8 @@ from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding import Mesh
 from xla_adapters.sharding.mesh import tiles_of
 
+pytestmark = pytest.mark.isolated
+
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
@@ -55,7 +57,6 @@ _ATTENTION: dict[str, dict[str, Any]] = {
 }
 
 
-@isolated
 @pytest.mark.parametrize("name", _ATTENTION)
 def test_attention(name: str) -> None:
     options = _ATTENTION[name]
@@ -67,7 +68,6 @@ def test_attention(name: str) -> None:
     )
 
 
-@isolated
 def test_attention_of_grouped_heads_other_ranks_and_half_precision() -> None:
     grouped = [values(2, 4, 3, 8), values(2, 2, 5, 8, seed=1), values(2, 2, 5, 8, seed=2)]
     flat = [values(4, 3, 8), values(4, 5, 8, seed=1), values(4, 5, 8, seed=2)]
@@ -83,7 +83,6 @@ def test_attention_of_grouped_heads_other_ranks_and_half_precision() -> None:
     torch.testing.assert_close(ours, stock, atol=2e-2, rtol=2e-2)
 
 
-@isolated
 def test_attention_drops_out() -> None:
     torch.manual_seed(0)
     ones = torch.ones(1, 2, 64, 64)
@@ -92,7 +91,6 @@ def test_attention_drops_out() -> None:
     assert float(dropped.std()) > 0.01
 
 
-@isolated
 def test_norms() -> None:
     inputs = [values(6, 8, 5), values(8, 5, seed=1), values(8, 5, seed=2)]
     assert_same(

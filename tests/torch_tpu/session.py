@@ -96,17 +96,18 @@ LEFT_OUT: dict[str, str] = {
             ("test_predict_with_generate_by_another_input[whisper]", _OPERATOR),
         )
     },
-    "hf_trainer/test_safe_checkpoints.py::test_other_random_numbers_are_shown": _ALGORITHM,
-    "lightning_strategy/test_checkpoint_options.py::test_other_random_numbers_are_shown": _ALGORITHM,
-    "lightning_strategy/test_checkpoint_options.py::test_what_cannot_take_effect_raises": _SPMD,
+    "hf_trainer/test_checkpoints.py::test_renamed_weights_resume_exactly": _OPERATOR,
+    "hf_trainer/test_checkpoints.py::test_renamed_weights_of_the_best_model_are_loaded": _OPERATOR,
+    "hf_trainer/test_checkpoints.py::test_other_random_numbers_are_shown": _ALGORITHM,
+    "lightning_strategy/test_checkpoints.py::test_other_random_numbers_are_shown": _ALGORITHM,
+    "lightning_strategy/test_checkpoints.py::test_what_cannot_take_effect_raises": _SPMD,
     **{
-        f"lightning_strategy/test_checkpoint_options.py::test_the_data_goes_on[{kind}]": reason
-        for kind, reason in (
-            ("datasets", _DATASETS),
-            ("streaming datasets", _DATASETS),
-            ("generator", _HOST),
-            ("drawing", _HOST),
-            ("several", _HOST),
+        f"adapters/test_resume.py::test_the_data_goes_on[{kind}-{data}]": reason
+        for kind in ("hf", "lightning")
+        for data, reason in (
+            *((name, _DATASETS) for name in ("datasets", "streaming datasets")),
+            *((name, _HOST) for name in ("drawing", "generator", "several", "accumulated", "sampler of torch")),
+            ("collator", _HOST),
         )
     },
     "lightning_strategy/test_training.py::test_language_model_of_huggingface_with_an_attention_mask": _OPERATOR,

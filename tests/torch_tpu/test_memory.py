@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 import xla_adapters
-from tests.isolation import isolated
 from tests.torch_tpu import stand_in
 from xla_adapters import CompiledStep, GraphBreakError, UnsupportedOptionError, get_runtime
 from xla_adapters.errors import DeviceOutOfMemoryError, PlaceholderError
 from xla_adapters.tracing.placeholders.program import executables_of_the_process
+
+pytestmark = pytest.mark.isolated
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -59,7 +60,6 @@ def _values(*modules: nn.Module) -> list[torch.Tensor]:
     return [value.detach().cpu().clone() for module in modules for value in module.state_dict().values()]
 
 
-@isolated
 def test_copies_of_what_a_step_changes_keep_their_value() -> None:
     def program(device: str, wrap: Callable[[Step], Step]) -> list[torch.Tensor]:
         model, optimizer = _model(device)
@@ -76,7 +76,6 @@ def test_copies_of_what_a_step_changes_keep_their_value() -> None:
     assert _both(program).replays == 7
 
 
-@isolated
 @pytest.mark.parametrize("kind", ["clone", "copy_", "_foreach_copy_", "to", "deepcopy", "new_tensor", "transposed"])
 @pytest.mark.filterwarnings("ignore:To copy construct")
 def test_each_copy_has_a_buffer_of_its_own(kind: str) -> None:
@@ -101,7 +100,6 @@ def test_each_copy_has_a_buffer_of_its_own(kind: str) -> None:
     assert source.tolist() == [1, 2, 3, 4, 5, 6]
 
 
-@isolated
 def test_an_average_of_the_weights_in_the_step() -> None:
     def program(device: str, wrap: Callable[[Step], Step]) -> list[torch.Tensor]:
         model, optimizer = _model(device)
@@ -134,7 +132,6 @@ _OVERWRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 }
 
 
-@isolated
 @pytest.mark.parametrize("how", _OVERWRITES)
 def test_what_a_step_overwrites_and_never_reads_is_written(how: str) -> None:
     """As the network that an agent's targets come from."""
@@ -159,7 +156,6 @@ def test_what_a_step_overwrites_and_never_reads_is_written(how: str) -> None:
     _both(program)
 
 
-@isolated
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_running_statistics_are_those_of_the_cpu(momentum: float | None) -> None:
     def program(device: str, wrap: Callable[[Step], Step]) -> list[torch.Tensor]:
@@ -179,7 +175,6 @@ def test_running_statistics_are_those_of_the_cpu(momentum: float | None) -> None
     assert _both(program).replays > 0
 
 
-@isolated
 def test_data_that_lies_otherwise_is_traced_again() -> None:
     def program(device: str, wrap: Callable[[Step], Step]) -> list[torch.Tensor]:
         model, optimizer = _model(device)
@@ -197,7 +192,6 @@ def test_data_that_lies_otherwise_is_traced_again() -> None:
     assert any("that another one has, too" in reason for reason in step.reasons)
 
 
-@isolated
 def test_data_that_is_a_view_later_is_refused_in_replays_too() -> None:
     xla_adapters.initialize()
     model, optimizer = _model("tpu")
@@ -212,7 +206,6 @@ def test_data_that_is_a_view_later_is_refused_in_replays_too() -> None:
     assert whole.sum().item() == 0
 
 
-@isolated
 def test_a_batch_with_the_memory_of_a_parameter_is_traced() -> None:
     def program(device: str, wrap: Callable[[Step], Step]) -> list[torch.Tensor]:
         model, optimizer = _model(device)
@@ -223,7 +216,6 @@ def test_a_batch_with_the_memory_of_a_parameter_is_traced() -> None:
     assert _both(program).replays == 3
 
 
-@isolated
 def test_a_fused_optimizer_is_refused_by_name() -> None:
     xla_adapters.initialize()
     model, _ = _model("tpu")
@@ -232,7 +224,6 @@ def test_a_fused_optimizer_is_refused_by_name() -> None:
         xla_adapters.step(_step(model, optimizer))(_inputs(0, "tpu"))
 
 
-@isolated
 def test_an_index_that_is_read_is_an_error_with_the_line() -> None:
     xla_adapters.initialize()
     table, index = torch.zeros(4, 4).to("tpu"), torch.tensor(1).to("tpu")
@@ -243,7 +234,6 @@ def test_an_index_that_is_read_is_an_error_with_the_line() -> None:
     assert table.sum().item() == 0
 
 
-@isolated
 def test_copies_from_before_the_start_keep_their_values() -> None:
     """torch_tpu lets them share a buffer, which a step that is given it would delete."""
     net = nn.Linear(4, 4).to("tpu")
@@ -262,7 +252,6 @@ def test_copies_from_before_the_start_keep_their_values() -> None:
     assert torch.equal(net.weight.detach().cpu(), (before + 2) * 2)
 
 
-@isolated
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_program_that_does_not_fit_leaves_everything_as_before(compiled: bool) -> None:
     def program(number: int) -> list[torch.Tensor]:

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
 import xla_adapters
-from tests.isolation import isolated
+from tests.torch_tpu.nets import batches, net_on
 from xla_adapters import CompiledStep
 
-
-def _net(device: str) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).to(device)
+pytestmark = pytest.mark.isolated
 
 
-def _batches(device: str, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(count):
-        inputs, classes = torch.randn(16, 8, generator=generator), torch.randint(0, 4, (16,), generator=generator)
-        yield inputs.to(device), classes.to(device)
-
-
-@isolated
 def test_a_number_of_the_loss_that_changes_is_the_cause_of_a_compile(caplog: pytest.LogCaptureFixture) -> None:
     xla_adapters.initialize()
-    net = _net("tpu")
+    net = net_on("tpu")
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     weight = 0.0
 
@@ -45,7 +33,7 @@ def test_a_number_of_the_loss_that_changes_is_the_cause_of_a_compile(caplog: pyt
     step = CompiledStep(train)
     values = [0.25, 0.75, 0.5, 0.9, 0.1, 0.3]
     with caplog.at_level("INFO", logger="xla_adapters"):
-        for value, batch in zip(values, _batches("tpu", len(values)), strict=True):
+        for value, batch in zip(values, batches("tpu", len(values)), strict=True):
             weight = value
             step(*batch)
     said = [record.message for record in caplog.records if "compiled graph" in record.message]
@@ -55,10 +43,9 @@ def test_a_number_of_the_loss_that_changes_is_the_cause_of_a_compile(caplog: pyt
         assert "make it a tensor in the step" in message
 
 
-@isolated
 def test_a_number_that_the_step_makes_a_tensor_costs_no_compile() -> None:
     def losses(device: str) -> list[float]:
-        net = _net(device)
+        net = net_on(device)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         weight = 0.0
 
@@ -73,7 +60,7 @@ def test_a_number_that_the_step_makes_a_tensor_costs_no_compile() -> None:
 
         step = CompiledStep(train) if device == "tpu" else train
         found = []
-        for number, batch in enumerate(_batches(device, 12)):
+        for number, batch in enumerate(batches(device, 12)):
             weight = number / 10
             found.append(step(*batch).item())
         return found
@@ -85,10 +72,9 @@ def test_a_number_that_the_step_makes_a_tensor_costs_no_compile() -> None:
     assert counted.compiles == 1
 
 
-@isolated
 def test_a_number_that_changes_is_named_and_a_tensor_of_it_is_an_input(caplog: pytest.LogCaptureFixture) -> None:
     xla_adapters.initialize()
-    net = _net("tpu")
+    net = net_on("tpu")
     losses = [
         lambda total, weight: weight * total,
         lambda total, weight: total + weight,
@@ -112,7 +98,6 @@ def test_a_number_that_changes_is_named_and_a_tensor_of_it_is_an_input(caplog: p
             assert f"{__file__}:{loss_of.__code__.co_firstlineno}" in message
 
 
-@isolated
 @pytest.mark.parametrize("wrap", [xla_adapters.step, CompiledStep])
 def test_two_numbers_in_one_call_of_an_own_optimizer(wrap: Callable[..., Any]) -> None:
     class Drifting(torch.optim.Optimizer):
@@ -123,7 +108,7 @@ def test_two_numbers_in_one_call_of_an_own_optimizer(wrap: Callable[..., Any]) -
                     parameter.copy_(torch.add(parameter, 0.5, alpha=group["lr"]) - 0.1 * parameter.grad)
 
     def weights(device: str) -> list[torch.Tensor]:
-        net = _net(device)
+        net = net_on(device)
         optimizer = Drifting(net.parameters(), {"lr": 0.25})
 
         def train(inputs: torch.Tensor, classes: torch.Tensor) -> None:
@@ -132,7 +117,7 @@ def test_two_numbers_in_one_call_of_an_own_optimizer(wrap: Callable[..., Any]) -
             optimizer.zero_grad()
 
         step = wrap(train) if device == "tpu" else train
-        for batch in _batches(device, 4):
+        for batch in batches(device, 4):
             step(*batch)
             optimizer.param_groups[0]["lr"] /= 2
         return [parameter.detach().cpu() for parameter in net.parameters()]
@@ -140,3 +125,52 @@ def test_two_numbers_in_one_call_of_an_own_optimizer(wrap: Callable[..., Any]) -
     expected = weights("cpu")
     xla_adapters.initialize()
     torch.testing.assert_close(weights("tpu"), expected, rtol=0, atol=1e-5)
+
+
+# ---- uploads -----------------------------------------------------------------------------------------
+
+_Upload = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _item_written(host: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    made = torch.zeros_like(like)
+    made[1] = host[2]
+    made[:, 2] = torch.tensor(0.5)
+    return made
+
+
+def _stacked(host: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """As Lightning's `grad_norm` makes a tensor of norms."""
+    return torch.tensor([like.sum(), like[0].norm(), host[1], like[1, 2]], device=like.device)
+
+
+UPLOADS: dict[str, _Upload] = {
+    "to": lambda host, like: host.to(like.device),
+    "to like another": lambda host, like: host.to(like),
+    "type_as": lambda host, like: host.type_as(like),
+    "tensor": lambda host, like: torch.tensor(host.tolist(), device=like.device),
+    "as_tensor": lambda host, like: torch.as_tensor(host.numpy(), device=like.device),
+    "asarray": lambda host, like: torch.asarray(host.numpy(), device=like.device),
+    "new_tensor": lambda host, like: like.new_tensor(host.tolist()),
+    "scalar_tensor": lambda host, like: torch.scalar_tensor(3, device=like.device),
+    "copy_": lambda host, like: torch.empty_like(like).copy_(host),
+    "a list of numbers on the device": _stacked,
+    "an item": _item_written,
+}
+
+
+@pytest.mark.parametrize("name", list(UPLOADS))
+def test_uploads_in_a_step(name: str) -> None:
+    upload, host, values = UPLOADS[name], torch.tensor([0.25, 0.5, 0.75, 1.0]), torch.rand(4, 4)
+
+    def product(values: torch.Tensor) -> torch.Tensor:
+        return values * upload(host, values)
+
+    expected = product(values)
+    xla_adapters.initialize()
+    step = xla_adapters.step(product)
+    for _ in range(2):
+        with xla_adapters.count() as counts:
+            found = step(values.to("tpu"))
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-6)
+    assert (counts.executions, counts.compiles, counts.eager_ops) == (1, 0, 0)

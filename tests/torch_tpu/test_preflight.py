@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -14,8 +15,7 @@ from torch.utils.data import DataLoader
 import hf_trainer
 import xla_adapters
 from lightning_strategy import XLAEagerStrategy
-from tests.isolation import isolated
-from tests.torch_tpu.models import arguments, gpt2, texts
+from tests.hf_trainer.scenarios import arguments, gpt2, token_samples
 from xla_adapters import cli
 from xla_adapters.errors import ConfigError
 from xla_adapters.hlo.annotations import with_donors
@@ -24,17 +24,17 @@ from xla_adapters.tools import trace_process
 from xla_adapters.tools.step_capture import EVALUATION, TRAINING
 from xla_adapters.tools.trace_process import Request, Traced, environment_for, trace_in_process
 
+pytestmark = pytest.mark.isolated
+
 MICRO_BATCH = "micro batch without an update (train_step)"
 TRANSFORMERS = """
-import sys, tempfile
-from pathlib import Path
 from transformers import Trainer
-from tests.torch_tpu.models import arguments, gpt2, texts
+from tests.hf_trainer.scenarios import arguments, gpt2, token_samples
 
-folder = Path(tempfile.mkdtemp())
 options = {"gradient_accumulation_steps": 2, "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-args = arguments(folder, per_device_eval_batch_size=2, **options)
-Trainer(model=gpt2(dropout=0.1), args=args, train_dataset=texts(16), eval_dataset=texts(2)).train()
+args = arguments(per_device_eval_batch_size=2, **options)
+model = gpt2(dropout=0.1, layers=2, use_cache=False)
+Trainer(model=model, args=args, train_dataset=token_samples(16), eval_dataset=token_samples(2)).train()
 """
 LOOP = """
 import torch, xla_adapters
@@ -83,7 +83,6 @@ def operations(text: str) -> list[str]:
     return [" ".join(filter(None, groups)).partition(" loc(")[0] for groups in found]
 
 
-@isolated
 def test_the_programs_are_those_of_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preflight = traced(tmp_path, TRANSFORMERS)
     assert preflight.problem == ""
@@ -96,18 +95,16 @@ def test_the_programs_are_those_of_the_training(tmp_path: Path, monkeypatch: pyt
         return compiled(self, results, arguments, donated, name)
 
     monkeypatch.setattr(TPUPlaceholders, "compile", compile)
-    args = arguments(
-        tmp_path, gradient_accumulation_steps=2, max_steps=1, eval_strategy="steps", eval_steps=1,
-        per_device_eval_batch_size=2,
-    )  # fmt: skip
-    hf_trainer.Trainer(model=gpt2(dropout=0.1), args=args, train_dataset=texts(16), eval_dataset=texts(2)).train()
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
+    args = arguments(str(tmp_path), gradient_accumulation_steps=2, max_steps=1, **options)
+    model = gpt2(dropout=0.1, layers=2, use_cache=False)
+    hf_trainer.Trainer(model, args, train_dataset=token_samples(16), eval_dataset=token_samples(2)).train()
     micro_batch, training, evaluation = map(operations, trained)
     for step, expected in zip(preflight.steps, (training, micro_batch, evaluation), strict=True):
         assert len(expected) > 50
         assert operations(step.module.decode()) == expected
 
 
-@isolated
 def test_arguments_have_names_and_what_is_updated_is_donated(tmp_path: Path) -> None:
     (step,) = traced(tmp_path, LOOP).steps
     batch = next(name for name in step.names.values() if name.startswith("copied at "))
@@ -120,9 +117,8 @@ def test_arguments_have_names_and_what_is_updated_is_donated(tmp_path: Path) -> 
     assert {step.names[number] for number in donors} == names
 
 
-@isolated
 def test_of_a_trainer(tmp_path: Path) -> None:
-    trainer = hf_trainer.Trainer(model=gpt2(), args=arguments(tmp_path), train_dataset=texts(8))
+    trainer = hf_trainer.Trainer(model=gpt2(), args=arguments(str(tmp_path)), train_dataset=token_samples(8))
     report = trainer.preflight("v5e:1x1")
     assert report.fits, str(report)
     assert len(report.graphs) == 1
@@ -131,7 +127,6 @@ def test_of_a_trainer(tmp_path: Path) -> None:
     assert trainer.state.global_step == 0
 
 
-@isolated
 def test_of_a_strategy(tmp_path: Path) -> None:
     strategy = XLAEagerStrategy()
     trainer = pl.Trainer(strategy=strategy, max_steps=1, logger=False, default_root_dir=tmp_path)
@@ -143,7 +138,6 @@ def test_of_a_strategy(tmp_path: Path) -> None:
     ]
 
 
-@isolated
 def test_of_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(LOOP)
@@ -156,7 +150,6 @@ def test_of_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monke
     assert "train.py:8" in said
 
 
-@isolated
 def test_of_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     gpt2().config.to_json_file(tmp_path / "config.json", use_diff=False)
     command = ["preflight", "--topology", "v5e:1x1", "--model", str(tmp_path / "config.json"), "--batch", "4x12"]
@@ -168,7 +161,6 @@ def test_of_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "with TorchTPU each process has one device" in capfd.readouterr().err
 
 
-@isolated
 def test_without_the_plugin_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     xla_adapters.initialize()
     monkeypatch.setattr(trace_process, "find_spec", lambda name: None)

@@ -13,13 +13,13 @@ from torch_tpu._internal.execution_mode import execution_mode_impl
 from torch_tpu._internal.sync import sync
 from torch_tpu._internal.utils import hardware
 
-from tests.isolation import isolated
 from tests.torch_tpu import stand_in
+
+pytestmark = pytest.mark.isolated
 
 _RECORD = execution_mode_impl._EagerMode.INTERNAL_COMPILE_FX_GRAPH
 
 
-@isolated
 def test_a_trace_of_placeholders_becomes_an_executable() -> None:
     """`_push_eager_mode`, `placeholder_like`, `build_mlir`, `serialize_mlir_text`, `traverse_and_compile`, and
     `make_compiled_runner`."""
@@ -51,7 +51,6 @@ def test_a_trace_of_placeholders_becomes_an_executable() -> None:
     assert other.tolist() == [1.0] * 2
 
 
-@isolated
 def test_waiting_for_a_launch_that_failed_raises() -> None:
     """`synchronize` of `sync`."""
     value = torch.ones(3, device="tpu")
@@ -63,7 +62,6 @@ def test_waiting_for_a_launch_that_failed_raises() -> None:
     assert value.tolist() == [1.0] * 3
 
 
-@isolated
 def test_a_program_is_made_without_values_and_says_its_lines() -> None:
     """`placeholder`, and `push_enable_tracebacks` for `serialize_mlir_text`."""
     tpu_torch_compile.push_enable_tracebacks(True)
@@ -85,7 +83,6 @@ def test_the_number_of_tpus_is_asked_by_its_name() -> None:
     assert isinstance(hardware.get_tpu_device_count(), int)
 
 
-@isolated
 def test_the_state_of_the_random_stream() -> None:
     """`get_device_state_tensor`, `set_device_state_tensor`, and the generator of a trace."""
     generator = torch.tpu.default_generators[0]  # type: ignore[attr-defined]
@@ -116,7 +113,6 @@ def test_the_state_of_the_random_stream() -> None:
     assert moved.cpu().tolist() != [5, 0]
 
 
-@isolated
 def test_the_device_and_its_counts() -> None:
     """`_is_initialized`, `_synchronize_device`, `_get_cache_requests`, `_get_cache_misses`."""
     torch.ones(2, device="tpu").sum().item()
@@ -132,7 +128,6 @@ def test_the_device_and_its_counts() -> None:
     assert not inspect.signature(_loader.load).parameters
 
 
-@isolated
 def test_the_present_mode_is_known() -> None:
     """`_get_eager_mode`, inside a recording and outside."""
     assert execution_mode_impl._get_eager_mode() != _RECORD

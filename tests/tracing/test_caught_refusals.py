@@ -11,9 +11,10 @@ from torch import Tensor
 
 import xla_adapters
 from tests.device import DEVICE
-from tests.isolation import isolated
 from tests.support import Loop, unchanged
 from xla_adapters.errors import GraphBreakError, HostOperatorError
+
+pytestmark = pytest.mark.isolated
 
 
 def _roots(x: Tensor) -> Tensor:
@@ -27,7 +28,6 @@ def _go_on(function: Callable[[Tensor], object], x: Tensor) -> Tensor:
     return (pending * 3).sum()
 
 
-@isolated
 def test_an_operator_on_the_host_has_its_line() -> None:
     with xla_adapters.eager():
         x = torch.ones(3, 3).to(DEVICE)
@@ -39,7 +39,6 @@ def test_an_operator_on_the_host_has_its_line() -> None:
         assert "# marked" in said
 
 
-@isolated
 def test_a_value_that_the_refusal_has_lost_is_no_riddle() -> None:
     """A refusal to several tensors at once leaves them without a value: "Check failed: data()->tensor_data"."""
     with xla_adapters.eager():
@@ -52,7 +51,6 @@ def test_a_value_that_the_refusal_has_lost_is_no_riddle() -> None:
             loop.body()
 
 
-@isolated
 def test_reads_that_are_caught_change_nothing() -> None:
     with xla_adapters.eager():
         x = torch.ones(3, 3).to(DEVICE)

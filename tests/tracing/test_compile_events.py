@@ -10,9 +10,10 @@ from torch import nn
 
 import xla_adapters
 from tests.device import DEVICE
-from tests.isolation import isolated
 from xla_adapters import CompiledStep, StepProgram, XLAConfig
 from xla_adapters.tracing.compile_events import CompileEvent, listening
+
+pytestmark = pytest.mark.isolated
 
 ROWS, WIDTH, HIDDEN, CLASSES = 8, 16, 32, 4
 # Forward, and the gradients of both weights and of the hidden values.
@@ -34,7 +35,6 @@ def _training() -> tuple[nn.Module, CompiledStep[torch.Tensor]]:
     return model, CompiledStep(step, config=XLAConfig(replay_verify_every=None))
 
 
-@isolated
 def test_each_compile_says_what_its_graph_needs() -> None:
     model, step = _training()
     heard: list[CompileEvent] = []
@@ -61,7 +61,6 @@ def test_each_compile_says_what_its_graph_needs() -> None:
     assert f"{FLOPS:,} FLOPs" in str(first)
 
 
-@isolated
 def test_flops_of_replayed_calls_are_those_of_their_graph() -> None:
     _, step = _training()
     for _ in range(5):
@@ -70,7 +69,6 @@ def test_flops_of_replayed_calls_are_those_of_their_graph() -> None:
     assert (step.program.flops, step.program.without_flops) == (5 * FLOPS, 0)
 
 
-@isolated
 def test_looking_at_graphs_compiles_and_executes_nothing() -> None:
     _, step = _training()
     # A self-test, which compiles.
@@ -81,7 +79,6 @@ def test_looking_at_graphs_compiles_and_executes_nothing() -> None:
     assert (counted.compiles, counted.executions, counted.eager_ops) == (1, 4, 0)
 
 
-@isolated
 def test_a_step_that_is_synced_is_looked_at_too() -> None:
     xla_adapters.initialize()
     layer = nn.Conv2d(3, 8, 3, stride=2).to(DEVICE)
@@ -101,7 +98,6 @@ def test_a_step_that_is_synced_is_looked_at_too() -> None:
     assert program.flops == 2 * expected[0] + expected[1]
 
 
-@isolated
 def test_a_listener_is_told_until_it_leaves() -> None:
     _, step = _training()
     heard: list[CompileEvent] = []

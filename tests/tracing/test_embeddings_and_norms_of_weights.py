@@ -14,9 +14,10 @@ from torch.nn.utils import parametrizations
 
 import xla_adapters
 from tests.device import DEVICE
-from tests.isolation import isolated
 from xla_adapters.errors import DenseGradientWarning, UnsupportedOptionError
 from xla_adapters.replay.compiled_step import CompiledStep
+
+pytestmark = pytest.mark.isolated
 
 _HOOKED = "has a hook"
 # With why steps are traced; None if they are replayed.
@@ -69,7 +70,6 @@ def _train(kind: str, device: str, steps: int = 6) -> tuple[list[float], nn.Modu
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", _KINDS)
-@isolated
 def test_as_on_the_cpu(kind: str) -> None:
     xla_adapters.initialize()
     expected, on_cpu, _ = _train(kind, "cpu")
@@ -92,7 +92,6 @@ def test_as_on_the_cpu(kind: str) -> None:
         assert any(obstacle in reason for reason in step.reasons)
 
 
-@isolated
 def test_a_failed_step_does_not_shorten_rows() -> None:
     xla_adapters.initialize()
     embedding = nn.Embedding(4, 3, max_norm=0.1).to(DEVICE)
@@ -107,7 +106,6 @@ def test_a_failed_step_does_not_shorten_rows() -> None:
     assert torch.equal(embedding.weight.detach().cpu()[1::2], before[1::2])
 
 
-@isolated
 def test_sparse_adam_is_refused_by_name() -> None:
     xla_adapters.initialize()
     embedding = nn.Embedding(4, 3, sparse=True).to(DEVICE)

@@ -16,8 +16,9 @@ import torch
 
 import xla_adapters
 from tests.device import DEVICE
-from tests.isolation import isolated
 from tests.support import Loop, differences, flags, state_of, unchanged
+
+pytestmark = pytest.mark.isolated
 
 
 class BreaksInBackward(torch.autograd.Function):
@@ -118,7 +119,6 @@ def goes_on(loop: Loop, compiles: int = 0) -> None:
     assert (counters.compiles, counters.executions, counters.eager_ops) == (compiles, 1, 0)
 
 
-@isolated
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_every_place(error: type[BaseException]) -> None:
     with xla_adapters.eager():
@@ -129,7 +129,6 @@ def test_every_place(error: type[BaseException]) -> None:
         goes_on(loop)
 
 
-@isolated
 def test_before_the_first_step_and_with_gradients_accumulated() -> None:
     with xla_adapters.eager():
         loop = Loop()
@@ -145,7 +144,6 @@ def test_before_the_first_step_and_with_gradients_accumulated() -> None:
             raises_cleanly(loop, place, ValueError, executions=1)
 
 
-@isolated
 @pytest.mark.parametrize(
     ("optimizer", "options", "recompiles"),
     [
@@ -180,7 +178,6 @@ class Counting(torch.optim.SGD):
             group["total"] = group.get("total", 0) + 1
 
 
-@isolated
 def test_python_numbers_in_optimizer_state_and_groups() -> None:
     with xla_adapters.eager():
         loop = Loop(Counting)
@@ -209,7 +206,6 @@ def failing_finish(*, executed: bool, error: type[BaseException]) -> Iterator[No
 
 
 @pytest.mark.parametrize("collects", [True, False])
-@isolated
 def test_a_graph_that_does_not_compile(collects: bool) -> None:
     """Whatever Python has collected of the step by then."""
     (gc.enable if collects else gc.disable)()
@@ -229,7 +225,6 @@ def test_a_graph_that_does_not_compile(collects: bool) -> None:
         goes_on(loop)
 
 
-@isolated
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_the_sync_itself_raises(error: type[BaseException]) -> None:
     with xla_adapters.eager():
@@ -251,7 +246,6 @@ def test_the_sync_itself_raises(error: type[BaseException]) -> None:
         goes_on(loop)
 
 
-@isolated
 def test_what_a_discarded_step_made_can_not_be_used() -> None:
     with xla_adapters.eager():
         loop = Loop()
@@ -270,7 +264,6 @@ def test_what_a_discarded_step_made_can_not_be_used() -> None:
         assert view.cpu().tolist() == [0, 0]
 
 
-@isolated
 def test_real_interrupts_at_any_moment() -> None:
     """After each Ctrl-C the state is that of a whole number of steps, to the bit."""
 

@@ -17,7 +17,6 @@ import torch
 
 import xla_adapters
 from tests.device import DEVICE, ON_TORCH_TPU
-from tests.isolation import isolated
 from tests.support import Loop, unchanged
 from xla_adapters import (
     CheckpointSaveError,
@@ -28,6 +27,8 @@ from xla_adapters import (
     ProfilerScopeError,
     TensorReadError,
 )
+
+pytestmark = pytest.mark.isolated
 
 if not ON_TORCH_TPU:
     import torch_xla
@@ -133,7 +134,6 @@ def fails_rightly(error: GraphBreakError, action: Action, expected: type[GraphBr
     )
 
 
-@isolated
 @pytest.mark.parametrize(("actions", "expected"), ALL)
 @pytest.mark.parametrize("ready", [False, True])
 def test_error(actions: dict[str, Action], expected: type[GraphBreakError], ready: bool) -> None:
@@ -172,7 +172,6 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-@isolated
 @pytest.mark.parametrize("actions", [READS, SAVES, SYNCS, DYNAMIC])
 def test_warn_reads_right_flushes_once_and_says_so_once(actions: dict[str, Action]) -> None:
     wrong = {}
@@ -204,7 +203,6 @@ def test_warn_reads_right_flushes_once_and_says_so_once(actions: dict[str, Actio
     assert not wrong
 
 
-@isolated
 def test_warn_does_not_compute_the_forward_twice() -> None:
     """The read executes forward and nothing else; the rest of the step takes the results from there."""
     with xla_adapters.eager():
@@ -232,7 +230,6 @@ def test_warn_does_not_compute_the_forward_twice() -> None:
         assert losses["error"] == pytest.approx(losses["warn"], abs=1e-6)
 
 
-@isolated
 def test_what_is_no_break() -> None:
     with xla_adapters.eager():
         loop = Loop()
@@ -258,7 +255,6 @@ def test_what_is_no_break() -> None:
         assert torch.equal(seen[-1], torch.ones(3))
 
 
-@isolated
 def test_profiler_scopes() -> None:
     def opened_inside() -> None:
         with xla_adapters.step():

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 import xla_adapters
-from tests.isolation import isolated
 from xla_adapters.errors import HostTensorError
+
+pytestmark = pytest.mark.isolated
 
 _Two = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _NUMBERS: dict[str, _Two] = {
@@ -34,7 +35,6 @@ _NUMBERS: dict[str, _Two] = {
 }
 
 
-@isolated
 @pytest.mark.parametrize("in_step", [True, False], ids=["step", "eager"])
 def test_numbers_on_the_host(in_step: bool) -> None:
     xla_adapters.initialize()
@@ -61,7 +61,6 @@ _REFUSED: dict[str, tuple[_Two, str]] = {
 }
 
 
-@isolated
 def test_others_are_named() -> None:
     xla_adapters.initialize()
     x, y = torch.rand(3, 3).to("xla"), torch.rand(3, 3)
@@ -76,7 +75,6 @@ def test_others_are_named() -> None:
     assert total.isfinite().item()
 
 
-@isolated
 def test_other_errors_stay_as_they_are() -> None:
     xla_adapters.initialize()
     with pytest.raises(RuntimeError, match="size") as caught, xla_adapters.step():

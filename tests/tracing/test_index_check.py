@@ -13,9 +13,10 @@ from torch.nn import functional
 
 import xla_adapters
 from tests.device import DEVICE, ON_TORCH_TPU
-from tests.isolation import isolated
 from xla_adapters.errors import IndexRangeError
 from xla_adapters.replay.compiled_step import CompiledStep
+
+pytestmark = pytest.mark.isolated
 
 ROWS = 10
 
@@ -79,7 +80,6 @@ def _refused(step: CompiledStep[Any], batch: dict[str, torch.Tensor]) -> str:
 
 
 @pytest.mark.parametrize("lookup", [_embed, _flat, _item, _select, _gather, _entropy])
-@isolated
 def test_a_traced_and_a_replayed_step_name_the_index(lookup: Callable[..., torch.Tensor]) -> None:
     step, weight = _step(lookup)
     said = _refused(step, _batch(0, bad=ROWS))
@@ -122,7 +122,6 @@ def _first_columns(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("lookup", [_clamped, _changed, _where, _first_columns])
-@isolated
 def test_no_false_alarm(lookup: Callable[..., torch.Tensor]) -> None:
     step, _ = _step(lookup)
     for number in range(6):
@@ -136,7 +135,6 @@ def test_no_false_alarm(lookup: Callable[..., torch.Tensor]) -> None:
     assert step.replays >= replays + 5 or lookup is _changed
 
 
-@isolated
 def test_ignored_labels_and_a_batch_that_is_changed_on_the_device() -> None:
     step, _ = _step(_entropy)
     for number in range(6):
@@ -156,7 +154,6 @@ def _padded(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return functional.embedding(torch.where(ids < 0, 0, ids), weight)
 
 
-@isolated
 def test_padding_that_the_step_removes_hides_no_other_value() -> None:
     step, _ = _step(_padded)
     for number in range(4):

@@ -23,6 +23,8 @@ from tests.support import Loop, differences, flags, state_of
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.tracing.discarding import Discarding
 
+pytestmark = pytest.mark.isolated
+
 Slot = tuple[str, int, str]
 
 _CORE = str(Path(inspect.getfile(xla_adapters)).parent)
@@ -139,7 +141,6 @@ def loop_of_steps() -> tuple[Loop, Callable[[], object]]:
     return loop, run
 
 
-@isolated
 def test_where_an_update_begins_and_ends() -> None:
     with xla_adapters.eager():
         loop, run = loop_of_steps()
@@ -201,7 +202,6 @@ def test_everywhere_in_a_replayed_step() -> None:
         run()
 
 
-@isolated
 def test_autocast_forgets_what_it_cast_in_a_discarded_step() -> None:
     def loss_of(*, discarded_before: bool) -> float:
         loop = Loop()
@@ -218,7 +218,6 @@ def test_autocast_forgets_what_it_cast_in_a_discarded_step() -> None:
         assert loss_of(discarded_before=True) == loss_of(discarded_before=False)
 
 
-@isolated
 def test_a_step_that_raises_inside_an_autocast_leaves_it_in_order() -> None:
     """Its edges stand at another depth than the place where it is discarded."""
     with xla_adapters.eager():
@@ -234,7 +233,6 @@ def test_a_step_that_raises_inside_an_autocast_leaves_it_in_order() -> None:
         assert not program.is_open
 
 
-@isolated
 def test_a_handler_set_in_a_step_that_hands_on_to_that_before() -> None:
     """It holds nothing back any more when the step is over."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -17,12 +17,13 @@ import torch
 
 import xla_adapters
 from tests.device import DEVICE
-from tests.isolation import isolated
 from tests.support import Loop
 from xla_adapters import DeviceSyncError, DiscardedTensorError, GraphBreakWarning, TensorReadError
 from xla_adapters.runtime.transfers import note_upload
 from xla_adapters.tracing.deferred_numbers import DeferredNumber, make_plain
 from xla_adapters.tracing.library_reads import LibraryReads, answering
+
+pytestmark = pytest.mark.isolated
 
 _LIBRARY = """
 import torch
@@ -108,7 +109,6 @@ def _labels(*rows: list[int]) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-@isolated
 def test_numbers_that_are_logged_are_known_after_the_step(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     loop = _loop()
@@ -130,7 +130,6 @@ def test_numbers_that_are_logged_are_known_after_the_step(tmp_path: Path) -> Non
     assert values == [number for loss in expected for number in (loss.item(), loss.item() * 2 / 4)]
 
 
-@isolated
 def test_a_deferred_number_behaves_as_the_number(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     metrics: list[Any] = []
@@ -168,7 +167,6 @@ def test_a_deferred_number_behaves_as_the_number(tmp_path: Path) -> None:
     assert (before, changed.item()) == (1.5, 101.5)
 
 
-@isolated
 def test_what_the_batch_determines_is_known_on_the_host(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     loop = _loop()
@@ -192,7 +190,6 @@ def test_what_the_batch_determines_is_known_on_the_host(tmp_path: Path) -> None:
     assert [round((per_token / loss).item(), 5) for loss, per_token in losses] == [1.0, 0.5, 0.0]
 
 
-@isolated
 def test_layers_look_at_integers_of_the_batch_and_at_nothing_else(tmp_path: Path) -> None:
     library, _ = _library(tmp_path)
     reads = LibraryReads([], layers=[str(tmp_path / "library")])
@@ -212,7 +209,6 @@ def test_layers_look_at_integers_of_the_batch_and_at_nothing_else(tmp_path: Path
             read(loop.body())
 
 
-@isolated
 def test_a_changed_batch_is_not_taken_for_the_hosts_copy(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     with answering(reads), pytest.warns(GraphBreakWarning, match="bool"), xla_adapters.step():
@@ -227,7 +223,6 @@ def test_a_changed_batch_is_not_taken_for_the_hosts_copy(tmp_path: Path) -> None
     assert total == 2
 
 
-@isolated
 def test_a_decision_splits_the_step_and_is_told_once(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     loop = _loop()
@@ -246,7 +241,6 @@ def test_a_decision_splits_the_step_and_is_told_once(tmp_path: Path) -> None:
     assert counts.executions == 4
 
 
-@isolated
 def test_selections_by_mask_are_summed_without_a_shape_that_depends_on_values(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     batch = _labels([1, 2, -100], [3, -100, -100])
@@ -266,7 +260,6 @@ def test_selections_by_mask_are_summed_without_a_shape_that_depends_on_values(tm
     assert counts.executions == 1
 
 
-@isolated
 def test_other_code_reads_as_before(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     loop = _loop()
@@ -283,7 +276,6 @@ def test_other_code_reads_as_before(tmp_path: Path) -> None:
         library.log(metrics, loop.forward())
 
 
-@isolated
 def test_numbers_of_a_discarded_step_have_no_value(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     loop = _loop()
@@ -298,7 +290,6 @@ def test_numbers_of_a_discarded_step_have_no_value(tmp_path: Path) -> None:
         sum(metrics)
 
 
-@isolated
 def test_a_running_total_may_be_long(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     metrics: list[Any] = []
@@ -307,7 +298,6 @@ def test_a_running_total_may_be_long(tmp_path: Path) -> None:
     assert metrics[0] == 3000
 
 
-@isolated
 def test_what_the_host_may_not_know_is_read_from_the_device(tmp_path: Path) -> None:
     """A write through `.data`, and where the largest of equal values stands."""
     library, reads = _library(tmp_path)
@@ -323,7 +313,6 @@ def test_what_the_host_may_not_know_is_read_from_the_device(tmp_path: Path) -> N
                 assert number == 7
 
 
-@isolated
 def test_a_selection_by_computed_values_splits_the_step(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     values = torch.tensor([1.0, -2.0, 3.0, 0.5])
@@ -334,7 +323,6 @@ def test_a_selection_by_computed_values_splits_the_step(tmp_path: Path) -> None:
     assert float(found) == float(expected)
 
 
-@isolated
 def test_a_sync_of_a_library_is_left_out(tmp_path: Path) -> None:
     torch_xla = pytest.importorskip("torch_xla")
     library, reads = _library(tmp_path)
@@ -349,7 +337,6 @@ def test_a_sync_of_a_library_is_left_out(tmp_path: Path) -> None:
     assert float(metrics[0]) > 0
 
 
-@isolated
 def test_numbers_are_made_plain_once_they_are_known(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     loop = _loop()

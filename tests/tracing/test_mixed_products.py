@@ -11,7 +11,8 @@ from torch.nn import functional
 
 import xla_adapters
 from tests.device import DEVICE
-from tests.isolation import isolated
+
+pytestmark = pytest.mark.isolated
 
 _BF16 = torch.bfloat16
 _Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -38,7 +39,6 @@ def _error(product: _Product, device: str) -> str:
     return str(caught.value)
 
 
-@isolated
 def test_they_fail_as_on_the_cpu() -> None:
     xla_adapters.initialize()
     for name, product in _PRODUCTS.items():
@@ -47,7 +47,6 @@ def test_they_fail_as_on_the_cpu() -> None:
             assert _error(product, DEVICE) == expected, name
 
 
-@isolated
 def test_an_attention_layer_of_another_dtype_fails_at_its_call() -> None:
     """torch words it in two ways, depending on the strides."""
     xla_adapters.initialize()
@@ -57,7 +56,6 @@ def test_an_attention_layer_of_another_dtype_fails_at_its_call() -> None:
         )
 
 
-@isolated
 def test_what_the_cpu_computes_is_computed() -> None:
     xla_adapters.initialize()
     x = torch.ones(4, 4, device=DEVICE)

@@ -10,18 +10,18 @@ import torch
 
 import xla_adapters
 from tests.device import DEVICE
-from tests.isolation import isolated
 from tests.support import Loop, differences, flags, state_of, unchanged
 from xla_adapters import ConcurrentStepError, ConfigError
 from xla_adapters.tracing.scopes import make_scope
 from xla_adapters.tracing.step_scope import current_scope
+
+pytestmark = pytest.mark.isolated
 
 
 def fresh() -> torch.Tensor:
     return torch.zeros(2).to(DEVICE)
 
 
-@isolated
 def test_nested_steps_are_one_graph() -> None:
     @xla_adapters.step
     def recursive(value: torch.Tensor, depth: int) -> torch.Tensor:
@@ -45,7 +45,6 @@ def test_nested_steps_are_one_graph() -> None:
         assert result.tolist() == [10, 10]
 
 
-@isolated
 def test_inner_error_caught_by_the_user_rolls_back_the_inner_step_alone() -> None:
     with xla_adapters.eager():
         loop, twin = Loop(), Loop()
@@ -74,7 +73,6 @@ def test_inner_error_caught_by_the_user_rolls_back_the_inner_step_alone() -> Non
         assert not [name for name in differences(left, right) if "seed" not in name]
 
 
-@isolated
 def test_three_levels_and_an_outer_error_after_inner_ends() -> None:
     with xla_adapters.eager():
         loop = Loop()
@@ -92,7 +90,6 @@ def test_three_levels_and_an_outer_error_after_inner_ends() -> None:
         assert (counters.compiles, counters.executions) == (0, 1)
 
 
-@isolated
 def test_decorators_early_exits_and_reuse() -> None:
     value = None
 
@@ -134,7 +131,6 @@ def test_decorators_early_exits_and_reuse() -> None:
         assert current_scope() is None
 
 
-@isolated
 def test_generators() -> None:
     with xla_adapters.eager():
         value = fresh()
@@ -180,7 +176,6 @@ def test_generators() -> None:
         assert current_scope() is None
 
 
-@isolated
 def test_edges_that_cross() -> None:
     with xla_adapters.eager():
         value, flags_before = fresh(), flags()
@@ -205,7 +200,6 @@ def test_edges_that_cross() -> None:
         assert flags() == flags_before
 
 
-@isolated
 def test_asynchronous_functions_are_refused() -> None:
     with pytest.raises(ConfigError, match="asynchronous"):
 
@@ -219,7 +213,6 @@ def test_asynchronous_functions_are_refused() -> None:
             yield
 
 
-@isolated
 def test_two_threads() -> None:
     with xla_adapters.eager():
         value = fresh()

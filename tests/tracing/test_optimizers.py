@@ -18,6 +18,8 @@ from tests.isolation import isolated
 from tests.support import differences, state_of
 from xla_adapters.errors import EagerOptimizerWarning, IdleOptimizerWarning
 
+pytestmark = pytest.mark.isolated
+
 Make = Callable[[Any], torch.optim.Optimizer]
 
 TRACED: dict[str, Make] = {
@@ -96,7 +98,6 @@ def test_one_graph_and_the_results_of_torch(name: str) -> None:
         assert pair.distance() < 1e-6
 
 
-@isolated
 @pytest.mark.parametrize("name", [name for name in TRACED if name != "SGD"])
 def test_priming_creates_what_torch_creates_and_changes_nothing_else(name: str) -> None:
     with xla_adapters.eager():
@@ -121,7 +122,6 @@ def test_priming_creates_what_torch_creates_and_changes_nothing_else(name: str) 
         assert pair.distance() < 1e-6
 
 
-@isolated
 def test_dampening_is_not_primed_but_right() -> None:
     with xla_adapters.eager():
         pair = Pair(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5))
@@ -132,7 +132,6 @@ def test_dampening_is_not_primed_but_right() -> None:
         assert pair.distance() < 1e-6
 
 
-@isolated
 @pytest.mark.parametrize("name", EAGER)
 def test_host_reading_optimizers_run_eagerly_and_say_so_once(name: str) -> None:
     with xla_adapters.eager():
@@ -149,7 +148,6 @@ def test_host_reading_optimizers_run_eagerly_and_say_so_once(name: str) -> None:
         assert xla_adapters.get_runtime().tracing.eager()
 
 
-@isolated
 @pytest.mark.parametrize(
     ("weight_decay", "compiles"),
     [
@@ -171,7 +169,6 @@ def test_learning_rates_of_zero_and_one(weight_decay: float, compiles: int) -> N
         assert pair.distance() < 1e-12
 
 
-@isolated
 def test_two_optimizers_in_one_step_and_groups_added_later() -> None:
     with xla_adapters.eager():
         pair = Pair(lambda p: torch.optim.AdamW(p[:2], lr=0.01))
@@ -202,7 +199,6 @@ def test_two_optimizers_in_one_step_and_groups_added_later() -> None:
         assert pair.distance() < 1e-6
 
 
-@isolated
 def test_numbers_on_the_device_are_traced_too() -> None:
     """Under `capturable` the step counts are tensors on the device, and may be."""
     with xla_adapters.eager():
@@ -215,7 +211,6 @@ def test_numbers_on_the_device_are_traced_too() -> None:
         assert pair.distance() < 1e-6
 
 
-@isolated
 def test_a_stale_optimizer_is_told_once() -> None:
     xla_adapters.initialize()
     model = torch.nn.Linear(2, 1).to(DEVICE)
@@ -241,7 +236,6 @@ def test_a_stale_optimizer_is_told_once() -> None:
         train()
 
 
-@isolated
 def test_what_runs_eagerly_is_said() -> None:
     """A closure with forward and backward, or the update alone."""
     xla_adapters.initialize()

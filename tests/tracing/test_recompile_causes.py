@@ -11,10 +11,11 @@ from torch import nn
 
 import xla_adapters
 from tests.device import DEVICE
-from tests.isolation import isolated
 from xla_adapters import StepScope, XLAConfig
 from xla_adapters.tracing.graph_history import GraphHistory, StepSignature
 from xla_adapters.tracing.scope_report import ScopeReport
+
+pytestmark = pytest.mark.isolated
 
 Losses = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -70,7 +71,6 @@ def _converted(out: torch.Tensor, index: int) -> torch.Tensor:
     return out.to(torch.bfloat16 if index > 1 else torch.float32).float().mean()
 
 
-@isolated
 def test_faults_as_people_make_them(caplog: pytest.LogCaptureFixture) -> None:
     xla_adapters.initialize()
     caplog.set_level(logging.WARNING, "xla_adapters")
@@ -94,7 +94,6 @@ def test_faults_as_people_make_them(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == []
 
 
-@isolated
 def test_an_optimizer_that_has_lost_its_parameters(caplog: pytest.LogCaptureFixture) -> None:
     xla_adapters.initialize()
     caplog.set_level(logging.WARNING, "xla_adapters")
@@ -111,7 +110,6 @@ def test_an_optimizer_that_has_lost_its_parameters(caplog: pytest.LogCaptureFixt
     assert "make the optimizer again" in caplog.messages[0]
 
 
-@isolated
 def test_a_step_that_was_split() -> None:
     logs = []
     for reads in (False, True):

@@ -12,11 +12,12 @@ from torch import nn
 
 import xla_adapters
 from tests.device import DEVICE
-from tests.isolation import isolated
 from xla_adapters.errors import GraphLimitError
 from xla_adapters.tracing.graph_history import CallNumber, GraphHistory, StepSignature
 from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.scope_report import ScopeReport
+
+pytestmark = pytest.mark.isolated
 
 
 class Net(nn.Module):
@@ -111,7 +112,6 @@ CHANGES: dict[str, tuple[Callable[[Training], Any], str, str]] = {
 }
 
 
-@isolated
 def test_what_changed_is_named(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "xla_adapters")
     with xla_adapters.eager():
@@ -131,7 +131,6 @@ def test_what_changed_is_named(caplog: pytest.LogCaptureFixture) -> None:
             assert "what to do: " in said
 
 
-@isolated
 def test_what_shapes_no_graph_is_not_blamed(caplog: pytest.LogCaptureFixture) -> None:
     """Gradients that the step drops first, switches, numbers that are copied, and what is made on the host."""
     caplog.set_level(logging.INFO, "xla_adapters")
@@ -159,7 +158,6 @@ def test_what_shapes_no_graph_is_not_blamed(caplog: pytest.LogCaptureFixture) ->
     assert "* scale" in constant
 
 
-@isolated
 def test_a_cast_of_a_batch_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """The results are the same whatever the dtype of the batch is."""
     xla_adapters.initialize()
@@ -179,7 +177,6 @@ def test_a_cast_of_a_batch_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert "convert the data to one dtype" in first
 
 
-@isolated
 def test_nothing_is_said_of_what_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Numbers that are inputs of the graph, another optimizer with the same graph, and steps at several places."""
     caplog.set_level(logging.WARNING, "xla_adapters")
@@ -197,7 +194,6 @@ def test_nothing_is_said_of_what_costs_nothing(caplog: pytest.LogCaptureFixture)
     assert caplog.messages == []
 
 
-@isolated
 def test_the_limit_says_why() -> None:
     with xla_adapters.eager():
         training = Training()
@@ -209,7 +205,6 @@ def test_the_limit_says_why() -> None:
             training.step("limited", max_graphs=1)
 
 
-@isolated
 def test_another_graph_is_an_error_on_request() -> None:
     with xla_adapters.eager():
         training = Training()
@@ -230,7 +225,6 @@ def test_another_graph_is_an_error_on_request() -> None:
         training.step("strict", on_recompile="error")
 
 
-@isolated
 def test_another_graph_is_no_warning_on_request(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "xla_adapters")
     with xla_adapters.eager():
@@ -256,7 +250,6 @@ def _batches_are_explained(caplog: pytest.LogCaptureFixture, first: dict[str, An
     return said
 
 
-@isolated
 def test_remedies_of_batches_are_those_of_the_change(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "xla_adapters")
     x = torch.ones(4, 3)
@@ -274,7 +267,6 @@ def test_remedies_of_batches_are_those_of_the_change(caplog: pytest.LogCaptureFi
         assert "what to do: give the same entries in each batch" in key
 
 
-@isolated
 @pytest.mark.parametrize("follows_advice", [False, True])
 def test_a_slice_that_moves(caplog: pytest.LogCaptureFixture, follows_advice: bool) -> None:
     caplog.set_level(logging.WARNING, "xla_adapters")
@@ -298,7 +290,6 @@ def test_a_slice_that_moves(caplog: pytest.LogCaptureFixture, follows_advice: bo
         assert "x[torch.tensor(start, device=x.device) + torch.arange(n, device=x.device)]" in caplog.messages[0]
 
 
-@isolated
 def test_numbers_that_meet_by_chance(caplog: pytest.LogCaptureFixture) -> None:
     """A schedule of the momentum: at 0.9 it equals what batch norm computes of its own momentum of 0.1."""
     caplog.set_level(logging.INFO, "xla_adapters")
@@ -317,7 +308,6 @@ def test_numbers_that_meet_by_chance(caplog: pytest.LogCaptureFixture) -> None:
     assert second.levelno == first.levelno == logging.INFO
 
 
-@isolated
 def test_another_path_within_one_line(caplog: pytest.LogCaptureFixture) -> None:
     """The first update of averaged weights copies; the others average."""
     caplog.set_level(logging.WARNING, "xla_adapters")
@@ -338,7 +328,6 @@ def test_another_path_within_one_line(caplog: pytest.LogCaptureFixture) -> None:
     assert "move it behind the step" in said
 
 
-@isolated
 def test_what_needs_no_action_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     """A learning rate that equals the weight decay at first, and a compile whose reason the caller knows."""
     caplog.set_level(logging.INFO, "xla_adapters")

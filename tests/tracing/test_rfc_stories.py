@@ -10,9 +10,10 @@ import torch
 
 import xla_adapters
 from tests.device import DEVICE, ON_TORCH_TPU
-from tests.isolation import isolated
 from tests.support import Loop, differences, state_of, unchanged
 from xla_adapters import CheckpointSaveError, DeviceSyncError, ProfilerScopeError, StepCounters, TensorReadError
+
+pytestmark = pytest.mark.isolated
 
 if not ON_TORCH_TPU:
     import torch_xla
@@ -38,7 +39,6 @@ def stock() -> AbstractContextManager[None]:
     return torch_xla.step()  # type: ignore[no-any-return]
 
 
-@isolated
 def test_a_step_is_one_graph() -> None:
     with ready() as loop:
         with xla_adapters.count() as counters, xla_adapters.step():
@@ -46,7 +46,6 @@ def test_a_step_is_one_graph() -> None:
         assert cost(counters) == (0, 1)
 
 
-@isolated
 def test_steps_nest() -> None:
     with ready() as loop:
         for _ in range(0 if ON_TORCH_TPU else 2):
@@ -63,7 +62,6 @@ def test_steps_nest() -> None:
         assert cost(ours) == (0, 1)
 
 
-@isolated
 def test_a_read_in_a_step() -> None:
     def with_read(loop: Loop, scope: AbstractContextManager[object]) -> None:
         with scope:
@@ -83,7 +81,6 @@ def test_a_read_in_a_step() -> None:
             with_read(loop, xla_adapters.step())
 
 
-@isolated
 def test_a_save_before_the_sync() -> None:
     with ready() as loop:
         if not ON_TORCH_TPU:
@@ -97,7 +94,6 @@ def test_a_save_before_the_sync() -> None:
                 torch.save(loop.model.state_dict(), "/dev/null")
 
 
-@isolated
 def test_a_sync_in_a_step() -> None:
     with ready() as loop:
         if not ON_TORCH_TPU:
@@ -112,7 +108,6 @@ def test_a_sync_in_a_step() -> None:
             torch.accelerator.synchronize() if ON_TORCH_TPU else torch_xla.sync()
 
 
-@isolated
 def test_a_profiler_scope_across_the_edge() -> None:
     with ready() as loop:
         scope = xp.Trace("loss")
@@ -131,7 +126,6 @@ def test_a_profiler_scope_across_the_edge() -> None:
         assert xla_adapters.get_runtime().tracing.eager()
 
 
-@isolated
 def test_an_exception_in_a_step() -> None:
     def failing(loop: Loop, scope: AbstractContextManager[object]) -> None:
         with scope:
@@ -152,7 +146,6 @@ def test_an_exception_in_a_step() -> None:
             failing(loop, xla_adapters.step())
 
 
-@isolated
 def test_leaving_the_loop_early() -> None:
     with ready(lazy=True) as loop:
         for _ in range(3):

@@ -11,9 +11,10 @@ from torch import nn
 
 import xla_adapters
 from tests.device import DEVICE
-from tests.isolation import isolated
 from xla_adapters import CompiledStep, XLAConfig
 from xla_adapters.runtime.modes import eager
+
+pytestmark = pytest.mark.isolated
 
 RECURRENT: dict[str, dict[str, Any]] = {
     "GRU": {},
@@ -51,7 +52,6 @@ def _train(make: Any, device: str, replay: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
-@isolated
 def test_recurrent_layers_train_as_on_the_host(kind: str) -> None:
     xla_adapters.initialize()
 
@@ -68,7 +68,6 @@ def test_recurrent_layers_train_as_on_the_host(kind: str) -> None:
         assert _train(make, DEVICE, replay) == pytest.approx(expected, abs=1e-5)
 
 
-@isolated
 def test_scanned_layers_train_as_layers_one_by_one() -> None:
     xla_adapters.initialize()
     from torch_xla.experimental.scan_layers import scan_layers
@@ -89,7 +88,6 @@ def test_scanned_layers_train_as_layers_one_by_one() -> None:
         assert _train(lambda _: Layers(), DEVICE, replay) == pytest.approx(expected, abs=1e-5)
 
 
-@isolated
 def test_the_error_of_a_step_is_seen_though_it_made_leaves() -> None:
     xla_adapters.initialize()
     with pytest.raises(ZeroDivisionError), xla_adapters.step():
@@ -98,7 +96,6 @@ def test_the_error_of_a_step_is_seen_though_it_made_leaves() -> None:
         raise ZeroDivisionError
 
 
-@isolated
 def test_scanned_layers_outside_steps() -> None:
     xla_adapters.initialize()
     from torch_xla.experimental import eager_mode

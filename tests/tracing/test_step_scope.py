@@ -10,7 +10,8 @@ from torch import nn
 
 import xla_adapters
 from tests.device import DEVICE
-from tests.isolation import isolated
+
+pytestmark = pytest.mark.isolated
 
 
 class Loop:
@@ -36,7 +37,6 @@ class Loop:
         return tensors
 
 
-@isolated
 def test_first_step_compiles_and_all_steps_execute_once() -> None:
     with xla_adapters.eager():
         loop = Loop()
@@ -51,7 +51,6 @@ def test_first_step_compiles_and_all_steps_execute_once() -> None:
     assert (later.compiles, later.executions, later.eager_ops, later.transfers_to_host) == (0, 3, 0, 0)
 
 
-@isolated
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_exception_leaves_everything_as_before(error: type[BaseException]) -> None:
     with xla_adapters.eager():
@@ -88,7 +87,6 @@ class _Projected(torch.autograd.Function):
         return padded @ weight, padded.t() @ hidden
 
 
-@isolated
 def test_views_that_an_autograd_function_makes_do_not_outlive_it() -> None:
     loop = Loop()
     weight = nn.Parameter(torch.randn(5, 2).to(DEVICE))

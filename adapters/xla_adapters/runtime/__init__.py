@@ -147,8 +147,8 @@ def initialize(
         eager: execute each operation outside of steps at once, as PyTorch does on other devices, for the rest of the
             process. False leaves the mode as it is; torch_xla's own is lazy, in which operations are collected until
             something reads a value or calls `torch_xla.sync()`.
-        fast_compile: on CPU devices, leaves out XLA's slowest compiler pass (through `XLA_FLAGS`), for deep models:
-            FIGURES. Sums round more, and wide models may take longer in each step
+        fast_compile: on CPU devices, leaves out XLA's slowest compiler pass (through `XLA_FLAGS`), which shortens the
+            compile of deep models. Sums round more, and wide models may take longer in each step
             (docs/results/performance.md).
         keep_memory: on CPU devices, whether the process keeps the memory that a step frees (glibc's `mallopt`) instead
             of returning it to the system: 24 layers of a GPT-2 took 0.65 of the CPU time. None keeps it, unless the

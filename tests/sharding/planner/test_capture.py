@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.isolation import isolated
 from tests.sharding.planner.models import gpt2, llama, tokens
 from xla_adapters.sharding.planner.capture import Capture, CaptureError, capture, shape_of
 from xla_adapters.sharding.planner.graph import VIEWS, broadcast, build, fold, reshaped
 
+pytestmark = pytest.mark.isolated
 
-@isolated
+
 def test_weights_and_model_are_left_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     before = {name: (id(parameter), parameter.clone()) for name, parameter in model.named_parameters()}
@@ -29,14 +29,12 @@ def test_weights_and_model_are_left_alone() -> None:
     assert all(parameter.is_meta for parameter in found.skeleton.module.parameters())
 
 
-@isolated
 def test_tied_weights_have_one_name() -> None:
     found = capture(gpt2(), tokens(), {}, reduce=True)
     assert "transformer.wte.weight" in found.parameters.values()
     assert "lm_head.weight" not in found.parameters.values()
 
 
-@isolated
 def test_the_batch_is_followed_through_any_operator() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -53,7 +51,6 @@ def test_the_batch_is_followed_through_any_operator() -> None:
     assert found.batch[last] == 1
 
 
-@isolated
 @pytest.mark.parametrize("layers", [3, 9])
 def test_of_equal_layers_two_are_captured(layers: int) -> None:
     found = capture(llama(num_hidden_layers=layers), tokens(), {}, reduce=True)
@@ -90,7 +87,6 @@ def _captured(scales: list[float]) -> Capture:
     return capture(_Stack(scales), (torch.zeros(4, 8),), {}, reduce=True)
 
 
-@isolated
 def test_layers_that_differ_in_a_setting_are_not_one() -> None:
     found = _captured([1.0, 2.0, 1.0, 1.0, 1.0])
     kept = [name for name in found.parameters.values() if name.endswith("first.weight")]
@@ -100,7 +96,6 @@ def test_layers_that_differ_in_a_setting_are_not_one() -> None:
     assert folded.parameters.of("layers.1.first.weight") == "layers.1.first.weight"
 
 
-@isolated
 def test_layers_with_other_given_specs_are_not_one() -> None:
     found = capture(_Stack([1.0] * 4), (torch.zeros(4, 8),), {"layers.3.first.weight": ("model", None)}, reduce=True)
     folded = fold(build(found), found.skeleton)
@@ -108,7 +103,6 @@ def test_layers_with_other_given_specs_are_not_one() -> None:
     assert folded.parameters.of("layers.3.first.weight") == "layers.3.first.weight"
 
 
-@isolated
 def test_a_model_that_reads_values_cannot_be_captured() -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:

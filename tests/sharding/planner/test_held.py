@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.sizes import of_real_size, to_shard
-from hf_trainer.framework_patches import as_if_compiling
+from hf_trainer.patches import as_if_compiling
 from tests.isolation import isolated
 from tests.sharding.planner.models import evaluate, plan_model
 from xla_adapters.sharding import ActivationPlan, Mesh, ParameterPlan, ShardingConfig, ShardingPlan

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.isolation import isolated
 from tests.sharding.planner.models import (
     MODELS,
     Batch,
@@ -31,10 +30,11 @@ from xla_adapters.sharding.mesh import Spec, used_axes
 from xla_adapters.sharding.planner import Topology
 from xla_adapters.sharding.planner.program import Program
 
+pytestmark = pytest.mark.isolated
+
 _CPU = Topology.preset("cpu")
 
 
-@isolated
 @pytest.mark.parametrize(
     "name", [name if name in ("llama", "resnet") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
@@ -64,7 +64,6 @@ def test_plans(name: str) -> None:
     assert again == given
 
 
-@isolated
 @pytest.mark.parametrize("name", ["llama", "gpt2", "resnet"])
 def test_plans_are_evaluated_as_they_were_predicted(name: str) -> None:
     make, batch = MODELS[name]
@@ -75,7 +74,6 @@ def test_plans_are_evaluated_as_they_were_predicted(name: str) -> None:
         assert cost.step_seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-3)
 
 
-@isolated
 def test_tied_weights_are_one_entry() -> None:
     make, batch = MODELS["gpt2"]
     (plan, *_) = plan_model(make(), batch(), mesh=_MESH, devices=8, config=ShardingConfig(), topology=_CPU)
@@ -115,7 +113,6 @@ def _predicted(plan: ShardingPlan) -> PlanCost:
     return plan.predicted
 
 
-@isolated
 def test_wide_layers_are_split_as_megatron_does() -> None:
     for plan in _plans(_wide(), tokens(8, 128)):
         for layer in range(2):
@@ -126,7 +123,6 @@ def test_wide_layers_are_split_as_megatron_does() -> None:
         assert plan.batch == ("data",)
 
 
-@isolated
 def test_megatron_costs_what_its_paper_says() -> None:
     """Two all-reduces per layer forward and two backward (arXiv 1909.08053, section 3), each of the activations."""
     rows, columns, width, layers = 8, 128, 4096, 3
@@ -143,7 +139,6 @@ def test_megatron_costs_what_its_paper_says() -> None:
     assert wire == pytest.approx((4 * layers + 1) * 2 * activation * 3 / 4, rel=0.01)
 
 
-@isolated
 def test_a_huge_batch_is_split_over_all_devices() -> None:
     model = llama(hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=8)
     best = _plans(model, tokens(1024, 512))[0]
@@ -154,7 +149,6 @@ def test_a_huge_batch_is_split_over_all_devices() -> None:
     assert _predicted(best).wire_bytes == pytest.approx(2 * size * 7 / 8, rel=0.01)
 
 
-@isolated
 def test_little_memory_splits_what_is_stored() -> None:
     model, batch = _wide(), tokens(64, 128)
     roomy = Mesh.data_and_model(8, 1)
@@ -169,7 +163,6 @@ def test_little_memory_splits_what_is_stored() -> None:
     assert {item.kind for item in gathers} == {"all-gather"}
 
 
-@isolated
 def test_a_budget_that_nothing_fits_says_what_would() -> None:
     with pytest.raises(ConfigError, match=r"memory_budget=1000 bytes .* takes is \d+ bytes") as caught:
         _plans(llama(), tokens(), memory_budget=1000)
@@ -180,7 +173,6 @@ def test_a_budget_that_nothing_fits_says_what_would() -> None:
         _plans(llama(), tokens(), memory_budget=least - 1000)
 
 
-@isolated
 def test_gradient_checkpointing_keeps_less_and_computes_more() -> None:
     plain, saving = llama(num_hidden_layers=6), llama(num_hidden_layers=6)
     saving.activation_checkpointing_enable()  # type: ignore[operator]
@@ -190,7 +182,6 @@ def test_gradient_checkpointing_keeps_less_and_computes_more() -> None:
     assert before.compute_seconds < after.compute_seconds < 1.4 * before.compute_seconds
 
 
-@isolated
 def test_what_is_decided_stays() -> None:
     fixed: dict[str, Spec] = {"lm_head.weight": (None, "model")}
     overrides: dict[str, Spec] = {"*.1.mlp.up_proj.weight": ("data", None), "lm_head*": ("model", None)}
@@ -203,13 +194,11 @@ def test_what_is_decided_stays() -> None:
         assert by["model.layers.2.mlp.up_proj.weight"].spec == by["model.layers.3.mlp.up_proj.weight"].spec
 
 
-@isolated
 def test_tied_names_can_be_fixed() -> None:
     plan = _plans(gpt2(), tokens(), fixed={"lm_head.weight": ("model", None)})[0]
     assert plan.spec_of("transformer.wte.weight") == ("model", None)
 
 
-@isolated
 @pytest.mark.parametrize(
     ("fixed", "message"),
     [
@@ -223,14 +212,12 @@ def test_wrong_decisions_are_refused(fixed: dict[str, Spec], message: str) -> No
         _plans(llama(), tokens(), fixed=fixed)
 
 
-@isolated
 def test_a_batch_that_does_not_divide() -> None:
     with pytest.raises(ConfigError, match="a batch of 3 rows cannot be split over data=2"):
         _plans(llama(), tokens(3))
     assert {plan.mesh.shape for plan in _plans(llama(), tokens(4), mesh=None)} <= {(4, 2), (2, 4), (1, 8)}
 
 
-@isolated
 def test_constraints_stand_where_the_plan_relies_on_a_layout() -> None:
     """The output of every layer, and of every module with weights: an embedding's already as its users take it."""
     (plan,) = [plan for plan in _plans(_wide(num_hidden_layers=3), tokens(8, 128)) if not _cuts(plan)]
@@ -246,7 +233,6 @@ def test_constraints_stand_where_the_plan_relies_on_a_layout() -> None:
         assert held[f"{name}self_attn.q_proj"] == held[f"{name}mlp.up_proj"] == split
 
 
-@isolated
 def test_experts_need_every_token() -> None:
     cost = _predicted(_plans(mixtral(), tokens(), mesh=Mesh.data_and_model(8, 1))[0])
     gathered = {(item.kind, item.axis): item for item in cost.collectives if item.cause == "activations"}
@@ -257,7 +243,6 @@ def test_experts_need_every_token() -> None:
 
 
 @pytest.mark.slow
-@isolated
 def test_a_cpu_reduces_each_partial_gradient() -> None:
     """Of three projections of one value; and keeps the parameters it gathered."""
     model, batch = _wide(), tokens(64, 128)
@@ -301,7 +286,6 @@ class _Biased(nn.Module):
         return x.square().mean()
 
 
-@isolated
 @pytest.mark.parametrize(("merges", "trained", "sums"), [(True, True, 1), (False, True, 2), (False, False, 0)])
 def test_gradients_of_what_is_the_same_for_the_whole_batch_are_summed_where_it_is_used(
     merges: bool, trained: bool, sums: int
@@ -334,7 +318,6 @@ class _Mystery(nn.Module):
         return self.second(_mystery(self.first(x))).square().mean()
 
 
-@isolated
 def test_an_unknown_operator_is_planned_around() -> None:
     batch = (torch.zeros(16, 512, device="meta"),)
     for plan in _plans(on_meta(_Mystery), batch):
@@ -372,7 +355,6 @@ class _Reads(nn.Module):
         return self.layer(x).sum() if x.sum().item() > 0 else x.sum()
 
 
-@isolated
 def test_a_model_that_cannot_be_captured_is_planned_by_its_parameters() -> None:
     batch = (torch.zeros(16, 512),)
     with pytest.warns(UserWarning, match="could not be captured"):
@@ -386,7 +368,6 @@ def test_a_model_that_cannot_be_captured_is_planned_by_its_parameters() -> None:
     assert all(used_axes(entry.spec) for plan in tight for entry in plan.parameters if entry.name == "layer.weight")
 
 
-@isolated
 def test_evaluate_ranks_templates() -> None:
     """Data parallelism sends what its fully sharded form does where that gathers once, and holds more."""
     model, batch, mesh = _wide(), tokens(64, 128), Mesh.data_and_model(8, 1)
@@ -421,7 +402,6 @@ def test_evaluate_ranks_templates() -> None:
     )
 
 
-@isolated
 def test_layers_that_are_stored_unlike_are_evaluated_apart() -> None:
     model, mesh = llama(num_hidden_layers=4), Mesh.data_and_model(8, 1)
     (plan,) = _plans(model, tokens(), mesh=mesh)
@@ -438,14 +418,12 @@ def test_layers_that_are_stored_unlike_are_evaluated_apart() -> None:
     assert after.memory["gathered"] == size
 
 
-@isolated
 def test_a_plan_for_another_model_is_refused() -> None:
     plan = _plans(llama(), tokens())[0]
     with pytest.raises(ConfigError, match="made for another model"):
         evaluate(plan, gpt2(), tokens(), topology=_V5E)
 
 
-@isolated
 def test_the_program_of_70_billion_parameters_is_that_of_three_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     columns: list[int] = []
     solve = Program.solve

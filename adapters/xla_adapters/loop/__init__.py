@@ -1,0 +1,1 @@
+"""What the adapters of both trainers need around their compiled steps, and is no hook of a framework."""

@@ -1,1 +1,0 @@
-"""Checkpoints of the trainer: when they are saved, how they are written, verified and loaded."""

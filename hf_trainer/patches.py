@@ -1,0 +1,264 @@
+"""Patches of transformers, accelerate and torch while our trainer runs; undone afterwards.
+
+Each replaces a behaviour that has no public hook. `tests/contract` pins the names that are replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+
+import accelerate.accelerator
+import accelerate.data_loader
+import accelerate.optimizer
+import accelerate.utils.operations
+import torch
+import transformers.trainer
+import transformers.trainer_pt_utils
+from accelerate import PartialState
+from transformers import TrainingArguments
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from hf_trainer.data import DeviceLoader, skip_first_batches
+from xla_adapters import get_runtime
+from xla_adapters.errors import UnsupportedOptionError
+from xla_adapters.utils import torch_modes
+from xla_adapters.utils.patching import replaced
+
+# The default of transformers. It sorts the tokens by expert and multiplies groups whose sizes depend on the routing.
+# XLA has neither the histogram nor the grouped product.
+_DEFAULT = "grouped_mm"
+
+
+def dense_experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Every expert computes every token; the output is the sum weighted by the routing weights, most of which are zero.
+
+    It does more arithmetic than needed, by a factor of experts / experts per token. In exchange it is one graph of
+    plain matrix products. `experts_implementation="batched_mm"` also has fixed shapes; it copies the weights of the
+    chosen experts for each token.
+
+    Args:
+        self: the experts' module, as transformers' own implementations take it.
+        hidden_states: (tokens, width).
+        top_k_index: (tokens, experts per token), the chosen experts; an id beyond the last expert chooses none.
+        top_k_weights: (tokens, experts per token), their weights.
+
+    Returns:
+        (tokens, width).
+    """
+    experts = self.num_experts
+    chosen = torch.nn.functional.one_hot(top_k_index.clamp(max=experts), experts + 1)[..., :experts]
+    # (tokens, experts). A sum of products, so that the router gets gradients through the chosen weights only.
+    routing = (chosen.to(top_k_weights.dtype) * top_k_weights.unsqueeze(-1)).sum(dim=1)
+    tokens = hidden_states.expand(experts, *hidden_states.shape)
+    if self.has_gate:
+        inner = self._apply_gate(_linear(self, tokens, "gate_up_proj"))
+    else:
+        inner = self.act_fn(_linear(self, tokens, "up_proj"))
+    outer = _linear(self, inner, "down_proj")
+    if self.has_post_expert_norm:
+        outer = self.post_expert_norm(outer)
+    result = (outer * routing.t().unsqueeze(-1).to(outer.dtype)).sum(dim=0)
+    return result.to(hidden_states.dtype)
+
+
+def _linear(experts: Any, inputs: torch.Tensor, name: str) -> torch.Tensor:
+    """One product per expert: (experts, tokens, in) -> (experts, tokens, out)."""
+    weight = getattr(experts, name)
+    output = torch.bmm(inputs, weight if experts.is_transposed else weight.transpose(-2, -1))
+    return output + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else output
+
+
+@contextmanager
+def experts_of_fixed_shape() -> Iterator[None]:
+    """Replaces transformers' default implementation by `dense_experts_forward`, in its own registry."""
+    overrides = ALL_EXPERTS_FUNCTIONS._local_mapping
+    previous = overrides.get(_DEFAULT)
+    ALL_EXPERTS_FUNCTIONS[_DEFAULT] = dense_experts_forward
+    try:
+        yield
+    finally:
+        if previous is None:
+            del ALL_EXPERTS_FUNCTIONS[_DEFAULT]
+        else:
+            ALL_EXPERTS_FUNCTIONS[_DEFAULT] = previous
+
+
+_log = logging.getLogger(__name__)
+
+
+def torch_tpu_is_used() -> bool:
+    """Whether the device is one of TorchTPU."""
+    return get_runtime().name == "torch_tpu"
+
+
+def give_device_to_accelerate(args: TrainingArguments) -> None:
+    """Tells accelerate which device it is. accelerate (1.15) does not know TorchTPU, and takes the CPU.
+
+    Called before the trainer makes its `Accelerator`. Said once in a process.
+
+    Args:
+        args: of the trainer; `args.device` is right, since transformers knows TorchTPU.
+
+    Raises:
+        UnsupportedOptionError: several processes were launched.
+    """
+    if not torch_tpu_is_used():
+        return
+    if args.world_size > 1:
+        raise UnsupportedOptionError(
+            f"{args.world_size} processes were launched: with TorchTPU xla-adapters trains in one; start the script "
+            "without torchrun or accelerate launch"
+        )
+    if args.distributed_state is None:
+        return
+    # Not that of the arguments: of arguments from another process it is a copy.
+    state = PartialState()
+    if state.device == args.device:
+        return
+    _say(state.device, args.device)
+    state.device = args.device
+
+
+@functools.cache
+def _say(chosen: torch.device, device: torch.device) -> None:
+    _log.warning("accelerate took the device %s; a trainer of TorchTPU gives it %s", chosen, device)
+
+
+@contextmanager
+def loader_patches() -> Iterator[None]:
+    """`DeviceLoader` reads the batches of all loaders that accelerate prepares, as it does with torch_xla.
+
+    accelerate's own loader would copy batches to the device one by one, and does not know its position.
+    """
+    if not torch_tpu_is_used():
+        yield
+        return
+    prepare = accelerate.accelerator.prepare_data_loader
+
+    def prepare_data_loader(dataloader: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        loader = prepare(dataloader, None, *args, **{**kwargs, "put_on_device": False})
+        return DeviceLoader(loader, device)
+
+    with replaced(accelerate.accelerator, "prepare_data_loader", prepare_data_loader):
+        yield
+
+
+@contextmanager
+def losses_not_filtered(args: TrainingArguments) -> Iterator[None]:
+    """The loop does not read each loss to look for NaN, which it never does with torch_xla.
+
+    Args:
+        args: `logging_nan_inf_filter` is False inside the context.
+    """
+    with ExitStack() as stack:
+        if torch_tpu_is_used():
+            stack.enter_context(replaced(args, "logging_nan_inf_filter", False))
+        yield
+
+
+def correct_process_index(args: TrainingArguments) -> None:
+    """Gives the only process the index 0 on its host, without which transformers prints and logs nothing.
+
+    accelerate (1.15) asks torch_xla for it on TPUs only. Elsewhere it reads an environment variable that a launcher
+    sets, and takes -1 without one.
+
+    Args:
+        args: their state is that of the process. Other arguments that are made later set it back.
+    """
+    state = args.distributed_state
+    if state is not None and args.world_size == 1 and state.local_process_index == -1:
+        state.local_process_index = 0
+
+
+def _as_it_is(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """As `accelerate.utils.pad_across_processes`, which sends shapes to the device and back to compare them."""
+    return tensor
+
+
+def _reduced_in_one_process(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """As `accelerate.utils.reduce`, which syncs the device twice."""
+    return accelerate.utils.operations.recursively_apply(
+        lambda own: own * scale if scale != 1.0 else own.clone(), tensor, error_on_other_type=True
+    )
+
+
+@contextmanager
+def trainer_patches() -> Iterator[None]:
+    """Patches for a run of a trainer.
+
+    - Batches are read by `DeviceLoader`.
+    - In one process, gathers return their argument. Unpatched, each logged loss is pickled through a rendezvous
+      (10 operations, 7 transfers), and objects that are no tensors are refused. Reductions return a copy. Nothing is
+      padded to the shapes of other processes.
+    - `is_lomo_available` and `torch.cuda.is_available` are looked up once per run. Unpatched, optimizers search for
+      the package and for CUDA's library in each step.
+    """
+    with (
+        replaced(accelerate.data_loader, "MpDeviceLoaderWrapper", DeviceLoader),
+        loader_patches(),
+        replaced(transformers.trainer, "skip_first_batches", skip_first_batches),
+        replaced(accelerate.optimizer, "is_lomo_available", functools.cache(accelerate.optimizer.is_lomo_available)),
+        replaced(torch.cuda, "is_available", functools.cache(torch.cuda.is_available)),
+    ):
+        if get_runtime().device.world_size() > 1:
+            yield
+            return
+
+        def gather(tensors: Any) -> Any:
+            return tensors
+
+        def mesh_reduce(tensors: Any, name: str) -> Any:
+            return tensors
+
+        with ExitStack() as stack:
+            stack.enter_context(replaced(accelerate.utils.operations, "_tpu_gather", gather))
+            stack.enter_context(replaced(transformers.trainer_pt_utils, "nested_xla_mesh_reduce", mesh_reduce))
+            for module in _with_gather_object():
+                stack.enter_context(replaced(module, "gather_object", gather))
+            stack.enter_context(replaced(accelerate.accelerator, "reduce", _reduced_in_one_process))
+            stack.enter_context(replaced(accelerate.accelerator, "pad_across_processes", _as_it_is))
+            yield
+
+
+def _with_gather_object() -> list[ModuleType]:
+    """The modules that have imported accelerate's function by name."""
+    function = accelerate.utils.operations.gather_object
+    return [module for module in list(sys.modules.values()) if _vars(module).get("gather_object") is function]
+
+
+def _vars(module: object) -> dict[str, Any]:
+    # Programs may put other objects there.
+    return getattr(module, "__dict__", {}) if isinstance(module, ModuleType) else {}
+
+
+@contextmanager
+def no_search_for_gradients(model: Callable[[], torch.nn.Module], are_none: Callable[[], bool]) -> Iterator[None]:
+    """The loop's `model.zero_grad()` returns at once if there are no gradients, instead of walking over all modules.
+
+    Args:
+        model: returns the model.
+        are_none: returns whether it is known that no parameter has a gradient.
+    """
+    zero_grad = torch.nn.Module.zero_grad
+
+    def zero_grad_if_any(self: torch.nn.Module, set_to_none: bool = True) -> None:
+        if not (set_to_none and self is model() and are_none()):
+            zero_grad(self, set_to_none)
+
+    with replaced(torch.nn.Module, "zero_grad", zero_grad_if_any):
+        yield
+
+
+@contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """Models take the path that they take under `torch.compile`: fixed shapes, no tensor reads."""
+    with torch_modes.as_if_compiling(), experts_of_fixed_shape():
+        yield

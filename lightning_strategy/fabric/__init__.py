@@ -1,1 +1,0 @@
-"""Training with Lightning Fabric: the user writes the loop and marks its steps."""

@@ -1,1 +1,0 @@
-"""Logged values and torchmetrics in compiled steps."""

@@ -1,0 +1,354 @@
+"""Moving and sharding the modules, optimizers and batches of a strategy."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch.loops.prediction_loop
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader, find_shared_parameters, set_shared_parameters
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from xla_adapters import XLAConfig, get_runtime
+from xla_adapters.data.batches import example_of, sample_count
+from xla_adapters.errors import ConfigError, RuntimeOrderError
+from xla_adapters.runtime.transfers import to_host_in_one_transfer
+from xla_adapters.sharding import Sharder, ShardingConfig, ShardingPlan
+from xla_adapters.utils.host_random import host_random_numbers_kept
+from xla_adapters.utils.nested_values import identity
+from xla_adapters.utils.patching import replaced
+
+
+@contextmanager
+def keeping_ties(model: torch.nn.Module | None) -> Iterator[None]:
+    """Parameters that are one before the body moves the model are one after it (tied weights)."""
+    shared = find_shared_parameters(model) if model is not None else []
+    yield
+    if model is not None:
+        set_shared_parameters(model, shared)
+
+
+@contextmanager
+def optimizers_following(model: torch.nn.Module | None, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Optimizers refer to the parameters that the model has after the body has moved it, and free the former ones."""
+    former = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
+    yield
+    if model is None:
+        return
+    now = dict(model.named_parameters(remove_duplicate=False))
+    successors: dict[torch.Tensor, torch.Tensor] = {former[name]: now[name] for name in former if name in now}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"][:] = [successors.get(parameter, parameter) for parameter in group["params"]]
+        states = list(optimizer.state.items())
+        optimizer.state.clear()
+        optimizer.state.update({successors.get(parameter, parameter): state for parameter, state in states})
+
+
+@contextmanager
+def keeping_parameters() -> Iterator[None]:
+    """Parameters stay the same objects while the body moves a module: torch swaps the new contents into them."""
+    options: Any = torch.__future__
+    with ExitStack() as stack:
+        stack.callback(options.set_swap_module_params_on_conversion, options.get_swap_module_params_on_conversion())
+        options.set_swap_module_params_on_conversion(True)
+        yield
+
+
+class HostCopy(dict[str, Any]):
+    """A checkpoint that is a copy already, so that a save in the background need not copy it.
+
+    Args:
+        copied: the copy.
+    """
+
+    def __init__(self, copied: dict[str, Any]) -> None:
+        super().__init__(copied)
+        self.copied = copied
+
+
+def on_host(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a checkpoint with all tensors on the host, in one transfer.
+
+    Tensors that are one on the device (tied weights) are one on the host. A writer in the background needs the copy,
+    too: the next step reuses the device's buffers (donation).
+
+    Args:
+        checkpoint: nested collections; tensors that are on the host already are not copied.
+    """
+    runtime = get_runtime()
+    found: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if runtime.device.owns(tensor):
+            found.setdefault(identity(tensor), tensor)
+        return tensor
+
+    apply_to_collection(checkpoint, torch.Tensor, note)
+    copies = dict(zip(found, runtime.transfers.to_host(list(found.values())), strict=True))
+
+    def replace(tensor: torch.Tensor) -> torch.Tensor:
+        return copies.get(identity(tensor), tensor) if runtime.device.owns(tensor) else tensor
+
+    converted: dict[str, Any] = apply_to_collection(checkpoint, torch.Tensor, replace)
+    for name, value in checkpoint.items():
+        # The versions of the modules in a state dict: `apply_to_collection` drops this attribute.
+        if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
+            converted[name]._metadata = value._metadata
+    return converted
+
+
+def bring_to_host(module: torch.nn.Module | None, optimizers: list[Optimizer]) -> None:
+    """Moves a sharded module and its optimizers' states to the host, in one transfer each.
+
+    `module.cpu()` would compile a graph for each tensor.
+    """
+    if module is not None:
+        tensors = [*module.parameters(), *module.buffers()]
+        tensors += [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        copies = dict(zip(map(id, tensors), to_host_in_one_transfer(tensors), strict=True))
+        module._apply(lambda tensor: copies[id(tensor)] if id(tensor) in copies else tensor.cpu())
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            optimizer.state[parameter] = to_host_in_one_transfer(state)
+
+
+@contextmanager
+def predictions_in_one_transfer() -> Iterator[None]:
+    """Until the exit, the Trainer moves predictions to the host without compiling a graph for each sharded tensor."""
+    loop: Any = lightning.pytorch.loops.prediction_loop
+    stock: Callable[[Any, Any], Any] = loop.move_data_to_device
+
+    @functools.wraps(stock)
+    def move_data_to_device(batch: Any, device: Any) -> Any:
+        if torch.device(device).type == "cpu":
+            batch = on_host({"predictions": batch})["predictions"]
+        return stock(batch, device)
+
+    with replaced(loop, "move_data_to_device", move_data_to_device):
+        yield
+
+
+ShardingOption = str | Mapping[str, Any] | ShardingConfig | None
+AutoShardingOption = bool | Mapping[str, Any] | None
+
+
+class ModuleSharding:
+    """Plans how modules and batches are sharded, and shards them. Each module has a plan of its own.
+
+    Args:
+        sharding: the options of sharding.
+        config: the other options of the strategy.
+
+    Raises:
+        ConfigError: the mesh needs another number of devices than there are.
+        UnsupportedOptionError: the mode, or the compiler of this device, does not support the options.
+    """
+
+    def __init__(self, sharding: ShardingConfig, config: XLAConfig) -> None:
+        self._given = sharding, config
+        self._make_sharder = functools.partial(Sharder, sharding, config)
+        self._sharder = self._make_sharder()
+        self._sharders: weakref.WeakKeyDictionary[torch.nn.Module, Sharder] = weakref.WeakKeyDictionary()
+        self._is_size_checked = False
+
+    def __reduce__(self) -> tuple[type[ModuleSharding], tuple[ShardingConfig, XLAConfig]]:
+        """A copy has the same options, and plans its modules anew."""
+        return type(self), self._given
+
+    @property
+    def config(self) -> ShardingConfig:
+        """The options of sharding."""
+        return self._sharder.config
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether checkpoints are sharded, too."""
+        return self._sharder.config.checkpoints == "sharded"
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """The plan of the module that was prepared last.
+
+        Raises:
+            ConfigError: no module was prepared yet.
+        """
+        return self._sharder.plan
+
+    def summary(self) -> str:
+        """The plan in words; empty if there is none yet."""
+        return self._sharder.summary
+
+    def prepare(
+        self, module: torch.nn.Module, example: Callable[[], Any] = lambda: None, folder: Path | None = None
+    ) -> None:
+        """Plans for a module, unless it has a plan already, and shards its parameters.
+
+        Args:
+            module: on the device.
+            example: returns a batch on the host, or None; called only if the plan depends on the batch.
+            folder: of the run, where the plan is saved for a restart; None does not save it.
+
+        Raises:
+            ConfigError: no plan satisfies the options.
+        """
+        if module not in self._sharders:
+            self._sharders[module] = self._sharder if self._sharder.placement is None else self._make_sharder()
+        sharder = self._sharders[module]
+        sharder.prepare(module, lambda: _arguments(module, example()), folder=folder)
+        self._sharder = sharder
+        self._is_size_checked = False
+
+    def shard_again(self, module: torch.nn.Module) -> None:
+        """Shards a module's parameters again: values that were copied into them are not sharded."""
+        placement = self._sharders[module].placement
+        if placement is not None:
+            placement.place_model(module)
+
+    def place_batch(self, batch: Any) -> None:
+        """Shards all tensors of a batch, in dataclasses too."""
+        apply_to_collection(batch, torch.Tensor, self._sharder.place_batch, allow_frozen=True)
+
+    def check_first_batch(self, batch: Any) -> None:
+        """Raises if the first batch of a training cannot be split over the devices.
+
+        A later batch that cannot be split is replicated.
+
+        Raises:
+            ConfigError: with the nearest sizes that work.
+        """
+        is_due = not self._is_size_checked and self._sharder.placement is not None
+        if is_due and (size := sample_count(batch)):
+            self._sharder.check_batch_size(size, "batch_size")
+            self._is_size_checked = True
+
+    @contextmanager
+    def holding(self, module: torch.nn.Module) -> Iterator[None]:
+        """Until the exit, intermediate values are sharded as planned, and weights that are loaded are sharded."""
+        with self._sharders[module].holding(module), predictions_in_one_transfer():
+            yield
+
+
+def make_sharding(
+    strategy: str, config: XLAConfig, *, auto_sharding: AutoShardingOption, sharding: ShardingOption
+) -> ModuleSharding | None:
+    """The sharding that a strategy's options ask for, None if none; starts the XLA runtime under SPMD if any.
+
+    Args:
+        strategy: its name, for messages.
+        config: its other options.
+        auto_sharding, sharding: as the user gave them.
+
+    Raises:
+        ConfigError: an option is not valid, or does not fit the devices.
+        UnsupportedOptionError: the mode does not support sharding.
+        RuntimeOrderError: the runtime was started without SPMD before.
+    """
+    resolved = ShardingConfig.resolve(auto_sharding=auto_sharding, sharding=sharding)
+    if resolved is None:
+        return None
+    runtime = get_runtime()
+    if runtime.device.started() and not runtime.device.is_spmd():
+        raise RuntimeOrderError(
+            f"{strategy} with sharding was created after the XLA runtime had started without SPMD (a tensor, a model "
+            "or another strategy used the device already), and SPMD cannot be switched on any more. Create this "
+            "strategy first, before anything is moved to the XLA device, or call xla_adapters.initialize(spmd=True) at "
+            "the start of the program"
+        )
+    return ModuleSharding(resolved, config)
+
+
+def plan_of(sharding: ModuleSharding | None, strategy: str) -> ShardingPlan:
+    """The plan of the module that a strategy trains.
+
+    Args:
+        sharding: of the strategy.
+        strategy: its name, for the message.
+
+    Raises:
+        ConfigError: the strategy does not shard, or no plan was made yet.
+    """
+    if sharding is None:
+        raise ConfigError(f"this {strategy} does not shard; create it with auto_sharding=True or sharding=")
+    return sharding.plan
+
+
+def _arguments(module: torch.nn.Module, batch: Any) -> Any:
+    """The arguments for `forward` in a batch: Lightning's steps take the whole batch, labels too."""
+    if batch is None:
+        return None
+    if isinstance(batch, torch.Tensor):
+        return (batch,)
+    parameters = inspect.signature(module.forward).parameters.values()
+    if isinstance(batch, Mapping):
+        takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        names = {parameter.name for parameter in parameters}
+        return {name: value for name, value in batch.items() if takes_all or name in names}
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        return tuple(batch)
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(batch)[: sum(parameter.kind in positional for parameter in parameters)]
+
+
+def prepare_for_run(sharding: ModuleSharding, module: LightningModule) -> None:
+    """Plans for the module of a run with an example of the run's batches, and shards its parameters.
+
+    Args:
+        sharding: of the strategy.
+        module: on the device; its Trainer is set.
+
+    Raises:
+        ConfigError: no plan satisfies the options.
+    """
+    trainer = module.trainer
+    # A run that saves no checkpoint saves no plan.
+    folder = Path(trainer.default_root_dir) if trainer.checkpoint_callbacks else None
+    sharding.prepare(module, lambda: example_batch(trainer), folder)
+
+
+def example_batch(trainer: Trainer) -> Any:
+    """A batch on the host with the shapes of the run's batches: copies of the first sample; None for a data stream.
+
+    Takes no batch from the loaders and no random number, so that the run is the same with it and without.
+    """
+    source = {
+        TrainerFn.FITTING: lambda: trainer.fit_loop._data_source,
+        TrainerFn.VALIDATING: lambda: trainer.validate_loop._data_source,
+        TrainerFn.TESTING: lambda: trainer.test_loop._data_source,
+        TrainerFn.PREDICTING: lambda: trainer.predict_loop._data_source,
+    }.get(trainer.state.fn or TrainerFn.FITTING)
+    assert source is not None
+    with host_random_numbers_kept():
+        return _example_of(source().dataloader(), whole=trainer.state.fn == TrainerFn.FITTING)
+
+
+def _example_of(loaders: Any, *, whole: bool) -> Any:
+    """A batch of one loader, or of several: of all of them if `whole` (training), else of the first (evaluation)."""
+    if isinstance(loaders, CombinedLoader):
+        return _example_of(loaders.iterables, whole=loaders._mode != "sequential")
+    if isinstance(loaders, DataLoader):
+        return _example_of_loader(loaders)
+    if isinstance(loaders, Mapping) and loaders:
+        found = {name: _example_of(loader, whole=whole) for name, loader in loaders.items()}
+        examples = list(found.values())
+        return (None if any(item is None for item in examples) else found) if whole else examples[0]
+    if isinstance(loaders, (list, tuple)) and loaders:
+        examples = [_example_of(loader, whole=whole) for loader in loaders]
+        return (None if any(item is None for item in examples) else examples) if whole else examples[0]
+    return None
+
+
+def _example_of_loader(loader: DataLoader[Any]) -> Any:
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return None if size is None else example_of(loader.dataset, size, loader.collate_fn)

@@ -1,1 +1,0 @@
-"""Sharding of what a strategy trains."""
