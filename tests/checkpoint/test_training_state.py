@@ -54,7 +54,7 @@ def test_losses_under_dropout_go_on_bit_for_bit(tmp_path: Path) -> None:
 
     def write(folder: Path) -> None:
         state = {"model": loop.model.state_dict(), "optimizer": loop.optimizer.state_dict()}
-        torch.save(xla_adapters.checkpoint.training_state(state), folder / "state.pt")  # type: ignore[attr-defined]
+        torch.save(xla_adapters.checkpoint.snapshot(state), folder / "state.pt")  # type: ignore[attr-defined]
         TrainingState.capture().save(folder)
 
     for _ in range(3):
