@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import io
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -93,6 +94,21 @@ def test_functionalization_calls_exist() -> None:
         assert callable(getattr(torch, name))
     tensor = torch.ones(3)
     assert torch._C._storage_id(tensor) == torch._C._storage_id(tensor[1:]) != torch._C._storage_id(tensor.clone())
+
+
+def test_functions_that_compute_updates_have_these_arguments() -> None:
+    """`xla_adapters.tracing.list_updates` has functions of its own in their places."""
+    adam = inspect.signature(sys.modules[torch.optim.Adam.__module__]._single_tensor_adam).parameters
+    lists = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps")
+    assert tuple(adam)[:6] == lists
+    named = (
+        "grad_scale found_inf amsgrad has_complex beta1 beta2 lr weight_decay eps maximize capturable differentiable"
+    )
+    assert set(adam) == {*lists, *named.split(), "decoupled_weight_decay"}
+    sgd = inspect.signature(sys.modules[torch.optim.SGD.__module__]._single_tensor_sgd).parameters
+    assert tuple(sgd)[:3] == ("params", "grads", "momentum_buffer_list")
+    named = "grad_scale found_inf weight_decay momentum lr dampening nesterov maximize has_sparse_grad"
+    assert set(sgd) == {*tuple(sgd)[:3], *named.split()}
 
 
 def test_optimizer_hooks_are_removable() -> None:

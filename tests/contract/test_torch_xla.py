@@ -59,6 +59,17 @@ def test_restored_value_shows_through_views_and_aliases() -> None:
     assert alias.cpu().tolist() == [1, 1, 1, 1]
 
 
+def test_writes_to_views_are_applied_by_a_sync() -> None:
+    device = _start()
+    tensor = torch.ones(4).to(device)
+    before = torch._from_functional_tensor(tensor)
+    tensor[:2].mul_(3)
+    assert torch._from_functional_tensor(tensor) is before
+    torch._functionalize_sync(tensor)
+    assert torch._from_functional_tensor(tensor) is not before
+    assert tensor.cpu().tolist() == [3, 3, 1, 1]
+
+
 def test_a_storage_counts_what_is_written_to_it() -> None:
     device = _start()
     tensor = torch.ones(4).to(device)
