@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -100,6 +101,33 @@ def test_clipping_as_on_the_cpu(norm: float) -> None:
     torch.testing.assert_close(total.cpu(), expected)
     for mine, theirs in zip(device.parameters(), host.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
+
+
+def test_clipping_with_keywords() -> None:
+    with xla_adapters.eager():
+        weight = nn.Parameter(torch.ones(4).to(DEVICE))
+        with xla_adapters.step(free_grads=False):
+            (weight * 3).sum().backward()
+            total = torch.nn.utils.clip_grad_norm_(parameters=weight, max_norm=1.0)
+        assert total.item() == 6
+        torch.testing.assert_close(weight.grad.cpu(), torch.full((4,), 0.5))
+
+
+def test_an_optimizer_on_the_host_steps_in_another_thread_meanwhile() -> None:
+    host = nn.Linear(3, 3)
+    other = torch.optim.SGD(host.parameters(), lr=0.1)
+    for parameter in host.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    expected = host.bias.detach() - 0.1
+    with xla_adapters.eager():
+        model = _model().to(DEVICE)
+        with xla_adapters.step():
+            loss = model(torch.ones(2, 5).to(DEVICE)).square().sum()
+            thread = threading.Thread(target=other.step)
+            thread.start()
+            thread.join()
+            loss.backward()
+    torch.testing.assert_close(host.bias.detach(), expected)
 
 
 def test_a_gradient_that_is_not_finite_makes_all_so_as_on_the_cpu() -> None:

@@ -12,6 +12,7 @@ are uploaded together.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -72,7 +73,8 @@ def updates_of_lists(
             (torch.nn.utils, "clip_grad_norm_", None),
         ):
             rule = getattr(rules, name.removeprefix("_"))
-            patches.enter_context(replaced(owner, name, _or_else(rule, getattr(owner, name), on_torchs)))
+            function = _or_else(rule, getattr(owner, name), on_torchs, runtime.device.owns)
+            patches.enter_context(replaced(owner, name, function))
         yield rules.done
 
 
@@ -81,21 +83,29 @@ class _Unknown(Exception):
 
 
 def _or_else(
-    rule: Callable[..., Any], torchs: Callable[..., Any], on_torchs: Callable[[], None] | None
+    rule: Callable[..., Any],
+    torchs: Callable[..., Any],
+    on_torchs: Callable[[], None] | None,
+    owns: Callable[[torch.Tensor], bool],
 ) -> Callable[..., Any]:
-    def computed(first: Any, *args: Any, **kwargs: Any) -> Any:
+    """The rule for tensors of the device in this thread; torch's own function where the rule does not apply."""
+    thread = threading.get_ident()
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        if not args or threading.get_ident() != thread:
+            return torchs(*args, **kwargs)
+        first, *others = args
         # An iterator can be read once.
-        first = first if isinstance(first, (torch.Tensor, list)) else list(first)
-        if isinstance(first, list) and first and first[0].is_meta:
-            # Of an optimizer that computes its numbers without tensors.
-            return torchs(first, *args, **kwargs)
+        first = [first] if isinstance(first, torch.Tensor) else list(first)
+        if not first or not owns(first[0]):
+            return torchs(first, *others, **kwargs)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             try:
-                return rule(first, *args, **kwargs)
+                return rule(first, *others, **kwargs)
             except _Unknown:
                 if on_torchs is not None:
                     on_torchs()
-        return torchs(first, *args, **kwargs)
+        return torchs(first, *others, **kwargs)
 
     return computed
 
@@ -197,15 +207,14 @@ class _Lists:
 
     def clip_grad_norm_(
         self,
-        parameters: Any,
+        parameters: _List,
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`."""
-        given = parameters if isinstance(parameters, list) else [parameters]
-        grads = [parameter.grad for parameter in given if parameter.grad is not None]
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if error_if_nonfinite or foreach or not grads or isinstance(max_norm, torch.Tensor):
             raise _Unknown
         groups = self._groups([grads], stored=[grads])
@@ -239,7 +248,7 @@ class _Lists:
         found: dict[tuple[torch.dtype, float], list[_List]] = {}
         counts = [0.0] * len(lists[0])
         if steps:
-            if any(step.device.type != "cpu" for step in steps):
+            if any(step.device.type != "cpu" for step in steps) or len(set(map(id, steps))) < len(steps):
                 raise _Unknown
             counts = [step.item() for step in steps]
         owns, is_functional = self._runtime.device.owns, torch._is_functional_tensor
