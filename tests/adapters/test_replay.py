@@ -125,7 +125,9 @@ def test_two_hundred_steps(kind: str, options: dict[str, Any]) -> None:
 
 @each_trainer
 def test_evaluation_in_between_does_not_end_it(kind: str) -> None:
-    run = traced_and_replayed(kind, steps=12, evaluate_every=3, **vectors(dropout=0.5))
+    # Lightning's logged values come to the host after the second evaluation.
+    traced = 5 if kind == "lightning" else None
+    run = traced_and_replayed(kind, steps=12, evaluate_every=3, traced=traced, **vectors(dropout=0.5))
     assert len(run.evaluations) == 4
 
 
@@ -142,10 +144,9 @@ def test_changes_between_steps_take_effect_at_once(kind: str) -> None:
         if moment.step == 15:
             layers[2].p = 0.9
 
-    # Numbers are inputs of the graph; the other changes are traced, twice each.
-    run = traced_and_replayed(
-        kind, steps=20, at={"step end": change}, traced=TRACED[kind] + 4, **vectors(80, dropout=0.2)
-    )
+    # Numbers are inputs of the graph; the other changes are traced, twice each. With the HF Trainer a decay where there
+    # was none is such a change; with Lightning the gradient of the frozen weight is dropped in a call of its own.
+    run = traced_and_replayed(kind, steps=20, at={"step end": change}, traced=8, **vectors(80, dropout=0.2))
     assert any("requires_grad" in reason for reason in run.program.replay_reasons)
 
 
