@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from xla_adapters.tracing.difference import Difference, line_of, name_of
+from xla_adapters.tracing.list_updates import LISTED
 from xla_adapters.tracing.operation_log import Call, Update
 
 # Python numbers with these values are constants of the graph; others are inputs where operators compute with them.
@@ -52,7 +53,7 @@ def newly_equal(pairs: Sequence[tuple[Any, Any]]) -> Difference | None:
 
 def _numbers_of(theirs: Any, mine: Any) -> Iterator[tuple[float, float, str, Call | Update]]:
     """The numbers of an entry that may be inputs of the graph: the old one and the new one in single precision."""
-    if not isinstance(mine, (Call, Update)):
+    if not isinstance(mine, (Call, Update)) or (isinstance(mine, Update) and mine.kind in LISTED):
         return
     kinds = (int, float) if isinstance(mine, Call) and name_of(mine) in MAY_BE_INPUTS else (float,)
     for old, new in zip(_scalars(theirs.numbers, kinds), _scalars(mine.numbers, kinds), strict=False):

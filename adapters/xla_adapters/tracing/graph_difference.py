@@ -38,6 +38,7 @@ from xla_adapters.tracing.equal_numbers import (
     UPLOADS,
     newly_equal,
 )
+from xla_adapters.tracing.list_updates import LISTED
 from xla_adapters.tracing.operation_log import Call, ModuleCall, OperationLog, Update
 from xla_adapters.utils.location import argument_text
 
@@ -261,7 +262,7 @@ def _of_update(theirs: Update, mine: Update) -> Difference | None:
             else "another number of parameter groups"
         )
         cause = f"an option of {name} changed: {changed}"
-    elif theirs.rates != mine.rates and _meets_another(theirs) != _meets_another(mine):
+    elif theirs.kind not in LISTED and theirs.rates != mine.rates and _meets_another(theirs) != _meets_another(mine):
         return Difference(
             cause=f"the learning rate of {name} is another, {theirs.rates} -> {mine.rates}: it equals, or equalled, "
             "another number of the update (1 - beta, say), and equal numbers share one input of the graph",

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adam, AdamW
 
 from xla_adapters.runtime import Runtime
 from xla_adapters.utils.patching import replaced
@@ -29,6 +29,8 @@ _List = list[torch.Tensor]
 _Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 # `torch.optim` has no attributes of these names.
 _ADAM, _SGD = (sys.modules[kind.__module__] for kind in (Adam, SGD))
+# The optimizers whose numbers share no input with others.
+LISTED = (SGD, Adam, AdamW)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # By name: `torch._foreach_add` would read a tensor of no dimensions, to take it for a number.
 _plus: Any = torch.ops.aten._foreach_add.Tensor
