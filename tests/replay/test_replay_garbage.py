@@ -13,7 +13,7 @@ from torch import nn
 from tests.device import DEVICE
 from tests.isolation import isolated
 from xla_adapters import CompiledStep, XLAConfig, get_runtime
-from xla_adapters.replay.garbage import without_collecting
+from xla_adapters.replay.replayed_call import without_collecting
 
 
 @isolated

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,17 +12,47 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_unflatten
 
-from xla_adapters.errors import DeviceOutOfMemoryError
-from xla_adapters.replay.garbage import without_collecting
+from xla_adapters.errors import DeviceOutOfMemoryError, TensorReadError
 from xla_adapters.replay.number import Number
 from xla_adapters.replay.optimizer_update import Update
-from xla_adapters.replay.pending_output import PendingOutput
 from xla_adapters.replay.prepared_call import PreparedCall
 from xla_adapters.replay.slots import CallTensors, Slot
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.tracing.interrupts import InterruptGuard, at_edge
 from xla_adapters.tracing.scope_report import NOTHING_COMPILED, ScopeReport
+
+
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """Disables Python's cyclic garbage collector in the context.
+
+    A replayed call makes two tensors for each parameter and each tensor of the optimizer's state. Reference counting
+    frees them at the end of the call. But so many new objects trigger collections, which find all of them in use and
+    promote them to the oldest generation, whose collection takes long.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class PendingOutput(torch.Tensor):
+    """A tensor that a replayed call returns before it is computed. Any use until then raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        raise TensorReadError(
+            f"{name}: the step that computes this tensor has not ended yet, or failed. Use it after the step, or set "
+            "step_replay=False to have the step traced at each call."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return "<tensor of a step that has not ended>"
 
 
 class ReplayedCall:

@@ -2,45 +2,171 @@
 
 from __future__ import annotations
 
+import linecache
+import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
 from xla_adapters.runtime import get_runtime
-from xla_adapters.tracing.difference import (
-    DTYPE_REMEDY,
-    FORM_REMEDY,
-    HOOKS_REMEDY,
-    KEPT_REMEDY,
-    LENGTH_REMEDY,
-    ONE_DTYPE_REMEDY,
-    ORDER_REMEDY,
-    PATH_REMEDY,
-    REMEDY_OF_MODES,
-    SHAPE_REMEDY,
-    SLICE_REMEDY,
-    TENSOR_REMEDY,
-    UPDATED_REMEDY,
-    VALUES_REMEDY,
-    Difference,
-    autocast_of,
-    dtype_of,
-    line_of,
-    name_of,
-)
-from xla_adapters.tracing.equal_numbers import (
-    ARITHMETIC,
-    MAY_BE_INPUTS,
-    SPECIAL,
-    TAKES_TENSORS,
-    UPLOADS,
-    newly_equal,
-)
 from xla_adapters.tracing.list_updates import LISTED
 from xla_adapters.tracing.operation_log import Call, ModuleCall, OperationLog, Update
 from xla_adapters.utils.location import argument_text
+
+TENSOR_REMEDY = (
+    "make it a tensor in the step (torch.tensor(value, device=x.device)): its value is then an input of the graph"
+)
+SLICE_REMEDY = (
+    "for a slice of fixed length n that moves, make its start a tensor: "
+    "x[torch.tensor(start, device=x.device) + torch.arange(n, device=x.device)]"
+)
+KEPT_REMEDY = (
+    "keep it the same in each step, or choose among a few values (one compile for each): {name} takes no tensor there"
+)
+REMEDY_OF_MODES = (
+    "call model.train() before the training steps and model.eval() before the others, each in its own step"
+)
+PATH_REMEDY = (
+    "a branch of Python that depends on the step makes a graph for each path: compute both and choose with "
+    "torch.where, move it behind the step, or accept one compile for each"
+)
+SHAPE_REMEDY = (
+    "give it the same shape in each step: pad batches to a fixed length or to a few lengths, and drop the partial last "
+    "batch (drop_last)"
+)
+DTYPE_REMEDY = (
+    "convert the data to one dtype in the dataset, before it is copied to the device: each dtype is a graph of its own"
+)
+FORM_REMEDY = "give it the same form in each step, or expect one compile for each"
+VALUES_REMEDY = (
+    "its length depends on values, and each length is a graph: compute all elements and leave some out by weights "
+    "(torch.where(mask, losses, 0).sum() / mask.sum()), or by the ignore_index of a loss"
+)
+LENGTH_REMEDY = (
+    "give it the same number in each step: a list that grows makes a graph for each length; keep a tensor of fixed "
+    "size and write into it (memory[torch.tensor([place], device=x.device)] = value), or clear the list between steps"
+)
+HOOKS_REMEDY = "register hooks before the training, and keep them"
+ORDER_REMEDY = "go through them in one order: a list, or sorted(...), and not a set"
+ONE_DTYPE_REMEDY = "use one dtype: convert the model and the data before the training; each dtype is a graph of its own"
+UPDATED_REMEDY = (
+    "let the same parameters have gradients in each step; if the model was moved (model.to(...)) after the optimizer "
+    "was made, its parameters are others now: make the optimizer again"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Why two graphs differ.
+
+    Attributes:
+        cause: what changed, with the values before and now.
+        where: the line that does it now, with its text; empty if no single line does.
+        remedy: what to do.
+        is_harmless: whether nothing need be done, since it happens once or rarely.
+    """
+
+    cause: str
+    where: str
+    remedy: str
+    is_harmless: bool = False
+
+    def __str__(self) -> str:
+        place = f"\n  where: {self.where}" if self.where else ""
+        return f"{self.cause}{place}\n  what to do: {self.remedy}"
+
+
+def name_of(entry: Call | ModuleCall | Update) -> str:
+    """What was called, in words."""
+    if isinstance(entry, Call):
+        name = getattr(entry.function, "__name__", "a call")
+        return {"__get__": "an attribute", "__getitem__": "indexing"}.get(name, name.strip("_"))
+    return entry.kind.__name__
+
+
+def line_of(entry: Call | ModuleCall | Update) -> str:
+    """Where, with the text of the line."""
+    text = linecache.getline(entry.file, entry.line).strip()
+    return f"{entry.file}:{entry.line}" + (f": {text}" if text else "")
+
+
+def autocast_of(call: ModuleCall) -> str:
+    """The autocast that a module ran under, in words."""
+    return f"under autocast to {dtype_of(call.autocast)}" if call.autocast is not None else "without autocast"
+
+
+def dtype_of(dtype: Any) -> str:
+    """The name of a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+# Python numbers with these values are constants of the graph; others are inputs where operators compute with them.
+SPECIAL = (0, 1)
+# Of single precision.
+_LARGEST = 3.4e38
+ARITHMETIC = frozenset(
+    ("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv")
+)
+# Where operators take a tensor in place of a number.
+TAKES_TENSORS = ARITHMETIC | {"pow", "rpow", "ipow", "getitem", "where", "lerp", "fill", "clamp", "remainder"}
+TAKES_TENSORS |= {"eq", "ne", "lt", "le", "gt", "ge"}
+# "indexing" is how `getitem` is shown.
+MAY_BE_INPUTS = TAKES_TENSORS - {"getitem"}
+# What makes tensors of numbers: their values are inputs.
+UPLOADS = frozenset(("tensor", "as_tensor", "scalar_tensor", "new_tensor", "asarray"))
+
+
+def newly_equal(pairs: Sequence[tuple[Any, Any]]) -> Difference | None:
+    """Two numbers that are equal in one of the calls only: equal numbers share one input of the graph.
+
+    They are compared as the device has them. 1 - n is compared, too: operators compute it of a momentum or a decay.
+    """
+    numbers = [pair for theirs, mine in pairs for pair in _numbers_of(theirs, mine)]
+    first_old: dict[float, int] = {}
+    first_new: dict[float, int] = {}
+    for index, (old, new, shown, entry) in enumerate(numbers):
+        was, equal = first_old.setdefault(old, index), first_new.setdefault(new, index)
+        if was == equal or (old in SPECIAL) or (new in SPECIAL):
+            continue
+        _, _, other, there = numbers[equal if equal < index else was]
+        text = f"{shown} in {name_of(entry)} and {other} in {name_of(there)} ({line_of(there)})"
+        now = "equal now" if equal < index else "not equal any more"
+        return Difference(
+            cause=f"{text} are {now}: equal Python numbers share one input of the graph",
+            where=line_of(entry),
+            remedy="nothing, if it happens once; numbers that often meet can be kept apart by making one of "
+            "them a tensor (torch.tensor(value, device=x.device))",
+            is_harmless=True,
+        )
+    return None
+
+
+def _numbers_of(theirs: Any, mine: Any) -> Iterator[tuple[float, float, str, Call | Update]]:
+    """The numbers of an entry that may be inputs of the graph: the old one and the new one in single precision."""
+    if not isinstance(mine, (Call, Update)) or (isinstance(mine, Update) and mine.kind in LISTED):
+        return
+    kinds = (int, float) if isinstance(mine, Call) and name_of(mine) in MAY_BE_INPUTS else (float,)
+    for old, new in zip(_scalars(theirs.numbers, kinds), _scalars(mine.numbers, kinds), strict=False):
+        yield _single(old), _single(new), f"{new!r}", mine
+        if old == new or isinstance(mine, Update):
+            yield _single(1 - old), _single(1 - new), f"1 - {new!r}", mine
+
+
+def _scalars(value: Any, kinds: tuple[type, ...]) -> Iterator[float]:
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _scalars(item, kinds)
+    elif type(value) in kinds:
+        yield value
+
+
+def _single(number: float) -> float:
+    single: float = struct.unpack("f", struct.pack("f", number))[0] if abs(number) < _LARGEST else number
+    return single
+
 
 Entry: TypeAlias = Call | ModuleCall | Update
 # Their results' shapes depend on values.

@@ -13,7 +13,13 @@ from types import TracebackType
 import torch
 
 from xla_adapters.config import XLAConfig
-from xla_adapters.errors import BreakKind, ConcurrentStepError, DeviceOutOfMemoryError, XLAAdapterError
+from xla_adapters.errors import (
+    BreakKind,
+    ConcurrentStepError,
+    DeviceOutOfMemoryError,
+    UnsupportedOptionError,
+    XLAAdapterError,
+)
 from xla_adapters.open_step import open_step
 from xla_adapters.runtime import Runtime, RuntimeEvent, get_runtime
 from xla_adapters.runtime.extensions import extensions
@@ -29,16 +35,56 @@ from xla_adapters.tracing.graph_history import GraphHistory, StepSignature, hist
 from xla_adapters.tracing.graph_limit import check_pending_graph
 from xla_adapters.tracing.interrupts import InterruptGuard, at_edge
 from xla_adapters.tracing.list_updates import ListUpdates, updates_of_lists
-from xla_adapters.tracing.modules import ModuleGuard
 from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.own_buffers import note_updated, own_buffers_for_update
 from xla_adapters.tracing.scope_report import NOTHING_COMPILED, CompileMeter, ScopeReport
 from xla_adapters.tracing.step_mode import StepMode
 from xla_adapters.tracing.undo_log import UndoLog
-from xla_adapters.tracing.undoing import keep_switches, restore_state
-from xla_adapters.tracing.updates import UpdateGuard
+from xla_adapters.tracing.updates import ModuleGuard, UpdateGuard
 from xla_adapters.utils.patching import with_stack_room
 from xla_adapters.utils.torch_modes import as_in_one_graph, inference_mode_as_no_grad, without_dispatch_modes
+
+
+def keep_switches(runtime: Runtime, restores: ExitStack) -> None:
+    """Has the present switches of the runtime set again when `restores` is closed.
+
+    Raises:
+        UnsupportedOptionError: the runtime has no lazy tensors, whose switches they are.
+    """
+    if runtime.has_placeholders:
+        raise UnsupportedOptionError(
+            f"StepScope: with {runtime.name} the scope of a step is an object of another class; use xla_adapters.step()"
+        )
+    tracing = runtime.tracing
+    restores.callback(tracing.set_graph_name, tracing.graph_name())
+    restores.callback(tracing.set_execution_allowed, tracing.execution_allowed())
+    restores.callback(tracing.set_eager, tracing.eager())
+    restores.callback(tracing.set_constant_scalars, tracing.constant_scalars())
+
+
+def restore_state(runtime: Runtime, undo_log: UndoLog, seeds: tuple[int, torch.Tensor] | None) -> None:
+    """Discards the pending graph of a step, and restores the state from before it.
+
+    Args:
+        runtime: the runtime.
+        undo_log: the step's, with those of steps inside it.
+        seeds: of the device and the host before the step; None if the step had not come to note them.
+    """
+    eager = runtime.tracing.eager()
+    # Reading the state of a tensor may update its views, which is an operation to be discarded with the rest.
+    runtime.tracing.set_eager(False)
+    try:
+        # From here on, each use of a tensor that the step made raises; restoring gradients of such leaves too.
+        with torch._C.DisableTorchFunction():
+            undo_log.undo(discard=True)
+    finally:
+        runtime.tracing.set_eager(eager)
+    if seeds is not None:
+        # The device's seed too: otherwise it would be a value of the discarded graph.
+        runtime.random.set_seed(seeds[0])
+        torch.set_rng_state(seeds[1])
+    # Cached casts of weights are values of the discarded graph as well.
+    torch.clear_autocast_cache()
 
 
 def current_scope() -> StepScope | None:

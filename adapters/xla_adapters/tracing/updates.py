@@ -1,20 +1,22 @@
-"""`UpdateGuard`: prepares optimizers for `optimizer.step()` inside a step."""
+"""`ModuleGuard` and `UpdateGuard`: what a step does around the modules and the optimizers that run in it."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from xla_adapters.errors import IdleOptimizerWarning
+from xla_adapters.lowerings import cumulative_average
 from xla_adapters.runtime import Runtime
-from xla_adapters.tracing.guarded_step import GuardedStep
+from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.optimizer_packages import check_supported
 from xla_adapters.tracing.optimizers import (
     eager_reason,
@@ -27,6 +29,91 @@ from xla_adapters.tracing.profile_spans import OPTIMIZER, SPANS
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.location import current_location
 from xla_adapters.utils.torch_modes import as_if_compiling
+
+
+class GuardedStep(Protocol):
+    """A step that is being traced; `StepScope` is one."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the current thread's outermost step."""
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether writes to tensors are recorded, to be undone after an error."""
+
+    @property
+    def forbids_breaks(self) -> bool:
+        """Whether a graph break is an error (`on_graph_break="error"`)."""
+
+    @property
+    def operations(self) -> OperationLog:
+        """What the step has called so far."""
+
+    def undo_logs(self) -> list[UndoLog]:
+        """The undo logs of all open steps, the innermost first."""
+
+    def update_begins(self, optimizer: Optimizer) -> None:
+        """Called before `optimizer.step()`."""
+
+    def update_ended(self, optimizer: Optimizer) -> None:
+        """Called after `optimizer.step()`."""
+
+    def pause_recording(self) -> None:
+        """Stops recording until `resume_recording`."""
+
+    def resume_recording(self) -> None:
+        """Continues recording after `pause_recording`."""
+
+    def stop_recording(self) -> None:
+        """Stops recording; `start_recording` starts it again."""
+
+    def start_recording(self, undo_log: UndoLog) -> None:
+        """Starts recording into this undo log."""
+
+    def flush(self) -> None:
+        """Executes all that is pending, before the end of the step."""
+
+
+class ModuleGuard:
+    """Records the buffers of modules that run in a step, and lets batch norms average without a read.
+
+    Args:
+        step: in which modules run.
+    """
+
+    def __init__(self, step: GuardedStep) -> None:
+        self._step = step
+        self._averaging: set[torch.nn.Module] = set()
+
+    def install(self, restores: ExitStack) -> None:
+        """Registers hooks on all modules; closing `restores` removes them."""
+        restores.callback(self._restore)
+        restores.callback(register_module_forward_pre_hook(self._before_forward).remove)
+        restores.callback(register_module_forward_hook(self._after_forward).remove)
+
+    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if not self._step.is_current or not self._step.is_recording:
+            return
+        # After an error in its last call no hook ran; a recomputation with early stop ends by one.
+        self._after_forward(module, args, None)
+        self._step.undo_logs()[0].record_module(module)
+        self._step.operations.module(module)
+        momentum = cumulative_average(module)
+        if momentum is not None:
+            self._averaging.add(module)
+            module.momentum = momentum
+
+    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if module in self._averaging:
+            self._averaging.remove(module)
+            module.momentum = None  # type: ignore[assignment]
+
+    def _restore(self) -> None:
+        for module in self._averaging:
+            module.momentum = None  # type: ignore[assignment]
+        self._averaging.clear()
+
 
 # Told once each.
 _idle: WeakSet[Optimizer] = WeakSet()

@@ -15,7 +15,6 @@ from xla_adapters.tracing.compile_progress import compile_progress
 from xla_adapters.tracing.discarded import DiscardedTensor
 from xla_adapters.tracing.graph_limit import check_graph
 from xla_adapters.tracing.interrupts import at_edge
-from xla_adapters.tracing.modules import ModuleGuard
 from xla_adapters.tracing.placeholders.lifting import Lifting
 from xla_adapters.tracing.placeholders.mode import PlaceholderMode
 from xla_adapters.tracing.placeholders.program import Program
@@ -23,7 +22,7 @@ from xla_adapters.tracing.placeholders.trace import Adopted, Trace
 from xla_adapters.tracing.scope_report import NOTHING_COMPILED, CompileMeter, ScopeReport
 from xla_adapters.tracing.step_scope import StepScope
 from xla_adapters.tracing.undo_log import UndoLog
-from xla_adapters.tracing.updates import UpdateGuard
+from xla_adapters.tracing.updates import ModuleGuard, UpdateGuard
 from xla_adapters.utils.torch_modes import as_in_one_graph, inference_mode_as_no_grad, results_of_transforms
 
 
