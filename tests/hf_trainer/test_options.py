@@ -231,7 +231,7 @@ def _train(kind: Any = hf_trainer.Trainer, model: Any = None, **options: Any) ->
 def test_a_loss_that_is_none(result: Any, found: str) -> None:
     kind = type("Mine", (_Returns,), {"result": result if not callable(result) else staticmethod(result)})
     line = inspect.getsourcelines(_Returns.compute_loss)[1]
-    with pytest.raises(LossError, match=rf"_Returns.compute_loss \(.*test_wrong_use.py:{line}\) returns is {found}"):
+    with pytest.raises(LossError, match=rf"_Returns.compute_loss \(.*test_options.py:{line}\) returns is {found}"):
         _train(kind)
 
 
@@ -247,7 +247,7 @@ def test_a_loss_of_the_model_and_of_a_function() -> None:
     def each(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(outputs["logits"], labels, reduction="none")
 
-    with pytest.raises(LossError, match=r"each \(.*test_wrong_use.py:\d+\) returns"):
+    with pytest.raises(LossError, match=r"each \(.*test_options.py:\d+\) returns"):
         _train(compute_loss_func=each)
     # The process and the classes are as before.
     assert len(_train().state.log_history) > 0

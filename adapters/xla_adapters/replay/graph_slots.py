@@ -243,6 +243,10 @@ class GraphSlots:
                 if owned is None and item.handle not in numbers:
                     owned = self._owned()
                 if item.handle not in numbers and (item.handle in (owned or ()) or item.value.ndim):
+                    if not item.value.ndim:
+                        # Perhaps a Python number, which compiled code outside of the step shares. The next trace gets
+                        # buffers of its own for its numbers.
+                        self._runtime.lazy.separate_scalars()
                     what = f"{tuple(item.value.shape)} {item.value.dtype}".replace("torch.", "")
                     raise CannotReplay(
                         f"the step reads a tensor ({what}) that is neither its batch nor part of a module or optimizer"
