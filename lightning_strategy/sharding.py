@@ -258,15 +258,15 @@ def make_sharding(
     resolved = ShardingConfig.resolve(auto_sharding=auto_sharding, sharding=sharding)
     if resolved is None:
         return None
-    runtime = get_runtime()
-    if runtime.device.started() and not runtime.device.is_spmd():
+    try:
+        return ModuleSharding(resolved, config)
+    except RuntimeOrderError as error:
         raise RuntimeOrderError(
             f"{strategy} with sharding was created after the XLA runtime had started without SPMD (a tensor, a model "
             "or another strategy used the device already), and SPMD cannot be switched on any more. Create this "
             "strategy first, before anything is moved to the XLA device, or call xla_adapters.initialize(spmd=True) at "
             "the start of the program"
-        )
-    return ModuleSharding(resolved, config)
+        ) from error
 
 
 def plan_of(sharding: ModuleSharding | None, strategy: str) -> ShardingPlan:
