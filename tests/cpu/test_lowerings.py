@@ -427,7 +427,7 @@ def test_it_is_said(caplog: pytest.LogCaptureFixture, prepared: bool) -> None:
 @isolated(env={"XLA_FLAGS": ""})
 def test_where_slow_passes_are_left_out_too() -> None:
     xla_adapters.initialize(fast_compile=True)
-    assert os.environ["XLA_FLAGS"].split()[-1] == f"{_FLAG},tree_reduction_rewriter"
+    assert f"{_FLAG},tree_reduction_rewriter" in os.environ["XLA_FLAGS"].split()
     assert TUNING.fuses_up_to_barriers(get_runtime().device)
 
 
