@@ -6,7 +6,6 @@ import copy
 import csv
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,14 +167,23 @@ def test_the_device_is_waited_for_only_when_a_logger_is_due(tmp_path: Path, monk
             reads.append(len(reads))
             return runtime.counters.metrics()
 
-    monkeypatch.setattr(run_record, "get_runtime", lambda: SimpleNamespace(counters=Watched()))
+        def __getattr__(self, name: str) -> Any:
+            return getattr(runtime.counters, name)
+
+    class WatchedRuntime:
+        counters = Watched()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(runtime, name)
+
+    monkeypatch.setattr(run_record, "get_runtime", WatchedRuntime)
     options: dict[str, Any] = {"callbacks": lambda: [XLAStatsCallback()], "log_every_n_steps": 5}
     fit(Quiet, XLAEagerStrategy(), **options)
-    # At the start and at the end.
-    assert len(reads) == 2
+    # At the start and at the end, of the callback and of the report.
+    assert len(reads) == 4
     reads.clear()
     fit(Quiet, XLAEagerStrategy(), logger=CSVLogger(tmp_path), **options)
-    assert len(reads) == 4
+    assert len(reads) == 6
 
 
 def test_the_summary_is_printed_when_the_training_ends(capsys: pytest.CaptureFixture[str]) -> None:
