@@ -52,8 +52,7 @@ def test_the_usual_loop_looks_at_the_state_once(kind: str, replay: Any, tmp_path
     assert looks["first"].call_count <= 1
     assert looks["live"].call_count <= 3
     assert looks["copies"].call_count <= 6
-    # Lightning looks once more around each of the three evaluations.
-    assert looks["state"].call_count <= (7 if kind == "hf" else 10)
+    assert looks["state"].call_count <= 7
 
 
 @each_trainer
