@@ -47,11 +47,13 @@ def test_the_usual_loop_looks_at_the_state_once(kind: str, replay: Any, tmp_path
     """A computed average, logs, evaluations and checkpoints do not count as copies of the weights."""
     # Steps that verify replays are traced, and traced steps look.
     options: dict[str, Any] = {"config": XLAConfig(step_replay=replay, replay_verify_every=None)}
+    # Lightning evaluates at the end of each of two epochs, and saves nothing.
+    hf = {"steps": 24, "evaluate_every": 8, "folder": tmp_path, "save_every": 8}
     with counting_looks() as looks:
-        _averaging(kind, "", steps=24, evaluate_every=8, folder=tmp_path, save_every=8, **options)
+        _averaging(kind, "", **(hf if kind == "hf" else {"steps": 10, "evaluate_every": 5}), **options)
     assert looks["first"].call_count <= 1
     assert looks["live"].call_count <= 3
-    assert looks["copies"].call_count <= 6
+    assert looks["copies"].call_count <= (6 if kind == "hf" else 4)
     assert looks["state"].call_count <= 7
 
 

@@ -125,7 +125,6 @@ def test_two_hundred_steps(kind: str, options: dict[str, Any]) -> None:
 
 @each_trainer
 def test_evaluation_in_between_does_not_end_it(kind: str) -> None:
-    # Lightning's logged values come to the host after the second evaluation.
     traced = 5 if kind == "lightning" else None
     run = traced_and_replayed(kind, steps=12, evaluate_every=3, traced=traced, **vectors(dropout=0.5))
     assert len(run.evaluations) == 4
