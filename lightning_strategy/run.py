@@ -239,6 +239,12 @@ class Run:
         if self._trainer.training and not self.steps.is_open:
             self.stalls.begin(f"step {self._trainer.global_step + 1}, or the loading of the batch after it,")
 
+    def watch_loading(self) -> None:
+        """Watches the loading of the next batch of a training, after something that is no part of a step."""
+        trainer = self._trainer
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and not self.steps.is_open:
+            self.stalls.begin(f"the loading of the batch of step {trainer.global_step + 1}")
+
     # ---- checkpoints ---------------------------------------------------------------------------
 
     def exact_state(self, *, with_gradients: bool) -> dict[str, Any]:
@@ -266,7 +272,7 @@ class Run:
     def after_save(self, path: Any) -> None:
         """A checkpoint is written, or being written: the loading of the next batch is watched again."""
         self.steps.train.note_checkpoint(os.fspath(path))
-        self._watch_training()
+        self.watch_loading()
 
     def resumes_from(self, path: str) -> None:
         """Tells the Trainer which checkpoint was loaded instead of the one that it found."""

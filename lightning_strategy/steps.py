@@ -354,7 +354,8 @@ class LoopSteps(Callback):
         self._driver.end(replays=False)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """As at the end of an epoch."""
+        """As at the end of an epoch; no further batch is loaded."""
+        self._stalls.stop()
         self._driver.end(replays=False)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -427,6 +427,7 @@ class XLAEagerStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: ignore[
         """As `Strategy.on_validation_end`."""
         super().on_validation_end()
         self._report.evaluation_ended()
+        self.run.watch_loading()
 
     def on_test_start(self) -> None:
         """As `Strategy.on_test_start`; counts batches from 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -35,9 +36,15 @@ def _in_a_fork(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     def ask(work: Callable[[Asked], None], request: bytes, **_: object) -> Ended:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        ended = outcome_of(lambda: work(Asked(request, folder)))
+
+        def child() -> None:
+            # pytest's own stdout does not end in the child's.
+            with open(1, "w", closefd=False) as printed, contextlib.redirect_stdout(printed):
+                work(Asked(request, folder))
+
+        ended = outcome_of(child)
         answers = [path.read_bytes() for path in sorted(folder.glob("answer_*"))]
-        return Ended(how="ended" if ended.ok else "died", printed=f"{ended.output}{ended.error}", answers=answers)
+        return Ended(how="ended" if ended.ok else "died", printed=f"{ended.output}{ended.error or ''}", answers=answers)
 
     monkeypatch.setattr(doctor, "ask", ask)
 

@@ -117,7 +117,7 @@ class Watch:
             (StepProgram, "close", self._close),
             (Step, "__enter__", self._enter),
             (GraphHistory, "ended", self._note_end),
-            (OperationLog, "call", self._operation),
+            (OperationLog, "device_call", self._operation),
             (warnings, "warn", self._warn),
         ]
         with wrapped(*around):

@@ -7,7 +7,7 @@ after it, and a step that ends early by an error changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 
 import torch
@@ -367,6 +367,8 @@ class StepScope:
         self.start_recording(self._undo_log)
 
     def _updates_of_lists(self) -> AbstractContextManager[ListUpdates]:
+        if not self._runtime.has_lazy_tensors:
+            return nullcontext(ListUpdates())
         return updates_of_lists(self._runtime, self._record_write, self.on_torchs_update)
 
     def on_torchs_update(self) -> None:
