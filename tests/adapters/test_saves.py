@@ -52,10 +52,11 @@ class _Held(Quick):
 
 
 @isolated
-@each_trainer
-def test_training_goes_on_while_a_checkpoint_is_written(kind: str, tmp_path: Path) -> None:
+# Lightning keeps several by a metric only.
+@pytest.mark.parametrize(("kind", "keep"), [("hf", 1), ("hf", 2), ("lightning", 1)])
+def test_training_goes_on_while_a_checkpoint_is_written(kind: str, keep: int, tmp_path: Path) -> None:
     """The checkpoint that it replaces stays until it is complete."""
-    options: dict[str, Any] = {"dropout": 0.4, "save_every": 2, "keep": 1}
+    options: dict[str, Any] = {"dropout": 0.4, "save_every": 2, "keep": keep}
     expected = train(kind, tmp_path / "sync", **options)
     held, folder = _Held(), tmp_path / "async"
     seen: list[tuple[int, list[int]]] = []
@@ -71,13 +72,18 @@ def test_training_goes_on_while_a_checkpoint_is_written(kind: str, tmp_path: Pat
             held.go.release()
 
     actual = train(kind, folder, checkpoint={"asynchronous": True}, at={"step end": let_go}, **options)
-    assert seen == [(1, []), (3, []), (5, [2]), (7, [4])]
+    assert seen == [(1, []), (3, []), (5, [2]), (7, [4] if keep == 1 else [2, 4])]
     assert held.commits == 4
     assert actual.losses == expected.losses
     assert actual.counts.compiles == 0, actual.program.events
-    assert saved_steps(folder) == saved_steps(tmp_path / "sync") == [8]
-    one, other = (contents(checkpoint(kind, tmp_path / name, 8)) for name in ("sync", "async"))
-    assert one == other
+    assert saved_steps(folder) == saved_steps(tmp_path / "sync") == [6, 8][-keep:]
+    for step in saved_steps(folder):
+        one, other = (contents(checkpoint(kind, tmp_path / name, step)) for name in ("sync", "async"))
+        assert one == other
+    if keep == 2:
+        held.go.release()
+        again = {**options, "seed": 1, "checkpoint": {"asynchronous": True}}
+        assert train(kind, folder, resume=checkpoint(kind, folder, 6), **again).losses == expected.losses[6:]
 
 
 class _Full(Quick):

@@ -381,6 +381,36 @@ def test_overridden_compute_loss(replay: bool | str, seen: int) -> None:
         assert any("_OwnLoss.compute_loss" in reason for reason in steps_of(run.trainer).train.replay_reasons)
 
 
+class _Weighted(hf_trainer.Trainer):
+    weight = 0.5
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = self.weight * torch.nn.functional.cross_entropy(outputs["logits"], labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_of_ones_own_that_does_nothing_else_is_replayed() -> None:
+    class Reweighting(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            _Weighted.weight = 0.5
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 6:
+                _Weighted.weight = 0.25
+
+    run = traced_and_replayed(
+        8,
+        make=Classifier,
+        data=vector_samples(32),
+        args={"max_steps": 12},
+        trainer_class=_Weighted,
+        callbacks=[Reweighting()],
+    )
+    assert steps_of(run.trainer).train.replay_reasons == {"self.weight was replaced": 1}
+
+
 def test_evaluation_and_prediction_steps() -> None:
     found = []
     for choice in (False, "auto"):
