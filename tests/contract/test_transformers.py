@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from types import CodeType
 from typing import Any
 
 import accelerate.accelerator
@@ -27,8 +28,10 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.utils.output_capturing import install_output_capuring_hook
 
 from hf_trainer.checkpoints import SETTINGS
+from xla_adapters.replay.guards.hooks import _OF_LIBRARIES
 
 _TRAINER_HOOKS = {
     "_inner_training_loop": ["self", "batch_size", "args", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
@@ -147,6 +150,20 @@ def test_where_weights_in_one_memory_are_looked_for() -> None:
     for function in (safetensors.torch.save, safetensors.torch.save_file):
         assert "_flatten_as_ptr(" in inspect.getsource(function)
     assert "_evaluate_tensors_for_save(" in inspect.getsource(safetensors.torch._flatten_as_ptr)
+
+
+def test_hooks_that_replays_leave_out_only_compute() -> None:
+    allowed = {"make_inputs_require_grads": {"requires_grad_"}}
+    # The list that it adds to is of the forward that is under way.
+    allowed["output_capturing_hook"] = {"_active_collector", "get", "keys", "len", "isinstance", "tuple", "append"}
+    found = {}
+    for function in (PreTrainedModel.enable_input_require_grads, install_output_capuring_hook):
+        codes = [code for code in function.__code__.co_consts if isinstance(code, CodeType)]
+        found.update({(function.__module__, code.co_qualname): code for code in codes})
+    for module, name in _OF_LIBRARIES:
+        code = found[module, name]
+        assert set(code.co_names) == allowed[code.co_name]
+        assert set(code.co_freevars) <= {"append_hidden_state", "capture_initial_hidden_state", "index", "key"}
 
 
 def test_inference_mode_leaves_what_it_entered() -> None:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.hf_trainer.scenarios import arguments, assert_close, gpt2, ours, reference, token_samples
+from tests.hf_trainer.scenarios import arguments, assert_close, gpt2, ours, reference, steps_of, token_samples
 from tests.tiny_models import tiny
 
 pytestmark = pytest.mark.isolated
@@ -117,15 +117,15 @@ def _moved(make: Callable[[], _Case], run: Any) -> set[str]:
     return {name for name, value in after.items() if not torch.equal(value.detach().cpu(), before[name].detach())}
 
 
-def _compare(make: Callable[[], _Case], **options: Any) -> Any:
+def _compare(make: Callable[[], _Case], steps: int = 3, **options: Any) -> Any:
     """Trains on plain CPU torch and on XLA, both with checkpointing, and compares losses and changed parameters."""
     # SGD: a gradient that is wrong by a factor changes the parameter by the same factor.
-    args = {"activation_checkpointing": True, "optim": "sgd", "learning_rate": 0.1, "max_steps": 3, **options}
+    args = {"activation_checkpointing": True, "optim": "sgd", "learning_rate": 0.1, "max_steps": steps, **options}
     model, data = make()
     expected = reference(model, data, args=args)
     model, _ = make()
     run = ours(model, data, args=arguments(**args))
-    run.assert_one_graph(3)
+    run.assert_one_graph(steps)
     assert_close(run.losses, expected.losses)
     theirs = _moved(make, expected)
     assert theirs == _moved(make, run)
@@ -144,6 +144,19 @@ def test_what_has_a_gradient_on_cpu_has_one_here(name: str) -> None:
     trainable = {name for name, value in run.trainer.model.named_parameters() if value.requires_grad}
     # Biases of the keys do not change the attention. By rounding they may have gradients of 1e-10.
     assert len(_moved(_CASES[name], run)) >= 0.8 * len(trainable)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_steps_are_replayed(family: str, reentrant: bool) -> None:
+    """transformers has the embeddings require gradients by a hook, and layers compute through `checkpoint`."""
+    run = _compare(
+        lambda: (tiny(family), token_samples(24)),
+        6,
+        activation_checkpointing_kwargs={"use_reentrant": reentrant},
+    )
+    assert run.trainer.model.get_input_embeddings()._forward_hooks
+    assert steps_of(run.trainer).train.replays == 4, steps_of(run.trainer).train.replay_reasons
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,10 @@ import torch
 from transformers import (
     AttentionInterface,
     BatchEncoding,
+    BatchFeature,
     DynamicCache,
+    SegformerConfig,
+    SegformerForSemanticSegmentation,
     TrainerCallback,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -24,6 +28,7 @@ from tests.hf_trainer.scenarios import (
     Classifier,
     Run,
     arguments,
+    assert_parity,
     gpt2,
     ours,
     steps_of,
@@ -32,6 +37,7 @@ from tests.hf_trainer.scenarios import (
     vector_samples,
 )
 from tests.tiny_models import tiny
+from xla_adapters.replay.guards.hooks import computes_only
 
 pytestmark = pytest.mark.isolated
 
@@ -353,6 +359,76 @@ def _encoded(samples: list[dict[str, Any]]) -> BatchEncoding:
 
 def test_a_batch_that_is_no_dict_is_replayed() -> None:
     traced_and_replayed(6, args={"max_steps": 8}, data_collator=_encoded)
+
+
+def _features(samples: list[dict[str, Any]]) -> BatchFeature:
+    """A batch as processors of images and audio return it: a mapping with an attribute."""
+    return BatchFeature(torch.utils.data.default_collate(samples))
+
+
+class _Weighted(hf_trainer.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+        outputs = model(**inputs)
+        loss = outputs["loss"] * (2 if inputs.skip_tensor_conversion else 1)
+        return (loss, outputs) if return_outputs else loss
+
+    def _prepare_input(self, data: Any) -> Any:
+        prepared = super()._prepare_input(data)
+        if isinstance(data, BatchFeature) and self.state.global_step % 2:
+            prepared.skip_tensor_conversion = ["x"]
+        return prepared
+
+
+def test_attributes_of_a_batch_are_compared() -> None:
+    _same(_STEPS - 2, data_collator=_features)
+    # Two kinds of batches take turns: each has a recording of its own.
+    _same(_STEPS - 4, recordings=2, data_collator=_features, trainer_class=_Weighted, replay=True)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "vit"])
+def test_a_model_that_was_loaded_is_replayed(family: str, tmp_path: Path) -> None:
+    """`from_pretrained` leaves on the model how it has renamed weights."""
+    saved = tiny(family)
+    saved.save_pretrained(tmp_path)
+    pictures = torch.randn(24, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    seen = [{"pixel_values": picture, "labels": number % 2} for number, picture in enumerate(pictures)]
+    data = seen if family == "vit" else token_samples(24)
+    run = assert_parity(lambda: type(saved).from_pretrained(tmp_path), data, args={"max_steps": 6})
+    assert run.trainer.model._weight_conversions
+    assert steps_of(run.trainer).train.replays == 4, steps_of(run.trainer).train.replay_reasons
+
+
+def test_hooks_by_which_a_model_captures_its_outputs_are_replayed() -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        sizes = {"hidden_sizes": [8, 8], "depths": [1, 1], "num_attention_heads": [1, 1], "num_encoder_blocks": 2}
+        shapes = {"sr_ratios": [2, 1], "patch_sizes": [3, 3], "strides": [2, 2], "mlp_ratios": [2, 2]}
+        drops = dict.fromkeys(("hidden_dropout_prob", "drop_path_rate", "classifier_dropout_prob"), 0.0)
+        config = SegformerConfig(**sizes, **shapes, **drops, decoder_hidden_size=8, num_labels=3)
+        return SegformerForSemanticSegmentation(config)
+
+    draw = torch.Generator().manual_seed(1)
+    data = [
+        {"pixel_values": torch.randn(3, 16, 16, generator=draw), "labels": torch.randint(3, (16, 16), generator=draw)}
+        for _ in range(24)
+    ]
+    run = assert_parity(make, data, args={"max_steps": 6})
+    assert any(module._forward_hooks for module in run.trainer.model.modules())
+    assert steps_of(run.trainer).train.replays >= 3, steps_of(run.trainer).train.replay_reasons
+
+
+def test_only_the_hooks_of_a_library_itself_are_known() -> None:
+    model = gpt2()
+    model.enable_input_require_grads()
+    (known,) = model.get_input_embeddings()._forward_hooks.values()
+
+    @functools.wraps(known)
+    def around(*args: Any) -> Any:
+        return known(*args)
+
+    assert computes_only(known)
+    assert not computes_only(around)
+    assert not computes_only(functools.partial(known))
 
 
 def _with_a_stranger(samples: list[dict[str, Any]]) -> dict[str, Any]:

@@ -72,12 +72,23 @@ def replaced(value: Any, tensor: Callable[[torch.Tensor], Any], other: Callable[
 
 
 def as_dicts(value: Any) -> Any:
-    """The value with each mapping as a plain dict (torch's pytrees treat `BatchEncoding` and the like as leaves)."""
+    """The value with each mapping as a plain dict (torch's pytrees treat `BatchEncoding` and the like as leaves).
+
+    With the simple attributes of a mapping, it becomes a pair of dicts.
+    """
     if isinstance(value, Mapping):
-        return {key: as_dicts(item) for key, item in value.items()}
+        entries = {key: as_dicts(item) for key, item in value.items()}
+        own = {name: item for name, item in own_attributes(value).items() if is_simple(item)}
+        return (entries, own) if own else entries
     if type(value) in (list, tuple):
         return type(value)(as_dicts(item) for item in value)
     return value
+
+
+def own_attributes(value: Mapping[Any, Any]) -> dict[str, Any]:
+    """The public attributes of a mapping, without that in which `UserDict` keeps the entries."""
+    attributes = getattr(value, "__dict__", {})
+    return {name: item for name, item in attributes.items() if name != "data" and name[0] != "_"}
 
 
 # Exact types: an instance of a subclass may carry code and attributes.

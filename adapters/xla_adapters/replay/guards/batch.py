@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from xla_adapters.replay.safety.trusted import is_trusted
-from xla_adapters.utils.nested_values import is_simple
+from xla_adapters.utils.nested_values import is_simple, own_attributes
 
 
 def batch_obstacle(value: Any) -> str | None:
     """Why steps with such a batch are traced, in words; None if they can be replayed.
 
     A batch may consist of tensors, constants, Python's own containers, named tuples without methods, and the batch
-    classes of trusted packages.
+    classes of trusted packages. These may have attributes that can be compared: they are part of the call's key.
     """
     if isinstance(value, torch.Tensor):
         if type(value) is not torch.Tensor:
@@ -27,9 +27,9 @@ def batch_obstacle(value: Any) -> str | None:
     if kind in (list, tuple) or _is_plain_named_tuple(kind):
         return _first(value)
     if kind in (dict, OrderedDict) or (isinstance(value, Mapping) and is_trusted(kind)):
-        own = next((name for name in getattr(value, "__dict__", ()) if name != "data" and name[0] != "_"), None)
+        own = next((name for name, item in own_attributes(value).items() if not is_simple(item)), None)
         if own is not None:
-            return f"the batch has a Python attribute, {own!r}"
+            return f"the batch has a Python attribute, {own!r}, which cannot be compared"
         keys = next((key for key in value if type(key) not in (str, int)), None)
         return _first(value.values()) if keys is None else f"the batch has a key that is a {type(keys).__name__}"
     if is_simple(value):

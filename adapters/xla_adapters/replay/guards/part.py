@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import call, eq, is_, itemgetter
 from typing import Any
@@ -11,6 +11,31 @@ from typing import Any
 from xla_adapters.utils.nested_values import ABSENT, differs, is_simple
 
 _GROUPS = {"_parameters": "the parameter", "_buffers": "the buffer", "_modules": "the submodule"}
+
+
+class Slots(Mapping[str, Any]):
+    """What an object holds in `__slots__`, as a mapping; `ABSENT` for those that are not set."""
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+        self._members = {
+            name: member
+            for cls in reversed(type(owner).__mro__)
+            for name, member in vars(cls).items()
+            if isinstance(member, types.MemberDescriptorType)
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._members[name].__get__(self._owner)
+        except AttributeError:
+            return ABSENT
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
 
 
 class Part:

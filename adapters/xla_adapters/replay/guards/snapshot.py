@@ -22,10 +22,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from xla_adapters.replay.guards.part import Part, PartsCheck, said
+from xla_adapters.replay.guards.hooks import computes_only
+from xla_adapters.replay.guards.part import Part, PartsCheck, Slots, said
 from xla_adapters.replay.safety.guards import content_of
 from xla_adapters.replay.safety.trusted import is_installed_file, is_trusted, is_users_alone, is_users_file
-from xla_adapters.utils.nested_values import is_constant, is_plain_enum, is_simple, same_bits
+from xla_adapters.utils.nested_values import ABSENT, is_constant, is_plain_enum, is_simple, same_bits
 from xla_adapters.utils.torch_modes import unused_in_steps
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -144,7 +145,7 @@ class ModuleSnapshot:
 
     def _hooks(self, hooks: dict[int, Any], name: str) -> None:
         self._parts.append(Part.all_of(hooks, name))
-        if not all(getattr(hook, "only_tensors", False) for hook in hooks.values()):
+        if not all(map(computes_only, hooks.values())):
             self._refuse(f"{name} has a hook, whose Python a replay would leave out")
 
     def _value(self, value: Any, path: str, lenient: bool = False, depth: int = 8) -> None:
@@ -176,9 +177,15 @@ class ModuleSnapshot:
             self._function(value, path, lenient, depth)
         elif isinstance(value, _FIXED) or lenient:
             return
-        elif is_trusted(type(value)) and hasattr(value, "__dict__"):
+        elif is_trusted(type(value)) and (hasattr(value, "__dict__") or _has_only_slots(type(value))):
             # A configuration of a library.
-            self._mapping(vars(value), path, lenient, depth)
+            if slots := Slots(value):
+                self._parts.append(Part(slots, path, tuple(slots), None))
+                for name, item in slots.items():
+                    if item is not ABSENT:
+                        self._value(item, f"{path}.{name}", lenient, depth - 1)
+            if hasattr(value, "__dict__"):
+                self._mapping(vars(value), path, lenient, depth)
         else:
             self._refuse(f"{path} is a {type(value).__name__}, which cannot be compared")
 
@@ -340,6 +347,11 @@ def _changed_trait(tensor: torch.Tensor, path: str, noted: tuple[Any, ...]) -> s
 
 def _functions(names: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, item in names.items() if isinstance(item, _FUNCTIONS))
+
+
+def _has_only_slots(cls: type) -> bool:
+    """Whether all that an object of a class holds is in `__slots__`. Classes written in C hold what nobody sees."""
+    return all("__slots__" in vars(base) for base in cls.__mro__[:-1])
 
 
 def _differs_on_host(tensor: torch.Tensor, noted: torch.Tensor) -> bool:
