@@ -26,7 +26,6 @@ from xla_adapters.loop.steps import StallWatch, StepDriver
 from xla_adapters.runtime.modes import check_mode
 from xla_adapters.runtime.rng import use_random_algorithm
 from xla_adapters.sharding import Sharder
-from xla_adapters.utils.torch_modes import use_no_grad_for_inference_mode
 
 _Event = Callable[[TrainerControl], None]
 
@@ -181,7 +180,7 @@ class Bridge:
         with ExitStack() as stack:
             stack.enter_context(
                 self.record.running(
-                    about(model_of(trainer), type(trainer).__name__),
+                    about(trainer.model, type(trainer).__name__),
                     programs=lambda: self.steps.programs,
                     training=lambda: [self.steps.train],
                     folder=self._report_folder(),
@@ -190,7 +189,7 @@ class Bridge:
             )
             stack.enter_context(self.session.running())
             stack.enter_context(
-                no_search_for_gradients(lambda: model_of(trainer), lambda: self.steps.train.left_no_gradients)
+                no_search_for_gradients(lambda: trainer.model, lambda: self.steps.train.left_no_gradients)
             )
             self.run_stats.start()
             stack.callback(self.run_stats.stop)
@@ -228,7 +227,8 @@ class Bridge:
     def _training_begins(self, control: TrainerControl) -> None:
         """The model and the optimizer exist; the weights may come from a checkpoint."""
         # `model_init` has made another one since the session began.
-        use_no_grad_for_inference_mode(model_of(self._trainer))
+        self.session.prepare_model()
+        self.record.model_is_made(model_of(self._trainer))
         self.sharding.training_begins()
         if self.checkpoints.resumed_from is not None:
             restore_rest(self._trainer, self.checkpoints.resumed_from)

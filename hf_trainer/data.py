@@ -13,6 +13,7 @@ import transformers.trainer
 from accelerate import DistributedType, PartialState
 from accelerate import skip_first_batches as skip_by_sampler
 from accelerate.utils import send_to_device
+from transformers.trainer import logger
 
 from hf_trainer.replay import overridden
 from xla_adapters import get_runtime
@@ -265,7 +266,7 @@ def _values(batch: Any) -> Iterator[Any]:
 
 
 def count_tokens(inputs: Mapping[str, Any], model: Any, processing_class: Any, kind: str) -> int:
-    """The tokens of a batch.
+    """The tokens of a batch. Warns as `Trainer._track_num_input_tokens`, where it cannot tell them.
 
     Args:
         inputs: the batch, its tensors on the host.
@@ -275,6 +276,10 @@ def count_tokens(inputs: Mapping[str, Any], model: Any, processing_class: Any, k
     """
     main = inputs.get(getattr(model, "main_input_name", "input_ids"))
     if main is None:
+        logger.warning(
+            "Tried to track the number of tokens seen, however the current model is not configured properly to know "
+            "what item is the input. To fix this, add a `main_input_name` attribute to the model class you are using."
+        )
         return 0
     if kind == "non_padding":
         mask = inputs.get("attention_mask")
@@ -283,4 +288,5 @@ def count_tokens(inputs: Mapping[str, Any], model: Any, processing_class: Any, k
         pad = getattr(processing_class, "pad_token_id", None)
         if pad is not None:
             return int((main != pad).sum())
+        logger.warning("Could not determine method to count non-padding tokens, falling back to counting all tokens.")
     return int(main.numel())

@@ -277,9 +277,10 @@ class ModelSharding:
 
     def apply(self) -> None:
         """Shards the model: at the start of a run, and after its weights were loaded."""
-        if self._sharder is None:
+        trainer, model = self._trainer, self._trainer.model
+        if self._sharder is None or not isinstance(model, torch.nn.Module):
+            # Without a model `train` makes one by `model_init`, which is sharded when the training begins.
             return
-        trainer, model = self._trainer, model_of(self._trainer)
         writes = trainer.args.output_dir is not None and trainer.args.should_save
         folder = Path(trainer.args.output_dir) if writes else None  # type: ignore[arg-type]
         self._sharder.prepare(model, self._example_batch, around=as_if_compiling, folder=folder)

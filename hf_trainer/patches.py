@@ -240,11 +240,11 @@ def _vars(module: object) -> dict[str, Any]:
 
 
 @contextmanager
-def no_search_for_gradients(model: Callable[[], torch.nn.Module], are_none: Callable[[], bool]) -> Iterator[None]:
+def no_search_for_gradients(model: Callable[[], object], are_none: Callable[[], bool]) -> Iterator[None]:
     """The loop's `model.zero_grad()` returns at once if there are no gradients, instead of walking over all modules.
 
     Args:
-        model: returns the model.
+        model: returns the model, if there is one.
         are_none: returns whether it is known that no parameter has a gradient.
     """
     zero_grad = torch.nn.Module.zero_grad

@@ -87,6 +87,8 @@ class Session:
         self._steps = steps
         self._sharding = sharding
         self._is_running = False
+        self._prepared: torch.nn.Module | None = None
+        self._compiled = ExitStack()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -98,16 +100,30 @@ class Session:
             stack.callback(setattr, self, "_is_running", False)
             self._is_running = True
             correct_process_index(self._trainer.args)
-            use_no_grad_for_inference_mode(model_of(self._trainer))
             stack.enter_context(trainer_patches())
             stack.enter_context(reads_answered(self._trainer))
             stack.enter_context(around_run(self._steps.config))
             stack.enter_context(self._sharding.applied())
-            if self._steps.config.xla_mode == "eager+dynamo":
-                model = model_of(self._trainer)
-                stack.enter_context(modules_compiled([model], get_runtime().dynamo_backend))
+            stack.callback(setattr, self, "_prepared", None)
+            stack.enter_context(self._compiled)
+            self.prepare_model()
             stack.callback(self._steps.abort)
             yield
+
+    def prepare_model(self) -> None:
+        """Prepares the model, if there is one.
+
+        With `model_init` there may be none when a training begins: a search for hyperparameters drops that of the trial
+        before. `train` then makes it, and any other time replaces it.
+        """
+        model: Any = self._trainer.model
+        if model is None or model is self._prepared:
+            return
+        self._prepared = model
+        use_no_grad_for_inference_mode(model)
+        if self._steps.config.xla_mode == "eager+dynamo":
+            self._compiled.close()
+            self._compiled.enter_context(modules_compiled([model], get_runtime().dynamo_backend))
 
 
 class TrainingSteps:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from xla_adapters import GraphLimitError
 from xla_adapters.errors import DenseGradientWarning
 from xla_adapters.sharding import Mesh, template
 from xla_adapters.sharding.planner import Planner, Topology
+from xla_adapters.utils.patching import replaced
 
 pytestmark = pytest.mark.isolated
 
@@ -95,6 +97,25 @@ def test_masks_are_not_looked_into() -> None:
     run.assert_one_graph(4)
 
 
+class _Unnamed(Classifier):
+    main_input_name = "y"
+
+
+@pytest.mark.parametrize(("make", "samples"), [(gpt2, token_samples), (_Unnamed, vector_samples)])
+def test_tokens_that_cannot_be_counted_are_told(make: Any, samples: Any, caplog: Any) -> None:
+    def warnings_of(run: Callable[..., Any], args: Any) -> list[str]:
+        caplog.clear()
+        # The logger of the library hands nothing on.
+        with replaced(logging.getLogger("transformers"), "propagate", True):
+            run(make(), samples(16), args=args)
+        return [record.getMessage() for record in caplog.records if record.name == "transformers.trainer"]
+
+    args = {"include_num_input_tokens_seen": "non_padding"}
+    expected = warnings_of(reference, args)
+    assert len(expected) == 4
+    assert warnings_of(ours, arguments(**args)) == expected
+
+
 @pytest.mark.parametrize("kind", ["all", "non_padding"])
 def test_counting_input_tokens(kind: str) -> None:
     data = token_samples(8) + token_samples(8, length=5, seed=1)
@@ -108,6 +129,22 @@ def test_counting_input_tokens(kind: str) -> None:
     # Counting costs no transfer: there is one per logged step, and one at the end.
     assert run.counts.transfers_to_host <= 4 + 1
     assert all(step.transfers_to_host == 0 for step in run.steps)
+
+
+@pytest.mark.parametrize("mode", ["eager+compile", "eager+dynamo"])
+def test_a_model_that_is_made_by_each_training(mode: str) -> None:
+    """A search for hyperparameters drops the model after each trial."""
+    trainer = hf_trainer.Trainer(
+        model_init=Classifier, args=arguments(), train_dataset=vector_samples(16), xla_mode=mode, step_replay=False
+    )
+    first = train(trainer).losses
+    trainer.model = trainer.model_wrapped = None
+    trainer.accelerator.clear()
+    again = train(trainer)
+    assert again.losses == first
+    assert trainer.xla_report().about["model"] == "Classifier"
+    assert trainer.xla_report().about["parameters"] == "67"
+    assert trainer.evaluate(vector_samples(4))["eval_loss"] > 0
 
 
 def test_lora() -> None:

@@ -35,15 +35,18 @@ def about(model: torch.nn.Module | None, trainer: str) -> dict[str, str]:
     runtime = get_runtime()
     device = runtime.device
     kind = device.kind() or device.hardware()
-    parameters = sum(parameter.numel() for parameter in model.parameters()) if model is not None else 0
     return {
-        "model": type(model).__name__ if model is not None else "a model",
-        "parameters": f"{parameters:,}",
+        **_about_model(model),
         "trained by": trainer,
         "device": f"{device.count()} x {kind}" + (", SPMD" if device.is_spmd() else ""),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "versions": ", ".join(f"{name} {version(name)}" for name in ("xla-adapters", "torch", runtime.name)),
     }
+
+
+def _about_model(model: torch.nn.Module | None) -> dict[str, str]:
+    parameters = sum(parameter.numel() for parameter in model.parameters()) if model is not None else 0
+    return {"model": type(model).__name__ if model is not None else "a model", "parameters": f"{parameters:,}"}
 
 
 # What PJRT calls the kinds of TPU, and what the planner calls them.
@@ -310,6 +313,10 @@ class RunRecord:
                 raise
             finally:
                 self._end()
+
+    def model_is_made(self, model: torch.nn.Module) -> None:
+        """The training has made its model, which did not exist or was another one when the training began."""
+        self._about = {**self._about, **_about_model(model)}
 
     def failed(self, error: BaseException) -> None:
         """An exception ends the training."""
