@@ -16,7 +16,7 @@ from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector import logger_connector, result
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric, MetricCollection, MinMaxMetric
 from torchmetrics.aggregation import BaseAggregator, MaxMetric, MeanMetric, MinMetric, SumMetric
 
 from xla_adapters import get_runtime, in_step
@@ -39,6 +39,7 @@ def metrics_without_reads() -> Iterator[None]:
     - in a step, states that are lists are copied without cloning their items (one more at each step);
     - in a step, `self.log(..., reduce_fx=max)` with Python's `max` or `min` does not look which value is larger;
     - in a step, the error of `self.log` of a tensor with several elements shows its shape, not its values;
+    - in a step, `MinMaxMetric` compares on the device;
     - in a step, `MetricCollection` does not compare states to form groups: XLA computes equal values once.
     """
     with ExitStack() as stack:
@@ -50,6 +51,7 @@ def metrics_without_reads() -> Iterator[None]:
         stack.enter_context(replaced(_ResultMetric, "to", _moving_state_only()))
         stack.enter_context(replaced(_ResultMetric, "update", _reducing_without_reads()))
         stack.enter_context(replaced(LightningModule, _TO_TENSOR, _logging_one_element()))
+        stack.enter_context(replaced(MinMaxMetric, "forward", _comparing_on_device()))
         stack.enter_context(replaced(MetricCollection, "_equal_metric_states", staticmethod(_never_equal_in_steps())))
         yield
 
@@ -211,6 +213,33 @@ def _reducing_without_reads() -> Callable[..., None]:
             self.value = torch.where(torch.isnan(value), before, self.value)
 
     return update
+
+
+def _comparing_on_device() -> Callable[..., Any]:
+    stock = MinMaxMetric.forward
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not in_step():
+            return stock(self, *args, **kwargs)
+        # Each instance has its `compute` wrapped, since it was made.
+        with replaced(self, "compute", functools.partial(_extremes, self)):
+            return stock(self, *args, **kwargs)
+
+    return forward
+
+
+def _extremes(metric: Any) -> dict[str, Any]:
+    """As `MinMaxMetric.compute`."""
+    value = metric._base_metric.compute()
+    if not metric._is_suitable_val(value):
+        raise RuntimeError(f"Returned value from base metric should be a float or scalar tensor, but got {value}.")
+    value = torch.as_tensor(value)
+    most, least = metric.max_val.to(value.device), metric.min_val.to(value.device)
+    # As of Python's comparisons: with NaN, the former value stays.
+    metric.max_val = torch.where(most < value, value, most)
+    metric.min_val = torch.where(least > value, value, least)
+    return {"raw": value, "max": metric.max_val, "min": metric.min_val}
 
 
 def _never_equal_in_steps() -> Callable[..., bool]:

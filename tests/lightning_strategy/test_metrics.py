@@ -125,6 +125,29 @@ class LoggedOnStep(Classifier):
         self.of_batches.append(float(outputs["auroc"]))
 
 
+class LoggingExtremes(Classifier):
+    """The smallest and the largest value of a metric, of it alone and in a collection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone = torchmetrics.MinMaxMetric(classification.MulticlassAccuracy(CLASSES))
+        self.together = torchmetrics.MetricCollection(
+            {"of": torchmetrics.MinMaxMetric(classification.MulticlassAccuracy(CLASSES, average="micro"))}
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> STEP_OUTPUT:
+        scores = self.net(batch[0])
+        alone = self.alone(scores, batch[1])
+        self.log_dict({**self.together(scores, batch[1]), **{f"alone {name}": alone[name] for name in alone}})
+        return super().training_step(batch, batch_idx)
+
+
+def test_extremes_of_a_metric() -> None:
+    ours, plain = fit_both(LoggingExtremes, max_epochs=2)
+    assert {"raw", "min", "max", "alone raw", "alone min", "alone max"} < plain.trainer.logged_metrics.keys()
+    assert_same_metrics(ours.trainer, plain.trainer)
+
+
 def test_value_that_cannot_be_traced_is_computed_behind_the_step() -> None:
     ours, plain = fit_both(LoggedOnStep)
     assert (ours.counters.compiles, ours.counters.executions) == (1, 12), ours.compiles
