@@ -286,3 +286,38 @@ def test_profiler_scopes() -> None:
             assert caught.value.filename == __file__
             lines, first = inspect.getsourcelines(wrong)
             assert first <= (caught.value.lineno or 0) < first + len(lines)
+
+
+def test_a_search_for_nan_is_named() -> None:
+    xla_adapters.initialize()
+    weight = torch.ones(3, device=DEVICE, requires_grad=True)
+    with (
+        pytest.raises(GraphBreakError, match=r"(?s)set_detect_anomaly, by which.*check_nan=False"),
+        torch.autograd.set_detect_anomaly(True),
+        xla_adapters.step(),
+    ):
+        weight.square().sum().backward()
+    with torch.autograd.set_detect_anomaly(True, check_nan=False), xla_adapters.step():
+        weight.square().sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_learning_rate_on_the_device_is_named(optimizer: Any) -> None:
+    xla_adapters.initialize()
+    weight = torch.ones(3, device=DEVICE, requires_grad=True)
+    updates = optimizer([weight], lr=torch.tensor(0.1).to(DEVICE), foreach=False)
+    with pytest.raises(GraphBreakError, match=r"(?s)a learning rate that is a tensor.*lr=0.1"), xla_adapters.step():
+        weight.square().sum().backward()
+        updates.step()
+
+
+def test_a_step_in_inference_mode() -> None:
+    xla_adapters.initialize()
+    model = torch.nn.Linear(3, 1).to(DEVICE)
+    step = xla_adapters.CompiledStep(lambda values: model(values).sum())
+    with torch.inference_mode():
+        found = [step(torch.full((2, 3), float(number))).item() for number in range(4)]
+    expected = [model(torch.full((2, 3), float(number), device=DEVICE)).sum().item() for number in range(4)]
+    assert found == pytest.approx(expected)

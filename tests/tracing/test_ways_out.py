@@ -124,7 +124,7 @@ ALSO = {
     "unique_consecutive": "unique",
     "repeat_interleave": "repeat_interleave without output_size",
 }
-ELSEWHERE = {"_ctc_loss", "multinomial", "to", "torchvision::nms"}
+ELSEWHERE = {"_ctc_loss", "multinomial", "to", "torchvision::nms", ways_out.SEARCH_FOR_NAN, ways_out.TENSOR_AS_RATE}
 
 
 def test_each_entry_is_tried_here() -> None:

@@ -15,7 +15,7 @@ from xla_adapters.tracing.step_mode import StepMode
 from xla_adapters.utils.location import Location, is_plumbing, location_of_line
 
 # The frame in which torch's Python calls the autograd engine.
-_ENGINE = "_engine_run_backward"
+ENGINE = "_engine_run_backward"
 # Parts of an operator's name that say nothing of which one it is.
 _GENERIC = frozenset(("", "aten", "backward", "forward", "out", "ex", "input", "with", "to", "torch", "special"))
 
@@ -76,7 +76,7 @@ def _roots(traceback: TracebackType | None) -> list[Any]:
     roots: list[Any] = []
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if code.co_name == _ENGINE:
+        if code.co_name == ENGINE:
             outputs = traceback.tb_frame.f_locals["t_outputs"]
             roots = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
         elif roots and not is_plumbing(code.co_filename):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import TracebackType
 
 import torch
 
@@ -10,11 +11,15 @@ from xla_adapters.errors import BreakKind, GraphBreakError
 from xla_adapters.runtime import Runtime, RuntimeEvent
 from xla_adapters.tracing.answers import Answers
 from xla_adapters.tracing.breaks import Break, BreakPolicy, ProfilerScopes, classify_read, kind_of_error
-from xla_adapters.tracing.forward_lines import failed_call, line_by_name, refused_function
+from xla_adapters.tracing.forward_lines import ENGINE, failed_call, line_by_name, refused_function
 from xla_adapters.tracing.library_reads import LibraryReads, library_reads
 from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.undo_log import UndoLog
+from xla_adapters.tracing.ways_out import SEARCH_FOR_NAN, TENSOR_AS_RATE
 from xla_adapters.utils.location import Location, current_location, location_of, location_of_line
+
+# The folder of torch's optimizers.
+_OPTIMIZERS = "/torch/optim/"
 
 
 class GraphBreaks:
@@ -162,10 +167,11 @@ class GraphBreaks:
             return None
         names, pending = self._new_host_operators(), tracing.pending_count()
         location, backward = location_of(error.__traceback__), None
-        called = refused_function(error.__traceback__)
+        cause = "" if names else _cause(error.__traceback__, self._runtime)
+        called = cause or refused_function(error.__traceback__)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             forward = failed_call(error.__traceback__, operations, names, tracing.is_forbidden_execution)
-        if forward is not None:
+        if forward is not None and not cause:
             location, backward = location_of_line(forward.file, forward.line), location
             called = getattr(forward.function, "__name__", "")
         return self._policy.error(
@@ -252,12 +258,27 @@ class GraphBreaks:
         )
 
 
+def _cause(traceback: TracebackType | None, runtime: Runtime) -> str:
+    """Why torch itself has read a value: to look for NaN, or for a learning rate; empty if for neither."""
+    looks_for_nan = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    while traceback is not None:
+        frame, traceback = traceback.tb_frame, traceback.tb_next
+        if looks_for_nan and frame.f_code.co_name == ENGINE:
+            return SEARCH_FOR_NAN
+        rate = frame.f_locals.get("lr") if _OPTIMIZERS in frame.f_code.co_filename else None
+        if isinstance(rate, torch.Tensor) and runtime.device.owns(rate):
+            return TENSOR_AS_RATE
+    return ""
+
+
 def _on_host(names: list[str]) -> str:
     several = len(names) > 1
     return f"the operator{'s' if several else ''} {', '.join(names)}, which torch_xla computes on the host"
 
 
 def _hidden(called: str) -> str:
+    if called in (SEARCH_FOR_NAN, TENSOR_AS_RATE):
+        return called
     if called == "to":
         return "the gradient of a tensor on the host, which the step copies to the device: the backward copies it back"
     function = f"{called}, " if called and called != "backward" else ""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+SEARCH_FOR_NAN = "torch.autograd.set_detect_anomaly, by which the backward reads each gradient, to look for NaN"
+TENSOR_AS_RATE = "an update by a learning rate that is a tensor on the device, which torch reads"
+
 _FFT = (
     "multiply by the matrix of the transform, for lengths up to a few thousand: angle = 2 * math.pi / n * "
     "torch.outer(torch.arange(n // 2 + 1), torch.arange(n)), made once; the real part of rfft(x) is x @ angle.cos().T, "
@@ -41,6 +44,15 @@ _ROI_ALIGN = (
     "height, width, sampling_ratio, aligned), where rois has the image's number before each box"
 )
 
+_ANOMALY = (
+    "look for NaN in an eager run (xla_mode='eager'), or with torch.autograd.set_detect_anomaly(True, check_nan=False) "
+    "have only the lines of errors told"
+)
+_RATE = (
+    "give a number (lr=0.1): it is an input of the graph, so that a schedule changes it without a compile; or "
+    "capturable=True, where the optimizer has it"
+)
+
 # By torch's name of the operator without its overload, or the name of the call.
 _WAYS_OUT: dict[str, str] = {
     "_fft_r2c": _FFT,
@@ -74,6 +86,8 @@ _WAYS_OUT: dict[str, str] = {
     "torchvision::nms": _NMS,
     "torchvision::roi_align": _ROI_ALIGN,
     "torchvision::_roi_align_backward": _ROI_ALIGN,
+    SEARCH_FOR_NAN: _ANOMALY,
+    TENSOR_AS_RATE: _RATE,
     "repeat_interleave": _REPEAT,
     "repeat_interleave without output_size": _REPEAT,
 }

@@ -97,9 +97,16 @@ def results_of_transforms(notify: Callable[[Any], None]) -> Iterator[None]:
 def inference_mode_as_no_grad() -> Iterator[None]:
     """Inside the context, `torch.inference_mode()` only disables gradients, as `torch.no_grad()`.
 
-    torch_xla cannot compute with inference tensors (`Cannot set version_counter for inference tensor`).
+    torch_xla cannot compute with inference tensors (`Cannot set version_counter for inference tensor`). If it is on
+    already, it is switched off inside.
     """
-    with replaced(torch.inference_mode, "__enter__", _without_gradients(torch.inference_mode.__enter__)):
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        stack.enter_context(
+            replaced(torch.inference_mode, "__enter__", _without_gradients(torch.inference_mode.__enter__))
+        )
         yield
 
 

@@ -48,6 +48,8 @@ def unknown_mode() -> str | None:
     unknown = next((mode for mode in modes if type(mode) is not DeviceContext), None)
     if unknown is not None:
         return f"{type(unknown).__qualname__} is on, which sees each operator of a traced step"
+    if torch.is_inference_mode_enabled():
+        return "torch.inference_mode is on, in which a replay has no tensors for its results"
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "hooks on saved tensors are on (torch.autograd.graph.saved_tensors_hooks)"
     if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
