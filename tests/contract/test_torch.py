@@ -27,6 +27,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
 from torch.library import Library, get_kernel
+from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -134,6 +135,20 @@ def test_attention_hands_out_its_weights() -> None:
     attended, weights = torch.ops.aten._scaled_dot_product_attention_math(query, key, value)
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4))
     torch.testing.assert_close(weights @ value, attended)
+
+
+def test_only_transformers_of_torch_compare_masks() -> None:
+    library: Any = nn.modules.transformer
+    assert list(inspect.signature(library._detect_is_causal_mask).parameters) == ["mask", "is_causal", "size"]
+    for user, masks in ((nn.TransformerEncoder, "mask, is_causal"), (nn.TransformerDecoder, "tgt_mask, tgt_is_causal")):
+        assert f"_detect_is_causal_mask({masks}, seq_len)" in inspect.getsource(user.forward)
+
+
+def test_parametrizations_give_parameters_another_memory_by_one_function() -> None:
+    assert list(inspect.signature(parametrize._maybe_set).parameters) == ["dest", "src"]
+    source = inspect.getsource(parametrize)
+    assert source.count(".set_(") == 1
+    assert source.count("    _maybe_set(") == 5
 
 
 @isolated

@@ -46,6 +46,49 @@ def test_as_on_the_host(momentum: float | None) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+# ---- masks of torch's own transformers -------------------------------------------------------------
+
+
+class _Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.Transformer(8, 2, 1, 1, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, inputs: torch.Tensor, mask: torch.Tensor) -> Any:
+        return self.pair(inputs, inputs, src_mask=mask, tgt_mask=mask)
+
+
+class _Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True), 1)
+
+    def forward(self, inputs: torch.Tensor, mask: torch.Tensor) -> Any:
+        return self.encoder(inputs, mask=mask)
+
+
+def _with_mask(make: Any, device: str, causal: bool, scope: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    net = make().to(device)
+    inputs = torch.randn(2, 5, 8).to(device)
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    with scope:
+        result = net(inputs, (mask if causal else mask.T).to(device))
+        result.square().sum().backward()
+    return [result.detach().cpu(), *(parameter.grad.cpu() for parameter in net.parameters())]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("make", [_Encoder, _Pair])
+def test_an_attention_mask_is_not_read(make: Any, causal: bool) -> None:
+    """torch compares it with a causal one."""
+    xla_adapters.initialize()
+    expected = _with_mask(make, "cpu", causal, nullcontext())
+    found = _with_mask(make, DEVICE, causal, xla_adapters.step())
+    for value, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-4)
+
+
 # ---- norms of inputs that are narrower than the weights -------------------------------------------
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 import xla_adapters
 from tests.device import DEVICE
@@ -113,3 +113,42 @@ def test_sparse_adam_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedOptionError, match=r"SparseAdam .* takes sparse gradients only"), xla_adapters.step():
         embedding(torch.tensor([0, 2], device=DEVICE)).sum().backward()
         optimizer.step()
+
+
+class _Symmetric(nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values.triu() + values.triu(1).mT
+
+    def right_inverse(self, values: torch.Tensor) -> torch.Tensor:
+        return values.triu()
+
+
+def test_a_weight_is_parametrized_on_the_device() -> None:
+    xla_adapters.initialize()
+
+    def trained(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        linear = nn.Linear(4, 4).to(device)
+        weight = linear.weight
+        parametrize.register_parametrization(linear, "weight", _Symmetric())
+        assert linear.parametrizations["weight"].original is weight
+        optimizer = torch.optim.SGD(linear.parameters(), 0.1)
+
+        def train(values: torch.Tensor) -> torch.Tensor:
+            loss = linear(values).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step: Any = CompiledStep(train) if device == DEVICE else train
+        losses = [step(torch.full((2, 4), float(number))).cpu() for number in range(4)]
+        linear.weight = torch.ones(4, 4, device=device)
+        assert linear.parametrizations["weight"].original is weight
+        losses += [step(torch.ones(2, 4)).cpu() for _ in range(3)]
+        parametrize.remove_parametrizations(linear, "weight")
+        assert linear.weight is weight
+        return [*losses, linear.weight.detach().cpu()]
+
+    for found, expected in zip(trained(DEVICE), trained("cpu"), strict=True):
+        torch.testing.assert_close(found, expected)

@@ -12,7 +12,7 @@ from xla_adapters.errors import ConfigError, RuntimeOrderError
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.interface import CompiledMemory, Device, Metrics, Runtime, RuntimeEvent
 from xla_adapters.runtime.interface.device import Tuning
-from xla_adapters.runtime.patches import save_from_device
+from xla_adapters.runtime.patches import parametrize_by_copying, save_from_device, use_attention_masks_as_given
 from xla_adapters.runtime.tiles import Part, TileAssignment
 
 __all__ = [
@@ -172,6 +172,8 @@ def initialize(
         used.device.use_compile_cache(cache_dir)
     used.device.initialize(spmd=spmd, tuning=Tuning(fast_compile=fast_compile, keep_memory=keep_memory))
     save_from_device(used)
+    use_attention_masks_as_given()
+    parametrize_by_copying()
     if eager:
         switch_eager(True)
 

@@ -1,6 +1,7 @@
 """Functions of torch and safetensors that are replaced as the runtime starts: they treat the device as others.
 
-Parameters stay the same objects when a module is moved to the device, and safetensors saves tensors that are on it.
+Parameters stay the same objects when a module is moved to the device and can be parametrized there, attention masks are
+not read from it, and safetensors saves tensors that are on it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from xla_adapters.runtime.interface import Runtime
 from xla_adapters.utils.nested_values import Identity, identity
@@ -83,6 +85,56 @@ def _kept(old: torch.Tensor, new: torch.Tensor, device_type: str) -> torch.Tenso
         return new
     vars(old).update(attributes)
     return old
+
+
+# ---- parametrizations -----------------------------------------------------------------------------
+
+
+def parametrize_by_copying() -> None:
+    """From now on `torch.nn.utils.parametrize` copies values into parameters on the device.
+
+    It gives them the memory of another tensor (`Tensor.set_`), after which torch lets nobody write to such a one.
+    """
+    original = parametrize._maybe_set
+    if hasattr(original, "of_xla_adapters"):
+        return
+
+    @functools.wraps(original)
+    def maybe_set(dest: torch.Tensor, src: torch.Tensor) -> None:
+        if not _is_on_device(dest):
+            original(dest, src)
+        elif dest.shape == src.shape:
+            with torch.no_grad():
+                dest.copy_(src)
+        else:
+            dest.data = src.detach().clone()
+
+    maybe_set.of_xla_adapters = True  # type: ignore[attr-defined]
+    parametrize._maybe_set = maybe_set
+
+
+# ---- attention masks -------------------------------------------------------------------------------
+
+
+def use_attention_masks_as_given() -> None:
+    """From now on `nn.TransformerEncoder` and `nn.TransformerDecoder` do not compare a mask with the causal one.
+
+    torch reads the mask, to replace a causal one by a flag, from which it makes the same mask again. With the mask as
+    it was given the results are the same. Callers that give `is_causal` are answered as before.
+    """
+    library: Any = nn.modules.transformer
+    original = library._detect_is_causal_mask
+    if hasattr(original, "of_xla_adapters"):
+        return
+
+    @functools.wraps(original)
+    def detect(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        if is_causal is None and _is_on_device(mask):
+            return False
+        return bool(original(mask, is_causal, size))
+
+    detect.of_xla_adapters = True  # type: ignore[attr-defined]
+    library._detect_is_causal_mask = detect
 
 
 # ---- safetensors ----------------------------------------------------------------------------------
