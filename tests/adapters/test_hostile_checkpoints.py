@@ -58,7 +58,6 @@ def test_every_file_that_a_trainer_saves(kind: str, tmp_path: Path) -> None:
     assert_refused(path, tmp_path / "ran", lambda: training(kind, None, steps=2).run(path))
 
 
-@pytest.mark.isolated(env={"CPU_NUM_DEVICES": "8"})
 @each_trainer
 def test_every_file_of_a_sharded_checkpoint(kind: str, tmp_path: Path) -> None:
     def saves() -> None:
@@ -66,7 +65,7 @@ def test_every_file_of_a_sharded_checkpoint(kind: str, tmp_path: Path) -> None:
         sharding = ShardingConfig(scheme="fsdp", checkpoints="sharded")
         train(kind, tmp_path / "run", steps=2, save_every=2, batch=8, sharding=sharding)
 
-    run_in_child(saves)
+    run_in_child(saves, env={"CPU_NUM_DEVICES": "8"})
     path = checkpoint(kind, tmp_path / "run", 2)
     (path / MANIFEST).unlink()
     assert ".metadata" in {file.name for file in path.rglob("*")}

@@ -170,7 +170,7 @@ def test_a_checkpoint_that_the_user_has_converted(resume: str, tmp_path: Path) -
             run(tmp_path, resume=asked)
     with pytest.warns(CheckpointWarning, match="checkpoint-4 differs from its manifest"):
         resumed = run(tmp_path, resume=asked, checkpoint={"trust_files": True})
-    assert resumed.losses == whole.losses[4:]
+    assert resumed.losses == whole.losses
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {

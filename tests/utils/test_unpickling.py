@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from transformers.trainer_pt_utils import safe_globals
 
 from tests.planted import plants, saved
 from xla_adapters.cli import main
 from xla_adapters.errors import CheckpointUnsafeError
 from xla_adapters.sharding.state.loading import load_state, load_whole, read_metadata
-from xla_adapters.utils.unpickling import load_values, unpickle
+from xla_adapters.utils.unpickling import load_values, only_values, unpickle
 
 pytestmark = pytest.mark.isolated
 
@@ -71,7 +72,7 @@ def test_attributes_of_an_allowed_class_are_not_set() -> None:
 def test_what_trainings_save_is_read(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     values = {
-        "arrays": [np.arange(6.0).reshape(2, 3), np.array(["a", "bc"]), np.array([True]), np.zeros(0, np.int8)],
+        "arrays": [np.arange(6.0).reshape(2, 3), np.array([True]), np.zeros(0, np.int8)],
         "numbers": [np.float64(0.1), np.int64(3), np.float32(2), 1 + 2j, 10**30, None, True, b"bytes"],
         "random": (np.random.get_state(), np.random.get_state(legacy=False), generator.bit_generator.state),
         "tensors": [
@@ -93,11 +94,58 @@ def test_what_trainings_save_is_read(tmp_path: Path) -> None:
             np.random.set_state(found["random"][0])
 
 
-def test_arrays_that_an_older_numpy_saved() -> None:
+def test_arrays_of_another_machine_and_an_older_numpy() -> None:
+    assert load_values(io.BytesIO(saved(np.arange(3, dtype=">i4"))), "other").tolist() == [0, 1, 2]
     data = saved(np.arange(3), _use_new_zipfile_serialization=False)
     old = data.replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n")
     assert old != data
     assert load_values(io.BytesIO(old), "old").tolist() == [0, 1, 2]
+
+
+class Forged:
+    """Pickles an array of numbers that says that they are objects."""
+
+    def __init__(self, **changed: Any) -> None:
+        self._changed = changed
+
+    def __reduce__(self) -> Any:
+        make, arguments, state = np.zeros(2).__reduce__()
+        return make, arguments, (*state[:2], _ForgedDtype(**self._changed), *state[3:])
+
+
+class _ForgedDtype(Forged):
+    def __reduce__(self) -> Any:
+        make, arguments, state = np.dtype("f8").__reduce__()
+        place = {"subdtype": 2, "names": 3, "fields": 4, "flags": 7}
+        changed = list(state)
+        for name, value in self._changed.items():
+            changed[place[name]] = value
+        return make, arguments, tuple(changed)
+
+
+class _Objects:
+    """Pickles the dtype of objects."""
+
+    def __reduce__(self) -> Any:
+        return np.dtype, ("O",)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"names": ("a",), "fields": {"a": (_Objects(), 0)}},
+        {"subdtype": (_Objects(), (1,))},
+        {"flags": 63},
+    ],
+)
+def test_an_array_whose_numbers_would_be_addresses(changed: dict[str, Any]) -> None:
+    assert type(pickle.loads(pickle.dumps(Forged()))) is np.ndarray
+    for value in (Forged(**changed), {"a": [(1, argparse.Namespace(b={2: Forged(**changed)}))]}):
+        with pytest.raises(CheckpointUnsafeError, match=r"file holds .*\(it has an array that says"):
+            load_values(io.BytesIO(saved(value)), "file")
+    # transformers allows the same where it reads random states.
+    with safe_globals(), pytest.raises(CheckpointUnsafeError), only_values("file"):
+        torch.load(io.BytesIO(saved(Forged(**changed))), weights_only=True)
 
 
 class Own:

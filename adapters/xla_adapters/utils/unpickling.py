@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from xla_adapters.errors import CheckpointUnsafeError
+from xla_adapters.utils.patching import replaced
 
 # What pickle raises on bytes that are no pickle, or that call an allowed class with arguments it does not take.
 _OF_WRONG_BYTES = (
@@ -61,13 +62,50 @@ def only_values(name: object) -> Iterator[None]:
     with _LOCK:
         # Those that the user allowed stay allowed afterwards.
         allowed = torch.serialization.get_safe_globals()
-        with torch.serialization.safe_globals([item for item in _harmless() if item not in allowed]):
+        missing = [item for item in _harmless() if item not in allowed]
+        with torch.serialization.safe_globals(missing), replaced(torch, "load", _checking(torch.load)):
             try:
                 yield
             except CheckpointUnsafeError:
                 raise
             except pickle.UnpicklingError as error:
                 raise _refused(name, error) from error
+
+
+def _checking(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.load`, that refuses arrays whose bytes numpy would take for addresses of objects."""
+
+    @functools.wraps(load)
+    def checked(f: Any, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> Any:
+        if weights_only is False:
+            return load(f, *args, weights_only=False, **kwargs)
+        try:
+            value = load(f, *args, weights_only=weights_only, **kwargs)
+        except _OF_WRONG_BYTES as error:
+            raise pickle.UnpicklingError(str(error) or type(error).__name__) from error
+        if any(map(_is_forged, _arrays_in(value))):
+            raise pickle.UnpicklingError("it has an array that says that numbers are something else")
+        return value
+
+    return checked
+
+
+def _arrays_in(value: Any) -> Iterator[np.ndarray[Any, Any]]:
+    if isinstance(value, np.ndarray):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _arrays_in([*value.keys(), *value.values()])
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _arrays_in(item)
+    elif isinstance(value, argparse.Namespace):
+        yield from _arrays_in(vars(value))
+
+
+def _is_forged(array: np.ndarray[Any, Any]) -> bool:
+    """Whether the array's dtype is not the one of its numbers: a pickle can give it any fields and flags."""
+    dtype, known = array.dtype, np.dtype(array.dtype.type)
+    return dtype.fields is not None or dtype.subdtype is not None or dtype.flags != known.flags
 
 
 def unpickle(file: IO[bytes], allowed: Mapping[str, Any], name: object) -> Any:
@@ -106,15 +144,15 @@ class _Unpickler(pickle._Unpickler):
         return self._allowed[full]
 
     def load_build(self) -> None:
-        if isinstance(self.stack[-2], type):
+        if isinstance(self.stack[-2], type):  # type: ignore[attr-defined]
             raise pickle.UnpicklingError("it sets attributes of a class")
-        pickle._Unpickler.load_build(self)
+        pickle._Unpickler.load_build(self)  # type: ignore[attr-defined]
 
     dispatch[pickle.BUILD[0]] = load_build
 
 
 @functools.cache
-def _harmless() -> tuple[Callable[..., Any] | tuple[Callable[..., Any], str], ...]:
+def _harmless() -> tuple[Any, ...]:
     """Classes, and functions of numpy that make arrays; none does more with its arguments than to keep them."""
     array, number = (value.__reduce__()[0] for value in (np.zeros(0), np.float64(0)))
     # The module had another name before numpy 2.
@@ -123,7 +161,8 @@ def _harmless() -> tuple[Callable[..., Any] | tuple[Callable[..., Any], str], ..
         for module in ("numpy._core", "numpy.core")
         for function, name in ((array, "_reconstruct"), (number, "scalar"))
     ]
-    dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefdgFDGSUmM"}
+    # Not those whose items have a size that a file says.
+    dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefdgFDG"}
     # Their module has another name from Python 3.13 on.
     paths = [
         (kind, f"{module}.{kind.__name__}")
@@ -132,7 +171,8 @@ def _harmless() -> tuple[Callable[..., Any] | tuple[Callable[..., Any], str], ..
     ]
     dates = (datetime.date, datetime.datetime, datetime.timedelta)
     # `bytes` are called for an empty one.
-    return (*made, np.ndarray, np.dtype, *dtypes, *paths, *dates, bytes, frozenset, range, slice, argparse.Namespace)
+    values = (bytes, frozenset, range, slice, argparse.Namespace)
+    return (*made, np.ndarray, np.dtype, *dtypes, *paths, *dates, *values)
 
 
 def _refused(name: object, error: Exception) -> CheckpointUnsafeError:
