@@ -101,9 +101,9 @@ class GraphSlots:
     # ---- the state -----------------------------------------------------------------------------------
 
     def _grads(self, undo_log: UndoLog) -> None:
-        before_step = [id(before) for _, before in undo_log.leaves() if before is not None]
+        before_step = [storage_of(before) for _, before in undo_log.leaves() if before is not None]
         if len(set(before_step)) < len(before_step):
-            raise CannotReplay("two parameters have one tensor as their gradient")
+            raise CannotReplay("the gradients of two parameters share their memory")
         for leaf, before in undo_log.leaves():
             if id(leaf) in self._batch:
                 if leaf.grad is not None:
