@@ -337,9 +337,8 @@ class GraphSlots:
         """See `GraphValues`."""
         read = [source for source in sources if isinstance(source, Slot) and source.kind not in ("tensor", "batch")]
         written = [slot for slots in targets for slot in slots if slot.kind in ("grad", "extra")]
-        return list(
-            {slot.key: slot for slot in (*read, *written) if slot in read or slot.key in self.storages}.values()
-        )
+        written = [slot for slot in written if slot.key in self.storages]
+        return list({slot.key: slot for slot in (*read, *written)}.values())
 
     def storage_at(self, slot: Slot) -> int:
         """The storage of the tensor that was at a slot before the step."""
