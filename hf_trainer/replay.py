@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import typing
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -81,7 +82,9 @@ def _examine(trainer: Any, functions: Mapping[str, Any], analysis: Analysis) -> 
         analysis.examine(trainer.model, (), {UNKNOWN: DATA})
         for part, function in functions.items():
             if part == "compute_loss":
-                if overridden(trainer, (part,)) is not None:
+                if _is_of_sentence_transformers(function):
+                    _examine_losses(trainer.loss, analysis)
+                elif overridden(trainer, (part,)) is not None:
                     # The batch is the trainer's own copy.
                     analysis.examine(trainer.compute_loss, [Value((trainer.model,))], {UNKNOWN: DATA})
             elif part in _GIVEN or part.startswith(_LOSS):
@@ -93,6 +96,26 @@ def _examine(trainer: Any, functions: Mapping[str, Any], analysis: Analysis) -> 
     except Unsafe as error:
         name = overridden(trainer, (part,)) or f"the {part} of your own"
         raise Unsafe(f"{name} is not known to be safe to leave out: {error}") from None
+
+
+def _is_of_sentence_transformers(compute_loss: Any) -> bool:
+    function = getattr(compute_loss, "__func__", None)
+    return getattr(function, "__module__", "").startswith("sentence_transformers.") and is_trusted(function)
+
+
+def _examine_losses(losses: Any, analysis: Analysis) -> None:
+    """Follows what `compute_loss` of sentence-transformers calls: a loss, or one for each data set.
+
+    Raises:
+        Unsafe: as `Analysis.examine`; or the parts of a loss are added up in the trainer.
+    """
+    for loss in losses.values() if isinstance(losses, dict) else [losses]:
+        if not isinstance(loss, torch.nn.Module):
+            raise Unsafe(f"its loss is a {type(loss).__name__}")
+        returned = typing.get_type_hints(type(loss).forward).get("return")
+        if returned is not torch.Tensor:
+            raise Unsafe(f"{type(loss).__name__} returns the parts of the loss, which the trainer adds up for its log")
+        analysis.examine(loss, (), {UNKNOWN: DATA})
 
 
 def _called_by(model: PreTrainedModel, name: str) -> Iterator[tuple[str, Any]]:

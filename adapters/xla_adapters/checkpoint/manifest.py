@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -138,11 +139,18 @@ def versions(distributions: Iterable[str] = ()) -> dict[str, str]:
     """The versions of Python, torch, its runtime, numpy, this package, and `distributions`, as far as installed."""
     found = {"python": platform.python_version()}
     for name in ("torch", "torch_xla", "torch_tpu", "numpy", "xla-adapters", *distributions):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        if (version := _version(name)) is not None:
+            found[name] = version
     return found
+
+
+# Each save writes them; finding them takes as long as writing a small file.
+@functools.cache
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _digest(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import warnings
@@ -122,20 +123,12 @@ def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], prefli
         curve: as `RunReport.curve`.
         preflight: as `RunReport.preflight`.
     """
-    # Late: a training needs it at its end only.
-    import jinja2
-
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters.update(number="{:,}".format, size=in_bytes, seconds=_seconds, percent="{:.1%}".format)
-    template = environment.from_string(
-        resources.files("xla_adapters.insight").joinpath("report.html").read_text("utf-8")
-    )
     drawn = ("median", "slowest") if report["steps"]["steps"] > len(curve) else ("slowest",)
     measured = [event for event in report["compiles"] if event["memory"] is not None]
     largest = max(measured, key=lambda event: event["memory"]["total"], default=None)
     memory: Mapping[str, int] = {} if largest is None else largest["memory"]
     kinds = [(name, memory.get(name, 0) / (1 << 20)) for name in ("inputs", "outputs", "temporaries", "code")]
-    return template.render(
+    return template().render(
         report=report,
         preflight=preflight,
         limit=_ROWS,
@@ -153,6 +146,18 @@ def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], prefli
         largest=largest,
         memory_kinds=[(name, size) for name, size in kinds if size],
     )
+
+
+# Compiling it takes longer than a page.
+@functools.cache
+def template() -> Any:
+    """The template of the page, of jinja2."""
+    # Late: a training needs it at its end only.
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters.update(number="{:,}".format, size=in_bytes, seconds=_seconds, percent="{:.1%}".format)
+    return environment.from_string(resources.files("xla_adapters.insight").joinpath("report.html").read_text("utf-8"))
 
 
 def _seconds(seconds: float) -> str:

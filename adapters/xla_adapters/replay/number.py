@@ -90,7 +90,8 @@ def find_roles(
             for role in range(len(optimizers) if number.of_update else 0)
             if cast(optimizers[role], dtype) == now and cast(optimizers_before[role], dtype) == before
         )
-        if not number.roles and now != before:
+        # NaN is not equal to itself.
+        if not number.roles and now != before and not (now != now and before != before):
             raise CannotReplay(f"a Python number in the graph changes from call to call ({before:g}, {now:g})")
         number.constant = not number.roles or (now == before and now in _OF_OPERATORS)
     roles = {role for number in numbers for role in number.roles}

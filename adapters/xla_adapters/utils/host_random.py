@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+# Generators of numpy with so many numbers or less have some that are no int64.
+_FEW = 64
+
 
 @dataclass(frozen=True)
 class HostRandom:
@@ -57,8 +60,11 @@ class HostRandom:
         )
 
     def to_save(self) -> dict[str, Any]:
-        """The states as plain values, which `torch.load(weights_only=True)` can read."""
-        return {"python": self.python, "numpy": self.numpy, "torch": self.torch}
+        """The states as tensors and plain values, which `torch.load(weights_only=True)` can read."""
+        version, numbers, gauss = self.python
+        # Pickling tells thousands of numbers one by one.
+        python = version, torch.tensor(numbers), gauss
+        return {"python": python, "numpy": _with_tensors(self.numpy), "torch": self.torch}
 
     @classmethod
     def of_saved(cls, saved: Mapping[str, Any]) -> HostRandom:
@@ -69,7 +75,9 @@ class HostRandom:
             name, keys, position, *second = numpy
             state = {"key": keys.tolist(), "pos": position}
             numpy = {"bit_generator": name, "state": state, **dict(zip(("has_gauss", "gauss"), second, strict=True))}
-        return cls(saved["python"], numpy, saved["torch"])
+        version, numbers, gauss = saved["python"]
+        numbers = tuple(numbers.tolist() if isinstance(numbers, torch.Tensor) else numbers)
+        return cls((version, numbers, gauss), _plain(numpy), saved["torch"])
 
 
 @contextmanager
@@ -85,4 +93,10 @@ def host_random_numbers_kept() -> Iterator[None]:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
-    return value.tolist() if isinstance(value, np.ndarray) else value
+    return value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else value
+
+
+def _with_tensors(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_tensors(item) for name, item in value.items()}
+    return torch.tensor(value) if isinstance(value, list) and len(value) > _FEW else value

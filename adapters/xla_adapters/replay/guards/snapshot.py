@@ -24,7 +24,13 @@ from torch.utils.hooks import RemovableHandle
 
 from xla_adapters.replay.guards.part import Part, PartsCheck, Slots, said
 from xla_adapters.replay.safety.guards import content_of
-from xla_adapters.replay.safety.trusted import is_installed_file, is_trusted, is_users_alone, is_users_file
+from xla_adapters.replay.safety.trusted import (
+    is_installed_file,
+    is_trusted,
+    is_users_alone,
+    is_users_class,
+    is_users_file,
+)
 from xla_adapters.utils.nested_values import ABSENT, is_constant, is_plain_enum, is_simple, same_bits
 from xla_adapters.utils.torch_modes import unused_in_steps
 
@@ -43,6 +49,8 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, tuple, deque)
 # Objects that never change, or that do not change what a module computes.
 _FIXED = (inspect.Signature, re.Pattern, pathlib.PurePath, types.ModuleType, property, RemovableHandle)
+# Annotations of types; tokenizers (the forward of a model gets numbers of tokens).
+_FIXED_MODULES = ("typing", "tokenizers")
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _METHODS = frozenset(vars(nn.Module))
 _HOST_NUMBERS = 1024
@@ -169,7 +177,10 @@ class ModuleSnapshot:
             return
         elif type(value) in _MAPPINGS:
             self._mapping(value, path, lenient, depth)
-        elif type(value) in _SEQUENCES:
+        elif isinstance(value, str) and is_trusted(type(value)):
+            # It never changes, as a plain one.
+            return
+        elif type(value) in _SEQUENCES or (isinstance(value, tuple) and is_trusted(type(value))):
             self._parts.append(Part(value, path, None, len(value)))
             for item in value:
                 self._value(item, path, lenient, depth - 1)
@@ -181,7 +192,7 @@ class ModuleSnapshot:
             self._value((value.__func__, value.__self__), path, lenient, depth - 1)
         elif isinstance(value, (*_FUNCTIONS, type)):
             self._function(value, path, lenient, depth)
-        elif isinstance(value, _FIXED) or lenient:
+        elif isinstance(value, _FIXED) or type(value).__module__ in _FIXED_MODULES or lenient:
             return
         elif is_trusted(type(value)) and (hasattr(value, "__dict__") or _has_only_slots(type(value))):
             # A configuration of a library.
@@ -205,7 +216,8 @@ class ModuleSnapshot:
             self._value(item, f"{path}.{key}", lenient, depth - 1)
 
     def _function(self, value: Any, path: str, lenient: bool, depth: int) -> None:
-        if not is_trusted(value) and not lenient:
+        is_own = is_users_class(value) if isinstance(value, type) else not is_trusted(value)
+        if is_own and not lenient:
             self._refuse(f"{path} is {getattr(value, '__qualname__', value)}, code of your own in a library's module")
         for cell in getattr(value, "__closure__", None) or ():
             if isinstance(content_of(cell), (types.FunctionType, types.MethodType)):

@@ -243,8 +243,18 @@ class Analysis(Expressions):
                 pairs = list(zip(target.elts, node.value.elts, strict=False))
                 if len(target.elts) != len(node.value.elts) or any(isinstance(t, ast.Starred) for t, _ in pairs):
                     pairs = [(target, node.value)]
-            for (part, _), value in zip(pairs, [self.value(value, frame) for _, value in pairs], strict=True):
+            values = [self.value(value, frame) for _, value in pairs]
+            if isinstance(target, ast.Attribute) and self._moves(target, node.value, values[0], frame):
+                continue
+            for (part, _), value in zip(pairs, values, strict=True):
                 self.assign(part, value, frame)
+
+    def _moves(self, target: ast.Attribute, value: ast.expr, moved: Value, frame: Frame) -> bool:
+        """Whether it is `owner.name = owner.name.to(...)`, which sets nothing new once the tensor is on the device."""
+        is_moved = isinstance(value, ast.Call) and ast.unparse(value.func) == f"{ast.unparse(target)}.to"
+        owners = self.value(target.value, frame).outside
+        # The attribute is guarded, as it was read.
+        return is_moved and not moved.outside and not any(isinstance(owner, torch.nn.Module) for owner in owners)
 
     def _do_annassign(self, node: ast.AnnAssign, frame: Frame) -> None:
         if node.value is not None:

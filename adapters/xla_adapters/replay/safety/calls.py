@@ -28,7 +28,7 @@ from xla_adapters.replay.safety.abstract import (
 )
 from xla_adapters.replay.safety.lookups import MODULE_CONTAINERS, Lookups, name_of
 from xla_adapters.replay.safety.promises import is_promised
-from xla_adapters.replay.safety.trusted import is_trusted, is_users_alone, is_users_class
+from xla_adapters.replay.safety.trusted import is_library_file, is_trusted, is_users_alone, is_users_class
 from xla_adapters.utils.nested_values import CONTAINERS
 from xla_adapters.utils.torch_modes import is_own_call_compiled
 
@@ -90,7 +90,7 @@ class Calls(Lookups):
             self.guards.definition(function)
             self._check_given(given, at, known=True)
             return DATA
-        if is_python and not is_trusted(function):
+        if is_python and (not is_trusted(function) or is_library_file(function.__code__.co_filename)):
             return self.function(function, owner, [*([] if owner is None else [Value((owner,))]), *arguments], options)
         return self._of_library(function, owner, arguments, options, at)
 
@@ -106,6 +106,10 @@ class Calls(Lookups):
             return self.attribute(given[0], str(given[1].constant[0]), at)
         if function is len and arguments and all(isinstance(part, nn.Module) for part in arguments[0].outside):
             self.items(arguments[0], at)
+            return DATA
+        if function is isinstance and len(given) == 2 and "*" not in options:
+            # It runs no code of the first one's.
+            self._check_given(given[1:], at)
             return DATA
         is_made = isinstance(function, MadeModule) or allowlist.is_torch_module(function)
         if is_made or (allowlist.is_allowed(function) and (owner is None or isinstance(owner, types.ModuleType))):

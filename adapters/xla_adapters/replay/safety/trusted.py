@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 import sysconfig
+import tempfile
 import types
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -17,7 +19,8 @@ TRUSTED_PACKAGES = (
     *("torch", "torch_xla", "torchvision", "transformers", "accelerate", "peft"),
     *("lightning", "lightning_utilities", "torchmetrics", "xla_adapters", "hf_trainer", "lightning_strategy"),
 )
-
+# The same of libraries that are no dependencies, with the versions that were read. Their functions are followed.
+_LIBRARIES = {"diffusers": "0.42.", "sentence_transformers": "6.2.", "timm": "1.0.", "torch_geometric": "2.8."}
 
 _BUILTIN = (
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
@@ -29,9 +32,26 @@ _STANDARD_LIBRARY = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib",
 @functools.lru_cache(maxsize=4096)
 def is_trusted_file(filename: str) -> bool:
     """Whether a file of source code belongs to a trusted package."""
-    packages = (sys.modules.get(name) for name in TRUSTED_PACKAGES)
+    return _is_in(filename, TRUSTED_PACKAGES) or is_library_file(filename)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library_file(filename: str) -> bool:
+    """Whether a file belongs to a library that is trusted in the version that is installed."""
+    read = [name for name, version in _LIBRARIES.items() if _version(name).startswith(version)]
+    # PyG writes a part of its layers into temporary files.
+    written = f"{tempfile.gettempdir()}/torch_geometric.nn."
+    return _is_in(filename, read) or ("torch_geometric" in read and filename.startswith(written))
+
+
+def _is_in(filename: str, names: Iterable[str]) -> bool:
+    packages = (sys.modules.get(name) for name in names)
     folders = (folder for package in packages if package is not None for folder in getattr(package, "__path__", ()))
     return any(filename.startswith(f"{folder}/") for folder in folders)
+
+
+def _version(name: str) -> str:
+    return str(getattr(sys.modules.get(name), "__version__", ""))
 
 
 def is_users_file(filename: str) -> bool:
