@@ -49,8 +49,6 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, tuple, deque)
 # Objects that never change, or that do not change what a module computes.
 _FIXED = (inspect.Signature, re.Pattern, pathlib.PurePath, types.ModuleType, property, RemovableHandle)
-# Annotations of types; tokenizers (the forward of a model gets numbers of tokens).
-_FIXED_MODULES = ("typing", "tokenizers")
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _METHODS = frozenset(vars(nn.Module))
 _HOST_NUMBERS = 1024
@@ -192,7 +190,7 @@ class ModuleSnapshot:
             self._value((value.__func__, value.__self__), path, lenient, depth - 1)
         elif isinstance(value, (*_FUNCTIONS, type)):
             self._function(value, path, lenient, depth)
-        elif isinstance(value, _FIXED) or type(value).__module__ in _FIXED_MODULES or lenient:
+        elif isinstance(value, _FIXED) or _is_for_people(type(value)) or lenient:
             return
         elif is_trusted(type(value)) and (hasattr(value, "__dict__") or _has_only_slots(type(value))):
             # A configuration of a library.
@@ -361,6 +359,11 @@ def _changed_trait(tensor: torch.Tensor, path: str, noted: tuple[Any, ...]) -> s
     if (tensor.dtype, tensor.shape) != noted[1:3]:
         return f"the shape or dtype of {path} changed"
     return f"a hook or an attribute of {path} changed"
+
+
+def _is_for_people(cls: type) -> bool:
+    """Whether no forward computes with it: annotations of types, tokenizers (it gets numbers), texts on a model."""
+    return cls.__module__ in ("typing", "tokenizers") or (cls.__name__.endswith("ModelCardData") and is_trusted(cls))
 
 
 def _functions(names: Mapping[str, Any]) -> tuple[str, ...]:
