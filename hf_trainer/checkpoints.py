@@ -40,6 +40,7 @@ from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError,
 from xla_adapters.loop.checkpoints import ScheduledSaves, settings_for_manifest, warn_of_differences
 from xla_adapters.loop.steps import StepDriver
 from xla_adapters.runtime.transfers import uploading
+from xla_adapters.utils.unpickling import load_values
 
 PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
 _DISTRIBUTIONS = ("transformers", "accelerate")
@@ -217,6 +218,7 @@ class CheckpointStores:
             distributions=_DISTRIBUTIONS,
             devices=self._devices,
             watchdog=Watchdog(self._options.checkpoint.stall_deadline),
+            trust_files=self._options.checkpoint.trust_files,
         )
 
 
@@ -260,7 +262,7 @@ def restore_rest(trainer: transformers.Trainer, folder: Path) -> None:
     path = folder / EXACT_RESUME
     if not path.is_file():
         return
-    saved: dict[str, Any] = torch.load(path, weights_only=True)
+    saved: dict[str, Any] = load_values(path)
     loader = trainer.callback_handler.train_dataloader
     if saved["data"] is not None and isinstance(loader, DeviceLoader):
         loader.position.resume(saved["data"])

@@ -20,6 +20,7 @@ from xla_adapters.insight.run_record import RunStats
 from xla_adapters.insight.run_report import RunReport
 from xla_adapters.insight.times import EVALUATION, INPUT, STEP
 from xla_adapters.sharding import ShardingConfig, ShardingPlan
+from xla_adapters.utils.unpickling import only_values
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -282,6 +283,10 @@ class XLATrainerMixin(_Base):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         self._xla.sharded_checkpoints.load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with only_values(checkpoint):
+            super()._load_rng_state(checkpoint)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         self._xla.checkpoints.push(checkpoint_folder)

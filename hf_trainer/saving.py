@@ -32,6 +32,7 @@ from xla_adapters.sharding.state import load_optimizer, optimizer_state, save_st
 from xla_adapters.utils.nested_values import identity, tensors_in
 from xla_adapters.utils.nested_values import replaced as with_leaves
 from xla_adapters.utils.patching import replaced
+from xla_adapters.utils.unpickling import load_values, only_values
 
 # How many weights on the host are cached. Entries made from the same weight (the experts of a layer, which have an
 # entry each in the file) are written one after the other.
@@ -320,7 +321,7 @@ class WeightLoading:
         self._checkpoint = checkpoint
         try:
             # One execution instead of one per weight. A weight that is overwritten eagerly would lose its sharding.
-            with uploading():
+            with uploading(), only_values(checkpoint):
                 yield
             get_runtime().tracing.flush()
         finally:
@@ -404,11 +405,12 @@ class ShardedCheckpoints:
         """As `Trainer._load_optimizer_and_scheduler`. Sharded state is loaded with or without the option, on any number
         of devices."""
         if checkpoint is None or not (Path(checkpoint) / OPTIMIZER_FOLDER).is_dir():
-            self._base._load_optimizer_and_scheduler(checkpoint)
+            with only_values(checkpoint):
+                self._base._load_optimizer_and_scheduler(checkpoint)
             return
         load_optimizer(model_of(self._trainer), self._optimizer, Path(checkpoint) / OPTIMIZER_FOLDER)
         scheduler: Any = self._trainer.lr_scheduler
-        scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+        scheduler.load_state_dict(load_values(Path(checkpoint) / SCHEDULER_NAME))
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:

@@ -43,6 +43,7 @@ from xla_adapters.loop.checkpoints import (
     settings_for_manifest,
     warn_of_differences,
 )
+from xla_adapters.utils.unpickling import only_values
 
 # The key in a checkpoint under which an exact resume finds random numbers, data position and gradients.
 EXACT_STATE = "xla_adapters"
@@ -59,7 +60,7 @@ class XLAEagerCheckpointIO(TorchCheckpointIO):
     Lightning's `XLACheckpointIO` saves through torch_xla's `xm.save`; this class does not.
 
     Args:
-        config: of which `asynchronous` and `stall_deadline` are used.
+        config: of which `asynchronous`, `stall_deadline` and `trust_files` are used.
 
     Attributes:
         settings, devices: of the run that saves, for the manifest.
@@ -158,18 +159,30 @@ class XLAEagerCheckpointIO(TorchCheckpointIO):
             self._saver.__exit__(type(error), error, None)
         self.settle()
 
-    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """As `TorchCheckpointIO.load_checkpoint`.
 
         Raises:
             CheckpointDamagedError: the file differs from its manifest.
+            CheckpointUnsafeError: it names code, and the user did not say `weights_only=False`.
         """
         self.settle()
         local = _local(path)
         if local is not None and local.is_file():
-            verify(local)
-        loaded: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
-        return loaded
+            self.verify(local)
+        if weights_only is None and local is None:
+            # Lightning would read anything that comes from the web.
+            weights_only = True
+        with only_values(path):
+            return super().load_checkpoint(path, map_location, weights_only)
+
+    def verify(self, path: Any) -> None:
+        """Compares a checkpoint with its manifest; under `trust_files` differing files are warned of.
+
+        Raises:
+            CheckpointDamagedError: it differs.
+        """
+        verify(path, trust_files=self.config.trust_files)
 
     def _store(self, folder: Path) -> CheckpointStore:
         return CheckpointStore(
@@ -177,6 +190,7 @@ class XLAEagerCheckpointIO(TorchCheckpointIO):
             distributions=DISTRIBUTIONS,
             devices=self.devices,
             watchdog=Watchdog(self.config.stall_deadline),
+            trust_files=self.config.trust_files,
         )
 
 

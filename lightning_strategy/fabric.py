@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar, Unpack, overload
@@ -18,7 +19,7 @@ from lightning.fabric.strategies.strategy import Strategy
 from torch.optim import Optimizer
 
 from lightning_strategy import sharded_checkpoints as sharded
-from lightning_strategy.checkpoints import EXACT_STATE, show_differences
+from lightning_strategy.checkpoints import EXACT_STATE, XLAEagerCheckpointIO, show_differences
 from lightning_strategy.connector import FabricPlugins, StrategyHooks, XLAPrecisionFlag
 from lightning_strategy.fabric_steps import FabricStep, FabricSteps, begin_launch, end_launch, made_or_applied
 from lightning_strategy.refusals import check_fabric_config, check_fused, check_placed, start_runtime
@@ -153,9 +154,15 @@ class FabricCheckpoints:
         saves_shards = self._sharding is not None and self._sharding.saves_shards
         whole = {key: value for key, value in state.items() if not saves_shards or not _is_sharded(value)}
         converted = self._strategy._convert_stateful_objects_in_state(whole, filter=filters)
-        if _is_resumable(state):
-            converted[EXACT_STATE] = self._steps.random_state()
+        random_state = self._steps.random_state() if _is_resumable(state) else None
         io = self._strategy.checkpoint_io
+        if not saves_shards and type(io) is XLAEagerCheckpointIO:
+            converted = _beside(on_host(converted), random_state)
+            io.save_checkpoint(checkpoint=converted, path=path, storage_options=storage_options)
+            return
+        if random_state is not None:
+            # A plugin may copy the entries alone, and the file of a folder of shards is not for users.
+            converted[EXACT_STATE] = random_state
         if saves_shards:
             io = sharded.check_io(type(self._strategy).__name__, io)
             sharded.save_objects(io, state, converted, path, filters)
@@ -180,17 +187,41 @@ class FabricCheckpoints:
             strict, weights_only: of the user.
         """
         if isinstance(state, dict) and sharded.is_sharded(path):
-            remainder = sharded.load_objects(state, path, strict=strict, weights_only=weights_only)
+            io = self._strategy.checkpoint_io
+            remainder = sharded.load_objects(io, state, path, strict=strict, weights_only=weights_only)
         else:
             with uploading():
                 remainder = load(path, state, strict, weights_only)
             get_runtime().tracing.flush()
         if state and not isinstance(state, (torch.nn.Module, Optimizer)):
-            random_state = remainder.pop(EXACT_STATE, None)
+            random_state = _random_state_of(remainder)
             if random_state is not None and _is_resumable(state):
                 self._steps.resume(random_state)
                 show_differences(path, None, self._sharding)
-        return remainder
+        return dict(remainder) if _is_beside(remainder) else remainder
+
+
+# The attribute of a saved state that has the random numbers, so that its entries are the user's alone. torch's state
+# dicts keep their versions likewise (`_metadata`).
+_ATTRIBUTE = "_xla_adapters"
+
+
+def _beside(state: dict[str, Any], random_state: dict[str, Any] | None) -> dict[str, Any]:
+    """The same state, with the random numbers beside its entries if there are any."""
+    if random_state is None:
+        return state
+    ordered = OrderedDict(state)
+    vars(ordered)[_ATTRIBUTE] = random_state
+    return ordered
+
+
+def _is_beside(loaded: dict[str, Any]) -> bool:
+    return isinstance(loaded, OrderedDict) and _ATTRIBUTE in vars(loaded)
+
+
+def _random_state_of(loaded: dict[str, Any]) -> Any:
+    """The random numbers of a state that was loaded; those among its entries are taken out."""
+    return vars(loaded)[_ATTRIBUTE] if _is_beside(loaded) else loaded.pop(EXACT_STATE, None)
 
 
 def _is_sharded(value: Any) -> bool:

@@ -263,17 +263,20 @@ def _logs_already(trainer: Trainer) -> bool:
 
 
 def _folder(trainer: Trainer) -> Path | None:
-    """Where the files of a fit go: the logger's folder, or a `default_root_dir` that the user chose.
+    """Where the files of a fit go: the logger's folder, or a `default_root_dir` with a folder of checkpoints.
 
-    Without both Lightning's folder is the working directory, where nobody expects them; and whoever lists a folder of
-    checkpoints takes every file in it for one.
+    Nowhere else are files expected: not in a `default_root_dir` that gets neither logs nor checkpoints, nor in the
+    working directory. Whoever lists a folder of checkpoints takes every file in it for one.
     """
     folder = trainer.log_dir
     if folder is None or "://" in str(folder) or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
     callbacks = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-    taken = {Path.cwd(), *(Path(one.dirpath).resolve() for one in callbacks if one.dirpath is not None)}
-    return None if Path(folder).resolve() in taken else Path(folder)
+    # Without a folder Lightning saves below `default_root_dir`.
+    saves = [Path(folder, one.dirpath or "checkpoints").resolve() for one in callbacks]
+    root = Path(folder).resolve()
+    is_expected = bool(trainer.loggers) or any(root in saved.parents for saved in saves)
+    return Path(folder) if is_expected and root not in (Path.cwd(), *saves) else None
 
 
 @contextmanager

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from lightning_strategy.checkpoints import EXACT_STATE, XLAEagerCheckpointIO
 from lightning_strategy.sharding import on_host
 from lightning_strategy.steps import GRADIENTS
-from xla_adapters.checkpoint import verify
 from xla_adapters.errors import ConfigError, UnsupportedOptionError
 from xla_adapters.sharding.state import load_gradients, load_model, load_optimizer, optimizer_state, save_state
 from xla_adapters.utils.nested_values import identity
+from xla_adapters.utils.unpickling import load_values
 
 # Lightning's names for the file of everything but tensors and for the model (lightning.fabric.strategies.fsdp).
 META, MODEL = "meta.pt", "model"
@@ -106,14 +106,20 @@ def write(io: XLAEagerCheckpointIO, state: Mapping[str, Any], rest: dict[str, An
     io.save_folder(int(rest.get("global_step", 0)), put, folder)
 
 
-def read_rest(path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+def read_rest(io: CheckpointIO, path: Any, weights_only: bool | None = None) -> dict[str, Any]:
     """Everything in a sharded checkpoint but the shards, and where these are (`FOLDER`).
+
+    Args:
+        io: of the strategy; compares the folder with its manifest.
+        path: of the folder.
+        weights_only: as for `torch.load`.
 
     Raises:
         CheckpointDamagedError: the folder differs from its manifest.
+        CheckpointUnsafeError: a file names code, and the user did not say `weights_only=False`.
     """
-    verify(path)
-    rest: dict[str, Any] = torch.load(Path(path) / META, map_location="cpu", weights_only=bool(weights_only))
+    (io if isinstance(io, XLAEagerCheckpointIO) else XLAEagerCheckpointIO()).verify(path)
+    rest: dict[str, Any] = load_values(Path(path) / META, weights_only=weights_only)
     return {**rest, FOLDER: os.fspath(path)}
 
 
@@ -160,13 +166,15 @@ def save_objects(
     write(io, parts, rest, path)
 
 
-def load_objects(state: dict[str, Any], path: Any, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+def load_objects(
+    io: CheckpointIO, state: dict[str, Any], path: Any, *, strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
     """Reads what `save_objects` wrote into the user's objects; returns the entries that the user did not ask for.
 
     Raises:
         KeyError: under `strict`, the checkpoint lacks an entry that is neither module nor optimizer.
     """
-    rest = read_rest(path, weights_only)
+    rest = read_rest(io, path, weights_only)
     del rest[FOLDER]
     for key, value in state.items():
         if isinstance(value, torch.nn.Module):

@@ -130,7 +130,9 @@ class TrainerCheckpoints:
         """
 
         def load(path: Any) -> dict[str, Any]:
-            return sharded.read_rest(path, weights_only) if sharded.is_sharded(path) else read(path)
+            if sharded.is_sharded(path):
+                return sharded.read_rest(self._strategy.checkpoint_io, path, weights_only)
+            return read(path)
 
         if run is not None and asks_for_newest():
             path, checkpoint = load_newest(path, load)

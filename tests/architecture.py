@@ -18,7 +18,7 @@ PACKAGES = {"xla_adapters": CORE, "hf_trainer": ROOT / "hf_trainer", "lightning_
 ROOMS = (
     *("hf_trainer", "lightning_strategy", "cli", "xla_adapters"),
     *("loop", "tools", "insight", "data", "checkpoint", "cpu", "sharding", "replay", "tracing"),
-    *("lowerings", "runtime", "config", "errors", "open_step", "hlo", "utils"),
+    *("lowerings", "runtime", "config", "open_step", "hlo", "utils", "errors"),
 )
 # Neither imports the other, though one stands above.
 STRANGERS = (

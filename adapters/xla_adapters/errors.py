@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 import warnings
 from enum import StrEnum
 
@@ -312,7 +313,19 @@ class CheckpointDamagedError(CheckpointError, ValueError):
     A file is missing, was cut short, or has bytes that differ from the manifest.
 
     What to do: resume from another checkpoint. `resume_from_checkpoint=True` (HF) and `ckpt_path="last"` (Lightning)
-    take the newest valid one. `xla-adapters checkpoint verify DIR` names the valid ones.
+    take the newest valid one. `xla-adapters checkpoint verify DIR` names the valid ones. If you have rewritten the
+    files on purpose, say so by `CheckpointConfig(trust_files=True)`.
+    """
+
+
+class CheckpointUnsafeError(CheckpointError, pickle.UnpicklingError):
+    """A file of a checkpoint names code that reading it would run; the file was refused, and nothing of it was run.
+
+    Checkpoints are read as tensors and plain values: numbers, texts, lists, dicts, arrays of numpy, paths, dates.
+
+    What to do: if you do not know who wrote the checkpoint, do not use it. If objects of a class of yours are in it,
+    call `torch.serialization.add_safe_globals([TheClass])` before it is loaded; in Lightning `weights_only=False`, to
+    `fit` or `fabric.load`, reads anything, and so runs whatever the file names.
     """
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_strategy.checkpoints import XLAEagerCheckpointIO
 from tests.device import DEVICE
@@ -127,11 +128,13 @@ def test_a_training_that_fails_has_its_page_too(kind: str, tmp_path: Path) -> No
         if moment.step == 3:
             raise ValueError("the <callback> failed")
 
-    run = training(kind, tmp_path, at={"step end": fail})
+    stock: dict[str, Any] = {} if kind == "hf" else {"logger": CSVLogger(tmp_path)}
+    run = training(kind, tmp_path, at={"step end": fail}, stock=stock)
     with pytest.raises(ValueError, match="failed"):
         run.run()
-    assert "ValueError: the &lt;callback&gt; failed" in (tmp_path / "xla-report.html").read_text()
-    last = json.loads((tmp_path / "xla-events.jsonl").read_text().splitlines()[-1])
+    folder = tmp_path if kind == "hf" else Path(run.trainer.log_dir)
+    assert "ValueError: the &lt;callback&gt; failed" in (folder / "xla-report.html").read_text()
+    last = json.loads((folder / "xla-events.jsonl").read_text().splitlines()[-1])
     assert last["event"] == "end"
     assert kind == "lightning" or last["steps"]["steps"] == 2
     assert run.report.about["ended by"] == "ValueError: the <callback> failed"

@@ -19,7 +19,15 @@ import pytest
 
 from tests.crash.storages import Operation, Quick, recording
 from tests.isolation import outcome_of
-from xla_adapters.checkpoint import MANIFEST, CheckpointConfig, CheckpointStore, CheckpointWarning, storage
+from tests.support import flip
+from xla_adapters.checkpoint import (
+    MANIFEST,
+    CheckpointConfig,
+    CheckpointStore,
+    CheckpointWarning,
+    storage,
+    verify,
+)
 from xla_adapters.checkpoint.commands import adopt
 from xla_adapters.checkpoint.storage import LocalStorage
 from xla_adapters.errors import (
@@ -136,6 +144,29 @@ def test_asked_for_by_name(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2").mkdir()
     with pytest.raises(CheckpointDamagedError, match=r"no manifest .* repair .* --adopt checkpoint-2"):
         store.load(2)
+
+
+def test_what_the_user_has_rewritten_is_loaded_if_he_says_so(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path).save(1, writes("one"))
+    CheckpointStore(tmp_path).save(2, writes("two"))
+    (tmp_path / "checkpoint-2" / "weights").unlink()
+    (tmp_path / "checkpoint-2" / "converted").write_text("two")
+    trusting = CheckpointStore(tmp_path, trust_files=True)
+    said = r"checkpoint-2 differs from its manifest, and is loaded under trust_files=True: weights is missing"
+    for find in (lambda: trusting.load(2), trusting.newest_valid, lambda: next(trusting.each_valid())):
+        with pytest.warns(CheckpointWarning, match=said):
+            found = find()
+        assert found is not None
+        assert found.step == 2
+    with pytest.warns(CheckpointWarning, match=said):
+        verify(tmp_path / "checkpoint-2", trust_files=True)
+    # Its description must be whole all the same.
+    flip(tmp_path / "checkpoint-2" / MANIFEST)
+    with pytest.raises(CheckpointDamagedError, match="manifest"):
+        trusting.load(2)
+    with pytest.raises(CheckpointDamagedError, match="manifest"):
+        verify(tmp_path / "checkpoint-2", trust_files=True)
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
 
 
 def test_adopting_what_somebody_else_wrote(tmp_path: Path) -> None:

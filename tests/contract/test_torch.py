@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import io
+import pickle
 import sys
 import threading
 import weakref
@@ -16,16 +17,17 @@ from typing import Any
 import pytest
 import torch
 import torch._decomp
+import torch.distributed.checkpoint as dcp
 import torch.utils.checkpoint
 import transformers.modeling_utils
 from safetensors.torch import save_file
 from torch import nn
 from torch._C import _functorch
 from torch._functorch import eager_transforms, vmap
-from torch.distributed.checkpoint import filesystem, state_dict_loader
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.library import Library, get_kernel
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -444,13 +446,56 @@ def test_threads_can_be_waited_for_before_pools_end() -> None:
     assert "_threading_atexits" in inspect.getsource(threading._shutdown)  # type: ignore[attr-defined]
 
 
-def test_a_sharded_state_is_read_without_knowing_it_before() -> None:
-    assert callable(_EmptyStateDictLoadPlanner)
-    assert {"storage_reader", "planner", "no_dist"} <= set(
-        inspect.signature(state_dict_loader._load_state_dict).parameters
-    )
-    # Not an Exception: it must be named where it is caught.
+def test_a_failed_save_is_no_exception() -> None:
+    """It must be named where it is caught."""
     assert not issubclass(CheckpointException, Exception)
+
+
+class _Names(pickle.Unpickler):
+    """Notes what a pickle names."""
+
+    named: set[str]
+
+    def find_class(self, module: str, name: str) -> Any:
+        self.named.add(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+@isolated
+def test_what_a_sharded_checkpoint_is_described_by(tmp_path: Path) -> None:
+    state = {"a": torch.ones(2), "b": torch.ones(1, dtype=torch.float8_e4m3fn), "c": {"d": [1, "e"]}}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    with (tmp_path / ".metadata").open("rb") as file:
+        reader = _Names(file)
+        reader.named = set()
+        reader.load()
+    place = "torch.distributed.checkpoint"
+    kinds = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex")
+    own = (*kinds, "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")
+    torchs = ("Size", "float32", "float8_e4m3fn", "serialization._get_layout")
+    assert reader.named == {
+        *(f"{place}.metadata.{name}" for name in own),
+        *(f"torch.{name}" for name in torchs),
+        f"{place}.filesystem._StorageInfo",
+        "pathlib.PosixPath",
+    }
+
+
+def test_torch_says_what_it_refuses() -> None:
+    stream = io.BytesIO()
+    torch.save({"a": gc.collect}, stream)
+    stream.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match=r"WeightsUnpickler error: .*GLOBAL gc\.collect was not"):
+        torch.load(stream, weights_only=True)
+    # What the user sees of the refusal.
+    with pytest.raises(pickle.UnpicklingError, match=r"WeightsUnpickler error:\s+Unsupported"):
+        torch.load(io.BytesIO(pickle.dumps([1], protocol=5)), weights_only=True)
+
+
+def test_python_has_a_reader_of_pickles_in_python() -> None:
+    """Its method for an opcode can be replaced; that of the reader in C cannot."""
+    assert pickle._Unpickler.dispatch[pickle.BUILD[0]] is pickle._Unpickler.load_build  # type: ignore[attr-defined]
+    assert pickle._Unpickler is not pickle.Unpickler  # type: ignore[attr-defined]
 
 
 # ---- moves of modules -------------------------------------------------------------------------------

@@ -157,6 +157,22 @@ def test_a_path_is_verified(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
 
+@pytest.mark.parametrize("resume", ["path", "newest"])
+def test_a_checkpoint_that_the_user_has_converted(resume: str, tmp_path: Path) -> None:
+    whole = run(tmp_path, max_steps=6)
+    folder = tmp_path / "checkpoint-4"
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    torch.save(safetensors.torch.load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    asked = folder if resume == "path" else True
+    if resume == "path":
+        with pytest.raises(CheckpointDamagedError, match=r"model\.safetensors is missing.*trust_files=True"):
+            run(tmp_path, resume=asked)
+    with pytest.warns(CheckpointWarning, match="checkpoint-4 differs from its manifest"):
+        resumed = run(tmp_path, resume=asked, checkpoint={"trust_files": True})
+    assert resumed.losses == whole.losses
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "flipped": flip,
     "cut off": lambda path: path.write_bytes(path.read_bytes()[:-1]),

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.fabric import Fabric
-from lightning.fabric.plugins import MixedPrecision
+from lightning.fabric.plugins import MixedPrecision, TorchCheckpointIO
 from torch import nn
 
 import xla_adapters
@@ -358,6 +358,36 @@ def test_evaluating_does_not_change_the_training() -> None:
     assert [float(loss) for loss in kept] == ours.losses
 
 
+_KEYS = ["model", "optimizer", "epoch"]
+
+
+class Plugin(TorchCheckpointIO):
+    """Copies what it saves."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(dict(checkpoint), *args, **kwargs)
+
+
+def test_random_numbers_go_on_from_what_a_plugin_saved(tmp_path: Path) -> None:
+    """As in the files of former versions they are among the entries."""
+    fabric = Fabric(strategy=XLAEagerFabricStrategy(checkpoint_io=Plugin()))
+    fabric.launch()
+    model = torch.nn.Linear(2, 2)
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+    with fabric.strategy.step():
+        fabric.backward(wrapped(torch.ones(1, 2, device=fabric.device)).sum())
+        optimizer.step()
+    state = {"model": wrapped, "optimizer": optimizer}
+    fabric.save(tmp_path / "a.ckpt", state)
+    resumed = Fabric(strategy=XLAEagerFabricStrategy())
+    resumed.launch()
+    model = torch.nn.Linear(2, 2)
+    wrapped, optimizer = resumed.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert resumed.strategy.step_count == 0
+    assert resumed.load(tmp_path / "a.ckpt", {"model": wrapped, "optimizer": optimizer}) == {}
+    assert resumed.strategy.step_count == 1
+
+
 def test_resuming_goes_on_exactly(tmp_path: Path) -> None:
     whole = xla_loop(dropout=0.5)
     whole.train(3)
@@ -369,6 +399,8 @@ def test_resuming_goes_on_exactly(tmp_path: Path) -> None:
         first.fabric.save(tmp_path / "a.ckpt", {"model": first.model, "optimizer": first.opt, "epoch": 1})
     assert (saving.compiles, saving.executions, saving.eager_ops) == (0, 0, 0)
 
+    # What is saved is the user's dict, without a key of ours.
+    assert list(torch.load(tmp_path / "a.ckpt")) == list(first.fabric.load(tmp_path / "a.ckpt")) == _KEYS
     rest = xla_loop(dropout=0.5)
     state = {"model": rest.model, "optimizer": rest.opt, "epoch": 0}
     with xla_adapters.count() as loading:

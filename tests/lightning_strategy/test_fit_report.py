@@ -55,6 +55,14 @@ def test_no_page_among_checkpoints(tmp_path: Path) -> None:
     callbacks = [ModelCheckpoint(tmp_path, save_last=True)]
     fit(Classifier, XLAEagerStrategy(), callbacks=lambda: callbacks, default_root_dir=tmp_path, max_epochs=1)
     assert {path.suffix for path in tmp_path.iterdir()} == {".ckpt"}
+    # Nor in a folder for something else, where neither logs nor checkpoints go; below it they do.
+    other = tmp_path / "other"
+    fit(Classifier, XLAEagerStrategy(), callbacks=lambda: callbacks, default_root_dir=other, max_epochs=1)
+    fit(Classifier, XLAEagerStrategy(), default_root_dir=other, max_epochs=1)
+    assert not other.exists()
+    below = [ModelCheckpoint(other / "checkpoints")]
+    fit(Classifier, XLAEagerStrategy(), callbacks=lambda: below, default_root_dir=other, max_epochs=1)
+    assert (other / "xla-report.html").is_file()
     # Without a logger and a folder of its own the run has no place for files.
     strategy = XLAEagerStrategy()
     fit(Classifier, strategy, max_epochs=1)

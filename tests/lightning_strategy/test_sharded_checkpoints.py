@@ -25,7 +25,7 @@ from tests.lightning_strategy.scenarios import trainer as make_trainer
 from tests.lightning_strategy.test_sharding import Tagger, Watches, both, devices, loader, resume, saving
 from tests.support import flip
 from xla_adapters import get_runtime
-from xla_adapters.checkpoint import MANIFEST
+from xla_adapters.checkpoint import MANIFEST, CheckpointWarning
 from xla_adapters.errors import CheckpointDamagedError, ConfigError, UnsupportedOptionError
 from xla_adapters.sharding import ShardingConfig, accept_placements
 
@@ -90,6 +90,20 @@ def test_gradients_go_on_in_the_middle_of_an_accumulation(kind: Any, tmp_path: P
     assert module.losses == whole.module.losses[2:]
     for name, value in module.state_dict().items():
         assert torch.equal(value, whole.module.state_dict()[name]), name
+
+
+def test_a_folder_that_the_user_has_rewritten(tmp_path: Path) -> None:
+    run_in_child(functools.partial(writes, tmp_path), env=devices(8))
+    folder = tmp_path / "step=6.ckpt"
+
+    def child() -> Any:
+        torch.save({**torch.load(folder / "meta.pt"), "note": "mine"}, folder / "meta.pt")
+        with pytest.raises(CheckpointDamagedError, match=r"meta\.pt has .*trust_files=True"):
+            XLAEagerStrategy().load_checkpoint(folder)
+        with pytest.warns(CheckpointWarning, match="differs from its manifest"):
+            return XLAEagerStrategy(checkpoint={"trust_files": True}).load_checkpoint(folder)["note"]
+
+    assert run_in_child(child) == "mine"
 
 
 def test_every_file_flipped_or_deleted_is_refused(tmp_path: Path) -> None:

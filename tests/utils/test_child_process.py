@@ -61,6 +61,19 @@ def letters(asked: Asked) -> None:
         asked.answer(letter.encode())
 
 
+def mode(asked: Asked) -> None:
+    """What the process of the next test does."""
+    asked.answer(oct(asked.folder.stat().st_mode & 0o777).encode())
+
+
+def test_nobody_else_reads_or_writes_what_is_asked_and_answered() -> None:
+    before = os.umask(0)
+    try:
+        assert ask(mode, b"", environment=ENVIRONMENT, timeout=100).answers == [b"0o700"]
+    finally:
+        os.umask(before)
+
+
 def test_answers_are_kept_if_the_process_fails() -> None:
     assert ask(letters, b"abc", environment=ENVIRONMENT, timeout=100).answers == [b"a", b"b", b"c"]
     ended = ask(letters, b"ab!c", environment=ENVIRONMENT, timeout=100)

@@ -7,13 +7,8 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from xla_adapters.checkpoint.commit import TEMPORARY, TRASH, UPLOADING, is_valid
 from xla_adapters.checkpoint.manifest import (
@@ -267,13 +262,14 @@ def to_one_file(checkpoint: Path, target: Path) -> None:
     Raises:
         CheckpointNotFoundError: there is no sharded state, or more than one.
         CheckpointDamagedError: torch cannot read it.
+        CheckpointUnsafeError: a file names code.
     """
+    # Late: it takes a second to import.
+    from xla_adapters.sharding.state import load_whole
+
     folder = one_sharded_folder(checkpoint)
-    state: dict[str, Any] = {}
     try:
-        _load_state_dict(
-            state, storage_reader=FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True
-        )
-    except (CheckpointException, OSError, RuntimeError, ValueError) as error:
+        state = load_whole(folder)
+    except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointDamagedError(f"{folder} cannot be read: {error}") from error
     torch.save(state, target)

@@ -295,7 +295,11 @@ def _end_of_archive(storage: Storage, path: str) -> int | None:
 
 DAMAGED = "_damaged-"
 # What to do with a folder that somebody changed.
-IF_ON_PURPOSE = f"If you changed its files on purpose, remove {MANIFEST} from it, and it is loaded as it is, unchecked"
+IF_ON_PURPOSE = (
+    "If you changed its files on purpose, say so by CheckpointConfig(trust_files=True), or remove "
+    f"{MANIFEST} from it, and it is loaded as it is, unchecked"
+)
+_TRUSTED = "differs from its manifest, and is loaded under trust_files=True"
 _ONE_FILE = ".ckpt"
 
 
@@ -355,16 +359,30 @@ def look_at(storage: Storage, root: str, path: str, entry: Entry) -> Found:
     return Found(name=entry.name, step=step, checkpoint=None, problems=(problem,), is_sealed=is_sealed)
 
 
-def check(storage: Storage, found: Found) -> Found:
-    """The same, with its files compared with the manifest."""
+def check(storage: Storage, found: Found, *, trust_files: bool = False) -> Found:
+    """The same, with its files compared with the manifest.
+
+    Args:
+        storage: where it is.
+        found: what `look_at` found.
+        trust_files: warn of files that differ, and call them right.
+    """
     if found.checkpoint is None:
         return found
     wrong = tuple(problems(storage, found.checkpoint.path, found.checkpoint.manifest))
-    return dataclasses.replace(found, problems=wrong)
+    differing = dataclasses.replace(found, problems=wrong)
+    if wrong and trust_files:
+        warn_of(found.checkpoint.path, _TRUSTED, differing)
+        return found
+    return differing
 
 
-def verify(path: str | os.PathLike[str]) -> Manifest | None:
+def verify(path: str | os.PathLike[str], *, trust_files: bool = False) -> Manifest | None:
     """Compares a checkpoint on this machine (a folder or a file) with its manifest.
+
+    Args:
+        path: of the checkpoint.
+        trust_files: warn of files that differ, and do not raise.
 
     Returns:
         The manifest; `None` if there is none, so that the checkpoint cannot be verified.
@@ -378,7 +396,9 @@ def verify(path: str | os.PathLike[str]) -> Manifest | None:
         wrong = [] if manifest is None else problems(storage, real, manifest)
     except CheckpointDamagedError as error:
         raise CheckpointDamagedError(f"{os.fspath(path)} is damaged: {error}") from error
-    if wrong:
+    if wrong and trust_files:
+        warnings.warn(f"checkpoint {os.fspath(path)} {_TRUSTED}: {'; '.join(wrong)}", CheckpointWarning, stacklevel=2)
+    elif wrong:
         hint = f". {IF_ON_PURPOSE}" if os.path.isdir(real) else ""
         raise CheckpointDamagedError(f"{os.fspath(path)} is damaged: {'; '.join(wrong)}{hint}")
     return manifest

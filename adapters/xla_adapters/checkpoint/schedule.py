@@ -38,6 +38,8 @@ class CheckpointConfig:
             as a shell reports a process that was ended by the signal (143 for SIGTERM).
         stall_deadline: a step, a save or a barrier that takes longer raises `StallError`, and the stacks of all
             threads are printed; `None` waits forever.
+        trust_files: load a checkpoint whose files differ from its manifest, with a warning: you have rewritten them
+            (merged adapters, converted weights). Damage is not found either.
 
     Raises:
         ConfigError: a value cannot work.
@@ -53,6 +55,7 @@ class CheckpointConfig:
     preemption_deadline: timedelta | None = None
     preemption_exit_code: int | None = None
     stall_deadline: timedelta | None = None
+    trust_files: bool = False
 
     def __post_init__(self) -> None:
         for name in ("every_n_steps", "keep_last", "keep_every"):
@@ -64,7 +67,8 @@ class CheckpointConfig:
             if value is not None and (not isinstance(value, timedelta) or value <= timedelta(0)):
                 raise ConfigError(f"{name}={value!r} is not a valid value; valid values: None or a timedelta > 0")
         check_choice("save_on", self.save_on, (None, *get_args(SaveOn)))
-        check_choice("asynchronous", self.asynchronous, (True, False))
+        for name in ("asynchronous", "trust_files"):
+            check_choice(name, getattr(self, name), (True, False))
         code = self.preemption_exit_code
         if code is not None and (isinstance(code, bool) or not isinstance(code, int) or not 0 <= code <= 255):
             raise ConfigError(f"preemption_exit_code={code!r} is not a valid value; valid values: None, 0 to 255")

@@ -61,6 +61,7 @@ class CheckpointStore:
         devices: how many devices the run uses, for the manifest.
         group: the processes that save together. They share the folder.
         watchdog: ends a save (and the barriers in it) that takes too long.
+        trust_files: see `CheckpointConfig`.
         storage: in place of the one that `root` calls for.
 
     Raises:
@@ -79,6 +80,7 @@ class CheckpointStore:
         devices: int = 1,
         group: Group | None = None,
         watchdog: Watchdog | None = None,
+        trust_files: bool = False,
         storage: Storage | None = None,
     ) -> None:
         found, self.root = storage_of(root)
@@ -86,6 +88,7 @@ class CheckpointStore:
         self.storage: Storage = storage if storage is not None else found
         self.group: Group = group if group is not None else OneProcess()
         self._watchdog = watchdog if watchdog is not None else Watchdog(None)
+        self._trust_files = trust_files
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._protected = frozenset(protected)
@@ -243,7 +246,7 @@ class CheckpointStore:
             with contextlib.suppress(OSError):
                 self._enter(stack)
             for found in reversed(self.found()):
-                checked = check(self.storage, found)
+                checked = self._check(found)
                 if not checked.problems:
                     return checked.checkpoint
                 if checked.is_sealed:
@@ -258,7 +261,7 @@ class CheckpointStore:
         Nothing is renamed: for names that somebody else looks for, too.
         """
         for found in reversed(self.found()):
-            checked = check(self.storage, found)
+            checked = self._check(found)
             if checked.checkpoint is not None and not checked.problems:
                 yield checked.checkpoint
             else:
@@ -283,10 +286,13 @@ class CheckpointStore:
         if entry is None:
             there = ", ".join(checkpoint.name for checkpoint in self.checkpoints()) or "none"
             raise CheckpointNotFoundError(f"{path}: there is no such checkpoint; there are: {there}")
-        checked = check(self.storage, look_at(self.storage, self.root, path, entry))
+        checked = self._check(look_at(self.storage, self.root, path, entry))
         if checked.problems or checked.checkpoint is None:
             raise CheckpointDamagedError(f"{path}: {'; '.join(checked.problems)}")
         return checked.checkpoint
+
+    def _check(self, found: Found) -> Found:
+        return check(self.storage, found, trust_files=self._trust_files)
 
     @contextmanager
     def local(self, checkpoint: Checkpoint) -> Iterator[Path]:
@@ -305,7 +311,7 @@ class CheckpointStore:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 self.storage.download(checkpoint.path if name == ONE_FILE else join(checkpoint.path, name), file)
             wrong = problems(LocalStorage(), str(target), checkpoint.manifest)
-            if wrong:
+            if wrong and not self._trust_files:
                 raise CheckpointDamagedError(f"{checkpoint.path} did not arrive as it was written: {'; '.join(wrong)}")
             yield target
 
@@ -355,7 +361,7 @@ class CheckpointStore:
             if self.storage.entry(join(self.root, name)) is None:
                 raise CheckpointNotFoundError(f"{join(self.root, name)}: there is no such checkpoint")
             others = [found for found in reversed(self.found()) if found.name != name]
-            if all(check(self.storage, other).problems for other in others):
+            if all(self._check(other).problems for other in others):
                 raise CheckpointWriteError(f"{join(self.root, name)} stays: no other checkpoint in the folder is valid")
             remove_checkpoint(self.storage, self.root, name)
 

@@ -19,6 +19,7 @@ from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.rng import resume_random_algorithm
 from xla_adapters.utils.host_random import HostRandom
 from xla_adapters.utils.nested_values import Identity, identity, replaced, tensors_in
+from xla_adapters.utils.unpickling import load_values
 
 _FILE = "xla_adapters.training_state-{rank}.pt"
 
@@ -68,11 +69,12 @@ class TrainingState:
 
         Raises:
             CheckpointDamagedError: the file has other content.
+            CheckpointUnsafeError: the file names code.
         """
         path = folder / _FILE.format(rank=rank)
         if not path.is_file():
             return None
-        values = torch.load(path, weights_only=True)
+        values = load_values(path)
         try:
             return cls(**values)
         except TypeError as error:

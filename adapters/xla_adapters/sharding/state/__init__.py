@@ -1,7 +1,7 @@
 """Saves and loads the state of a sharded training shard by shard, so that no host needs memory for all of it."""
 
 from xla_adapters.sharding.state.consolidation import consolidate, write_safetensors
-from xla_adapters.sharding.state.loading import load_state
+from xla_adapters.sharding.state.loading import load_state, load_whole
 from xla_adapters.sharding.state.saving import save_state
 from xla_adapters.sharding.state.training import (
     load_gradients,
@@ -18,6 +18,7 @@ __all__ = [
     "load_model",
     "load_optimizer",
     "load_state",
+    "load_whole",
     "model_state",
     "names_of_updated",
     "optimizer_state",

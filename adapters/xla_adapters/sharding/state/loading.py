@@ -6,24 +6,49 @@ import functools
 import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from xla_adapters.errors import ConfigError
+from xla_adapters.errors import CheckpointUnsafeError, ConfigError
 from xla_adapters.runtime import Part, Runtime, get_runtime
 from xla_adapters.sharding.state.saving import METADATA
+from xla_adapters.utils.unpickling import load_values, unpickle
 
 BUCKET_BYTES = 512 * 2**20
+# What torch.distributed.checkpoint writes into `.metadata`, which is a pickle.
+_OF_METADATA = (
+    *(Metadata, TensorStorageMetadata, ChunkStorageMetadata, MetadataIndex, _StorageInfo, torch.Size),
+    *(dcp_metadata.BytesStorageMetadata, dcp_metadata.TensorProperties, dcp_metadata.StorageMeta),
+    *(dcp_metadata._MEM_FORMAT_ENCODING, torch.serialization._get_layout),
+)
+
+
+def read_metadata(path: Path) -> Metadata:
+    """The description of a sharded checkpoint.
+
+    Raises:
+        CheckpointUnsafeError: it names something else than the types of such a description.
+    """
+    allowed: dict[str, Any] = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in _OF_METADATA}
+    # Its module has this name up to Python 3.12, and another one from then on.
+    allowed |= {f"{module}.PosixPath": PosixPath for module in ("pathlib", "pathlib._local")}
+    allowed |= {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+    with open(path, "rb") as file:
+        found = unpickle(file, allowed, path)
+    if not isinstance(found, Metadata):
+        raise CheckpointUnsafeError(f"{path} holds no description of a sharded checkpoint, but {type(found).__name__}")
+    return found
 
 
 class Destination:
@@ -117,6 +142,7 @@ class Reader:
 
     Raises:
         ConfigError: the folder has no checkpoint.
+        CheckpointUnsafeError: its description names code.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -124,7 +150,7 @@ class Reader:
         if not (self.folder / METADATA).is_file():
             raise ConfigError(f"{folder} holds no checkpoint of torch.distributed.checkpoint: there is no {METADATA}")
         self._reader = FileSystemReader(folder)
-        self.metadata: Metadata = self._reader.read_metadata()
+        self.metadata = read_metadata(self.folder / METADATA)
         self._reader.set_up_storage_reader(self.metadata, True)
 
     @functools.cached_property
@@ -166,7 +192,7 @@ class Reader:
 
     def objects(self, names: list[str]) -> dict[str, Any]:
         """Reads entries that are not tensors."""
-        objects = _Objects()
+        objects = _Objects(self.folder)
         origin = torch.Size((0,))
         items = [
             ReadItem(LoadItemType.BYTE_IO, MetadataIndex(name), origin, MetadataIndex(name), origin, origin)
@@ -212,7 +238,7 @@ class Reader:
             of_chunk.setdefault(item.storage_index, []).append(item)
         for index, items in of_chunk.items():
             with self._open(index, items[0]) as stream:
-                chunk = torch.load(stream, map_location="cpu", weights_only=True)
+                chunk = load_values(stream, f"{self.folder} ({name})")
             for item in items:
                 assert item.dest_index.offset is not None
                 buffer = destination.buffer(tuple(item.dest_index.offset))
@@ -256,6 +282,22 @@ def load_state(state: dict[str, Any], folder: str | Path) -> None:
             runtime.values.restore(tensors[name], runtime.values.snapshot(value))
 
 
+def load_whole(folder: str | Path) -> dict[str, Any]:
+    """The whole state of a checkpoint as nested dicts and lists, on the host.
+
+    Args:
+        folder: the checkpoint.
+
+    Raises:
+        ConfigError: the folder has no checkpoint.
+        CheckpointUnsafeError: a file names code.
+    """
+    reader, state = Reader(folder), dict[str, Any]()
+    for name, value in reader.on_host(list(reader.metadata.state_dict_metadata)):
+        set_element(state, reader.path(name), value)
+    return state
+
+
 def destination_of(tensor: torch.Tensor) -> Destination:
     """The destination for values that will be copied into a tensor, on its device."""
     runtime = get_runtime()
@@ -267,12 +309,14 @@ def destination_of(tensor: torch.Tensor) -> Destination:
 class _Objects(DefaultLoadPlanner):
     """Collects entries that are not tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
+        self._folder = folder
         self.found: dict[str, Any] = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.found[read_item.dest_index.fqn] = torch.load(value, weights_only=False)
+        name = read_item.dest_index.fqn
+        self.found[name] = load_values(value, f"{self._folder} ({name})")
 
 
 def _buckets(destinations: Mapping[str, Destination], limit: int) -> Iterator[dict[str, Destination]]:

@@ -14,6 +14,7 @@ from xla_adapters.errors import ConfigError
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.transfers import to_host_in_one_transfer
 from xla_adapters.sharding.state.loading import Destination, OnDevice, Reader, destination_of
+from xla_adapters.utils.unpickling import load_values
 
 MODEL, OPTIMIZER = "model", "optimizer"
 # torch.optim keeps its step count on the host, unless the group is `capturable` or `fused`.
@@ -165,7 +166,7 @@ def _groups(
 ) -> list[dict[str, Any]]:
     if name not in reader.metadata.state_dict_metadata:
         raise ConfigError(f"{reader.folder} has no state of an optimizer ({name})")
-    saved: list[dict[str, Any]] = torch.load(io.BytesIO(reader.objects([name])[name]), weights_only=False)
+    saved: list[dict[str, Any]] = load_values(io.BytesIO(reader.objects([name])[name]), f"{reader.folder} ({name})")
     own = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     if [sorted(group["params"]) for group in saved] != [sorted(group) for group in own]:
         raise ConfigError(
