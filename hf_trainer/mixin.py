@@ -188,10 +188,6 @@ class XLATrainerMixin(_Base):
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         return self._xla.resumed.training_state(*args, **kwargs)
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with keeping_numbers_of_data(self):
-            super()._load_rng_state(checkpoint)
-
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         self._xla.sharding.accept_dtensors(model)
         with self._xla.moves.noting(model):
@@ -299,7 +295,7 @@ class XLATrainerMixin(_Base):
         self._xla.sharded_checkpoints.load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with only_values(checkpoint):
+        with keeping_numbers_of_data(self), only_values(checkpoint):
             super()._load_rng_state(checkpoint)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
