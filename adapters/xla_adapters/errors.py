@@ -163,11 +163,12 @@ class PlaceholderError(XLAAdapterError, RuntimeError):
 
 
 class ConcurrentStepError(XLAAdapterError, RuntimeError):
-    """A step was opened while another thread is inside one, or steps were left in another order than entered.
+    """Another thread used the device while a step was open, or steps were left in another order than entered.
 
-    What a step traces belongs to the whole process, so only one thread can be inside a step.
+    What a step traces belongs to the whole process, so only one thread can be inside a step, and no other one may read
+    a tensor on the device or compute with one meanwhile.
 
-    What to do: run steps in one thread, or guard them with a lock. Do not suspend a generator inside a step.
+    What to do: run steps in one thread, or guard them and reads with a lock. Do not suspend a generator inside a step.
     """
 
 

@@ -145,3 +145,138 @@ def test_weights_that_come_to_share_their_storage_and_cease_to(turned: bool, at:
 
     step = alike(body)
     assert step.replays >= 2 or at < 6
+
+
+def _copied(target: nn.Module, source: nn.Module) -> None:
+    for mine, other in zip(target.parameters(), source.parameters(), strict=True):
+        mine.copy_(other)
+
+
+def _copied_by_data(target: nn.Module, source: nn.Module) -> None:
+    for mine, other in zip(target.parameters(), source.parameters(), strict=True):
+        mine.data.copy_(other.data)
+
+
+def _assigned(target: nn.Module, source: nn.Module) -> None:
+    for mine, other in zip(target.parameters(), source.parameters(), strict=True):
+        mine.data = other.detach().clone()
+
+
+def _by_list(target: nn.Module, source: nn.Module) -> None:
+    torch._foreach_copy_(list(target.parameters()), list(source.parameters()))
+
+
+_COPIES: dict[str, Callable[[nn.Module, nn.Module], object]] = {
+    "copy_": _copied,
+    "data.copy_": _copied_by_data,
+    "data =": _assigned,
+    "foreach": _by_list,
+    "load_state_dict": lambda target, source: target.load_state_dict(source.state_dict()),
+}
+
+
+@pytest.mark.parametrize("how", _COPIES.values(), ids=_COPIES)
+def test_weights_that_a_step_copies_when_a_flag_says_so(how: Callable[[nn.Module, nn.Module], object]) -> None:
+    """The target network of deep Q-learning. In the step it has the live network's buffers, which its update reuses."""
+
+    def body(make: Callable[..., CompiledStep[Any]]) -> Any:
+        live, target = _TwoLayers().to(DEVICE), _TwoLayers().requires_grad_(False).to(DEVICE)
+        optimizer = torch.optim.AdamW(live.parameters(), 0.05)
+        flag = {"copy": False}
+
+        def function(batch: torch.Tensor) -> torch.Tensor:
+            if flag["copy"]:
+                with torch.no_grad():
+                    how(target, live)
+            loss = (live(batch) - target(batch) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step = make(function)
+        losses = []
+        for number in range(14):
+            flag["copy"] = number in (4, 5, 9)
+            losses.append(step(torch.linspace(-1, 1, 8).view(2, 4) * (number + 1) / 14))
+        return losses, live, target
+
+    assert alike(body).replays >= 2
+
+
+_PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda whole: whole.view(8, 4)[2:6],
+    "transposed": lambda whole: whole[:16].view(4, 4).t(),
+    "reshaped": lambda whole: whole[:16].view(4, 4),
+    "of what is gone": lambda whole: whole.mul(2).view(8, 4)[2:6],
+}
+
+
+@pytest.mark.parametrize("at", [2, 4])
+@pytest.mark.parametrize("part", _PARTS.values(), ids=_PARTS)
+def test_weights_that_come_to_be_a_part_of_a_larger_tensor(
+    part: Callable[[torch.Tensor], torch.Tensor], at: int
+) -> None:
+    def body(make: Callable[..., CompiledStep[Any]]) -> Any:
+        model = _TwoLayers().to(DEVICE)
+        step = make(update_of(model, torch.optim.SGD(model.parameters(), 0.1)))
+        whole = torch.linspace(-0.5, 0.5, 32, device=DEVICE)
+        losses, sums = [], []
+        for number in range(12):
+            if number == at:
+                model.first.weight.data = part(whole)
+            if number in (7, 9):
+                whole.mul_(0.5)
+            losses.append(step(torch.linspace(-1, 1, 8).view(2, 4) * (number + 1) / 12))
+            if number > 8:
+                sums.append(whole.sum().cpu())
+        return losses, sums, model, whole
+
+    alike(body)
+
+
+def _shared(model: _TwoLayers) -> None:
+    model.first.weight.grad = model.second.weight.grad
+
+
+def _aliased(model: _TwoLayers) -> None:
+    assert model.second.weight.grad is not None
+    model.first.weight.grad = model.second.weight.grad.detach()
+
+
+def _one_buffer(model: _TwoLayers) -> None:
+    assert model.second.weight.grad is not None
+    model.first.weight.grad = model.second.weight.grad.clone()
+
+
+def _parts_of_one(model: _TwoLayers) -> None:
+    whole = torch.zeros(2, 4, 4, device=DEVICE)
+    model.first.weight.grad, model.second.weight.grad = whole[0], whole[1]
+
+
+@pytest.mark.parametrize("zeroed", [False, True], ids=["summed", "zeroed"])
+@pytest.mark.parametrize("how", [_shared, _aliased, _one_buffer, _parts_of_one])
+def test_gradients_that_come_to_share_and_cease_to(how: Callable[[_TwoLayers], None], zeroed: bool) -> None:
+    def body(make: Callable[..., CompiledStep[Any]]) -> Any:
+        model = _TwoLayers().to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+        def function(batch: torch.Tensor) -> torch.Tensor:
+            if zeroed:
+                optimizer.zero_grad(set_to_none=False)
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        step = make(function)
+        losses = []
+        for number in range(15):
+            if number == 5:
+                how(model)
+            if number == 11:
+                model.first.weight.grad = torch.ones(4, 4, device=DEVICE)
+            losses.append(step(torch.linspace(-1, 1, 8).view(2, 4) * (number + 1) / 15))
+        return losses, model, [parameter.grad for parameter in model.parameters()]
+
+    assert alike(body).replays >= 2

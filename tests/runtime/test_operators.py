@@ -389,6 +389,30 @@ def test_what_ends_the_process_in_torch_xla_is_refused() -> None:
             call()
 
 
+@pytest.mark.parametrize("in_step", [True, False], ids=["step", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_class_labels_that_are_no_integers_are_refused(dtype: torch.dtype, in_step: bool) -> None:
+    xla_adapters.initialize()
+    scores = torch.randn(4, 3, 2, device="xla")
+    losses: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda labels: functional.cross_entropy(scores, labels),
+        lambda labels: functional.nll_loss(scores, labels),
+        lambda labels: functional.cross_entropy(scores[..., 0], labels[:, 0], label_smoothing=0.1),
+        lambda labels: functional.cross_entropy(scores[0, :, 0], labels[0, 0]),
+    )
+    for loss in losses:
+        labels = torch.ones(4, 2, device="xla")
+        assert loss(labels.int()).item() == loss(labels.long()).item()
+        with pytest.raises(RuntimeError, match=r"class labels of the dtype torch.int64.*labels.long\(\)"):
+            if in_step:
+                with xla_adapters.step():
+                    loss(labels.to(dtype))
+            else:
+                loss(labels.to(dtype))
+    # Of the shape of the scores they are probabilities.
+    assert functional.cross_entropy(scores, torch.softmax(scores, 1)).isfinite()
+
+
 def test_gradient_of_the_logarithm_of_determinants() -> None:
     xla_adapters.initialize()
     matrices = torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(0)) + 2 * torch.eye(3)

@@ -168,3 +168,72 @@ def test_padding_that_the_step_removes_hides_no_other_value() -> None:
             step(_batch(number, bad=-1))
     assert counts.compiles == 0
     assert step.replays > replays
+
+
+@pytest.mark.parametrize("lookup", [_embed, _item, _entropy])
+@pytest.mark.parametrize("first", [3, 6])
+def test_a_batch_of_the_host_after_batches_of_the_device(lookup: Callable[..., torch.Tensor], first: int) -> None:
+    """The host knows nothing of what the user copied to the device, so it must look at what comes later."""
+    step, weight = _step(lookup)
+    for number in range(first):
+        step({"ids": _batch(number)["ids"].to(DEVICE)})
+    before = weight.detach().cpu().clone()
+    assert "is 10, and" in _refused(step, _batch(7, bad=ROWS))
+    assert torch.equal(weight.cpu(), before)
+    with xla_adapters.count() as counts:
+        for number in range(8, 14):
+            step(_batch(number))
+        replays = step.replays
+        # Both kinds are known now.
+        for number in range(14, 18):
+            batch = _batch(number)
+            step(batch if number % 2 else {"ids": batch["ids"].to(DEVICE)})
+    assert counts.compiles <= (lookup is _entropy)
+    assert step.replays == replays + 4
+    _refused(step, _batch(18, bad=ROWS))
+
+
+def _shifted(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return functional.embedding(ids + 5, weight)
+
+
+def _sum_of_rows(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return functional.embedding(ids[0] + ids[1], weight)
+
+
+def _positions(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    present = ids.ne(0).long()
+    return functional.embedding(present.cumsum(1) * present + ROWS - 4, weight)
+
+
+_COMPUTED = {
+    "shifted": (_shifted, [[0, 1, 2, 3], [4, 4, 0, 1]], [[0, 1, 2, 3], [4, 5, 0, 1]]),
+    "a sum": (_sum_of_rows, [[0, 9, 2, 3], [4, 0, 3, 1]], [[0, 9, 2, 3], [4, 1, 3, 1]]),
+    "positions": (_positions, [[1, 1, 0, 1], [1, 0, 0, 1]], [[1, 1, 1, 1], [1, 0, 0, 1]]),
+}
+
+
+@pytest.mark.parametrize(("lookup", "good", "bad"), _COMPUTED.values(), ids=_COMPUTED)
+def test_indices_that_are_computed_from_the_batch(
+    lookup: Callable[..., torch.Tensor], good: list[list[int]], bad: list[list[int]]
+) -> None:
+    """All values of the bad batch are in range themselves."""
+    step, weight = _step(lookup)
+    for _ in range(5):
+        step({"ids": torch.tensor(good)})
+    assert step.replays >= 2, step.reasons
+    before = weight.detach().cpu().clone()
+    assert "is 10, and" in _refused(step, {"ids": torch.tensor(bad)})
+    assert torch.equal(weight.cpu(), before)
+
+
+def test_indices_that_are_computed_from_two_tensors_of_the_batch() -> None:
+    xla_adapters.initialize()
+    weight = torch.ones(ROWS, 4, device=DEVICE)
+    step = CompiledStep(lambda batch: functional.embedding(batch["rows"] + batch["more"], weight).sum())
+    rows = torch.tensor([0, 9, 4])
+    for _ in range(5):
+        step({"rows": rows, "more": torch.tensor([9, 0, 5])})
+    assert step.replays >= 2, step.reasons
+    assert "is 10, and" in _refused(step, {"rows": rows, "more": torch.tensor([9, 0, 6])})
+    step({"rows": torch.tensor([5, 5, 5]), "more": torch.tensor([0, 0, 0])})

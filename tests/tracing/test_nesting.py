@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import xla_adapters
-from tests.device import DEVICE
+from tests.device import DEVICE, ON_TORCH_TPU
 from tests.support import Loop, differences, flags, state_of, unchanged
 from xla_adapters import ConcurrentStepError, ConfigError
 from xla_adapters.tracing.scopes import make_scope
@@ -250,3 +250,31 @@ def test_two_threads() -> None:
         with xla_adapters.step():
             value.add_(1)
         assert value.tolist() == [102, 102]
+
+
+@pytest.mark.skipif(ON_TORCH_TPU, reason="there a step is recorded in its own thread alone")
+def test_another_thread_reads_while_a_step_is_traced() -> None:
+    with xla_adapters.eager():
+        value = fresh()
+        held: list[torch.Tensor] = []
+        refused: list[str] = []
+
+        def read() -> None:
+            held.append(value.detach() * 2)
+            try:
+                held[0].tolist()
+            except RuntimeError as error:
+                refused.append(str(error))
+
+        with pytest.raises(ConcurrentStepError, match=r"'first' is undone.*another thread.*lock"):
+            with xla_adapters.step(name="first"):
+                value.add_(1)
+                thread = threading.Thread(target=read)
+                thread.start()
+                thread.join()
+        assert refused
+        held.clear()
+        assert value.tolist() == [0, 0]
+        with xla_adapters.step():
+            value.add_(1)
+        assert value.tolist() == [1, 1]

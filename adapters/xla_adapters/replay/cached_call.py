@@ -25,12 +25,15 @@ class GraphValues:
         sources: for each input a slot, `"seed"` (the device's random seed), or a Python number.
         targets: for each output the slots that it is written to.
         donated: positions in `sources` whose buffers the executable reuses.
+        elsewhere: the slots of tensors that are read or written in place, and are part neither of the state nor of the
+            batch (gradients, say).
         kept: the values that the step returns, by name.
     """
 
     sources: list[Slot | str | Number]
     targets: list[list[Slot]]
     donated: list[int]
+    elsewhere: list[Slot]
     kept: dict[str, Kept]
 
     @cached_property
@@ -82,7 +85,7 @@ class CachedCall:
         snapshot: the modules and other objects that the graph depends on.
         updates: the optimizers' host math of this call, or of its last replay.
         unrepeatable: what this call did that a replay cannot do; empty if nothing.
-        sharing: which tensors of the state shared their storage after this call, as `shared_storages`.
+        sharing: which tensors of the state, and at the slots elsewhere, shared their storage, as `groups`.
         graph: the name of the graph.
         executable: its name; empty until the call was executed.
         flops: of the graph, if they are known.

@@ -14,9 +14,9 @@ from xla_adapters.replay.cached_call import CachedCall, GradientChanges, GraphVa
 from xla_adapters.replay.cached_scope import CachedScope
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.errors import CannotReplay
-from xla_adapters.replay.graph_slots import GraphSlots
+from xla_adapters.replay.graph_slots import GraphSlots, storage_of
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
-from xla_adapters.replay.held_values import shared_storages
+from xla_adapters.replay.held_values import groups
 from xla_adapters.replay.loose_tensors import loose_tensors
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
 from xla_adapters.replay.optimizer_update import Update
@@ -230,12 +230,10 @@ class CaptureScope(CachedScope):
         kept = {name: slots.kept(value) for name, value in self._kept.items()}
         (seed,) = self._runtime.lazy.handles([self._seed_input])
         numbers = set(self._runtime.lazy.handles(self._list_updates.numbers))
-        values = GraphValues(
-            sources=slots.sources(seed, self._update_buffers, numbers),
-            targets=slots.targets(self._kept),
-            donated=list(slots.graph.donors),
-            kept=kept,
-        )
+        sources, targets = slots.sources(seed, self._update_buffers, numbers), slots.targets(self._kept)
+        elsewhere = slots.elsewhere(sources, targets)
+        donated = list(slots.graph.donors)
+        values = GraphValues(sources=sources, targets=targets, donated=donated, elsewhere=elsewhere, kept=kept)
         return CachedCall(
             values=values,
             gradients=GradientChanges(before=slots.grads, created=slots.created, dropped=slots.dropped),
@@ -243,6 +241,6 @@ class CaptureScope(CachedScope):
             snapshot=snapshot,
             updates=self._updates,
             unrepeatable=slots.unrepeatable,
-            sharing=shared_storages(values.state, self._runtime),
+            sharing=groups((*map(storage_of, values.state), *map(slots.storage_at, elsewhere)), {}),
             graph=slots.graph.name,
         )

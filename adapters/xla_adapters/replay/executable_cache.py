@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,8 +23,7 @@ from xla_adapters.replay.replayed_call import ReplayedCall
 from xla_adapters.replay.verification import Verification, next_due
 from xla_adapters.runtime import Runtime, get_runtime
 from xla_adapters.runtime.rng import StepSeed
-from xla_adapters.runtime.transfers import upload_of
-from xla_adapters.tracing.index_check import Bounds, bounds_of, violated
+from xla_adapters.tracing.index_check import Lookups, known_on_host
 from xla_adapters.tracing.step_scope import StepScope
 
 logger = logging.getLogger("xla_adapters")
@@ -49,9 +48,7 @@ class _Plan:
         due: how many replays there are before the next verification; None for no verification.
         trusted: calls of the step up to the last traced one.
         is_cached: whether the last traced call ran an executable that replays would call.
-        bounds: the values that tensors of the batch may have in a replay, by position.
-        suspects: the positions of those whose values made this call be traced.
-        unbounded: the positions of those that may have any values, as such calls have shown.
+        lookups: by the positions of those tensors of the batch whose values the host knows: what a replay compares.
     """
 
     call: CachedCall | None = None
@@ -63,23 +60,7 @@ class _Plan:
     due: int | None = None
     trusted: int = 0
     is_cached: bool = False
-    bounds: dict[int, Bounds] = field(default_factory=dict)
-    suspects: set[int] = field(default_factory=set)
-    unbounded: set[int] = field(default_factory=set)
-
-    def note_bounds(self, batch: Sequence[torch.Tensor]) -> None:
-        """A traced call has found all indices in its batch in range."""
-        for index, bounds in bounds_of(batch).items():
-            before = self.bounds.get(index)
-            self.bounds[index] = bounds if before is None else replace(bounds, shown=before.shown)
-        for index in self.suspects:
-            upload = upload_of(batch[index])
-            widened = self.bounds[index].widened(upload.values) if upload is not None else None
-            if widened is None:
-                self.unbounded.add(index)
-            else:
-                self.bounds[index] = widened
-        self.bounds = {index: bounds for index, bounds in self.bounds.items() if index not in self.unbounded}
+    lookups: dict[frozenset[int], Lookups] = field(default_factory=dict)
 
     def forget(self) -> None:
         """Forgets what was captured."""
@@ -129,7 +110,6 @@ class ExecutableCache:
         if plan.failures >= _ATTEMPTS:
             # The scope must make the same graph as those before, including which numbers share an input.
             return self._uncaptured(plan, spec, seed=seed, **options)
-        plan.suspects.clear()
         plan.patience = spec.patience
         if plan.waited > plan.patience:
             # The numbers must be compared, and no transfer has brought them to the host yet. A transfer of their own is
@@ -163,10 +143,11 @@ class ExecutableCache:
         Raises:
             CannotReplay: the next call is another one.
         """
-        position = violated(spec.batch, plan.bounds)
-        if position is not None:
-            plan.suspects.add(position)
-            raise CannotReplay("indices in the batch are to be checked")
+        lookups = plan.lookups.get(known_on_host(spec.batch))
+        if lookups is None:
+            raise CannotReplay("the values of other tensors of the batch are known on the host")
+        if not lookups.are_in_range(spec.batch):
+            raise CannotReplay("an index in the batch is out of range")
         updates = self._updates(prepared, spec, runtime)
         numbers = prepared.new_numbers(updates)
         if plan.due is None or plan.replayed < plan.due:
@@ -242,9 +223,11 @@ class ExecutableCache:
         seed: StepSeed | None,
         options: dict[str, Any],
     ) -> CaptureScope:
+        known = known_on_host(spec.batch)
+
         def take(outcome: CachedCall | CannotReplay, is_cached: bool) -> None:
             plan.is_cached = is_cached
-            plan.note_bounds(spec.batch)
+            plan.lookups[known] = Lookups(spec.batch)
             if verification is not None and self._is_verified(plan, verification, outcome, scope):
                 return
             self._take(plan, outcome, spec)

@@ -59,6 +59,7 @@ class GraphSlots:
 
     Attributes:
         created, dropped, grads: see `GradientChanges`.
+        storages: by the key of a slot the storage of the tensor that was there before the step.
         rebound, host_changes: see `HostEffects`.
         rebound_names: `id` of the owner and name of each buffer and attribute that the step sets.
         unrepeatable: see `CachedCall`.
@@ -83,6 +84,7 @@ class GraphSlots:
         self.created: set[int] = set()
         self.dropped: list[torch.Tensor] = []
         self.grads: list[tuple[torch.Tensor, bool]] = []
+        self.storages: dict[tuple[str, int, str | int], int] = {}
         self._results: dict[int, list[Slot]] = {}
         self._known: set[int] = set()
         self._noted: set[int] = set()
@@ -99,6 +101,9 @@ class GraphSlots:
     # ---- the state -----------------------------------------------------------------------------------
 
     def _grads(self, undo_log: UndoLog) -> None:
+        before_step = [id(before) for _, before in undo_log.leaves() if before is not None]
+        if len(set(before_step)) < len(before_step):
+            raise CannotReplay("two parameters have one tensor as their gradient")
         for leaf, before in undo_log.leaves():
             if id(leaf) in self._batch:
                 if leaf.grad is not None:
@@ -126,13 +131,16 @@ class GraphSlots:
                 raise CannotReplay(f"the buffer {name} of {type(module).__name__} came or went")
             self.rebound_names.add((id(module), name))
             slot = Slot("buffer", owner=module, name=name)
+            self.storages[slot.key] = storage_of(before)
             self._source(slot, before)
             self._result(slot, now)
 
     def _bind(self, bound: BoundState) -> None:
         for owner, name, before in bound.tensors():
             if before.device.type == "xla" and not self._runtime.tracing.is_pending(before):
-                self._source(Slot("bound", owner, name), before)
+                slot = Slot("bound", owner, name)
+                self.storages[slot.key] = storage_of(before)
+                self._source(slot, before)
         tensors, self.host_changes = bound.changes(self._spec.bound())
         for owner, name in tensors:
             slot = Slot("bound", owner, name)
@@ -143,21 +151,22 @@ class GraphSlots:
 
     def _written(self, undo_log: UndoLog, bound: BoundState) -> None:
         self._ours = {id(value) for entry in undo_log.entries() for value in (entry.value, entry.twin)}
-        batch = {_storage_of(tensor) for tensor in self._spec.tensors.batch}
-        batch -= {_storage_of(tensor) for tensor in self._spec.tensors.extras}
+        batch = {storage_of(tensor) for tensor in self._spec.tensors.batch}
+        batch -= {storage_of(tensor) for tensor in self._spec.tensors.extras}
         for slot, entry in written_slots(undo_log, self._spec.tensors, bound):
             if self._is_of_batch(slot, entry, batch):
                 continue
             if self._runtime.tracing.is_pending(entry.former):
                 raise CannotReplay("a tensor was written through an alias (data or detach()), and its value is lost")
+            self.storages[slot.key] = storage_of(entry.tensor)
             self._source(slot, entry.former)
             if self._runtime.tracing.is_pending(entry.tensor):
-                if _storage_of(entry.tensor) in batch:
+                if storage_of(entry.tensor) in batch:
                     # The next call has another batch, so the write would be lost.
                     raise CannotReplay("the step writes into a tensor of its batch")
                 if slot.holds(entry.tensor):
                     self._result(slot, entry.tensor)
-            elif not self._runtime.values.holds(entry.tensor, entry.value):
+            elif not self._runtime.values.holds(entry.tensor, entry.value, entry.twin):
                 raise CannotReplay("a tensor of the state became a copy of another tensor")
 
     def _is_of_batch(self, slot: Slot, entry: TensorEntry, batch: set[int]) -> bool:
@@ -170,9 +179,9 @@ class GraphSlots:
         return (
             slot.kind == "tensor"
             and self._spec.strict
-            and _storage_of(entry.tensor) in batch
+            and storage_of(entry.tensor) in batch
             and not self._runtime.tracing.is_pending(entry.tensor)
-            and self._runtime.values.holds(entry.tensor, entry.value)
+            and self._runtime.values.holds(entry.tensor, entry.value, entry.twin)
         )
 
     def rebound_state(self, math: OptimizerHostMath) -> None:
@@ -324,7 +333,20 @@ class GraphSlots:
                     raise CannotReplay(f"the step stores a tensor of shape {shape} that it does not return")
         return [self._results.get(number, []) for number in self.graph.numbers]
 
+    def elsewhere(self, sources: list[Slot | str | Number], targets: list[list[Slot]]) -> list[Slot]:
+        """See `GraphValues`."""
+        read = [source for source in sources if isinstance(source, Slot) and source.kind not in ("tensor", "batch")]
+        written = [slot for slots in targets for slot in slots if slot.kind in ("grad", "extra")]
+        return list(
+            {slot.key: slot for slot in (*read, *written) if slot in read or slot.key in self.storages}.values()
+        )
 
-def _storage_of(tensor: torch.Tensor) -> int:
+    def storage_at(self, slot: Slot) -> int:
+        """The storage of the tensor that was at a slot before the step."""
+        known = self.storages.get(slot.key)
+        return storage_of(slot.get(self._spec.tensors)) if known is None else known
+
+
+def storage_of(tensor: torch.Tensor) -> int:
     """Names what a tensor shares with its views and aliases."""
     return int(tensor.untyped_storage()._cdata)

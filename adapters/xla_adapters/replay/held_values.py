@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -18,7 +18,7 @@ class HeldValues:
 
     Args:
         tensors: of the state.
-        traced: which of them shared their storage when the step was traced, as `shared_storages`.
+        traced: which of them, and of the tensors elsewhere, shared their storage when the step was traced (`groups`).
         runtime: the runtime.
     """
 
@@ -28,6 +28,7 @@ class HeldValues:
         # Bound here, since each replayed call uses them.
         self._snapshot = runtime.values.snapshot
         self._storage_marks = runtime.lazy.storage_marks
+        self._number = runtime.lazy.tensor_number
         self._replace = runtime.lazy.replace
         self._forget_writes = runtime.lazy.forget_writes
         self._values = [self._snapshot(tensor) for tensor in self._tensors]
@@ -36,26 +37,34 @@ class HeldValues:
         self._names, self._changes = self._storage_marks(self._tensors)
         # Positions of tensors whose present value was not written by `write`.
         self._foreign = set(range(len(self._tensors)))
+        # Positions of tensors that may be parts of others, since `write` has not seen yet that they are none.
+        self._parts = set(range(len(self._tensors)))
         self._named: list[int] = []
-        self._storages_now: frozenset[int] = frozenset()
-        self._as_traced = True
+        self._first: dict[int, int] = {}
+        self._now: tuple[int, ...] = ()
         runtime.shared_buffers.note_writer(self)
 
-    def sharing(self, others: Sequence[torch.Tensor]) -> str | None:
+    def sharing(self, elsewhere: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> str | None:
         """Which tensors share their storage otherwise than in the traced step, in words; None if none do.
 
         Args:
+            elsewhere: at the slots outside of the state (gradients, say).
             others: tensors that must be none of these, no view and no alias of one.
         """
         names, _ = self._storage_marks(self._tensors)
         if names != self._named:
-            self._named, self._storages_now = names, frozenset(names)
-            self._as_traced = _groups(names) == self._traced
-        # (`p.data = q.data`.) One executable updates shared tensors together, the other each by itself.
-        if not self._as_traced:
+            self._named, self._first = names, {}
+            self._now = groups(names, self._first)
+        now, first = self._now, self._first
+        if elsewhere:
+            first = dict(first)
+            now += groups(self._storage_marks(elsewhere)[0], first)
+        # (`p.data = q.data`, `p.grad = q.grad`.) One executable updates shared tensors together, the other each by
+        # itself, and would be given one buffer twice to reuse.
+        if now != self._traced:
             return "other tensors of the state share their storage than when the step was traced"
         found, _ = self._storage_marks(others)
-        if not self._storages_now.isdisjoint(found):
+        if any(name in first for name in found):
             return "a tensor of the batch is one of the state"
         return None
 
@@ -68,6 +77,8 @@ class HeldValues:
                     self._values[position] = self._snapshot(tensor)
                     self._storages[position] = tensor.untyped_storage()
                     self._foreign.add(position)
+                    if names[position] != self._names[position]:
+                        self._parts.add(position)
             self._names, self._changes = names, changes
         return self._values
 
@@ -84,6 +95,23 @@ class HeldValues:
             self._changes[position] += 1
         if self._foreign:
             self._foreign.difference_update(positions)
+        if self._parts and (parts := self._parts.intersection(positions)):
+            self._look_at_parts(parts)
+
+    def _look_at_parts(self, positions: set[int]) -> None:
+        """Applies what was written to parts of larger tensors (`p.data = large[2:6]`) to these.
+
+        The larger tensor reads the written value for that, whose buffer the next call would reuse. The part has a new
+        value then.
+        """
+        for position in positions:
+            tensor, written = self._tensors[position], self._values[position]
+            self._values[position] = self._snapshot(tensor)
+            if self._number(self._values[position]) == self._number(written):
+                self._parts.discard(position)
+        tensors = [self._tensors[position] for position in positions]
+        for position, changes in zip(positions, self._storage_marks(tensors)[1], strict=True):
+            self._changes[position] = changes
 
     def computed(self) -> list[torch.Tensor]:
         """The tensors whose present value was set by `write`."""
@@ -101,12 +129,11 @@ class HeldValues:
         self._forget_writes(self._tensors)
 
 
-def shared_storages(tensors: Sequence[torch.Tensor], runtime: Runtime) -> tuple[int, ...]:
-    """For each tensor the position of the first one that has its storage. Equal as long as the same ones share."""
-    names, _ = runtime.lazy.storage_marks(tensors)
-    return _groups(names)
+def groups(names: Iterable[int], first: dict[int, int]) -> tuple[int, ...]:
+    """For each name its place among the different ones.
 
-
-def _groups(names: Sequence[int]) -> tuple[int, ...]:
-    first: dict[int, int] = {}
-    return tuple(first.setdefault(name, position) for position, name in enumerate(names))
+    Args:
+        names: of storages.
+        first: the places of names that came before; gets those of new ones.
+    """
+    return tuple(first.setdefault(name, len(first)) for name in names)

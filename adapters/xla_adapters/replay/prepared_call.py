@@ -42,8 +42,6 @@ class PreparedCall:
         self._donated = call.values.donated
         read = [(index, source.owner) for index, source in enumerate(sources) if is_state(source)]
         self._changing = [(index, source) for index, source in enumerate(sources) if not is_state(source)]
-        slots = [source for _, source in self._changing if isinstance(source, Slot)]
-        self._elsewhere = [slot for slot in slots if slot.kind != "batch"]
         targets = [(index, slot) for index, slots in enumerate(call.values.targets) for slot in slots]
         written = [(index, slot.owner) for index, slot in targets if is_state(slot)]
         self._assigned = [(index, slot) for index, slot in targets if not is_state(slot)]
@@ -104,12 +102,7 @@ class PreparedCall:
         """Which tensors of the batch and the state share their storage now, in words; None if none do."""
         if self._held is None:
             self._held = HeldValues(self._state, self.call.sharing, runtime)
-        found = self._held.sharing(tensors.batch)
-        if found is None and self._elsewhere and tensors.batch:
-            names, _ = runtime.lazy.storage_marks(tensors.batch)
-            others, _ = runtime.lazy.storage_marks([slot.get(tensors) for slot in self._elsewhere])
-            found = None if set(names).isdisjoint(others) else "a tensor of the batch is one of the state"
-        return found
+        return self._held.sharing([slot.get(tensors) for slot in self.call.values.elsewhere], tensors.batch)
 
     def new_numbers(self, updates: Sequence[Update]) -> list[tuple[Number, float]]:
         """The inputs that are other numbers in the next call, with their values.

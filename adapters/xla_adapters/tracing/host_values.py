@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -32,6 +32,15 @@ _PURE = frozenset(
     )
     for name in names.split()
 )
+# Those of them whose result has the values of their only tensor, some of them or all.
+_SELECTING = frozenset(
+    name
+    for names in (
+        "__getitem__ view reshape flatten squeeze unsqueeze expand expand_as chunk split unbind narrow select",
+        "transpose permute t contiguous clone detach long pad",
+    )
+    for name in names.split()
+)
 # Functions whose result has a shape that depends on values: computed on the host, they need no break of the graph.
 _DYNAMIC = frozenset(("nonzero", "argwhere", "masked_select", "__getitem__", "where", "bincount", "repeat_interleave"))
 # With a dimension they also tell where: of equal values, devices name different ones.
@@ -40,32 +49,57 @@ _DATA: frozenset[_CALL] = frozenset({_Tensor.data.__get__})  # type: ignore[attr
 
 
 class HostValue:
-    """A tensor as the host would compute it, when it is asked for.
+    """A tensor as the host would compute it. Equal only to itself.
 
     Args:
-        compute: computes it.
+        compute: computes it, given the values that are known already; None for a tensor that was copied to the device.
         version: of the tensor on the device when its value was this one.
-        source: the only tensor of the batch that it is computed from; None if there are several.
+        tensor: the copy on the device; only without `compute`.
+        sources: the copies that it is computed from.
+        selects: whether it has no other values than its only source and what was added as padding.
     """
 
-    __slots__ = ("_compute", "_value", "source", "version")
+    __slots__ = ("_compute", "_sources", "selects", "tensor", "version")
 
     def __init__(
-        self, compute: Callable[[], torch.Tensor], version: int, source: weakref.ref[torch.Tensor] | None
+        self,
+        compute: Callable[[Known], Any] | None,
+        version: int = 0,
+        *,
+        tensor: weakref.ref[torch.Tensor] | None = None,
+        sources: frozenset[HostValue] = frozenset(),
+        selects: bool = True,
     ) -> None:
-        self._compute: Callable[[], torch.Tensor] | None = compute
-        self._value: torch.Tensor | None = None
+        self._compute = compute
         self.version = version
-        self.source = source
+        self.tensor = tensor
+        self._sources = sources
+        self.selects = selects
 
-    def get(self) -> torch.Tensor:
-        """The tensor on the host."""
-        if self._value is None:
+    @property
+    def sources(self) -> frozenset[HostValue]:
+        """The copies that it is computed from; itself, if it is one."""
+        return frozenset((self,)) if self._compute is None else self._sources
+
+    def only_source(self) -> torch.Tensor | None:
+        """The only tensor that it is computed from, on the device; None if there are several, or it is gone."""
+        (source, *others) = self.sources
+        return None if others or source.tensor is None else source.tensor()
+
+    def get(self, known: Known) -> Any:
+        """The tensor on the host.
+
+        Args:
+            known: the values of all `sources`; gets those that are computed.
+        """
+        if self not in known:
             assert self._compute is not None
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                self._value = self._compute()
-            self._compute = None
-        return self._value
+                known[self] = self._compute(known)
+        return known[self]
+
+
+Known: TypeAlias = dict[HostValue, Any]
 
 
 class HostValues:
@@ -77,6 +111,7 @@ class HostValues:
 
     def __init__(self) -> None:
         self._known = WeakTensorKeyDictionary()
+        self._computed: Known = {}
         self._pure: dict[_CALL, bool] = {}
 
     def note(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
@@ -98,36 +133,33 @@ class HostValues:
             return
         if not all(_is_exact(tensor) for tensor in results):
             return
-        computation = self._computation(function, args, kwargs)
-        if computation is None:
+        whole = self._computation(function, args, kwargs)
+        if whole is None:
             return
-        whole, source = _Once(computation), self._common_source(args, kwargs)
         with torch._C.DisableTorchFunction():
             for index, tensor in enumerate(results):
-                part = whole.get if result is tensor else _Part(whole, index).get
-                self._known[tensor] = HostValue(part, tensor._version, source)
+                compute = whole.get if result is tensor else _part(whole, index)
+                self._known[tensor] = HostValue(compute, tensor._version, sources=whole.sources, selects=whole.selects)
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of a device tensor, on the host; None if it is not known there."""
-        known = self._find(tensor)
-        return None if known is None else known.get()
+        known = self.find(tensor)
+        return None if known is None else known.get(self._computed)
 
-    def source(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The only tensor of the batch that a device tensor is computed from; None if there are several, or none."""
-        known = self._find(tensor)
-        return None if known is None or known.source is None else known.source()
+    def copied(self, source: HostValue) -> torch.Tensor:
+        """The value of a tensor that was copied to the device."""
+        value: torch.Tensor = self._computed[source]
+        return value
 
     def call(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of a call whose shape depends on values, on the host; None if the host cannot compute it."""
         if getattr(function, "__name__", "") not in _DYNAMIC:
             return None
         computation = self._computation(function, args, kwargs)
-        if computation is None:
-            return None
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            return computation()
+        return None if computation is None else computation.get(self._computed)
 
-    def _find(self, tensor: torch.Tensor) -> HostValue | None:
+    def find(self, tensor: torch.Tensor) -> HostValue | None:
+        """How the host computes a device tensor; None if it cannot."""
         with torch._C.DisableTorchFunction():
             known: HostValue | None = self._known.get(tensor)
             if known is not None and known.version == tensor._version:
@@ -136,20 +168,15 @@ class HostValues:
         if upload is None:
             return None
         with torch._C.DisableTorchFunction():
-            values = upload.values
-            found = self._known[tensor] = HostValue(lambda: values, tensor._version, weakref.ref(tensor))
+            found = self._known[tensor] = HostValue(None, tensor._version, tensor=weakref.ref(tensor))
+        self._computed[found] = upload.values
         return found
 
-    def _common_source(self, args: Sequence[Any], kwargs: dict[str, Any]) -> weakref.ref[torch.Tensor] | None:
-        known = [self._find(tensor) for tensor in _tensors((*args, *kwargs.values()))]
-        sources = {None if value is None else value.source for value in known}
-        return sources.pop() if len(sources) == 1 else None
-
-    def _computation(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    def _computation(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any]) -> HostValue | None:
         """The same call on the host; None if an argument is not known there, or none is a tensor."""
         known: dict[int, HostValue] = {}
         for tensor in _tensors((*args, *kwargs.values())):
-            value = None if tensor.dtype.is_floating_point else self._find(tensor)
+            value = None if tensor.dtype.is_floating_point else self.find(tensor)
             if value is None:
                 return None
             known[id(tensor)] = value
@@ -159,44 +186,23 @@ class HostValues:
         args_later = [_held(value, known) for value in args]
         kwargs_later = {name: _held(value, known) for name, value in kwargs.items()}
 
-        def compute() -> Any:
-            return function(*map(_got, args_later), **{name: _got(value) for name, value in kwargs_later.items()})
+        def compute(computed: Known) -> Any:
+            return function(
+                *(_got(value, computed) for value in args_later),
+                **{name: _got(value, computed) for name, value in kwargs_later.items()},
+            )
 
-        return compute
-
-
-class _Once:
-    """Computes something once.
-
-    Args:
-        compute: computes it.
-    """
-
-    def __init__(self, compute: Callable[[], Any]) -> None:
-        self._compute = compute
-        self._result: Any = None
-
-    def get(self) -> Any:
-        if self._result is None:
-            self._result = self._compute()
-        return self._result
+        selects = len(known) == 1 and getattr(function, "__name__", "") in _SELECTING
+        return HostValue(
+            compute,
+            sources=frozenset().union(*(value.sources for value in known.values())),
+            selects=selects and all(value.selects for value in known.values()),
+        )
 
 
-class _Part:
-    """One of several results.
-
-    Args:
-        whole: all of them.
-        index: which one.
-    """
-
-    def __init__(self, whole: _Once, index: int) -> None:
-        self._whole = whole
-        self._index = index
-
-    def get(self) -> torch.Tensor:
-        part: torch.Tensor = self._whole.get()[self._index]
-        return part
+def _part(whole: HostValue, index: int) -> Callable[[Known], Any]:
+    """One of several results."""
+    return lambda known: whole.get(known)[index]
 
 
 def _is_exact(value: Any) -> bool:
@@ -231,9 +237,9 @@ def _device_on_host(value: str | torch.device) -> str | torch.device:
     return "cpu" if kind == device_type() else value
 
 
-def _got(value: Any) -> Any:
+def _got(value: Any, known: Known) -> Any:
     if isinstance(value, HostValue):
-        return value.get()
+        return value.get(known)
     if type(value) in (list, tuple):
-        return type(value)(_got(item) for item in value)
+        return type(value)(_got(item, known) for item in value)
     return value

@@ -1,9 +1,8 @@
 """Checks indices that come from the batch: devices read another row for one that is out of range, and say nothing.
 
 The values of the batch's integers are known on the host (`runtime.transfers`), and so is what the step computes from
-them (`HostValues`). While a step is traced, the indices of lookups are compared with the size of what is looked up. A
-traced step also says what values each integer tensor of a batch may have, so that replays can compare the tensor
-itself.
+them (`HostValues`). While a step is traced, the indices of lookups are compared with the size of what is looked up.
+Replays do the same with the values of their own batch (`Lookups`).
 """
 
 from __future__ import annotations
@@ -13,22 +12,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_adapters.errors import IndexRangeError
 from xla_adapters.runtime.transfers import upload_of
-from xla_adapters.tracing.host_values import HostValues
+from xla_adapters.tracing.host_values import HostValue, HostValues, Known
 from xla_adapters.tracing.library_reads import library_reads
 from xla_adapters.utils.location import current_location
 from xla_adapters.utils.torch_modes import device_type
 
 _Tensor = torch.Tensor
 _CALL = Callable[..., Any]
-# A tensor with more values out of bounds is not compared in replays.
-_MOST_SHOWN = 16
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 
@@ -39,63 +35,94 @@ class Bounds:
     Attributes:
         low, high: the smallest, and the first that is too large.
         ignored: a further value that is allowed.
-        shown: values out of bounds that a traced step has not looked up (padding that a mask removes, say).
     """
 
     low: int
     high: int
     ignored: int | None = None
-    shown: frozenset[int] = frozenset()
 
     def outlier(self, values: torch.Tensor) -> int | None:
         """A value that is out of bounds; None if there is none."""
-        return next(iter(self._outliers(values)), None)
-
-    def widened(self, values: torch.Tensor) -> Bounds | None:
-        """The bounds with what these values show; None if too many values would be allowed."""
-        shown = self.shown.union(self._outliers(values))
-        return dataclasses.replace(self, shown=shown) if len(shown) <= _MOST_SHOWN else None
-
-    def _outliers(self, values: torch.Tensor) -> Sequence[int]:
         if not values.numel():
-            return ()
+            return None
         # NumPy: torch would wake its threads for each of these.
         with torch._C.DisableTorchFunction():
             array = values.numpy()
         if self.low <= array.min() and array.max() < self.high:
-            return ()
+            return None
         outside = array[(array < self.low) | (array >= self.high)]
         if self.ignored is not None:
             outside = outside[outside != self.ignored]
-        return [value for value in numpy.unique(outside).tolist() if value not in self.shown]
+        return int(outside.min()) if outside.size else None
 
-    def and_also(self, other: Bounds | None) -> Bounds | None:
-        """Bounds that hold if both do; None if they allow different further values."""
-        if other is None:
-            return self
-        if other.ignored != self.ignored:
-            return None
-        return Bounds(max(self.low, other.low), min(self.high, other.high), self.ignored)
+    def and_also(self, other: Bounds) -> Bounds:
+        """Bounds that hold if both do, of two that allow the same further value."""
+        return dataclasses.replace(self, low=max(self.low, other.low), high=min(self.high, other.high))
 
 
-# The bounds of tensors of the batch that is being traced.
-_bounds = WeakTensorKeyDictionary()
+@dataclass(frozen=True)
+class _Checked:
+    """One lookup of a traced step.
+
+    Attributes:
+        indices: how the host computes them.
+        bounds: what they may be.
+        values: of what they are computed from, in the traced step.
+    """
+
+    indices: HostValue
+    bounds: Bounds
+    values: Known
 
 
-def bounds_of(batch: Sequence[torch.Tensor]) -> dict[int, Bounds]:
-    """What the last traced step that used these tensors compares them with, by their position."""
-    with torch._C.DisableTorchFunction():
-        found = {index: _bounds.get(tensor) for index, tensor in enumerate(batch)}
-    return {index: bounds for index, bounds in found.items() if bounds is not None}
+# By tensor of a batch: all lookups of the last traced step that looked something up by it.
+_checked = WeakTensorKeyDictionary()
 
 
-def violated(batch: Sequence[torch.Tensor], bounds: dict[int, Bounds]) -> int | None:
-    """The position of a tensor whose values are out of bounds; None if there is none that the host knows of."""
-    for index, allowed in bounds.items():
-        upload = upload_of(batch[index])
-        if upload is not None and allowed.outlier(upload.values) is not None:
-            return index
-    return None
+def known_on_host(batch: Sequence[torch.Tensor]) -> frozenset[int]:
+    """The positions of the tensors of a batch whose values the host knows."""
+    return frozenset(index for index, tensor in enumerate(batch) if upload_of(tensor) is not None)
+
+
+class Lookups:
+    """The lookups of a traced step by integers of its batch.
+
+    Args:
+        batch: of the traced step.
+    """
+
+    def __init__(self, batch: Sequence[torch.Tensor]) -> None:
+        with torch._C.DisableTorchFunction():
+            found = {id(checked): checked for tensor in batch if (checked := _checked.get(tensor)) is not None}
+        self._all = [item for checked in found.values() for item in checked]
+        positions = {id(tensor): index for index, tensor in enumerate(batch)}
+        # What was uploaded inside the step is the same in each replay.
+        self._constants = {source: value for item in self._all for source, value in item.values.items()}
+        self._sources: list[tuple[HostValue, int]] = []
+        for source in self._constants:
+            tensor = source.tensor() if source.tensor is not None else None
+            if id(tensor) in positions:
+                self._sources.append((source, positions[id(tensor)]))
+        of_batch = dict(self._sources)
+        self._whole: dict[tuple[int, int | None], Bounds] = {}
+        self._exact: list[_Checked] = []
+        for item in self._all:
+            (source, values), *others = item.values.items()
+            if others or source not in of_batch or not item.indices.selects or item.bounds.outlier(values) is not None:
+                self._exact.append(item)
+                continue
+            key = of_batch[source], item.bounds.ignored
+            self._whole[key] = item.bounds.and_also(self._whole.get(key, item.bounds))
+
+    def are_in_range(self, batch: Sequence[torch.Tensor]) -> bool:
+        """Whether all indices are in range in a replay with another batch, of which the host knows the same tensors."""
+        known = {source: upload.values for source, at in self._sources if (upload := upload_of(batch[at])) is not None}
+        by_position = {at: known[source] for source, at in self._sources if source in known}
+        # Mostly, all values of a tensor can be looked up, also those that the step leaves out.
+        whole = all(bounds.outlier(by_position[at]) is None for (at, _), bounds in self._whole.items())
+        known = {**self._constants, **known}
+        items = self._exact if whole else self._all
+        return all(item.bounds.outlier(item.indices.get(known)) is None for item in items)
 
 
 def _argument(args: Sequence[Any], kwargs: dict[str, Any], position: int, name: str, default: Any = None) -> Any:
@@ -157,6 +184,7 @@ class IndexCheck:
         reads = library_reads()
         self._values = HostValues() if reads is None else reads.host_values
         self._notes = notes
+        self._checked: list[_Checked] = []
 
     def note(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """A function was called in the step."""
@@ -176,24 +204,19 @@ class IndexCheck:
         if not isinstance(indices, _Tensor) or indices.dtype not in _INTEGERS or indices.device.type != device_type():
             return
         values = self._values.get(indices)
-        if values is None:
+        found = self._values.find(indices)
+        if values is None or found is None:
             return
         bounds = Bounds(low, high, ignored)
-        source = self._values.source(indices)
         outlier = bounds.outlier(values)
         if outlier is not None:
-            raise _error(getattr(function, "__name__", str(function)), outlier, bounds, source)
-        if source is not None:
-            self._remember(source, bounds)
-
-    def _remember(self, source: torch.Tensor, bounds: Bounds) -> None:
-        upload = upload_of(source)
-        if upload is None:
-            return
+            raise _error(getattr(function, "__name__", str(function)), outlier, bounds, found.only_source())
+        self._checked.append(_Checked(found, bounds, {source: self._values.copied(source) for source in found.sources}))
         with torch._C.DisableTorchFunction():
-            both = bounds.and_also(_bounds.get(source))
-            if both is not None and both.outlier(upload.values) is None:
-                _bounds[source] = both
+            for source in found.sources:
+                tensor = source.tensor() if source.tensor is not None else None
+                if tensor is not None:
+                    _checked[tensor] = self._checked
 
 
 def _error(name: str, value: int, bounds: Bounds, source: torch.Tensor | None) -> IndexRangeError:

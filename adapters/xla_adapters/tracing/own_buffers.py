@@ -21,7 +21,7 @@ def own_buffers_for_update(undo_log: UndoLog, runtime: Runtime) -> list[torch.Te
         The tensors that the step updates.
     """
     written, others = undo_log.pending_entries()
-    copied = [entry.tensor for entry in others if not runtime.values.holds(entry.tensor, entry.value)]
+    copied = [entry.tensor for entry in others if not runtime.values.holds(entry.tensor, entry.value, entry.twin)]
     buffers = runtime.shared_buffers if runtime.has_shared_buffers else None
     if buffers is not None and copied:
         # They became copies in this step, and share the buffer of the tensor they were copied from.

@@ -324,7 +324,14 @@ class StepScope:
         """The error to raise in place of one of the runtime's; `None` for an error of another kind."""
         if self._runtime.device.is_out_of_memory(error):
             return DeviceOutOfMemoryError.of_step(self.name, self._runtime.device.hardware())
-        return self._breaks.translate(error, self.operations)
+        translated = self._breaks.translate(error, self.operations)
+        if translated is None and self._runtime.tracing.is_lost_value(error):
+            return ConcurrentStepError(
+                f"the step {self.name!r} is undone: a tensor on the device has lost its value, as when another thread "
+                "reads one or computes with one while a step is traced. Let other threads read copies that the thread "
+                "of the training has made between two steps, or guard steps and reads by one lock."
+            )
+        return translated
 
     def _execute(self) -> None:
         """Executes the graph by a sync of the runtime."""

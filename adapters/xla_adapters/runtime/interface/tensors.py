@@ -107,8 +107,14 @@ class Values(Protocol):
     def rewrite(self, snapshot: torch.Tensor, twin: torch.Tensor) -> None:
         """Gives a snapshot that was changed the value of its twin. (The twin in its place would be another graph.)"""
 
-    def holds(self, tensor: torch.Tensor, snapshot: torch.Tensor) -> bool:
-        """Whether a tensor still has the value of a snapshot; asked before the pending graph is discarded."""
+    def holds(self, tensor: torch.Tensor, snapshot: torch.Tensor, twin: torch.Tensor | None = None) -> bool:
+        """Whether a tensor still has the value of a snapshot; asked before the pending graph is discarded.
+
+        Args:
+            tensor: of the device.
+            snapshot: of its former value.
+            twin: of the snapshot, if an operation may have changed the snapshot itself.
+        """
 
     def restore(self, tensor: torch.Tensor, snapshot: torch.Tensor) -> None:
         """Gives a tensor the value of a snapshot. Its views and aliases see the value too."""

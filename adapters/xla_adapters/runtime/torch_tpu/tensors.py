@@ -86,8 +86,8 @@ class TPUValues:
     def rewrite(self, snapshot: torch.Tensor, twin: torch.Tensor) -> None:
         """See `Values`; nothing changes a snapshot."""
 
-    def holds(self, tensor: torch.Tensor, snapshot: torch.Tensor) -> bool:
-        """See `Values`."""
+    def holds(self, tensor: torch.Tensor, snapshot: torch.Tensor, twin: torch.Tensor | None = None) -> bool:
+        """See `Values`; nothing changes a snapshot."""
         same = tensor.untyped_storage()._cdata == snapshot.untyped_storage()._cdata
         return same and not self._tracing.is_pending(tensor)
 

@@ -158,4 +158,4 @@ def bring_up_to_date(tensor: torch.Tensor) -> None:
 
 def has_neither(error: RuntimeError) -> bool:
     """Whether torch_xla met a tensor without value and graph: a refused execution leaves one behind."""
-    return any(text in str(error) for text in ("XLATensor without XLAData and IR", "data()->tensor_data"))
+    return any(text in str(error) for text in ("XLATensor without XLAData and IR", "tensor_data"))

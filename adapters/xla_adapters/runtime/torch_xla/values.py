@@ -48,11 +48,16 @@ class XLAValues:
         """See `Values`."""
         snapshot.copy_(twin)
 
-    def holds(self, tensor: torch.Tensor, snapshot: torch.Tensor) -> bool:
+    def holds(self, tensor: torch.Tensor, snapshot: torch.Tensor, twin: torch.Tensor | None = None) -> bool:
         """See `Values`."""
         inner = self.snapshot(tensor)
-        same = bool(_C._xla_get_tensor_id(inner) == _C._xla_get_tensor_id(snapshot))
-        return same and not self._tracing.is_pending(inner)
+        if _C._xla_get_tensor_id(inner) != _C._xla_get_tensor_id(snapshot) or self._tracing.is_pending(inner):
+            return False
+        if twin is None or self._tracing.is_pending(twin):
+            return True
+        # `copy_` leaves the inner tensor with the buffer of another one, and nothing pending.
+        now, before = _C._get_tensors_handle([snapshot, twin])
+        return bool(now == before)
 
     def restore(self, tensor: torch.Tensor, snapshot: torch.Tensor) -> None:
         """See `Values`."""

@@ -91,10 +91,26 @@ def _sum_of_numbers(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tens
 def _one_loss(stock: _Stock, self: torch.Tensor, target: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """`nll_loss_forward`: of a single sample without a batch, torch_xla's own ends the process."""
     if self.ndim > 1:
-        found: tuple[torch.Tensor, torch.Tensor] = stock(self, target, *args)
-        return found
+        return _loss_of_classes(stock, self, target, *args)
+    _refuse_unless_integers(target)
     loss, weight = stock(self.reshape(1, -1), target.reshape(1), *args)
     return loss.reshape(()), weight
+
+
+def _loss_of_classes(
+    stock: _Stock, self: torch.Tensor, target: torch.Tensor, *args: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`nll_loss2d_forward`: torch_xla's own rounds classes that are no integers, where torch raises."""
+    _refuse_unless_integers(target)
+    found: tuple[torch.Tensor, torch.Tensor] = stock(self, target, *args)
+    return found
+
+
+def _refuse_unless_integers(target: torch.Tensor) -> None:
+    if target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
+        raise RuntimeError(
+            f"expected class labels of the dtype torch.int64, but found {target.dtype}: use labels.long()"
+        )
 
 
 def _one_loss_backward(
@@ -393,6 +409,7 @@ KERNELS = Kernels(
         "linalg_vector_norm": _vector_norm,
         **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _backward_with_a_dimension),
         "nll_loss_forward": _one_loss,
+        "nll_loss2d_forward": _loss_of_classes,
         "nll_loss_backward": _one_loss_backward,
         **dict.fromkeys(("cumsum", "cumprod"), _cumulative),
     },
