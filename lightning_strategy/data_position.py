@@ -127,20 +127,14 @@ class DataPosition:
         with replaced(module, "_select_data_fetcher", selected), warnings.catch_warnings():
             yield
 
-    def begin_epoch(self) -> int:
-        """The data of an epoch begins; returns how many of its first batches are to be skipped.
-
-        Raises:
-            CheckpointError: no batch of now begins where the epoch of the checkpoint was left.
-        """
-        batches, self._random = 0, ReadingStream()
+    def begin_epoch(self) -> None:
+        """The data of an epoch begins."""
+        self._random = ReadingStream()
         if self._resumed_beginning is not None:
-            if self._resumed_position is not None:
-                batches = self._batches_done(self._resumed_position)
             self._resumed_beginning.restore()
             for generator, state in zip(self._own_generators(), self._generators_began, strict=False):
                 generator.set_state(state)
-            if not batches:
+            if self._resumed_position is None or not self._resumed_position["batches"]:
                 # A new epoch: its data draws first, and the training goes on from there.
                 self._resumed_now = None
             else:
@@ -153,10 +147,16 @@ class DataPosition:
         self._resumed_epoch = None
         for loader in self._loaders():
             renew_workers(loader, epoch)
-        return batches
 
-    def _batches_done(self, position: Mapping[str, Any]) -> int:
-        """How many batches have the samples that a checkpoint's epoch had seen; reading goes on after them."""
+    def batches_done(self) -> int:
+        """How many of its first batches are to be skipped: they have the samples that a checkpoint's epoch had seen.
+
+        Raises:
+            CheckpointError: no batch of now begins where the epoch of the checkpoint was left.
+        """
+        position = self._resumed_position
+        if position is None:
+            return 0
         units, number = self._units(), int(position["batches"])
         # Checkpoints of version 0.1 have no units.
         saved = [BatchUnit.of_saved(unit) for unit in position["units"]] if "units" in position else units
@@ -218,8 +218,9 @@ class _TrackedFetcher(_PrefetchDataFetcher):
     data: DataPosition
 
     def __iter__(self) -> _TrackedFetcher:
-        batches = self.data.begin_epoch()
+        self.data.begin_epoch()
         super().__iter__()
+        batches = self.data.batches_done()
         for number in range(batches):
             try:
                 self.data.read(super().__next__)

@@ -36,7 +36,7 @@ from xla_adapters.utils.torch_modes import modules_compiled
 GRADIENTS = "gradients"
 # Hooks between the update and the next `zero_grad`, in which user code can read gradients. Those at the end of an epoch
 # seldom do, so that they are looked into.
-_HOOKS = ("on_train_batch_end", "on_before_zero_grad", "lr_scheduler_step")
+_HOOKS = ("on_train_batch_end", "on_before_zero_grad")
 _LATE_HOOKS = ("on_validation_model_zero_grad", "on_train_epoch_end", "on_train_end", "on_save_checkpoint")
 _OWN_PACKAGES = ("lightning.", "lightning_strategy.")
 
@@ -46,7 +46,7 @@ def nobody_sees_grads(trainer: Trainer, module: LightningModule) -> bool:
 
     If so, the step may set the gradients to None: they are no outputs of its graph then.
     """
-    if any(is_overridden(hook, module) for hook in _HOOKS):
+    if any(is_overridden(hook, module) for hook in (*_HOOKS, "lr_scheduler_step")):
         return False
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     # Its last epoch, for batch norms, has no backward, but one more update, with the gradients of the last batch.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -164,7 +164,8 @@ DATA = TensorDataset(torch.arange(24.0))
 
 
 class _Stream(IterableDataset[Any]):
-    pass
+    def __iter__(self) -> Iterator[Any]:
+        yield from range(24)
 
 
 class _Own(BatchSampler):

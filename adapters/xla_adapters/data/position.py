@@ -41,7 +41,9 @@ class BatchUnit:
             loader: a `DataLoader`, or something else that yields batches.
             processes: how many processes read the data together, each its part of a batch.
         """
-        batches = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+        batches = getattr(loader, "batch_sampler", None)
+        if batches is None:
+            batches = getattr(loader, "sampler", None)
         plain = getattr(batches, "batch_sampler", batches) if processes > 1 else batches
         size = getattr(batches, "batch_size", None)
         arranging = [getattr(plain, "sampler", None)]
