@@ -32,7 +32,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils.output_capturing import install_output_capuring_hook
 
 from hf_trainer.checkpoints import SETTINGS
-from xla_adapters.replay.guards.hooks import _OF_LIBRARIES
+from xla_adapters.replay.guards.snapshot import _OF_LIBRARIES
 
 _TRAINER_HOOKS = {
     "_inner_training_loop": ["self", "batch_size", "args", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],

@@ -37,7 +37,7 @@ from tests.hf_trainer.scenarios import (
     vector_samples,
 )
 from tests.tiny_models import tiny
-from xla_adapters.replay.guards.hooks import computes_only
+from xla_adapters.replay.guards.snapshot import computes_only
 
 pytestmark = pytest.mark.isolated
 

@@ -291,9 +291,9 @@ def test_code_that_was_written_to_after_it_was_loaded(tmp_path: Path) -> None:
         "import written\n"
         "def reason(): return analyze(lambda a: a.examine(written.step), FrameworkModel()).reason\n"
         "os.utime('written.py', (time.time() - 100,) * 2)\n"
-        "import xla_adapters.replay.safety.sources as sources\n"
+        "import xla_adapters.replay.safety.analysis as analysis\n"
         "assert reason() is None, reason()\n"
-        "sources._source_of.cache_clear()\n"
+        "analysis._source_of.cache_clear()\n"
         "os.utime('written.py', (time.time() + 100,) * 2)\n"
         "assert 'written to' in reason(), reason()\n"
     )

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from xla_adapters.replay.guards.hooks import computes_only
 from xla_adapters.replay.guards.part import Part, PartsCheck, Slots, said
 from xla_adapters.replay.safety.guards import content_of
 from xla_adapters.replay.safety.trusted import is_installed_file, is_trusted, is_users_alone, is_users_file
@@ -30,6 +29,13 @@ from xla_adapters.utils.nested_values import ABSENT, is_constant, is_plain_enum,
 from xla_adapters.utils.torch_modes import unused_in_steps
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Hooks of libraries that were read: a trace has all that they do. By module and by the name of their code.
+_OF_LIBRARIES = {
+    # Has the embeddings require gradients, for activation checkpointing and for adapters.
+    ("transformers.modeling_utils", "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"),
+    # Adds an output to a list that the model's forward makes and returns.
+    ("transformers.utils.output_capturing", "install_output_capuring_hook.<locals>.output_capturing_hook"),
+}
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # Attributes of every module that do not change a step.
 _IDLE = frozenset(_OF_EVERY_MODULE - {"training", "_parameters", "_buffers", "_modules", *_HOOKS})
@@ -356,3 +362,15 @@ def _has_only_slots(cls: type) -> bool:
 
 def _differs_on_host(tensor: torch.Tensor, noted: torch.Tensor) -> bool:
     return tensor.shape != noted.shape or not same_bits(tensor.detach(), noted)
+
+
+def computes_only(hook: object) -> bool:
+    """Whether a hook is marked as such by this project, or one of a library that is known to be such."""
+    if getattr(hook, "only_tensors", False):
+        return True
+    if not isinstance(hook, types.FunctionType):
+        return False
+    module = sys.modules.get(hook.__module__)
+    # The name of the code: decorators copy that of the function.
+    known = (hook.__module__, hook.__code__.co_qualname) in _OF_LIBRARIES
+    return known and module is not None and hook.__globals__ is vars(module)
