@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import xla_adapters
 from tests.device import DEVICE
 from tests.replay.alike import alike, update_of
 from xla_adapters import CompiledStep
@@ -217,6 +218,9 @@ _PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_weights_that_come_to_be_a_part_of_a_larger_tensor(
     part: Callable[[torch.Tensor], torch.Tensor], at: int
 ) -> None:
+    # Before the larger tensor is made: it would be a part of the first step's graph.
+    xla_adapters.initialize()
+
     def body(make: Callable[..., CompiledStep[Any]]) -> Any:
         model = _TwoLayers().to(DEVICE)
         step = make(update_of(model, torch.optim.SGD(model.parameters(), 0.1)))

@@ -23,7 +23,7 @@ from xla_adapters.replay.replayed_call import ReplayedCall
 from xla_adapters.replay.verification import Verification, next_due
 from xla_adapters.runtime import Runtime, get_runtime
 from xla_adapters.runtime.rng import StepSeed
-from xla_adapters.tracing.index_check import Lookups, known_on_host
+from xla_adapters.tracing.index_check import Lookups, values_on_host
 from xla_adapters.tracing.step_scope import StepScope
 
 logger = logging.getLogger("xla_adapters")
@@ -143,10 +143,11 @@ class ExecutableCache:
         Raises:
             CannotReplay: the next call is another one.
         """
-        lookups = plan.lookups.get(known_on_host(spec.batch))
+        values = values_on_host(spec.batch)
+        lookups = plan.lookups.get(frozenset(values))
         if lookups is None:
             raise CannotReplay("the values of other tensors of the batch are known on the host")
-        if not lookups.are_in_range(spec.batch):
+        if not lookups.are_in_range(values):
             raise CannotReplay("an index in the batch is out of range")
         updates = self._updates(prepared, spec, runtime)
         numbers = prepared.new_numbers(updates)
@@ -223,7 +224,7 @@ class ExecutableCache:
         seed: StepSeed | None,
         options: dict[str, Any],
     ) -> CaptureScope:
-        known = known_on_host(spec.batch)
+        known = frozenset(values_on_host(spec.batch))
 
         def take(outcome: CachedCall | CannotReplay, is_cached: bool) -> None:
             plan.is_cached = is_cached

@@ -8,7 +8,7 @@ Replays do the same with the values of their own batch (`Lookups`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,9 +79,10 @@ class _Checked:
 _checked = WeakTensorKeyDictionary()
 
 
-def known_on_host(batch: Sequence[torch.Tensor]) -> frozenset[int]:
-    """The positions of the tensors of a batch whose values the host knows."""
-    return frozenset(index for index, tensor in enumerate(batch) if upload_of(tensor) is not None)
+def values_on_host(batch: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The values of those tensors of a batch that the host knows, by their positions."""
+    uploads = ((index, upload_of(tensor)) for index, tensor in enumerate(batch))
+    return {index: upload.values for index, upload in uploads if upload is not None}
 
 
 class Lookups:
@@ -114,13 +115,17 @@ class Lookups:
             key = of_batch[source], item.bounds.ignored
             self._whole[key] = item.bounds.and_also(self._whole.get(key, item.bounds))
 
-    def are_in_range(self, batch: Sequence[torch.Tensor]) -> bool:
-        """Whether all indices are in range in a replay with another batch, of which the host knows the same tensors."""
-        known = {source: upload.values for source, at in self._sources if (upload := upload_of(batch[at])) is not None}
-        by_position = {at: known[source] for source, at in self._sources if source in known}
+    def are_in_range(self, values: Mapping[int, torch.Tensor]) -> bool:
+        """Whether all indices are in range in a replay.
+
+        Args:
+            values: of its batch (`values_on_host`), of which the host knows the same tensors as in the traced step.
+        """
         # Mostly, all values of a tensor can be looked up, also those that the step leaves out.
-        whole = all(bounds.outlier(by_position[at]) is None for (at, _), bounds in self._whole.items())
-        known = {**self._constants, **known}
+        whole = all(bounds.outlier(values[at]) is None for (at, _), bounds in self._whole.items())
+        if whole and not self._exact:
+            return True
+        known = {**self._constants, **{source: values[at] for source, at in self._sources if at in values}}
         items = self._exact if whole else self._all
         return all(item.bounds.outlier(item.indices.get(known)) is None for item in items)
 
