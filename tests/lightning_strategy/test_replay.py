@@ -126,8 +126,8 @@ class Language(Classifier):
 
 
 def test_activation_checkpointing() -> None:
-    pair(Recomputing, {"train": 3})
-    pair(Language, {"train": 3}, data=lambda: DataLoader(token_samples(24), batch_size=4))  # type: ignore[arg-type]
+    pair(Recomputing, {"train": 8})
+    pair(Language, {"train": 8}, data=lambda: DataLoader(token_samples(24), batch_size=4))  # type: ignore[arg-type]
 
 
 def test_loggers_and_checkpoints_see_the_values_of_their_step(tmp_path: Any) -> None:
