@@ -104,7 +104,7 @@ class ResumedCounts:
         self._begin = None
         saved = None if checkpoint is None else _read(checkpoint)
         # A loader without a length has no epochs that steps are counted in.
-        if saved is None or not isinstance(loader, DeviceLoader) or not has_length(loader):
+        if saved is None or not has_length(loader) or not isinstance(loader, DeviceLoader):
             return values
         data = saved["data"]
         # Checkpoints of version 0.1 have no unit.
