@@ -14,13 +14,10 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 import xla_adapters
 from lightning_strategy import XLAEagerStrategy
-from tests.hf_trainer.scenarios import token_samples
 from tests.lightning_strategy.scenarios import CLASSES, FEATURES, Classifier, Outcome, fit, loader
-from tests.tiny_models import tiny
 from xla_adapters import ConfigError, XLAConfig
 
 pytestmark = pytest.mark.isolated
@@ -114,20 +111,8 @@ class Recomputing(Classifier):
         return nn.functional.cross_entropy(checkpoint(self.net, inputs, use_reentrant=False), classes)
 
 
-class Language(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.language = tiny("gpt2")
-        self.language.activation_checkpointing_enable()
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = self.language(**batch)["loss"]
-        return loss
-
-
 def test_activation_checkpointing() -> None:
     pair(Recomputing, {"train": 8})
-    pair(Language, {"train": 8}, data=lambda: DataLoader(token_samples(24), batch_size=4))  # type: ignore[arg-type]
 
 
 def test_loggers_and_checkpoints_see_the_values_of_their_step(tmp_path: Any) -> None:

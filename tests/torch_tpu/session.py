@@ -63,6 +63,7 @@ LEFT_OUT: dict[str, str] = {
     "test_nesting.py::test_inner_error_caught_by_the_user_rolls_back_the_inner_step_alone": (
         "an error that is caught between a step and a step inside it is not supported"
     ),
+    "test_index_check.py::test_indices_that_are_computed_from_the_batch[positions]": _OPERATOR,
     "test_replay_hidden.py::test_tensors_written_through_an_alias": (
         "AveragedModel in a step gives _foreach_lerp_ a weight on the device, which torch_tpu reads"
     ),

@@ -193,6 +193,22 @@ def test_a_batch_of_the_host_after_batches_of_the_device(lookup: Callable[..., t
     _refused(step, _batch(18, bad=ROWS))
 
 
+def test_a_table_becomes_smaller_between_batches_of_two_kinds() -> None:
+    """Batches of the host are compared with the table of now, not with that of the last batch of the host."""
+    xla_adapters.initialize()
+    table = nn.Embedding(ROWS, 4).to(DEVICE)
+    step = CompiledStep(lambda batch: table(batch["ids"]).sum())
+    for number in range(6):
+        step({"ids": _batch(number)["ids"] % 4})
+    replays = step.replays
+    assert replays > 0, step.reasons
+    table.weight = nn.Parameter(torch.ones(ROWS - 4, 4, device=DEVICE))
+    for number in range(6):
+        step({"ids": (_batch(number)["ids"] % 4).to(DEVICE)})
+    assert step.replays > replays, step.reasons
+    assert f"is {ROWS - 4}, and" in _refused(step, {"ids": torch.full((2, 4), ROWS - 4)})
+
+
 def _shifted(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return functional.embedding(ids + 5, weight)
 

@@ -233,6 +233,29 @@ def test_a_step_that_raises_inside_an_autocast_leaves_it_in_order() -> None:
         assert not program.is_open
 
 
+class Interrupts:
+    """Python ignores exceptions of `__del__`."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_gets_lost_ends_the_step() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with xla_adapters.eager():
+        loop = Loop()
+        before = state_of(loop.model, loop.optimizer)
+        with pytest.raises(KeyboardInterrupt), xla_adapters.step():
+            lost = [Interrupts()]
+            lost.clear()
+            loop.body()
+        assert not differences(before, state_of(loop.model, loop.optimizer))
+        with xla_adapters.step():
+            loop.body()
+        assert differences(before, state_of(loop.model, loop.optimizer))
+
+
 def test_a_handler_set_in_a_step_that_hands_on_to_that_before() -> None:
     """It holds nothing back any more when the step is over."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

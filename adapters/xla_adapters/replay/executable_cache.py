@@ -49,6 +49,7 @@ class _Plan:
         trusted: calls of the step up to the last traced one.
         is_cached: whether the last traced call ran an executable that replays would call.
         lookups: by the positions of those tensors of the batch whose values the host knows: what a replay compares.
+        graph: the name of the graph that they are of.
     """
 
     call: CachedCall | None = None
@@ -61,6 +62,20 @@ class _Plan:
     trusted: int = 0
     is_cached: bool = False
     lookups: dict[frozenset[int], Lookups] = field(default_factory=dict)
+    graph: bytes = b""
+
+    def note_lookups(self, known: frozenset[int], batch: Sequence[torch.Tensor], graph: bytes) -> None:
+        """A traced call has found all indices in its batch in range.
+
+        Args:
+            known: the positions of the tensors whose values the host knew.
+            batch: its tensors.
+            graph: the name of its graph; empty if that was not captured.
+        """
+        if graph != self.graph:
+            # Another graph may look up in other tensors. Without known values nothing is compared.
+            self.lookups = {of: found for of, found in self.lookups.items() if not of}
+        self.lookups[known], self.graph = Lookups(batch), graph
 
     def forget(self) -> None:
         """Forgets what was captured."""
@@ -228,7 +243,7 @@ class ExecutableCache:
 
         def take(outcome: CachedCall | CannotReplay, is_cached: bool) -> None:
             plan.is_cached = is_cached
-            plan.lookups[known] = Lookups(spec.batch)
+            plan.note_lookups(known, spec.batch, outcome.graph if isinstance(outcome, CachedCall) else b"")
             if verification is not None and self._is_verified(plan, verification, outcome, scope):
                 return
             self._take(plan, outcome, spec)

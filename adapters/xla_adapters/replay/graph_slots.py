@@ -101,9 +101,9 @@ class GraphSlots:
     # ---- the state -----------------------------------------------------------------------------------
 
     def _grads(self, undo_log: UndoLog) -> None:
-        before_step = [id(before) for _, before in undo_log.leaves() if before is not None]
+        before_step = [storage_of(before) for _, before in undo_log.leaves() if before is not None]
         if len(set(before_step)) < len(before_step):
-            raise CannotReplay("two parameters have one tensor as their gradient")
+            raise CannotReplay("the gradients of two parameters share their memory")
         for leaf, before in undo_log.leaves():
             if id(leaf) in self._batch:
                 if leaf.grad is not None:
@@ -337,9 +337,8 @@ class GraphSlots:
         """See `GraphValues`."""
         read = [source for source in sources if isinstance(source, Slot) and source.kind not in ("tensor", "batch")]
         written = [slot for slots in targets for slot in slots if slot.kind in ("grad", "extra")]
-        return list(
-            {slot.key: slot for slot in (*read, *written) if slot in read or slot.key in self.storages}.values()
-        )
+        written = [slot for slot in written if slot.key in self.storages]
+        return list({slot.key: slot for slot in (*read, *written)}.values())
 
     def storage_at(self, slot: Slot) -> int:
         """The storage of the tensor that was at a slot before the step."""

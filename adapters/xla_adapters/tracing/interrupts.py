@@ -30,6 +30,7 @@ class InterruptGuard:
     def __init__(self) -> None:
         self._previous: Any = None
         self._delayed: tuple[int, FrameType | None] | None = None
+        self._raised: int | None = None
         self._installed = False
 
     def install(self) -> None:
@@ -59,6 +60,19 @@ class InterruptGuard:
         if delayed is not None:
             self._previous(*delayed)
 
+    def check(self) -> None:
+        """Calls the previous handler again if it has raised in the step's body and the step went on.
+
+        The exception of a signal handler is lost where C code (a destructor, a search for an attribute) meets it, and
+        what was running there has not done its work.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was lost, and the previous handler raises this.
+        """
+        raised, self._raised = self._raised, None
+        if raised is not None:
+            self._previous(raised, None)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # A handler that was installed later may call this one after the step.
         current = frame if self._installed else None
@@ -67,4 +81,8 @@ class InterruptGuard:
                 self._delayed = (number, frame)
                 return
             current = current.f_back
-        self._previous(number, frame)
+        try:
+            self._previous(number, frame)
+        except BaseException:
+            self._raised = number
+            raise

@@ -223,6 +223,7 @@ class StepScope:
             return self._close_inner(self._outer)
         self._merge_inner_logs()
         try:
+            self._interrupts.check()
             report = self._finish_graph()
         except BaseException as error:
             if self._breaks.executing and not self._runtime.tracing.pending_count():

@@ -31,7 +31,7 @@ _OF_WRONG_BYTES = (
 )
 # `torch.serialization.safe_globals` changes a list of the process.
 _LOCK = threading.RLock()
-_REMEDY = "if you trust whoever wrote it, call torch.serialization.add_safe_globals([...]) with that class before"
+_REMEDY = "if you trust its author, call torch.serialization.add_safe_globals([...]) with that class before"
 
 
 def load_values(source: Any, name: object = None, *, weights_only: bool | None = True) -> Any:
