@@ -33,6 +33,8 @@ class _Rows(Dataset[Any]):
         return ROWS
 
     def __getitem__(self, index: int) -> Any:
+        if index >= ROWS:
+            raise IndexError(index)
         return {"x": torch.tensor([float(index)])}
 
 
@@ -253,7 +255,7 @@ def test_samples_that_were_grouped_by_size(tmp_path: Path) -> None:
 
     class Lengths(_Rows):
         def __getitem__(self, index: int) -> Any:
-            return {"x": torch.tensor([float(index)]), "input_ids": [0] * (1 + index % 5)}
+            return {**super().__getitem__(index), "input_ids": [0] * (1 + index % 5)}
 
     _Run("hf", tmp_path, Lengths(), batch=2, save_every=2, steps=3, **options)
     path = checkpoint("hf", tmp_path, 2)
