@@ -12,11 +12,12 @@ import transformers
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from hf_trainer.checkpoints import CheckpointStores, SafeCheckpoints, restore_rest
+from hf_trainer.checkpoints import CheckpointStores, SafeCheckpoints
 from hf_trainer.data import Inputs
 from hf_trainer.model import ModelSharding, ParameterMoves, model_of
 from hf_trainer.options import TrainerOptions, check_checkpoint_options, check_runtime, hold_jit_checkpoint
 from hf_trainer.patches import no_search_for_gradients
+from hf_trainer.resume import ResumedCounts, restore_rest
 from hf_trainer.saving import ShardedCheckpoints, WeightLoading, save_pretrained_from_device
 from hf_trainer.steps import Evaluation, Session, TrainingSteps, make_steps
 from xla_adapters import get_runtime, initialize
@@ -124,6 +125,7 @@ class Bridge:
         self.watch = StallWatch(options.checkpoint.stall_deadline)
         self.stores = CheckpointStores(trainer, options, self.sharding.devices, self._random_algorithm)
         self.checkpoints = SafeCheckpoints(trainer, base, self.stores, options.checkpoint)
+        self.resumed = ResumedCounts(trainer, base)
         self.sharded_checkpoints = ShardedCheckpoints(trainer, base, self.sharding)
         self.weights = WeightLoading(trainer, base)
 

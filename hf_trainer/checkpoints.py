@@ -13,17 +13,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers import TrainerControl
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint
 
-from hf_trainer.data import DeviceLoader
 from hf_trainer.options import TrainerOptions
-from hf_trainer.patches import torch_tpu_is_used
+from hf_trainer.resume import save_rest
 from hf_trainer.saving import DeferredWrites, deferring
-from xla_adapters import get_runtime
 from xla_adapters.checkpoint import (
     IF_ON_PURPOSE,
     MANIFEST,
@@ -39,8 +36,6 @@ from xla_adapters.checkpoint import (
 from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError, CheckpointWriteError
 from xla_adapters.loop.checkpoints import ScheduledSaves, settings_for_manifest, warn_of_differences
 from xla_adapters.loop.steps import StepDriver
-from xla_adapters.runtime.transfers import uploading
-from xla_adapters.utils.unpickling import load_values
 
 PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
 _DISTRIBUTIONS = ("transformers", "accelerate")
@@ -238,43 +233,6 @@ def _kept_by_limit(store: CheckpointStore, saving: str, limit: int, best: str | 
 
 
 _log = logging.getLogger(__name__)
-
-
-EXACT_RESUME = "xla_adapters.trainer.pt"
-
-
-def save_rest(trainer: transformers.Trainer, folder: Path) -> None:
-    """Writes this state of a training into the folder of a checkpoint, as `EXACT_RESUME`."""
-    logged, total = trainer._globalstep_last_logged, 0.0
-    if logged != trainer.state.global_step:
-        (loss,) = get_runtime().transfers.to_host([trainer._tr_loss])
-        total = loss.item()
-    loader = trainer.callback_handler.train_dataloader
-    data = loader.position.state() if isinstance(loader, DeviceLoader) else None
-    rest = {"loss_sum": total, "logged_at_step": logged, "data": data}
-    if torch_tpu_is_used():
-        rest["device_random"] = get_runtime().random.seed()
-    torch.save(rest, folder / EXACT_RESUME)
-
-
-def restore_rest(trainer: transformers.Trainer, folder: Path) -> None:
-    """Restores the state of `save_rest` when a training begins; does nothing if the checkpoint has none."""
-    path = folder / EXACT_RESUME
-    if not path.is_file():
-        return
-    saved: dict[str, Any] = load_values(path)
-    loader = trainer.callback_handler.train_dataloader
-    if saved["data"] is not None and isinstance(loader, DeviceLoader):
-        loader.position.resume(saved["data"])
-    if "device_random" in saved and torch_tpu_is_used():
-        get_runtime().random.set_seed(saved["device_random"])
-    if saved["logged_at_step"] == trainer.state.global_step:
-        return
-    with uploading():
-        trainer._tr_loss = torch.tensor([saved["loss_sum"]], dtype=torch.float32).to(trainer.args.device)
-    trainer._globalstep_last_logged = saved["logged_at_step"]
-    # `train_loss`, logged at the end, is the mean over the steps of this run only.
-    trainer._total_loss_scalar -= saved["loss_sum"]
 
 
 class SafeCheckpoints:

@@ -14,11 +14,12 @@ from accelerate import DistributedType, PartialState
 from accelerate import skip_first_batches as skip_by_sampler
 from accelerate.utils import send_to_device
 from transformers.trainer import logger
+from transformers.trainer_utils import has_length
 
 from hf_trainer.replay import overridden
 from xla_adapters import get_runtime
+from xla_adapters.data.position import BatchUnit, ReadingStream
 from xla_adapters.data.workers import generators_of, renew_workers
-from xla_adapters.runtime.rng import ReadingStream
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding import Sharder
 from xla_adapters.utils.host_random import HostRandom
@@ -29,10 +30,15 @@ class DataPosition:
     """The position in an epoch's data, and the random state that the order of the data depends on.
 
     Saved in a checkpoint, it lets a resumed training read the rest of the epoch as the first run would have.
+
+    Attributes:
+        taken: how many batches of the epoch were read.
+        goes_on_in_epoch: whether the epoch under way goes on with the random numbers of a checkpoint.
     """
 
     def __init__(self) -> None:
         self.taken = 0
+        self.goes_on_in_epoch = False
         self._random = ReadingStream()
         self._began_with: HostRandom | None = None
         self._generators: list[torch.Generator] = []
@@ -41,15 +47,22 @@ class DataPosition:
         self._saved: Mapping[str, Any] | None = None
         self._goes_on = False
 
-    def state(self) -> dict[str, Any] | None:
-        """The state to save in a checkpoint; None before the first batch."""
-        if self._began_with is None or not self._random.has_begun:
+    def state(self, loader: DeviceLoader) -> dict[str, Any] | None:
+        """The state to save in a checkpoint; None before the first batch.
+
+        Args:
+            loader: of the whole epoch.
+        """
+        random = self._random.to_save()
+        if self._began_with is None or random is None:
             return None
         return {
             "taken": self.taken,
             "epoch": self._epoch,
+            "ended": has_length(loader) and self.taken >= len(loader),
+            "unit": loader.unit().to_save(),
             "began_with": self._began_with.to_save(),
-            "draws": self._random.may_have_drawn,
+            "random": random,
             "generators_began": self._generators_began,
             "generators_now": [generator.get_state() for generator in self._generators],
         }
@@ -62,22 +75,33 @@ class DataPosition:
         """
         self._saved = saved
 
-    def go_on(self, batches: int, workers: int) -> tuple[int, bool]:
+    def go_on(self, loader: DeviceLoader, batches: int) -> tuple[int, bool]:
         """The next epoch begins in its middle.
 
         Args:
+            loader: of the whole epoch.
             batches: how many to skip, as transformers counts them. For a loader without a length it counts all
                 epochs as one.
-            workers: how many the loader has.
 
         Returns:
             How many batches to skip, and whether they must be read nevertheless. A sampler can skip batches without
             reading them, but then their random numbers are not drawn, here or in a worker.
+
+        Raises:
+            CheckpointError: no batch of now begins where the epoch of the checkpoint was left.
         """
-        self._goes_on = True
+        self._goes_on, self._random, self.goes_on_in_epoch = True, ReadingStream(), False
         if self._saved is None:
             return batches, False
-        return self._saved["taken"], bool(workers or self._saved["draws"])
+        taken, unit = int(self._saved["taken"]), loader.unit()
+        saved_unit, random = saved_unit_of(self._saved, unit), self._saved.get("random")
+        batches = unit.batches(taken, saved_unit)
+        # Checkpoints of version 0.1 have no state of the reading.
+        reads = bool(loader.num_workers or (self._saved if random is None else random)["draws"])
+        if random is not None:
+            self._random.go_on(random, batches, skips=not reads, same=unit == saved_unit)
+            self.goes_on_in_epoch = True
+        return batches, reads
 
     def epoch(self, number: int) -> int:
         """The index of the epoch.
@@ -104,8 +128,10 @@ class DataPosition:
             states = self._saved["generators_began" if self._goes_on else "generators_now"]
             for generator, state in zip(self._generators, states, strict=False):
                 generator.set_state(state)
+        if not self._goes_on:
+            self._random, self.goes_on_in_epoch = ReadingStream(), False
         self._goes_on, self._saved, self.taken = False, None, skipped
-        self._began_with, self._random = HostRandom.now(), ReadingStream()
+        self._began_with = HostRandom.now()
         self._generators_began = [generator.get_state() for generator in self._generators]
         renew_workers(getattr(loader, "base_dataloader", loader), self._epoch)
 
@@ -113,6 +139,11 @@ class DataPosition:
         """The next batch."""
         with self._random.reading(self._epoch):
             return next(batches)
+
+
+def saved_unit_of(saved: Mapping[str, Any], now: BatchUnit) -> BatchUnit:
+    """The unit of a saved position; that of now in checkpoints of version 0.1, which have none."""
+    return BatchUnit.of_saved(saved["unit"]) if "unit" in saved else now
 
 
 class DeviceLoader:
@@ -164,6 +195,10 @@ class DeviceLoader:
             if self.position.taken > self._skip:
                 yield batch
 
+    def unit(self) -> BatchUnit:
+        """What a number of batches of this loader means."""
+        return BatchUnit.of(self.dataloader, PartialState().num_processes)
+
     def set_epoch(self, epoch: int) -> None:
         """As `set_epoch` of accelerate's loader."""
         self.dataloader.set_epoch(self.position.epoch(epoch))
@@ -186,7 +221,7 @@ def skip_first_batches(loader: Any, batches: int = 0) -> Any:
     """
     if not isinstance(loader, DeviceLoader):
         return skip_by_sampler(loader, batches)
-    batches, reads = loader.position.go_on(batches, loader.num_workers)
+    batches, reads = loader.position.go_on(loader, batches)
     if reads:
         return DeviceLoader(loader.dataloader, loader.device, position=loader.position, skip=batches)
     if PartialState().distributed_type == DistributedType.XLA:

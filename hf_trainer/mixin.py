@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from transformers import TrainingArguments
 
 from hf_trainer.bridge import Bridge
 from hf_trainer.libraries import before_log
 from hf_trainer.model import OptimizerChoice, bfloat16_autocast, prepare_for_xla
 from hf_trainer.options import TrainerOptions, XLAArguments, check_arguments, check_optimizer, take_options
 from hf_trainer.patches import correct_process_index, give_device_to_accelerate, trainer_patches
+from hf_trainer.resume import keeping_numbers_of_data
 from xla_adapters import XLAConfig
 from xla_adapters.checkpoint import CheckpointConfig, naming_failed_writes
 from xla_adapters.insight.run_record import RunStats
@@ -179,6 +181,13 @@ class XLATrainerMixin(_Base):
         prepare_for_xla(self, self.xla_config)
         return prepared
 
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
+        """As `Trainer.set_initial_training_values`, by the samples that the checkpoint to resume from has seen."""
+        return self._xla.resumed.initial_values(self._xla.checkpoints.resumed_from, args, dataloader)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
+        return self._xla.resumed.training_state(*args, **kwargs)
+
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         self._xla.sharding.accept_dtensors(model)
         with self._xla.moves.noting(model):
@@ -191,12 +200,13 @@ class XLATrainerMixin(_Base):
 
     # ---- the training step -----------------------------------------------------------------------
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """As `Trainer.get_batch_samples`. The loop calls it at the begin of each optimizer step."""
         self._xla.watch.begin(f"step {self.state.global_step + 1}")
         self._xla.training.new_update()
         with self._xla.record.clock.during(INPUT):
-            return super().get_batch_samples(*args, **kwargs)
+            num_batches = self._xla.resumed.batches_of_update(num_batches)
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         return self._xla.inputs.item_count(batch_samples, device)
@@ -285,7 +295,7 @@ class XLATrainerMixin(_Base):
         self._xla.sharded_checkpoints.load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with only_values(checkpoint):
+        with keeping_numbers_of_data(self), only_values(checkpoint):
             super()._load_rng_state(checkpoint)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

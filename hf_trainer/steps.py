@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import transformers
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerCallback
+from transformers.optimization import GreedyLR
 from transformers.trainer_pt_utils import find_batch_size
 
 from hf_trainer.data import Inputs, count_tokens
@@ -23,6 +25,7 @@ from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.data.batches import token_count
 from xla_adapters.insight.run_record import RunRecord
 from xla_adapters.insight.times import STEP
+from xla_adapters.loop.gradients import schedule_sees_gradients
 from xla_adapters.loop.steps import StepDriver, around_run
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
@@ -154,6 +157,8 @@ class TrainingSteps:
         self._micro_step = 0
         # Batches whose tokens are counted when the step has ended.
         self._uncounted: list[Mapping[str, Any]] = []
+        # The schedule of the learning rate, and whether it may look at gradients.
+        self._seeing: tuple[Any, bool] = None, False
         self._has_explained_filter = False
         self._filters = False
 
@@ -323,13 +328,22 @@ class TrainingSteps:
         return call_spec(trainer, model, (inputs, num_items_in_batch), self._code.present(), known=known)
 
     def _frees_grads(self) -> bool:
-        """Whether the step frees its gradients: under "auto" if no callback could read them."""
+        """Whether the step frees its gradients: under "auto" if no callback and no schedule could read them."""
         if self._config.free_grads != "auto":
             return bool(self._config.free_grads)
-        return not any(
+        trainer = self._trainer
+        if any(
             getattr(callback.on_optimizer_step, "__func__", None) is not TrainerCallback.on_optimizer_step
-            for callback in self._trainer.callback_handler.callbacks
-        )
+            for callback in trainer.callback_handler.callbacks
+        ):
+            return False
+        if overridden(trainer, ("_get_learning_rate",)) is not None:
+            return False
+        schedule: Any = trainer.lr_scheduler
+        if self._seeing[0] is not schedule:
+            self._seeing = schedule, schedule_sees_gradients(getattr(schedule, "scheduler", schedule))
+        # The loop steps these at evaluations, when there are no gradients.
+        return isinstance(schedule, (ReduceLROnPlateau, GreedyLR)) or not self._seeing[1]
 
 
 class BatchLoss:

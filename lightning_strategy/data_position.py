@@ -7,7 +7,7 @@ of an epoch begins with the epoch's first batch again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
 from xla_adapters import get_runtime
+from xla_adapters.data.position import BatchUnit, ReadingStream
 from xla_adapters.data.workers import generators_of, renew_workers
 from xla_adapters.errors import CheckpointError
-from xla_adapters.runtime.rng import ReadingStream, resume_random_algorithm
+from xla_adapters.runtime.rng import resume_random_algorithm
 from xla_adapters.utils.host_random import HostRandom
 from xla_adapters.utils.patching import replaced
 
@@ -44,11 +45,12 @@ class DataPosition:
         self.began_with: HostRandom | None = None
         self._generators_began: list[torch.Tensor] = []
         # Of the checkpoint that is resumed from, until they are used: the random numbers with which its epoch began,
-        # those at the time of the save, the batches to skip, and the epoch.
+        # those at the time of the save, the position, and the epoch.
         self._resumed_beginning: HostRandom | None = None
         self._resumed_now: HostRandom | None = None
-        self._resumed_batches = 0
+        self._resumed_position: Mapping[str, Any] | None = None
         self._resumed_epoch: int | None = None
+        self._random = ReadingStream()
 
     @property
     def epoch(self) -> int:
@@ -61,7 +63,12 @@ class DataPosition:
         loop = self._trainer.fit_loop
         if self.began_with is None or loop.epoch_loop._num_ready_batches_reached():
             return None
-        return {"batches": loop.epoch_loop.batch_progress.current.ready, "began_with": self.began_with.to_save()}
+        return {
+            "batches": loop.epoch_loop.batch_progress.current.ready,
+            "units": [unit.to_save() for unit in self._units()],
+            "began_with": self.began_with.to_save(),
+            "random": self._random.to_save(),
+        }
 
     @property
     def next_epoch(self) -> int:
@@ -90,17 +97,14 @@ class DataPosition:
             generators: as `generators` returned them.
         """
         self._resumed_epoch, self._generators_began = epoch, list(generators)
-        self._resumed_beginning, self._resumed_batches, self._resumed_now = host, 0, host
+        self._resumed_beginning, self._resumed_position, self._resumed_now = host, position, host
         if position is not None:
-            self._resumed_beginning, self._resumed_batches = (
-                HostRandom.of_saved(position["began_with"]),
-                int(position["batches"]),
-            )
+            self._resumed_beginning = HostRandom.of_saved(position["began_with"])
             # Lightning's warning is wrong then.
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
     def before_batch(self) -> None:
-        """A training batch is about to be computed: restores random numbers if it is the first of a resumed run."""
+        """A training batch is about to be read or computed: restores random numbers if a resumed run begins with it."""
         if self._resumed_now is not None:
             self._resumed_now.restore()
             self._resumed_now = None
@@ -123,15 +127,14 @@ class DataPosition:
         with replaced(module, "_select_data_fetcher", selected), warnings.catch_warnings():
             yield
 
-    def begin_epoch(self) -> int:
-        """The data of an epoch begins; returns how many of its first batches are to be skipped."""
-        batches, self._resumed_batches = self._resumed_batches, 0
+    def begin_epoch(self) -> None:
+        """The data of an epoch begins."""
+        self._random = ReadingStream()
         if self._resumed_beginning is not None:
             self._resumed_beginning.restore()
-            self._resumed_beginning = None
             for generator, state in zip(self._own_generators(), self._generators_began, strict=False):
                 generator.set_state(state)
-            if not batches:
+            if self._resumed_position is None or not self._resumed_position["batches"]:
                 # A new epoch: its data draws first, and the training goes on from there.
                 self._resumed_now = None
             else:
@@ -144,7 +147,62 @@ class DataPosition:
         self._resumed_epoch = None
         for loader in self._loaders():
             renew_workers(loader, epoch)
+
+    def batches_done(self) -> int:
+        """How many of its first batches are to be skipped: they have the samples that a checkpoint's epoch had seen.
+
+        Raises:
+            CheckpointError: no batch of now begins where the epoch of the checkpoint was left.
+        """
+        position = self._resumed_position
+        if position is None:
+            return 0
+        units, number = self._units(), int(position["batches"])
+        # Checkpoints of version 0.1 have no units.
+        saved = [BatchUnit.of_saved(unit) for unit in position["units"]] if "units" in position else units
+        if units == saved or not number:
+            batches = number
+        elif len(units) == len(saved) == 1:
+            batches = units[0].batches(number, saved[0])
+        else:
+            raise CheckpointError(
+                f"The checkpoint was saved after {number} batches of its epoch, of several loaders, and the batches of "
+                "now are others: resume with the batch sizes of then, or from a checkpoint of the end of an epoch"
+            )
+        if batches and position.get("random") is not None:
+            self._random.go_on(position["random"], batches, skips=False, same=units == saved)
         return batches
+
+    def has_begun(self, batches: int, length: int | None) -> None:
+        """The data of an epoch has begun: after a resume its loop counts batches of now, not those of the checkpoint.
+
+        Args:
+            batches: how many were skipped.
+            length: of the epoch; None if it is not known.
+        """
+        if self._resumed_beginning is None:
+            return
+        # Without a position the epoch had ended.
+        position, self._resumed_beginning, self._resumed_position = self._resumed_position, None, None
+        done = length if position is None else batches
+        counts = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        if done is None or not counts.ready:
+            return
+        changed = done - counts.ready
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(counts, name, getattr(counts, name) + changed)
+
+    def read(self, read: Callable[[], Any]) -> Any:
+        """The next batch.
+
+        Args:
+            read: reads it.
+        """
+        with self._random.reading(self.epoch):
+            return read()
+
+    def _units(self) -> list[BatchUnit]:
+        return [BatchUnit.of(loader) for loader in self._loaders()]
 
     def _loaders(self) -> list[Any]:
         loop: Any = self._trainer.fit_loop
@@ -155,30 +213,30 @@ class DataPosition:
 
 
 class _TrackedFetcher(_PrefetchDataFetcher):
-    """Lightning's fetcher, whose random numbers are independent of the training's, and which skips used batches."""
+    """Lightning's fetcher, whose batches can be read a second time, and which skips used batches."""
 
     data: DataPosition
-    _random: ReadingStream
 
     def __iter__(self) -> _TrackedFetcher:
-        batches = self.data.begin_epoch()
-        self._random = ReadingStream()
+        self.data.begin_epoch()
         super().__iter__()
+        batches = self.data.batches_done()
         for number in range(batches):
             try:
-                next(self)
+                self.data.read(super().__next__)
             except StopIteration:
                 raise CheckpointError(
                     f"the checkpoint was taken after {batches} batches of its epoch, and the training data has only "
                     f"{number}: it is other data than then"
                 ) from None
+        self.data.has_begun(batches, self.length)
         # Lightning adds the skipped batches itself.
         self.fetched -= batches
         return self
 
     def __next__(self) -> Any:
-        with self._random.reading(self.data.epoch):
-            return super().__next__()
+        self.data.before_batch()
+        return self.data.read(super().__next__)
 
 
 def exact_state(seed: int, data: DataPosition) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from lightning_strategy.steps import (
     averaging_in_one_graph,
     backward_in_step,
     callbacks_around,
+    check_accumulation,
     compiled_children,
     replaying_loops,
 )
@@ -194,6 +195,9 @@ class Run:
 
         Args:
             saved: the exact state in the checkpoint that the run resumes from; None if it does not resume.
+
+        Raises:
+            CheckpointError: its gradients are a part of an update, which has another size now.
         """
         lasting, module = self._lasting, self._module
         self.metrics.take_snapshots_of(module)
@@ -209,6 +213,7 @@ class Run:
         if self.config.xla_mode == "eager+dynamo":
             lasting.enter_context(compiled_children(module, get_runtime().dynamo_backend))
         if saved is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            check_accumulation(self._trainer, saved)
             self.steps.seed = int(saved["seed"])
             restore_exact_state(saved, self.data)
 
@@ -255,7 +260,9 @@ class Run:
         """
         state = exact_state(self.steps.seed, self.data)
         gradients = accumulated(self._trainer, self._module) if with_gradients else {}
-        return {**state, GRADIENTS: gradients} if gradients else state
+        if not gradients:
+            return state
+        return {**state, GRADIENTS: gradients, "accumulates": self._trainer.accumulate_grad_batches}
 
     def before_save(self, path: Any) -> None:
         """A checkpoint is about to be written.

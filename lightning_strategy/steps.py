@@ -22,6 +22,8 @@ import xla_adapters
 from lightning_strategy.replay import ReplayRules
 from lightning_strategy.sharding import ModuleSharding
 from xla_adapters import StepProgram, XLAConfig, get_runtime, in_step
+from xla_adapters.errors import CheckpointError
+from xla_adapters.loop.gradients import mentions_gradients, schedule_sees_gradients
 from xla_adapters.loop.replay import allowed
 from xla_adapters.loop.steps import StallWatch, StepDriver
 from xla_adapters.replay.call_spec import CallSpec
@@ -32,8 +34,10 @@ from xla_adapters.utils.torch_modes import modules_compiled
 
 # Their key in a checkpoint's exact state.
 GRADIENTS = "gradients"
-# Hooks between the update and the next `zero_grad`, in which user code can read gradients.
+# Hooks between the update and the next `zero_grad`, in which user code can read gradients. Those at the end of an epoch
+# seldom do, so that they are looked into.
 _HOOKS = ("on_train_batch_end", "on_before_zero_grad")
+_LATE_HOOKS = ("on_validation_model_zero_grad", "on_train_epoch_end", "on_train_end", "on_save_checkpoint")
 _OWN_PACKAGES = ("lightning.", "lightning_strategy.")
 
 
@@ -42,13 +46,18 @@ def nobody_sees_grads(trainer: Trainer, module: LightningModule) -> bool:
 
     If so, the step may set the gradients to None: they are no outputs of its graph then.
     """
-    if any(is_overridden(hook, module) for hook in _HOOKS):
+    if any(is_overridden(hook, module) for hook in (*_HOOKS, "lr_scheduler_step")):
         return False
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     # Its last epoch, for batch norms, has no backward, but one more update, with the gradients of the last batch.
     if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
         return False
-    return not any(_defines(callback, hook) for callback in callbacks for hook in _HOOKS)
+    if any(_defines(callback, hook) for callback in callbacks for hook in _HOOKS):
+        return False
+    if any(schedule_sees_gradients(config.scheduler) for config in trainer.lr_scheduler_configs):
+        return False
+    late = [getattr(holder, hook, None) for holder in (module, *callbacks) for hook in _LATE_HOOKS]
+    return not any(map(mentions_gradients, late))
 
 
 def accumulated(trainer: Trainer, module: LightningModule) -> dict[str, torch.Tensor]:
@@ -56,6 +65,21 @@ def accumulated(trainer: Trainer, module: LightningModule) -> dict[str, torch.Te
     if module.automatic_optimization and not trainer.fit_loop._should_accumulate():
         return {}
     return {name: value.grad.detach() for name, value in module.named_parameters() if value.grad is not None}
+
+
+def check_accumulation(trainer: Trainer, saved: Mapping[str, Any]) -> None:
+    """Raises if saved gradients were divided by another number of batches than the gradients that they are added to.
+
+    Raises:
+        CheckpointError: with what to do.
+    """
+    then, now = saved.get("accumulates"), trainer.accumulate_grad_batches
+    if then is not None and then != now:
+        raise CheckpointError(
+            f"The checkpoint was saved between the {then} batches of an update, and has the gradients of some of them; "
+            f"now an update has {now}: resume with accumulate_grad_batches={then}, or from a checkpoint that was saved "
+            "after an update"
+        )
 
 
 def load_gradients(module: LightningModule, gradients: Mapping[str, torch.Tensor]) -> None:

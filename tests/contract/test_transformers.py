@@ -23,6 +23,7 @@ import transformers.modeling_utils
 import transformers.trainer
 import transformers.trainer_pt_utils
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
@@ -36,6 +37,16 @@ from xla_adapters.replay.guards.snapshot import _OF_LIBRARIES
 _TRAINER_HOOKS = {
     "_inner_training_loop": ["self", "batch_size", "args", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     "_prepare_for_training": ["self", "max_steps", "train_dataloader", "resume_from_checkpoint"],
+    "_init_training_state": [
+        "self",
+        "max_steps",
+        "num_update_steps_per_epoch",
+        "num_train_epochs",
+        "resume_from_checkpoint",
+        "trial",
+    ],
+    "_load_rng_state": ["self", "checkpoint"],
+    "set_initial_training_values": ["self", "args", "dataloader"],
     "_build_accelerator_args": ["self", "kwargs"],
     "_get_num_items_in_batch": ["self", "batch_samples", "device"],
     "_prepare_input": ["self", "data"],
@@ -282,6 +293,20 @@ def test_what_writes_the_tensors_of_a_checkpoint() -> None:
 def test_what_skips_the_batches_that_are_done() -> None:
     assert "skip_first_batches(" in inspect.getsource(transformers.trainer.Trainer._run_epoch)
     assert "skip_first_batches" in vars(transformers.trainer)
+
+
+def test_where_a_resumed_training_begins() -> None:
+    source = inspect.getsource(transformers.trainer.Trainer._inner_training_loop)
+    assert "= self.set_initial_training_values(args, train_dataloader)" in source
+    assert "epochs_trained, steps_trained_in_current_epoch = self._init_training_state(" in source
+    source = inspect.getsource(transformers.trainer.Trainer._run_epoch)
+    assert "num_update_steps_trained = steps_trained_in_current_epoch // self.args" in source
+    assert "do_sync_step = (step + 1) % self.args.gradient_accumulation_steps == 0" in source
+
+
+def test_what_lightning_counts_in_batches() -> None:
+    progress = _TrainingEpochLoop(lightning.pytorch.Trainer(barebones=True)).batch_progress.current
+    assert set(vars(progress)) == {"ready", "started", "processed", "completed"}
 
 
 def test_where_lightning_makes_its_fetcher() -> None:

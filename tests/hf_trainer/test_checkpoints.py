@@ -26,7 +26,8 @@ import hf_trainer
 from hf_trainer import XLAArguments
 from hf_trainer import checkpoints as safe
 from hf_trainer import data as loaders
-from hf_trainer.checkpoints import EXACT_RESUME, SETTINGS
+from hf_trainer.checkpoints import SETTINGS
+from hf_trainer.resume import EXACT_RESUME
 from hf_trainer.saving import DeferredWrites
 from tests.hf_trainer.scenarios import (
     Classifier,

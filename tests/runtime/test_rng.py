@@ -22,7 +22,7 @@ from tests.replay.replay_twins import Twin
 from xla_adapters import CompiledStep, ConfigError, StepSeed, XLAConfig
 from xla_adapters.checkpoint import TrainingState
 from xla_adapters.errors import RandomAlgorithmWarning
-from xla_adapters.runtime.rng import ReadingStream, use_random_algorithm
+from xla_adapters.runtime.rng import use_random_algorithm
 from xla_adapters.utils.host_random import HostRandom
 
 
@@ -67,40 +67,6 @@ def test_masks_repeat_in_a_new_process() -> None:
 
 def drawn() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-
-def read(seed: int, between: int) -> tuple[list[Any], bool]:
-    """Reads three batches that draw, and draws some numbers between two of them."""
-    torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
-    stream, batches = ReadingStream(), []
-    for _ in range(3):
-        with stream.reading(epoch=1):
-            batches.append(drawn())
-        for _ in range(between):
-            drawn()
-    return batches, stream.may_have_drawn
-
-
-@isolated
-def test_what_reading_draws_depends_on_the_first_state_alone() -> None:
-    assert read(0, 0) == read(0, 3)
-    assert read(0, 0)[0] != read(1, 0)[0]
-    assert len({value for batch in read(0, 0)[0] for value in batch}) == 9
-
-
-@isolated
-def test_reading_takes_nothing_from_the_training() -> None:
-    stream = ReadingStream()
-    for _ in range(2):
-        with stream.reading(epoch=0):
-            pass
-    assert not stream.may_have_drawn
-    before = HostRandom.now()
-    with pytest.raises(StopIteration), stream.reading(epoch=0):
-        drawn()
-        raise StopIteration
-    assert HostRandom.now().equals(before)
-    assert stream.may_have_drawn
 
 
 @isolated

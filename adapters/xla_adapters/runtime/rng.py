@@ -8,13 +8,11 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass
-from typing import cast
 
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import RandomAlgorithmWarning
 from xla_adapters.runtime import Device, get_runtime
 from xla_adapters.runtime.extensions import extensions
-from xla_adapters.utils.host_random import HostRandom
 
 _MASK = (1 << 64) - 1
 
@@ -56,53 +54,6 @@ class StepSeed:
         for part in (self.seed, self.stream, self.replica, self.step, self.micro_step):
             state = _splitmix64(state ^ (part & _MASK))
         return state >> 1
-
-
-class ReadingStream:
-    """Random numbers for reading an epoch's data, of which training takes none; a context for each read.
-
-    The first batch is read with those that all draw from, for with it the order of the epoch is drawn, and stock draws
-    it so. The others are read with a branch of them: batches that are read again are the same, whatever the training
-    draws in between.
-    """
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._first: HostRandom | None = None
-        self._own: HostRandom | None = None
-        self._outside: HostRandom | None = None
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a batch was read."""
-        return self._own is not None
-
-    @property
-    def may_have_drawn(self) -> bool:
-        """Whether reading a batch drew; what the first one drew itself, nobody knows."""
-        return self._own is None or self._own is self._first or not self._own.equals(cast(HostRandom, self._first))
-
-    def reading(self, epoch: int) -> ReadingStream:
-        """The context of the next read.
-
-        Args:
-            epoch: its number, from 0, which the branch depends on.
-        """
-        self._number = epoch
-        return self
-
-    def __enter__(self) -> None:
-        if self._own is not None:
-            self._outside = HostRandom.now()
-            self._own.restore()
-
-    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        if self._outside is not None:
-            self._own = HostRandom.now()
-            self._outside.restore()
-            self._outside = None
-        elif kind is None:
-            self._own = self._first = HostRandom.now().branch(self._number)
 
 
 # ---- the algorithm of the device ------------------------------------------------------------------
