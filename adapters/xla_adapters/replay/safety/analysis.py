@@ -243,18 +243,27 @@ class Analysis(Expressions):
                 pairs = list(zip(target.elts, node.value.elts, strict=False))
                 if len(target.elts) != len(node.value.elts) or any(isinstance(t, ast.Starred) for t, _ in pairs):
                     pairs = [(target, node.value)]
+            moves = isinstance(target, ast.Attribute) and self._moves(target, node.value, frame)
             values = [self.value(value, frame) for _, value in pairs]
-            if isinstance(target, ast.Attribute) and self._moves(target, node.value, values[0], frame):
+            if moves and not values[0].outside:
                 continue
             for (part, _), value in zip(pairs, values, strict=True):
                 self.assign(part, value, frame)
 
-    def _moves(self, target: ast.Attribute, value: ast.expr, moved: Value, frame: Frame) -> bool:
-        """Whether it is `owner.name = owner.name.to(...)`, which sets nothing new once the tensor is on the device."""
-        is_moved = isinstance(value, ast.Call) and ast.unparse(value.func) == f"{ast.unparse(target)}.to"
+    def _moves(self, target: ast.Attribute, value: ast.expr, frame: Frame) -> bool:
+        """Whether it is `owner.name = owner.name.to(...)`, which sets nothing new once the tensor is on the device.
+
+        Before, it may be on the host: the guard on the attribute tells when it has been moved.
+        """
+        if not isinstance(value, ast.Call) or ast.unparse(value.func) != f"{ast.unparse(target)}.to":
+            return False
         owners = self.value(target.value, frame).outside
-        # The attribute is guarded, as it was read.
-        return is_moved and not moved.outside and not any(isinstance(owner, torch.nn.Module) for owner in owners)
+        if len(owners) != 1 or isinstance(owners[0], torch.nn.Module):
+            return False
+        tensor = getattr(owners[0], "__dict__", {}).get(target.attr)
+        if isinstance(tensor, torch.Tensor):
+            self.moved[id(tensor)] = tensor
+        return True
 
     def _do_annassign(self, node: ast.AnnAssign, frame: Frame) -> None:
         if node.value is not None:

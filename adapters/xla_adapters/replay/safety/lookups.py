@@ -50,6 +50,8 @@ class Lookups:
         self.guards = ReadGuards()
         self.modules: dict[int, nn.Module] = {}
         self.tensors: dict[int, torch.Tensor] = {}
+        # Tensors that the step moves to the device and sets as the attribute that they are.
+        self.moved: dict[int, torch.Tensor] = {}
         self._framework = framework
         # Containers of plain values, by `id`. They are referenced, so that no other object gets their `id`.
         self._plain: dict[int, Any] = {}
@@ -97,6 +99,8 @@ class Lookups:
         if is_constant(value):
             return Value(constant=(value,))
         if isinstance(value, torch.Tensor):
+            if id(value) in self.moved and value.device.type == "cpu":
+                return DATA
             if value.device.type == "cpu":
                 raise at.unsafe(f"it reads {said}, a tensor that is not on the device")
             if type(value) not in (torch.Tensor, nn.Parameter):
