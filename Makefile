@@ -24,7 +24,7 @@ demo-lightning: $(STAMP)
 	$(BIN)/python -m examples.lightning_digits
 
 # In two processes of about the same length: most tests are one process that computes on little more than one core.
-APART := tests/hf_trainer tests/tracing tests/cpu $(addprefix tests/adapters/test_,resume.py reports.py copied_weights.py) $(if $(SLOW),tests/benchmarks tests/crash tests/examples)
+APART := tests/hf_trainer tests/tracing tests/cpu tests/adapters $(if $(SLOW),tests/benchmarks tests/crash tests/examples)
 PYTEST = $(BIN)/python -m pytest $(if $(SLOW),-m slow)
 
 test: $(STAMP)
