@@ -113,10 +113,10 @@ def _nan_maximum(tensor: torch.Tensor) -> torch.Tensor:
 def before_log(trainer: Trainer) -> None:
     """Makes the numbers that a known library keeps in the trainer plain ones: it may give them to code in C."""
     if libraries_of(trainer):
-        for name, value in vars(trainer).items():
+        for name, value in list(vars(trainer).items()):
             # Public ones are the user's: arguments, data sets.
             if name.startswith("_") and name != "_xla":
-                make_plain(value)
+                vars(trainer)[name] = make_plain(value)
 
 
 def generates_batches(trainer: Trainer) -> bool:

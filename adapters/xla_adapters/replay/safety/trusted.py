@@ -17,7 +17,8 @@ TRUSTED_PACKAGES = (
     *("torch", "torch_xla", "torchvision", "transformers", "accelerate", "peft"),
     *("lightning", "lightning_utilities", "torchmetrics", "xla_adapters", "hf_trainer", "lightning_strategy"),
 )
-
+# These are trusted if their version is one whose code was read.
+READ_VERSIONS = {"trl": ("1.16.0",)}
 
 _BUILTIN = (
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
@@ -29,7 +30,9 @@ _STANDARD_LIBRARY = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib",
 @functools.lru_cache(maxsize=4096)
 def is_trusted_file(filename: str) -> bool:
     """Whether a file of source code belongs to a trusted package."""
-    packages = (sys.modules.get(name) for name in TRUSTED_PACKAGES)
+    packages = [sys.modules.get(name) for name in TRUSTED_PACKAGES]
+    read = ((sys.modules.get(name), versions) for name, versions in READ_VERSIONS.items())
+    packages += [package for package, versions in read if getattr(package, "__version__", None) in versions]
     folders = (folder for package in packages if package is not None for folder in getattr(package, "__path__", ()))
     return any(filename.startswith(f"{folder}/") for folder in folders)
 
