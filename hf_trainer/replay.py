@@ -14,7 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_trainer.trl import READ_TRAINERS, appends_metrics, depends_on, metrics_obstacle
+from hf_trainer.trl import METHODS, READ_TRAINERS, appends_metrics, depends_on, metrics_obstacle
 from xla_adapters import XLAConfig
 from xla_adapters.loop.replay import StepCode, batch_of, key_of, optimizer_obstacle
 from xla_adapters.replay.call_spec import CallSpec
@@ -209,7 +209,8 @@ def obstacle_within(trainer: Any, *, trains: bool = True) -> str | None:
         trainer: the trainer.
         trains: whether the step is a training step.
     """
-    within = overridden(trainer, _WITHIN if trains else _WITHIN_EVALUATION)
+    of_trl = METHODS if appends_metrics(trainer) else ()
+    within = overridden(trainer, (*(_WITHIN if trains else _WITHIN_EVALUATION), *of_trl))
     if within is not None:
         return f"{within} is overridden, and a replay would leave out what it does beside tensors"
     smoother = trainer.label_smoother

@@ -26,6 +26,7 @@ from xla_adapters.insight.run_record import RunRecord
 from xla_adapters.insight.times import STEP
 from xla_adapters.loop.steps import StepDriver, around_run
 from xla_adapters.replay.call_spec import CallSpec
+from xla_adapters.replay.safety import is_trusted
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.tracing.loss_check import check_loss
 from xla_adapters.utils.patching import replaced
@@ -495,7 +496,10 @@ class Evaluation:
             obstacle = "past_index is given: each step hands something on to the next"
         elif self._steps.config.step_replay is not True:
             obstacle = obstacle_within(self._trainer, trains=False)
-        obstacle = obstacle or metrics_obstacle(self._trainer)
+        if obstacle is None and appends_metrics(self._trainer):
+            obstacle = metrics_obstacle(self._trainer)
+            if not is_trusted(self._base.prediction_step):
+                obstacle = "prediction_step of TRL is overridden, and may do other things with the metrics"
         if obstacle is not None:
             self._steps.evaluation[EVALUATION].refuse_replay(obstacle)
         return obstacle is None

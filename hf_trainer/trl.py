@@ -20,8 +20,8 @@ from xla_adapters.utils.nested_values import is_simple
 
 # The modules of the trainers whose code was read.
 READ_TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("base", "sft", "dpo", "reward", "kto"))
-# Their methods that a step calls. An override may do anything.
-_METHODS = ("training_step", "compute_loss", "_compute_loss", "_compute_kl_logps", "prediction_step")
+# Their methods that compute the loss and its metrics. An override may do anything.
+METHODS = ("compute_loss", "_compute_loss", "_compute_kl_logps", "get_tp_size")
 # What these change, and a replay does, too.
 _METRICS, _TOKENS = "_metrics", "_total_train_tokens"
 # The metric that is no mean: the tokens of the whole training.
@@ -48,14 +48,6 @@ def metrics_obstacle(trainer: Any) -> str | None:
     for name in _OF_ACCELERATOR:
         if getattr(getattr(trainer.accelerator, name), "__func__", None) is not getattr(Accelerator, name):
             return f"the method {name} of the accelerator was replaced"
-    for name in _METHODS:
-        for cls in type(trainer).__mro__:
-            if name in vars(cls) and cls.__module__ not in (*READ_TRAINERS, "hf_trainer.mixin"):
-                if cls.__module__.startswith("transformers."):
-                    break
-                return f"{cls.__name__}.{name} is overridden, and may do other things with the metrics of TRL"
-        if name in vars(trainer):
-            return f"the trainer's own {name} may do other things with the metrics of TRL"
     return None
 
 
@@ -128,12 +120,12 @@ class _Same:
 
 
 @functools.cache
-def _names_in(cls: type) -> frozenset[str]:
+def _names_in(cls: Any) -> frozenset[str]:
     """The names of all attributes that TRL's methods of a class use."""
     found: set[str] = set()
     for base in cls.__mro__:
         if base.__module__ in READ_TRAINERS:
-            codes = [vars(base)[name].__code__ for name in _METHODS if name in vars(base)]
+            codes = [vars(base)[name].__code__ for name in METHODS if name in vars(base)]
             while codes:
                 code = codes.pop()
                 found.update(code.co_names)

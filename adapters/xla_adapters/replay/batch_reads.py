@@ -72,7 +72,7 @@ class BatchReads:
                 if type(present) is not type(outcome) or present != outcome:
                     return None
             uploads = [on_host(index) for index, _ in self.uploads]
-        except Exception:
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
             # What is read after another decision need not be computable. The trace tells what is wrong, if anything is.
             return None
         if any(_form(value) != form for value, (_, form) in zip(uploads, self.uploads, strict=True)):

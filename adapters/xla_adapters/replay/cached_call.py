@@ -123,7 +123,12 @@ class CachedCall:
         return tuple(self.values.donated), tuple(map(id, gradients.dropped)), before, frozenset(self.host.rebound)
 
     def _results_key(self) -> tuple[Hashable, ...]:
-        return repr(_keys(self.values.targets)), frozenset(self.gradients.created), repr(self._kept_keys()), self._reads_key
+        return (
+            repr(_keys(self.values.targets)),
+            frozenset(self.gradients.created),
+            repr(self._kept_keys()),
+            self._reads_key,
+        )
 
     @property
     def _reads_key(self) -> Hashable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, Protocol
 
@@ -67,9 +67,7 @@ class DeferredNumbers:
         self._values: dict[int, _Number] = {}
 
     @classmethod
-    def of_replay(
-        cls, runtime: Runtime, stacked: list[torch.Tensor], places: list[tuple[int, int]]
-    ) -> DeferredNumbers:
+    def of_replay(cls, runtime: Runtime, stacked: list[torch.Tensor], places: list[tuple[int, int]]) -> DeferredNumbers:
         """The numbers of a replayed step.
 
         Args:
@@ -219,13 +217,12 @@ class DeferredNumber:
 
     def is_open(self) -> bool:
         """Whether a step that is still open computes it."""
-        return bool(self._open_sources())
+        return next(self._open_sources(), None) is not None
 
-    def _open_sources(self) -> list[Numbers]:
-        """The numbers of open steps that it is computed from."""
+    def _open_sources(self) -> Iterator[Numbers]:
+        """The numbers of open steps that it is computed from, those that came last first; some several times."""
         waiting: list[DeferredNumber] = [self]
         seen: set[int] = set()
-        found: dict[int, Numbers] = {}
         while waiting:
             number = waiting.pop()
             source = number._source
@@ -234,8 +231,7 @@ class DeferredNumber:
                 seen.update(map(id, new))
                 waiting.extend(new)
             elif source is not None and source.is_open and number._value is None:
-                found[id(source)] = source
-        return list(found.values())
+                yield source
 
     # ---- arithmetic ------------------------------------------------------------------------------
 

@@ -207,7 +207,11 @@ class HostValues:
         if not known:
             return None
         # Without a reference to the tensors: each would become an output of the graph.
-        made = (function, [_held(value, known) for value in args], {name: _held(kwargs[name], known) for name in kwargs})
+        made = (
+            function,
+            [_held(value, known) for value in args],
+            {name: _held(kwargs[name], known) for name in kwargs},
+        )
         selects = len(known) == 1 and getattr(function, "__name__", "") in _SELECTING
         return HostValue(
             made,

@@ -1,4 +1,4 @@
-"""`ReadsOnHost`: what one step reads of the integers of its batch, so that its replays can do it with their own batch."""
+"""`ReadsOnHost`: what one step reads of the integers of its batch, so that replays can read it of their own batches."""
 
 from __future__ import annotations
 
@@ -95,4 +95,3 @@ def compute(expression: Expression, output: Callable[[int], Any], on_host: Calla
     if kind == "call":
         return first(*(compute(operand, output, on_host) for operand in operands))
     return first if kind == "plain" else (output if kind == "output" else on_host)(first)
-
