@@ -209,7 +209,7 @@ class TrainingSteps:
         self._micro_step += 1
         if steps.train.is_replaying:
             if appends_metrics(trainer):
-                add_metrics(trainer, steps.train.promise("metrics"))
+                add_metrics(trainer, "train", steps.train.promise("metrics"))
             return ReplayedLoss(trainer._tr_loss.device)  # type: ignore[return-value]
         with ExitStack() as stack:
             stack.enter_context(as_if_compiling())
@@ -217,7 +217,11 @@ class TrainingSteps:
             stack.enter_context(generating_apart(trainer, steps))
             if generated:
                 stack.enter_context(prepared(trainer))
-            added = stack.enter_context(metrics_added(trainer)) if spec is not None and spec.keeps_numbers else None
+            added = (
+                stack.enter_context(metrics_added(trainer, "train"))
+                if spec is not None and spec.keeps_numbers
+                else None
+            )
             loss: torch.Tensor = self._base.training_step(
                 model, inputs, self._inputs.item_count_on_device(num_items_in_batch)
             )
@@ -451,9 +455,10 @@ class Evaluation:
                 spec = self._call_spec(model, inputs, (prediction_loss_only, repr((args, kwargs))))
 
             notes = spec is not None and spec.keeps_numbers
+            mode = "train" if model.training else "eval"
 
             def compute() -> tuple[Any, Any, Any]:
-                with metrics_added(self._trainer) if notes else nullcontext() as added:
+                with metrics_added(self._trainer, mode) if notes else nullcontext() as added:
                     loss, logits, labels = self._base.prediction_step(
                         model, inputs, prediction_loss_only, *args, **kwargs
                     )
@@ -466,7 +471,7 @@ class Evaluation:
             with self._steps.evaluation_step(EVALUATION, inputs, phase=phase, replay=spec) as step:
                 with as_if_compiling(), prepared(self._trainer) if generated else nullcontext():
                     if notes and step.is_replaying:
-                        add_metrics(self._trainer, step.promise("metrics"))
+                        add_metrics(self._trainer, mode, step.promise("metrics"))
                     results: tuple[Any, Any, Any] = step.outputs(compute)
         if self._trainer.args.world_size == 1:
             results = to_host_in_one_transfer(results)

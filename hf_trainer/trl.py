@@ -52,11 +52,16 @@ def metrics_obstacle(trainer: Any) -> str | None:
 
 
 @contextmanager
-def metrics_added(trainer: Any) -> Iterator[Added]:
-    """Around TRL's code of a step: yields what it appends to the metrics, complete at the exit."""
+def metrics_added(trainer: Any, mode: str) -> Iterator[Added]:
+    """Around TRL's code of a step: yields what it appends to the metrics, complete at the exit.
+
+    Args:
+        trainer: the trainer.
+        mode: `"train"` or `"eval"`.
+    """
     added: dict[str, list[Any]] = {}
     tokens: list[Any] = []
-    metrics = _metrics_of(trainer)
+    metrics = getattr(trainer, _METRICS)[mode]
     before = {name: len(values) for name, values in metrics.items()}
     total = getattr(trainer, _TOKENS)
     # The step's own count is needed, and not the total.
@@ -72,25 +77,22 @@ def metrics_added(trainer: Any) -> Iterator[Added]:
         added[name] = [] if name == _NUM_TOKENS else values[before.get(name, 0) :]
 
 
-def add_metrics(trainer: Any, added: Added) -> None:
+def add_metrics(trainer: Any, mode: str, added: Added) -> None:
     """Does what TRL's code does in a step that is replayed.
 
     Args:
         trainer: the trainer.
+        mode: `"train"` or `"eval"`.
         added: what the step appends.
     """
     by_name, (tokens,) = added
     setattr(trainer, _TOKENS, getattr(trainer, _TOKENS) + tokens)
-    metrics = _metrics_of(trainer)
+    metrics = getattr(trainer, _METRICS)[mode]
     for name, values in by_name.items():
         if name == _NUM_TOKENS:
             metrics[name] = [getattr(trainer, _TOKENS)]
         else:
             metrics[name].extend(values)
-
-
-def _metrics_of(trainer: Any) -> Any:
-    return getattr(trainer, _METRICS)["train" if trainer.model.training else "eval"]
 
 
 def depends_on(trainer: Any) -> tuple[Hashable, ...]:
