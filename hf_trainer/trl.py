@@ -99,7 +99,8 @@ def depends_on(trainer: Any) -> tuple[Hashable, ...]:
     """What TRL's code reads of a trainer and its arguments: steps for which it differs are different steps."""
     if not appends_metrics(trainer):
         return ()
-    names = _names_in(type(trainer))
+    cls: Any = type(trainer)
+    names = _names_in(cls)
     return tuple(
         (name, repr(value) if is_simple(value) else _Same(value))
         for owner in (vars(trainer), vars(trainer.args))

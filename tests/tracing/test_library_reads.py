@@ -374,7 +374,7 @@ def test_numbers_are_made_plain_once_they_are_known(tmp_path: Path) -> None:
 @pytest.mark.skipif(ON_TORCH_TPU, reason="steps with reads are traced there")
 @pytest.mark.parametrize("keeps", [True, False])
 def test_replays_read_of_their_own_batch(tmp_path: Path, keeps: bool) -> None:
-    """What the values of a batch decide is decided for each; without a promise to keep the numbers, none is replayed."""
+    """What the values of a batch decide is decided for each. If nobody keeps the numbers, none is replayed."""
     library, reads = _library(tmp_path)
     program = StepProgram("measure", XLAConfig())
     weight = torch.nn.Parameter(torch.ones(2).to(DEVICE))
