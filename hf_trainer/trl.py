@@ -18,8 +18,9 @@ from accelerate import Accelerator
 from xla_adapters.replay.safety import is_trusted
 from xla_adapters.utils.nested_values import is_simple
 
-# The modules of the trainers whose code was read.
-READ_TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("base", "sft", "dpo", "reward", "kto"))
+# The modules of the trainers whose code was read, and of their base class, from which others are derived, too.
+_TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "reward", "kto"))
+READ_TRAINERS = ("trl.trainer.base_trainer", *_TRAINERS)
 # Their methods that compute the loss and its metrics. An override may do anything.
 METHODS = ("compute_loss", "_compute_loss", "_compute_kl_logps", "get_tp_size")
 # What these change, and a replay does, too.
@@ -34,7 +35,7 @@ Added = tuple[dict[str, list[Any]], Any]
 
 def appends_metrics(trainer: Any) -> bool:
     """Whether it is known what the steps of a trainer do to its metrics."""
-    return any(cls.__module__ in READ_TRAINERS and is_trusted(cls) for cls in type(trainer).__mro__)
+    return any(cls.__module__ in _TRAINERS and is_trusted(cls) for cls in type(trainer).__mro__)
 
 
 def metrics_obstacle(trainer: Any) -> str | None:
