@@ -48,8 +48,9 @@ def reads_answered(trainer: Trainer) -> Iterator[None]:
     """Inside the context, steps answer the reads of the libraries that a trainer uses.
 
     Those of `nanmin` and `nanmax`, by which TRL computes metrics of GRPO, decide whether there is a number at all.
-    They are replaced by others that decide on the device. The losses of sentence-transformers that compute embeddings
-    twice (`CachedMultipleNegativesRankingLoss`) put back the random numbers of the device, too.
+    They are replaced by others that decide on the device. `disable_gradient_checkpointing` of TRL is replaced, too. The
+    losses of sentence-transformers that compute embeddings twice (`CachedMultipleNegativesRankingLoss`) put back the
+    random numbers of the device, too.
     """
     reads = reads_of(trainer)
     with ExitStack() as stack:
@@ -62,6 +63,10 @@ def reads_answered(trainer: Trainer) -> Iterator[None]:
             for name, extreme in (("nanmin", _nan_minimum), ("nanmax", _nan_maximum)):
                 for module in _importing(utils, name):
                     stack.enter_context(replaced(module, name, extreme))
+        models = sys.modules.get("trl.models.utils")
+        if reads is not None and models is not None:
+            for module in _importing(models, "disable_gradient_checkpointing"):
+                stack.enter_context(replaced(module, "disable_gradient_checkpointing", _without_checkpointing))
         stack.enter_context(answering(reads))
         yield
 
@@ -110,13 +115,26 @@ def _nan_maximum(tensor: torch.Tensor) -> torch.Tensor:
     return -_nan_minimum(-tensor)
 
 
+@contextmanager
+def _without_checkpointing(model: torch.nn.Module, *_: Any, **__: Any) -> Iterator[None]:
+    """As `trl.models.utils.disable_gradient_checkpointing`, which adds one more hook to the embeddings each time."""
+    modules = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    try:
+        for module in modules:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+        yield
+    finally:
+        for module in modules:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+
+
 def before_log(trainer: Trainer) -> None:
     """Makes the numbers that a known library keeps in the trainer plain ones: it may give them to code in C."""
     if libraries_of(trainer):
-        for name, value in vars(trainer).items():
+        for name, value in list(vars(trainer).items()):
             # Public ones are the user's: arguments, data sets.
             if name.startswith("_") and name != "_xla":
-                make_plain(value)
+                vars(trainer)[name] = make_plain(value)
 
 
 def generates_batches(trainer: Trainer) -> bool:

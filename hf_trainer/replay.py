@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.trainer_pt_utils import LabelSmoother
 
+from hf_trainer.trl import METHODS, READ_TRAINERS, appends_metrics, depends_on, metrics_obstacle
 from xla_adapters import XLAConfig
 from xla_adapters.loop.replay import StepCode, batch_of, key_of, optimizer_obstacle
 from xla_adapters.replay.call_spec import CallSpec
@@ -33,7 +34,7 @@ from xla_adapters.replay.safety import (
 from xla_adapters.replay.tracked_code import TrackedCode
 
 # Methods of classes in these packages are not user code.
-_LIBRARIES = ("transformers.", "hf_trainer.")
+_LIBRARIES = ("transformers.", "hf_trainer.", *READ_TRAINERS)
 _FRAMEWORK = FrameworkModel(
     calls={**MODULE_CALLS, Trainer.compute_loss: nothing},
     properties=dict.fromkeys(("device", "dtype"), nothing),
@@ -221,7 +222,7 @@ def obstacle_around(trainer: Any) -> str | None:
     for name in _OF_ACCELERATOR:
         if getattr(getattr(accelerator, name), "__func__", None) is not getattr(Accelerator, name):
             return f"the method {name} of the accelerator was replaced"
-    return optimizer_obstacle(trainer.optimizer)
+    return metrics_obstacle(trainer) or optimizer_obstacle(trainer.optimizer)
 
 
 def obstacle_within(trainer: Any, *, trains: bool = True) -> str | None:
@@ -231,7 +232,8 @@ def obstacle_within(trainer: Any, *, trains: bool = True) -> str | None:
         trainer: the trainer.
         trains: whether the step is a training step.
     """
-    within = overridden(trainer, _WITHIN if trains else _WITHIN_EVALUATION)
+    of_trl = METHODS if appends_metrics(trainer) else ()
+    within = overridden(trainer, (*(_WITHIN if trains else _WITHIN_EVALUATION), *of_trl))
     if within is not None:
         return f"{within} is overridden, and a replay would leave out what it does beside tensors"
     smoother = trainer.label_smoother
@@ -269,6 +271,7 @@ def call_spec(
         trainer.model_accepts_loss_kwargs,
         *(str(getattr(smoother, name, None)) for name in ("epsilon", "ignore_index")),
         id(model),
+        *depends_on(trainer),
     )
     return CallSpec(
         key=(*key, arguments, known),
@@ -280,5 +283,6 @@ def call_spec(
         obstacle=obstacle,
         change=code.change,
         constants=code.tensors,
+        keeps_numbers=appends_metrics(trainer),
         look_again=code.look_again,
     )

@@ -21,6 +21,7 @@ from hf_trainer.libraries import generates_batches, generating, generating_apart
 from hf_trainer.model import ModelSharding, model_of
 from hf_trainer.patches import as_if_compiling, correct_process_index, losses_not_filtered, trainer_patches
 from hf_trainer.replay import ReplayedLoss, call_spec, obstacle_around, obstacle_within, overridden, step_code
+from hf_trainer.trl import add_metrics, appends_metrics, metrics_added, metrics_obstacle
 from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.data.batches import token_count
 from xla_adapters.insight.run_record import RunRecord
@@ -28,6 +29,7 @@ from xla_adapters.insight.times import STEP
 from xla_adapters.loop.gradients import schedule_sees_gradients
 from xla_adapters.loop.steps import StepDriver, around_run
 from xla_adapters.replay.call_spec import CallSpec
+from xla_adapters.replay.safety import is_trusted
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.tracing.loss_check import check_loss
 from xla_adapters.utils.patching import replaced
@@ -211,6 +213,8 @@ class TrainingSteps:
         )
         self._micro_step += 1
         if steps.train.is_replaying:
+            if appends_metrics(trainer):
+                add_metrics(trainer, "train", steps.train.promise("metrics"))
             return ReplayedLoss(trainer._tr_loss.device)  # type: ignore[return-value]
         with ExitStack() as stack:
             stack.enter_context(as_if_compiling())
@@ -218,10 +222,16 @@ class TrainingSteps:
             stack.enter_context(generating_apart(trainer, steps))
             if generated:
                 stack.enter_context(prepared(trainer))
+            added = (
+                stack.enter_context(metrics_added(trainer, "train"))
+                if spec is not None and spec.keeps_numbers
+                else None
+            )
             loss: torch.Tensor = self._base.training_step(
                 model, inputs, self._inputs.item_count_on_device(num_items_in_batch)
             )
         steps.train.keep("loss", loss)
+        steps.train.keep("metrics", added)
         return loss
 
     def value(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
@@ -458,8 +468,15 @@ class Evaluation:
                 inputs = self._inputs.before_step(inputs)
                 spec = self._call_spec(model, inputs, (prediction_loss_only, repr((args, kwargs))))
 
+            notes = spec is not None and spec.keeps_numbers
+            mode = "train" if model.training else "eval"
+
             def compute() -> tuple[Any, Any, Any]:
-                loss, logits, labels = self._base.prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+                with metrics_added(self._trainer, mode) if notes else nullcontext() as added:
+                    loss, logits, labels = self._base.prediction_step(
+                        model, inputs, prediction_loss_only, *args, **kwargs
+                    )
+                self._steps.evaluation[EVALUATION].keep("metrics", added)
                 if self._preprocess is not None and logits is not None:
                     logits = self._preprocess(logits, labels)
                 return loss, logits, labels
@@ -467,6 +484,8 @@ class Evaluation:
             phase = "evaluation, loss only" if prediction_loss_only else "evaluation"
             with self._steps.evaluation_step(EVALUATION, inputs, phase=phase, replay=spec) as step:
                 with as_if_compiling(), prepared(self._trainer) if generated else nullcontext():
+                    if notes and step.is_replaying:
+                        add_metrics(self._trainer, mode, step.promise("metrics"))
                     results: tuple[Any, Any, Any] = step.outputs(compute)
         if self._trainer.args.world_size == 1:
             results = to_host_in_one_transfer(results)
@@ -496,6 +515,10 @@ class Evaluation:
             obstacle = "past_index is given: each step hands something on to the next"
         elif self._steps.config.step_replay is not True:
             obstacle = obstacle_within(self._trainer, trains=False)
+        if obstacle is None and appends_metrics(self._trainer):
+            obstacle = metrics_obstacle(self._trainer)
+            if not is_trusted(self._base.prediction_step):
+                obstacle = "prediction_step of TRL is overridden, and may do other things with the metrics"
         if obstacle is not None:
             self._steps.evaluation[EVALUATION].refuse_replay(obstacle)
         return obstacle is None

@@ -6,6 +6,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,12 +16,14 @@ from transformers import LlamaForSequenceClassification
 
 from hf_trainer import XLATrainerMixin
 from hf_trainer.libraries import reads_answered
-from tests.hf_trainer.scenarios import train
+from hf_trainer.replay import obstacle_around, obstacle_within, overridden
+from tests.hf_trainer.scenarios import steps_of, train
 from tests.hf_trainer.text_models import llama, tokenizer
 from tests.hf_trainer.trl_runs import (
     arguments_of,
     assert_logs_are_equal,
     assert_one_execution,
+    assert_replayed,
     both,
     completion,
     judged,
@@ -30,6 +33,7 @@ from tests.hf_trainer.trl_runs import (
     text,
 )
 from xla_adapters import GraphBreakWarning
+from xla_adapters.replay.safety import trusted
 
 pytestmark = pytest.mark.isolated
 
@@ -68,6 +72,7 @@ def test_sft() -> None:
     run, expected = both(SFT, trl.SFTConfig, llama, rows_of(text), args={"logging_steps": 2})
     assert_logs_are_equal(run, expected)
     assert_one_execution(run)
+    assert_replayed(run)
     assert run.logged("num_tokens")[-1] > 0
     # Losses, norms and all metrics of two steps arrive together.
     assert run.counts.transfers_to_host <= 3
@@ -78,12 +83,14 @@ def test_reward() -> None:
     # Gradients grow along a run in which the model is certain at once.
     assert_logs_are_equal(run, expected, tolerance=1e-4)
     assert_one_execution(run)
+    assert_replayed(run)
 
 
 def test_dpo() -> None:
     run, expected = both(DPO, trl.DPOConfig, llama, rows_of(preference), args={})
     assert_logs_are_equal(run, expected)
     assert_one_execution(run)
+    assert_replayed(run)
 
 
 @pytest.mark.slow
@@ -125,10 +132,62 @@ def test_sft_variants(variant: str) -> None:
 
 @pytest.mark.slow
 def test_kto() -> None:
-    run, expected = both(KTO, trl.KTOConfig, llama, rows_of(judged), args={})
+    run, expected = both(KTO, trl.KTOConfig, llama, rows_of(judged), args={"max_steps": 8})
     assert_logs_are_equal(run, expected)
     # One graph for each number of desirable completions in a batch.
     assert_one_execution(run, graphs=None)
+    assert steps_of(run.trainer).train.replays >= 3
+
+
+def test_replays_are_their_traces() -> None:
+    """To the last bit, also in a step that is traced after an evaluation, and of an epoch's last batch."""
+    rows = rows_of(completion, 10)
+    args = {"max_steps": 9, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 4}
+    runs = []
+    for replay in (False, "auto"):
+        trainer = SFT(
+            model=llama(),
+            args=arguments_of(trl.SFTConfig, **args),
+            train_dataset=rows,
+            eval_dataset=rows.select(range(7)),
+            processing_class=tokenizer(),
+            step_replay=replay,
+        )
+        runs.append(train(trainer))
+    traced, replayed = runs
+    assert steps_of(traced.trainer).train.replays == 0
+    assert steps_of(replayed.trainer).train.replays >= 5
+    assert steps_of(replayed.trainer).evaluation["eval_step"].replays >= 2
+    assert_logs_are_equal(replayed, traced.trainer.state.log_history, tolerance=0)
+    theirs = traced.parameters()
+    assert all(torch.equal(value, theirs[name]) for name, value in replayed.parameters().items())
+
+
+def _own_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return super(type(self), self).compute_loss(*args, **kwargs)
+
+
+def test_what_is_not_known_of_trl_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(kind: Any = SFT, **changes: Any) -> str | None:
+        trainer = kind(
+            model=llama(),
+            args=arguments_of(trl.SFTConfig),
+            train_dataset=rows_of(text, 4),
+            processing_class=tokenizer(),
+        )
+        trainer.create_optimizer()
+        for name, value in changes.items():
+            setattr(trainer, name, value)
+        return obstacle_around(trainer) or obstacle_within(trainer)
+
+    assert reason() is None
+    changed = type("Changed", (SFT,), {"compute_loss": _own_loss})
+    assert "Changed.compute_loss is overridden" in str(reason(changed))
+    assert "activation_offloading" in str(reason(maybe_activation_offload_context=ExitStack()))
+    assert overridden(GRPO.__new__(GRPO), ("training_step",)) == "GRPOTrainer.training_step"
+    trusted.is_trusted_file.cache_clear()
+    monkeypatch.setattr(trl, "__version__", "1.16.9")
+    assert "SFTTrainer.training_step is overridden" in str(reason())
 
 
 def _length(completions: list[str], **_: Any) -> list[float]:

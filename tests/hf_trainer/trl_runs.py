@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.hf_trainer.scenarios import Run, train, without_xla
+from tests.hf_trainer.scenarios import Run, steps_of, train, without_xla
 from tests.hf_trainer.text_models import tokenizer
 from xla_adapters import get_runtime
 
@@ -100,6 +100,11 @@ def assert_logs_are_equal(run: Run, expected: list[dict[str, Any]], tolerance: f
             if not any(part in name for part in _TIMES):
                 assert type(ours[name]) is type(value), name
                 assert ours[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
+
+
+def assert_replayed(run: Run, *, traced: int = 2) -> None:
+    program = steps_of(run.trainer).train
+    assert program.replays >= program.calls - traced, program.replay_reasons
 
 
 def assert_one_execution(run: Run, *, graphs: int | None = 1) -> None:

@@ -16,9 +16,17 @@ import pytest
 import torch
 
 import xla_adapters
-from tests.device import DEVICE
+from tests.device import DEVICE, ON_TORCH_TPU
 from tests.support import Loop
-from xla_adapters import DeviceSyncError, DiscardedTensorError, GraphBreakWarning, TensorReadError
+from xla_adapters import (
+    DeviceSyncError,
+    DiscardedTensorError,
+    GraphBreakWarning,
+    StepProgram,
+    TensorReadError,
+    XLAConfig,
+)
+from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.runtime.transfers import note_upload
 from xla_adapters.tracing.deferred_numbers import DeferredNumber, make_plain
 from xla_adapters.tracing.library_reads import LibraryReads, answering
@@ -75,6 +83,16 @@ def sync_and_log(metrics, loss, sync):
 
 def without_loops(edges):
     return edges[:, edges[0] != edges[1]]
+
+def measure(metrics, values, labels):
+    valid = (labels != -100).sum()
+    count = valid.item()
+    metrics["mean"] = [values.sum().item() / count if count > 0 else 0.0]
+    metrics["count"] = [count // 2]
+    if valid > 3:
+        metrics["many"] = [count * 1.5]
+    rows = torch.nonzero(labels[:, 0] != -100, as_tuple=False).view(-1)
+    return values.index_select(0, rows)
 
 def total(metrics, loss, times):
     running = 0
@@ -351,3 +369,53 @@ def test_numbers_are_made_plain_once_they_are_known(tmp_path: Path) -> None:
     assert [type(number) for number in metrics] == [float, float]
     assert torch.tensor(metrics).mean().item() == pytest.approx(sum(metrics) / 2)
     assert kept["train"]["other"] == ["text", 1]
+
+
+@pytest.mark.skipif(ON_TORCH_TPU, reason="steps with reads are traced there")
+@pytest.mark.parametrize("keeps", [True, False])
+def test_replays_read_of_their_own_batch(tmp_path: Path, keeps: bool) -> None:
+    """What the values of a batch decide is decided for each. If nobody keeps the numbers, none is replayed."""
+    library, reads = _library(tmp_path)
+    program = StepProgram("measure", XLAConfig())
+    weight = torch.nn.Parameter(torch.ones(2).to(DEVICE))
+    results: list[Any] = []
+    batches = [
+        _labels([1, -100], [-100, 2]),
+        _labels([1, 2], [3, 4]),
+        _labels([-100, -100], [-100, -100]),
+        _labels([-100, 1], [2, -100]),
+        _labels([-100, 1], [-100, 2]),
+    ]
+    replayed = []
+    with answering(reads):
+        for step in range(4 * len(batches)):
+            on_host = batches[step % len(batches)] + 0
+            labels = on_host.to(DEVICE)
+            note_upload(on_host, labels)
+            with torch.no_grad():
+                factor = torch.tensor([1.0 + step, 2.0]).to(DEVICE)
+            spec = CallSpec(batch=[labels, factor], constants=[weight], keeps_numbers=keeps)
+            program.open(inputs=labels, replay=spec)
+            replayed.append(program.is_replaying)
+            if program.is_replaying:
+                selected, metrics = program.promise("selected"), program.promise("metrics")
+                (mean,) = metrics["mean"]
+                if isinstance(mean, DeferredNumber):
+                    with pytest.raises(TensorReadError, match="before the step has ended"):
+                        float(mean + 1)
+            else:
+                metrics = {}
+                selected = library.measure(metrics, (weight * factor).detach(), labels)
+                program.keep("selected", selected)
+                program.keep("metrics", metrics)
+            program.close()
+            results.append((selected, metrics))
+    # The first and the fourth batch go the same way: each is traced once.
+    expected_replays = [3, 2, 2, 3, 2] if keeps else [0] * 5
+    assert [sum(replayed[index :: len(batches)]) for index in range(len(batches))] == expected_replays
+    for step, (selected, metrics) in enumerate(results):
+        expected: dict[str, list[float]] = {}
+        values = torch.tensor([1.0 + step, 2.0])
+        rows = library.measure(expected, values, batches[step % len(batches)])
+        assert make_plain(metrics) == expected, step
+        torch.testing.assert_close(selected.cpu(), rows, rtol=0, atol=0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from xla_adapters.replay.batch_reads import BatchReads
 from xla_adapters.replay.bound import HostChange
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
 from xla_adapters.replay.number import Number
@@ -87,6 +88,7 @@ class CachedCall:
         unrepeatable: what this call did that a replay cannot do; empty if nothing.
         sharing: which tensors of the state, and at the slots elsewhere, shared their storage, as `groups`.
         graph: the name of the graph.
+        reads: what is read in the step, if that is noted.
         executable: its name; empty until the call was executed.
         flops: of the graph, if they are known.
         outputs: those outputs of the last call that are needed as examples for pending outputs, by position.
@@ -100,6 +102,7 @@ class CachedCall:
     unrepeatable: str
     sharing: tuple[int, ...]
     graph: bytes
+    reads: BatchReads | None = None
     executable: bytes = b""
     flops: int | None = None
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -120,7 +123,16 @@ class CachedCall:
         return tuple(self.values.donated), tuple(map(id, gradients.dropped)), before, frozenset(self.host.rebound)
 
     def _results_key(self) -> tuple[Hashable, ...]:
-        return repr(_keys(self.values.targets)), frozenset(self.gradients.created), repr(self._kept_keys())
+        return (
+            repr(_keys(self.values.targets)),
+            frozenset(self.gradients.created),
+            repr(self._kept_keys()),
+            self._reads_key,
+        )
+
+    @property
+    def _reads_key(self) -> Hashable:
+        return None if self.reads is None else self.reads.key
 
     def _kept_keys(self) -> dict[str, Any]:
         return {name: (kept.spec, [_key(leaf) for leaf in kept.leaves]) for name, kept in self.values.kept.items()}
@@ -170,6 +182,8 @@ class CachedCall:
             return "the optimizer took another course than in the call before"
         if self._kept_keys() != other._kept_keys():
             return "the step returns other things than in the call before"
+        if self._reads_key != other._reads_key:
+            return "other values are read in the step than in the call before"
         return self._host_difference(other)
 
     def _host_difference(self, other: CachedCall) -> str | None:

@@ -29,6 +29,8 @@ class CallSpec:
         exempt: returns the names of a module's attributes that need no guard.
         constants: tensors that the step reads and never writes.
         change: what the user code reads that has changed since the call before; None if nothing.
+        keeps_numbers: whether all numbers that a known library reads in the step are among what it returns, and the
+            library decides and computes on the host by nothing else that may change.
         look_again: analyses the user code again, after a change that its own guards cannot see.
         strict: whether side effects and unknown optimizers are refused; set by `StepProgram`.
         tensors: `batch` and `extras` together.
@@ -46,6 +48,7 @@ class CallSpec:
     exempt: Callable[[torch.nn.Module], Collection[str]] = nothing_exempt
     constants: Sequence[torch.Tensor] = ()
     change: str | None = None
+    keeps_numbers: bool = False
     look_again: Callable[[], object] = tuple
     strict: bool = True
     tensors: CallTensors = field(init=False)

@@ -10,6 +10,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
+from xla_adapters.replay.batch_reads import NUMBERS, BatchReads, reads_of
 from xla_adapters.replay.cached_call import CachedCall, GradientChanges, GraphValues, HostEffects
 from xla_adapters.replay.cached_scope import CachedScope
 from xla_adapters.replay.call_spec import CallSpec
@@ -67,6 +68,8 @@ class CaptureScope(CachedScope):
         self._restores.callback(register_module_forward_pre_hook(self._note_module).remove)
         self._host_random = HostRandom.now()
         super()._start_tracing()
+        if self._spec.keeps_numbers and self._breaks.answers is not None:
+            self._breaks.answers.note_reads()
         # The results of a running execution (a batch changed on the device) get other handles when it ends.
         self._runtime.device.wait()
         tensors = self._spec.tensors
@@ -159,8 +162,9 @@ class CaptureScope(CachedScope):
             found: CachedCall | CannotReplay
             try:
                 self._check()
+                reads = self._reads()
                 found = self._captured(
-                    GraphSlots(self._runtime, self._undo_log, self._unmoved(), self._spec, self._bound, graph)
+                    GraphSlots(self._runtime, self._undo_log, self._unmoved(), self._spec, self._bound, graph), reads
                 )
             except CannotReplay as error:
                 found = CannotReplay(str(error))
@@ -212,7 +216,19 @@ class CaptureScope(CachedScope):
             if value != self._watched.get(name):
                 raise CannotReplay(f"the step changes {name}: {self._watched.get(name)} -> {value}")
 
-    def _captured(self, slots: GraphSlots) -> CachedCall:
+    def _reads(self) -> BatchReads | None:
+        """What is read in the step. What it copies to the device for that counts as a part of the batch."""
+        answers, batch = self._breaks.answers, self._spec.batch
+        reads = reads_of(answers, batch)
+        if answers is not None and answers.on_host is not None:
+            self._kept[NUMBERS] = answers.deferred.stacked
+            uploads = [tensor for _, tensor in answers.on_host.uploads]
+            self._spec.tensors.batch = [*batch, *uploads]
+            for index, handle in enumerate(self._runtime.lazy.handles(uploads), len(batch)):
+                self._given.append((Slot("batch", name=index), handle))
+        return reads
+
+    def _captured(self, slots: GraphSlots, reads: BatchReads | None) -> CachedCall:
         snapshot = ModuleSnapshot(
             self._called.values(),
             rebound=slots.rebound_names,
@@ -243,4 +259,5 @@ class CaptureScope(CachedScope):
             unrepeatable=slots.unrepeatable,
             sharing=groups((*map(storage_of, values.state), *map(slots.storage_at, elsewhere)), {}),
             graph=slots.graph.name,
+            reads=reads,
         )

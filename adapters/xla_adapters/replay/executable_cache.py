@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from xla_adapters.replay.batch_reads import BatchReads, ReadsOfReplay
 from xla_adapters.replay.cached_call import CachedCall
 from xla_adapters.replay.cached_scope import CachedScope, SeparatingScope
 from xla_adapters.replay.call_spec import CallSpec
@@ -30,6 +31,9 @@ logger = logging.getLogger("xla_adapters")
 
 # After so many calls in a row that could not be captured, or differed from the one before, no more are tried.
 _ATTEMPTS = 4
+# Courses of one signature: what its calls decide by the values of their batches. Calls that go yet another one are
+# traced.
+_COURSES = 32
 # Signatures kept. The one that was not used for the longest time is dropped, and captured again when it comes back.
 _SIGNATURES = 64
 
@@ -108,6 +112,7 @@ class ExecutableCache:
     verified: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
     _plans: OrderedDict[Hashable, _Plan] = field(default_factory=OrderedDict)
+    _courses: OrderedDict[Hashable, list[BatchReads]] = field(default_factory=OrderedDict)
     _told: set[str] = field(default_factory=set)
     _executables: set[bytes] = field(default_factory=set)
 
@@ -121,7 +126,9 @@ class ExecutableCache:
             **options: as for `StepScope`.
         """
         runtime = get_runtime()
-        plan = self._plan_of((key, environment(), self._gradients(spec)))
+        signature = key, environment(), self._gradients(spec)
+        course, reads = self._course(signature, spec)
+        plan = self._plan_of((signature, course))
         if plan.failures >= _ATTEMPTS:
             # The scope must make the same graph as those before, including which numbers share an input.
             return self._uncaptured(plan, spec, seed=seed, **options)
@@ -135,7 +142,7 @@ class ExecutableCache:
             if not runtime.tracing.eager():
                 runtime.tracing.flush()
             try:
-                next_call = self._replay(plan, plan.prepared, spec, seed, runtime)
+                next_call = self._replay(plan, plan.prepared, spec, seed, runtime, reads)
             except CannotReplay as error:
                 self.note(str(error))
                 plan.forget()
@@ -144,14 +151,43 @@ class ExecutableCache:
                 if isinstance(next_call, ReplayedCall):
                     return next_call
                 verification = next_call
-        return self._capture(plan, spec, verification, seed, options)
+            spec.tensors.batch = spec.batch
+        return self._capture(signature, plan, spec, verification, seed, options)
+
+    def _course(self, signature: Hashable, spec: CallSpec) -> tuple[Hashable, ReadsOfReplay | None]:
+        """What the next call decides by the values of its batch, if that is known before it is traced."""
+        known = self._courses.get(signature, ())
+        values = values_on_host(spec.batch) if known else {}
+        for reads in known:
+            present = reads.of(values)
+            if present is not None:
+                return reads.course, present
+        return None, None
+
+    def _note_course(self, signature: Hashable, reads: BatchReads) -> bool:
+        """Notes what a traced call has decided; returns whether there is a place for it."""
+        courses = self._courses.setdefault(signature, [])
+        self._courses.move_to_end(signature)
+        if len(self._courses) > _SIGNATURES:
+            self._courses.popitem(last=False)
+        others = [other for other in courses if other.course != reads.course]
+        if len(others) == _COURSES:
+            return False
+        courses[:] = [*others, reads]
+        return True
 
     def _gradients(self, spec: CallSpec) -> Hashable:
         """Which gradients are there, where calls with others are other calls."""
         return ()
 
     def _replay(
-        self, plan: _Plan, prepared: PreparedCall, spec: CallSpec, seed: StepSeed | None, runtime: Runtime
+        self,
+        plan: _Plan,
+        prepared: PreparedCall,
+        spec: CallSpec,
+        seed: StepSeed | None,
+        runtime: Runtime,
+        reads: ReadsOfReplay | None,
     ) -> ReplayedCall | Verification:
         """The replay of the next call; or its verification, if that is due.
 
@@ -164,6 +200,8 @@ class ExecutableCache:
             raise CannotReplay("the values of other tensors of the batch are known on the host")
         if not lookups.are_in_range(values):
             raise CannotReplay("an index in the batch is out of range")
+        if reads is not None:
+            spec.tensors.batch = [*spec.batch, *reads.upload(runtime)]
         updates = self._updates(prepared, spec, runtime)
         numbers = prepared.new_numbers(updates)
         if plan.due is None or plan.replayed < plan.due:
@@ -176,6 +214,7 @@ class ExecutableCache:
                 seed=seed,
                 runtime=runtime,
                 done=lambda: self._count(plan),
+                reads=reads,
             )
         return self._verification(prepared, spec, numbers, seed, runtime)
 
@@ -233,7 +272,8 @@ class ExecutableCache:
 
     def _capture(
         self,
-        plan: _Plan,
+        signature: Hashable,
+        before: _Plan,
         spec: CallSpec,
         verification: Verification | None,
         seed: StepSeed | None,
@@ -242,6 +282,13 @@ class ExecutableCache:
         known = frozenset(values_on_host(spec.batch))
 
         def take(outcome: CachedCall | CannotReplay, is_cached: bool) -> None:
+            plan = before
+            reads = outcome.reads if isinstance(outcome, CachedCall) else None
+            if reads is not None and not self._note_course(signature, reads):
+                outcome = CannotReplay(f"the values of its batches decide what it does, in more than {_COURSES} ways")
+            elif reads is not None:
+                plan = self._plan_of((signature, reads.course))
+                plan.patience = spec.patience
             plan.is_cached = is_cached
             plan.note_lookups(known, spec.batch, outcome.graph if isinstance(outcome, CachedCall) else b"")
             if verification is not None and self._is_verified(plan, verification, outcome, scope):

@@ -16,8 +16,9 @@ from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.number import Number
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
 from xla_adapters.replay.pending_graph import PendingGraph, written_slots
-from xla_adapters.replay.slots import Kept, Slot
+from xla_adapters.replay.slots import Computed, Kept, Slot
 from xla_adapters.runtime import Runtime
+from xla_adapters.tracing.deferred_numbers import DeferredNumber, expression_of
 from xla_adapters.tracing.undo_log import TensorEntry, UndoLog
 from xla_adapters.utils.nested_values import is_simple
 
@@ -288,9 +289,14 @@ class GraphSlots:
         """
         leaves, spec = tree_flatten(value)
         batch = {id(tensor): index for index, tensor in enumerate(self._spec.tensors.batch)}
-        found: list[int | Slot | tuple[Any, ...]] = []
+        found: list[int | Slot | Computed | tuple[Any, ...]] = []
         for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, DeferredNumber):
+                expression = expression_of(leaf)
+                if expression is None:
+                    raise CannotReplay("the step returns a number that an earlier step has computed")
+                found.append(Computed(expression))
+            elif not isinstance(leaf, torch.Tensor):
                 if not is_simple(leaf):
                     raise CannotReplay(f"the step returns a {type(leaf).__name__}")
                 found.append((leaf,))

@@ -13,10 +13,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_unflatten
 
 from xla_adapters.errors import DeviceOutOfMemoryError, TensorReadError
+from xla_adapters.replay.batch_reads import NUMBERS, ReadsOfReplay
 from xla_adapters.replay.number import Number
 from xla_adapters.replay.optimizer_update import Update
 from xla_adapters.replay.prepared_call import PreparedCall
-from xla_adapters.replay.slots import CallTensors, Slot
+from xla_adapters.replay.slots import CallTensors, Computed, Slot
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.tracing.interrupts import InterruptGuard, at_edge
@@ -67,6 +68,7 @@ class ReplayedCall:
         seed: where the random numbers of this call start; by default the device's stream continues.
         runtime: the runtime.
         done: called when the executable was called.
+        reads: what the step reads of its batch.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class ReplayedCall:
         seed: StepSeed | None,
         runtime: Runtime,
         done: Callable[[], None],
+        reads: ReadsOfReplay | None = None,
     ) -> None:
         self._name = name
         self._prepared = prepared
@@ -90,6 +93,7 @@ class ReplayedCall:
         self._seed = seed
         self._runtime = runtime
         self._done = done
+        self._reads = reads
         self._pending: list[tuple[torch.Tensor, int]] = []
         self._restores = ExitStack()
         self._interrupts = InterruptGuard()
@@ -156,6 +160,9 @@ class ReplayedCall:
                 leaves.append(leaf.get(self._tensors))
             elif isinstance(leaf, tuple):
                 leaves.append(leaf[0])
+            elif isinstance(leaf, Computed):
+                assert self._reads is not None
+                leaves.append(self._reads.value(leaf, lambda: self.promise(NUMBERS), self._runtime))
             else:
                 tensor = self._like_output(leaf)
                 tensor.__class__ = PendingOutput
@@ -195,6 +202,8 @@ class ReplayedCall:
         for tensor, index in self._pending:
             tensor.__class__ = torch.Tensor
             runtime.values.write([tensor], [results[index]])
+        if self._reads is not None:
+            self._reads.ended(executed=True)
         for update in self._updates:
             update.advance()
         prepared.compiled = runtime.counters.executables_compiled()
@@ -211,6 +220,8 @@ class ReplayedCall:
             self._restores.close()
             # Needed if the optimizer's own step has raised.
             self._restore_groups()
+            if self._reads is not None:
+                self._reads.ended(executed=False)
             self._interrupts.finish()
 
     def translate(self, error: BaseException) -> Exception | None:

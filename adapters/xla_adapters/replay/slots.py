@@ -78,13 +78,21 @@ def is_state(source: object) -> TypeGuard[Slot]:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """A number that the step returns, and how it is computed of those that are read in the step."""
+
+    expression: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class Kept:
     """Where a value comes from that the step returns.
 
     Attributes:
         spec: the structure of nested containers.
-        leaves: for each leaf the position of an output, a slot to read, or a tuple of one constant.
+        leaves: for each leaf the position of an output, a slot to read, a number that is read, or a tuple of one
+            constant.
     """
 
     spec: TreeSpec
-    leaves: tuple[int | Slot | tuple[Any], ...]
+    leaves: tuple[int | Slot | Computed | tuple[Any], ...]

@@ -10,7 +10,9 @@ import torch
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.transfers import note_upload
 from xla_adapters.tracing.deferred_numbers import DeferredNumbers
+from xla_adapters.tracing.host_values import HostValue
 from xla_adapters.tracing.library_reads import LibraryReads, MaskedSelection, with_selections
+from xla_adapters.tracing.reads_on_host import ReadsOnHost
 from xla_adapters.utils.nested_values import replaced
 from xla_adapters.utils.torch_modes import device_type
 
@@ -43,32 +45,48 @@ class Answers:
         reads: which libraries' reads are answered.
         breaks: handles all other reads.
         runtime: the runtime.
+
+    Attributes:
+        deferred: the numbers that are read after the step.
+        on_host: notes what is read on the host; None if the step will not be replayed. Then each answer counts as a
+            break (`breaks.found`), because a replay would take what this batch has for that of every batch.
     """
 
     def __init__(self, reads: LibraryReads, breaks: Breaks, runtime: Runtime) -> None:
         self._reads = reads
         self._breaks = breaks
         self._runtime = runtime
+        self.on_host: ReadsOnHost | None = None
         self.deferred = DeferredNumbers(
             runtime, lambda tensor: breaks.on_read("a number that the step has not computed yet", tensor)
         )
+
+    def copied(self, source: HostValue) -> torch.Tensor:
+        """The value of a tensor that was copied to the device."""
+        return self._reads.host_values.copied(source)
+
+    def note_reads(self) -> None:
+        """Notes how the answers depend on the batch, for replays of the step. Whoever reads must keep the numbers."""
+        self.on_host = ReadsOnHost(self._reads.host_values)
 
     def read(self, function: _CALL, what: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of a call that reads the value of a tensor; `NO_ANSWER` if it is not a library's."""
         if not self._reads.is_asked():
             return NO_ANSWER
-        tensor = args[0]
-        on_host = self._reads.host_values.get(tensor)
-        if on_host is not None and not any(isinstance(value, _Tensor) for value in (*args[1:], *kwargs.values())):
-            # A replay would take the value of this batch for that of every batch.
+        tensor, values = args[0], self._reads.host_values
+        known = values.find(tensor)
+        logs = self._reads.reader() is not None
+        if known is not None and not any(isinstance(value, _Tensor) for value in (*args[1:], *kwargs.values())):
+            if logs and self.on_host is not None:
+                return self.on_host.read(function, known, args[1:], kwargs)
             self._breaks.found = True
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 # A copy, because the caller may write into it.
-                return function(on_host.clone(), *args[1:], **kwargs)
-        if self._reads.reader() is None:
+                return function(values.value(known).clone(), *args[1:], **kwargs)
+        if not logs:
             return NO_ANSWER
-        self._breaks.found = True
         if function is _Tensor.item and tensor.numel() == 1:
+            self._breaks.found |= self.on_host is None
             return self.deferred.read(tensor)
         self._breaks.on_read(what, tensor)
         return self._executing(function, args, kwargs)
@@ -88,19 +106,20 @@ class Answers:
         if not self._reads.is_asked():
             return NO_ANSWER
         selects = function is _Tensor.__getitem__ and _is_mask(args[0], args[1])
-        on_host = self._reads.host_values.call(function, args, kwargs)
-        is_known = on_host is not None or (selects and self._reads.host_values.get(args[1]) is not None)
+        values = self._reads.host_values
+        computation = values.call(function, args, kwargs)
+        is_known = computation is not None or (selects and values.find(args[1]) is not None)
         logs = self._reads.reader() is not None
         if not is_known and not logs:
             return NO_ANSWER
-        self._breaks.found = True
-        if on_host is not None:
-            return self._uploaded(on_host)
+        self._breaks.found |= self.on_host is None or not logs
+        if computation is not None:
+            return self._uploaded(computation)
         if selects and not logs:
             return self._select(args[0], args[1])
         if selects:
             mask = args[1].clone()
-            self._reads.host_values.note(torch.clone, (args[1],), {}, mask)
+            values.note(torch.clone, (args[1],), {}, mask)
             # A copy of the values too: the library may change them before it uses what it selected.
             return MaskedSelection(args[0].clone(), mask, self._select)
         self._breaks.on_dynamic(what, tensor)
@@ -124,22 +143,24 @@ class Answers:
 
     def _select(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """`values[mask]`."""
-        on_host = self._reads.host_values.get(mask)
-        if on_host is not None:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                found = on_host.nonzero(as_tuple=True)
-            return values[self._uploaded(found)]
+        indices = self._reads.host_values.call(torch.nonzero, (mask,), {"as_tuple": True})
+        if indices is not None:
+            return values[self._uploaded(indices)]
         self._breaks.on_dynamic("a boolean index", mask)
         selected: torch.Tensor = self._executing(_Tensor.__getitem__, (values, mask), {})
         return selected
 
-    def _uploaded(self, on_host: Any) -> Any:
+    def _uploaded(self, computation: HostValue) -> Any:
         def upload(tensor: torch.Tensor) -> torch.Tensor:
             on_device = self._runtime.transfers.to_device(tensor)
             note_upload(tensor, on_device)
             return on_device
 
+        on_host = self._reads.host_values.value(computation)
         with torch._C.DisableTorchFunction():
+            if self.on_host is not None and isinstance(on_host, _Tensor):
+                return self.on_host.uploaded(computation, upload)
+            self._breaks.found = True
             return replaced(on_host, upload)
 
     def _executing(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from xla_adapters.errors import DiscardedTensorError
+from xla_adapters.errors import DiscardedTensorError, TensorReadError
 from xla_adapters.runtime import Runtime
 
 _Number = int | float | bool | complex
+# Of numbers, in a form that outlives them: `("plain", value)`, `("output", position)` of a number that the device
+# computes, `("host", position)` of one that is read on the host, or `("call", function, *expressions)`.
+Expression = tuple[Any, ...]
+
+
+class Numbers(Protocol):
+    """The numbers that are read in one step: of the device (`DeferredNumbers`), or on the host (`ReadsOnHost`)."""
+
+    kind: str
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the step has not ended."""
+
+    def value(self, index: int) -> Any:
+        """One of the numbers."""
+
+    def decide(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+        """The result of a function that needs the values of its operands, all of them these numbers or plain ones."""
 
 
 class _Phase(Enum):
@@ -30,22 +49,53 @@ class DeferredNumbers:
     Args:
         runtime: the runtime.
         split: called if a number is needed inside the step; executes what the step has traced so far.
+
+    Attributes:
+        stacked: one tensor for each dtype, once the step is complete.
+        places: for each number which of them has it, and where.
     """
+
+    kind = "output"
 
     def __init__(self, runtime: Runtime, split: Callable[[torch.Tensor], None]) -> None:
         self._runtime = runtime
         self._split: Callable[[torch.Tensor], None] | None = split
         self._phase = _Phase.OPEN
         self._tensors: list[torch.Tensor] = []
-        # One tensor for each dtype, and for each number which of them has it, and where.
-        self._stacked: list[torch.Tensor] = []
-        self._places: list[tuple[int, int]] = []
+        self.stacked: list[torch.Tensor] = []
+        self.places: list[tuple[int, int]] = []
         self._values: dict[int, _Number] = {}
+
+    @classmethod
+    def of_replay(cls, runtime: Runtime, stacked: list[torch.Tensor], places: list[tuple[int, int]]) -> DeferredNumbers:
+        """The numbers of a replayed step.
+
+        Args:
+            runtime: the runtime.
+            stacked: what brings them to the host; has values when the step has ended.
+            places: see `places`.
+        """
+
+        def refuse(tensor: torch.Tensor) -> None:
+            raise TensorReadError(
+                "a number that a replayed step computes is needed before the step has ended. Use it after the step, or "
+                "set step_replay=False to have the step traced at each call."
+            )
+
+        numbers = cls(runtime, refuse)
+        # One that is needed before is not looked up: `refuse` raises.
+        numbers._tensors = [stacked[row] for row, _ in places]
+        numbers.stacked, numbers.places = stacked, places
+        return numbers
 
     @property
     def is_open(self) -> bool:
         """Whether the step that computes the numbers has not ended."""
         return self._phase is _Phase.OPEN
+
+    def decide(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+        """See `Numbers`."""
+        return function(*map(_plain, operands))
 
     def read(self, tensor: torch.Tensor) -> DeferredNumber:
         """The number in a tensor of one element, as it is now."""
@@ -62,28 +112,28 @@ class DeferredNumbers:
         places = {}
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for row, indices in enumerate(by_dtype.values()):
-                self._stacked.append(torch.stack([self._tensors[index] for index in indices]))
+                self.stacked.append(torch.stack([self._tensors[index] for index in indices]))
                 places.update({index: (row, column) for column, index in enumerate(indices)})
-        self._places = [places[index] for index in range(len(self._tensors))]
+        self.places = [places[index] for index in range(len(self._tensors))]
         self._tensors = []
 
     def executed(self) -> None:
         """The step was executed: the numbers travel to the host with the next values that do."""
-        self._phase, self._split = _Phase.EXECUTED, None
-        if self._stacked:
-            self._runtime.transfers.piggy_back(self._stacked, self._receive)
+        self._phase, self._split, self._tensors = _Phase.EXECUTED, None, []
+        if self.stacked:
+            self._runtime.transfers.piggy_back(self.stacked, self._receive)
 
     def discard(self) -> None:
         """The step was discarded: its numbers were never computed."""
         self._phase, self._split = _Phase.DISCARDED, None
-        self._tensors, self._stacked = [], []
+        self._tensors, self.stacked = [], []
 
     def _receive(self, copies: list[torch.Tensor]) -> None:
         with torch._C.DisableTorchFunction():
             rows = [copy.tolist() for copy in copies]
-        for index, (row, column) in enumerate(self._places):
+        for index, (row, column) in enumerate(self.places):
             self._values.setdefault(index, rows[row][column])
-        self._phase, self._stacked = _Phase.KNOWN, []
+        self._phase, self.stacked = _Phase.KNOWN, []
 
     def value(self, index: int) -> _Number:
         """One of the numbers.
@@ -131,14 +181,14 @@ class DeferredNumber:
     writing a wrong number.
 
     Args:
-        source: the numbers of the step, or an operation on numbers.
+        source: numbers of the step, or an operation on numbers.
         index: which of them.
     """
 
     __slots__ = ("_index", "_source", "_value")
 
-    def __init__(self, source: DeferredNumbers | _Operation, index: int = 0) -> None:
-        self._source: DeferredNumbers | _Operation | None = source
+    def __init__(self, source: Numbers | _Operation, index: int = 0) -> None:
+        self._source: Numbers | _Operation | None = source
         self._index = index
         self._value: _Number | None = None
 
@@ -155,31 +205,33 @@ class DeferredNumber:
             source = number._source
             if number._value is not None or source is None:
                 waiting.pop()
-            elif isinstance(source, DeferredNumbers):
-                number._value, number._source = source.value(number._index), None
-            else:
+            elif isinstance(source, _Operation):
                 missing = [one for one in source.operands if isinstance(one, DeferredNumber) and one._value is None]
                 if missing:
                     waiting.extend(missing)
                 else:
                     number._value, number._source = source.function(*map(_plain, source.operands)), None
+            else:
+                number._value, number._source = source.value(number._index), None
         return self._value
 
     def is_open(self) -> bool:
         """Whether a step that is still open computes it."""
+        return next(self._open_sources(), None) is not None
+
+    def _open_sources(self) -> Iterator[Numbers]:
+        """The numbers of open steps that it is computed from, those that came last first; some several times."""
         waiting: list[DeferredNumber] = [self]
         seen: set[int] = set()
         while waiting:
             number = waiting.pop()
             source = number._source
-            if isinstance(source, DeferredNumbers):
-                if source.is_open and number._value is None:
-                    return True
-            elif source is not None:
+            if isinstance(source, _Operation):
                 new = [one for one in source.operands if isinstance(one, DeferredNumber) and id(one) not in seen]
                 seen.update(map(id, new))
                 waiting.extend(new)
-        return False
+            elif source is not None and source.is_open and number._value is None:
+                yield source
 
     # ---- arithmetic ------------------------------------------------------------------------------
 
@@ -229,9 +281,17 @@ class DeferredNumber:
 
     def _divide(self, function: Callable[..., Any], left: Any, right: Any) -> Any:
         # A division by zero must raise here and not when the result is looked at.
-        if isinstance(right, DeferredNumber):
-            right = right.value()
-        return function(_plain(left), right) if right == 0 else self._apply(function, left, right)
+        is_zero = self._decide(operator.eq, right, 0)
+        return function(_plain(left), _plain(right)) if is_zero else self._apply(function, left, right)
+
+    @staticmethod
+    def _decide(function: Callable[..., Any], *operands: Any) -> Any:
+        """The result of a function that needs values."""
+        numbers = [operand for operand in operands if isinstance(operand, DeferredNumber)]
+        sources = {id(source): source for number in numbers for source in number._open_sources()}
+        if len(sources) == 1:
+            return next(iter(sources.values())).decide(function, operands)
+        return function(*map(_plain, operands))
 
     def __pow__(self, other: Any) -> Any:
         return operator.pow(self.value(), _plain(other))
@@ -263,7 +323,7 @@ class DeferredNumber:
         return complex(self.value())
 
     def __bool__(self) -> bool:
-        return bool(self.value())
+        return bool(self._decide(bool, self))
 
     def __round__(self, digits: int | None = None) -> Any:
         return round(self.value(), digits)
@@ -278,22 +338,22 @@ class DeferredNumber:
         return math.ceil(self.value())
 
     def __eq__(self, other: object) -> Any:
-        return self.value() == _plain(other)
+        return self._decide(operator.eq, self, other)
 
     def __ne__(self, other: object) -> Any:
-        return self.value() != _plain(other)
+        return self._decide(operator.ne, self, other)
 
     def __lt__(self, other: Any) -> Any:
-        return self.value() < _plain(other)
+        return self._decide(operator.lt, self, other)
 
     def __le__(self, other: Any) -> Any:
-        return self.value() <= _plain(other)
+        return self._decide(operator.le, self, other)
 
     def __gt__(self, other: Any) -> Any:
-        return self.value() > _plain(other)
+        return self._decide(operator.gt, self, other)
 
     def __ge__(self, other: Any) -> Any:
-        return self.value() >= _plain(other)
+        return self._decide(operator.ge, self, other)
 
     def __hash__(self) -> int:
         return hash(self.value())
@@ -325,6 +385,19 @@ class DeferredNumber:
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return function(*map(_plain, args), **{name: _plain(value) for name, value in (kwargs or {}).items()})
+
+
+def expression_of(value: Any) -> Expression | None:
+    """What a value is computed of, if it is a number of the open step; None if one of an earlier step is in it."""
+    if not isinstance(value, DeferredNumber):
+        return "plain", value
+    source = value._source
+    if source is None:
+        return "plain", value._value
+    if not isinstance(source, _Operation):
+        return (source.kind, value._index) if source.is_open else None
+    operands = [expression_of(operand) for operand in source.operands]
+    return None if None in operands else ("call", source.function, *operands)
 
 
 def make_plain(kept: Any) -> Any:

@@ -71,7 +71,9 @@ class GraphBreaks:
             executed: whether its graph was executed; otherwise the step is discarded.
         """
         if self.answers is not None:
-            deferred, self.answers = self.answers.deferred, None
+            deferred, on_host, self.answers = self.answers.deferred, self.answers.on_host, None
+            if on_host is not None:
+                on_host.is_open = False
             if executed:
                 deferred.executed()
             else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -52,25 +53,26 @@ class HostValue:
     """A tensor as the host would compute it. Equal only to itself.
 
     Args:
-        compute: computes it, given the values that are known already; None for a tensor that was copied to the device.
+        made: the function that makes it, its arguments and its keyword arguments, with other `HostValue`s in the
+            place of tensors; None for a tensor that was copied to the device.
         version: of the tensor on the device when its value was this one.
-        tensor: the copy on the device; only without `compute`.
+        tensor: the copy on the device; only without `made`.
         sources: the copies that it is computed from.
         selects: whether it has no other values than its only source and what was added as padding.
     """
 
-    __slots__ = ("_compute", "_sources", "selects", "tensor", "version")
+    __slots__ = ("_sources", "made", "selects", "tensor", "version")
 
     def __init__(
         self,
-        compute: Callable[[Known], Any] | None,
+        made: tuple[_CALL, list[Any], dict[str, Any]] | None,
         version: int = 0,
         *,
         tensor: weakref.ref[torch.Tensor] | None = None,
         sources: frozenset[HostValue] = frozenset(),
         selects: bool = True,
     ) -> None:
-        self._compute = compute
+        self.made = made
         self.version = version
         self.tensor = tensor
         self._sources = sources
@@ -79,7 +81,7 @@ class HostValue:
     @property
     def sources(self) -> frozenset[HostValue]:
         """The copies that it is computed from; itself, if it is one."""
-        return frozenset((self,)) if self._compute is None else self._sources
+        return frozenset((self,)) if self.made is None else self._sources
 
     def only_source(self) -> torch.Tensor | None:
         """The only tensor that it is computed from, on the device; None if there are several, or it is gone."""
@@ -93,10 +95,26 @@ class HostValue:
             known: the values of all `sources`; gets those that are computed.
         """
         if self not in known:
-            assert self._compute is not None
+            assert self.made is not None
+            function, args, kwargs = self.made
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                known[self] = self._compute(known)
+                known[self] = function(
+                    *(_got(value, known) for value in args),
+                    **{name: _got(value, known) for name, value in kwargs.items()},
+                )
         return known[self]
+
+    def form(self, names: Mapping[HostValue, Hashable]) -> Hashable:
+        """Equal for two values that are computed in the same way.
+
+        Args:
+            names: of all `sources`.
+        """
+        if self.made is None:
+            return names[self]
+        function, args, kwargs = self.made
+        options = [(name, _form(value, names)) for name, value in sorted(kwargs.items())]
+        return function, _form(args, names), tuple(options)
 
 
 Known: TypeAlias = dict[HostValue, Any]
@@ -138,8 +156,8 @@ class HostValues:
             return
         with torch._C.DisableTorchFunction():
             for index, tensor in enumerate(results):
-                compute = whole.get if result is tensor else _part(whole, index)
-                self._known[tensor] = HostValue(compute, tensor._version, sources=whole.sources, selects=whole.selects)
+                made = whole.made if result is tensor else (operator.getitem, [whole, index], {})
+                self._known[tensor] = HostValue(made, tensor._version, sources=whole.sources, selects=whole.selects)
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of a device tensor, on the host; None if it is not known there."""
@@ -151,12 +169,18 @@ class HostValues:
         value: torch.Tensor = self._computed[source]
         return value
 
-    def call(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The result of a call whose shape depends on values, on the host; None if the host cannot compute it."""
-        if getattr(function, "__name__", "") not in _DYNAMIC:
-            return None
-        computation = self._computation(function, args, kwargs)
-        return None if computation is None else computation.get(self._computed)
+    def call(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any]) -> HostValue | None:
+        """A call whose shape depends on values, as the host computes it; None if it cannot."""
+        return self._computation(function, args, kwargs) if getattr(function, "__name__", "") in _DYNAMIC else None
+
+    def value(self, computation: HostValue) -> Any:
+        """What the host computes in this step."""
+        return computation.get(self._computed)
+
+    def follow(self, tensor: torch.Tensor, computation: HostValue) -> None:
+        """A tensor was copied to the device that the host computes."""
+        with torch._C.DisableTorchFunction():
+            self._known[tensor] = HostValue(computation.made, tensor._version, sources=computation.sources)
 
     def find(self, tensor: torch.Tensor) -> HostValue | None:
         """How the host computes a device tensor; None if it cannot."""
@@ -183,26 +207,17 @@ class HostValues:
         if not known:
             return None
         # Without a reference to the tensors: each would become an output of the graph.
-        args_later = [_held(value, known) for value in args]
-        kwargs_later = {name: _held(value, known) for name, value in kwargs.items()}
-
-        def compute(computed: Known) -> Any:
-            return function(
-                *(_got(value, computed) for value in args_later),
-                **{name: _got(value, computed) for name, value in kwargs_later.items()},
-            )
-
+        made = (
+            function,
+            [_held(value, known) for value in args],
+            {name: _held(kwargs[name], known) for name in kwargs},
+        )
         selects = len(known) == 1 and getattr(function, "__name__", "") in _SELECTING
         return HostValue(
-            compute,
+            made,
             sources=frozenset().union(*(value.sources for value in known.values())),
             selects=selects and all(value.selects for value in known.values()),
         )
-
-
-def _part(whole: HostValue, index: int) -> Callable[[Known], Any]:
-    """One of several results."""
-    return lambda known: whole.get(known)[index]
 
 
 def _is_exact(value: Any) -> bool:
@@ -243,3 +258,11 @@ def _got(value: Any, known: Known) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_got(item, known) for item in value)
     return value
+
+
+def _form(value: Any, names: Mapping[HostValue, Hashable]) -> Hashable:
+    if isinstance(value, HostValue):
+        return value.form(names)
+    if type(value) in (list, tuple):
+        return tuple(_form(item, names) for item in value)
+    return repr(value)

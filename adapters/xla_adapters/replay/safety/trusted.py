@@ -19,8 +19,15 @@ TRUSTED_PACKAGES = (
     *("torch", "torch_xla", "torchvision", "transformers", "accelerate", "peft"),
     *("lightning", "lightning_utilities", "torchmetrics", "xla_adapters", "hf_trainer", "lightning_strategy"),
 )
-# The same of libraries that are no dependencies, with the versions that were read. Their functions are followed.
-_LIBRARIES = {"diffusers": "0.42.", "sentence_transformers": "6.2.", "timm": "1.0.", "torch_geometric": "2.8."}
+# The same of libraries that are no dependencies, with how the versions begin that were read. Their functions are
+# followed.
+READ_VERSIONS = {
+    "diffusers": "0.42.",
+    "sentence_transformers": "6.2.",
+    "timm": "1.0.",
+    "torch_geometric": "2.8.",
+    "trl": "1.16.0",
+}
 
 _BUILTIN = (
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
@@ -38,7 +45,7 @@ def is_trusted_file(filename: str) -> bool:
 @functools.lru_cache(maxsize=4096)
 def is_library_file(filename: str) -> bool:
     """Whether a file belongs to a library that is trusted in the version that is installed."""
-    read = [name for name, version in _LIBRARIES.items() if _version(name).startswith(version)]
+    read = [name for name, version in READ_VERSIONS.items() if _version(name).startswith(version)]
     # PyG writes a part of its layers into temporary files.
     written = f"{tempfile.gettempdir()}/torch_geometric.nn."
     return _is_in(filename, read) or ("torch_geometric" in read and filename.startswith(written))
