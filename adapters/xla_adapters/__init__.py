@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from xla_adapters.insight.counters import StepCounters, count
     from xla_adapters.replay.compiled_step import CompiledStep
     from xla_adapters.replay.program import StepProgram
-    from xla_adapters.replay.safety.promises import replay_safe
+    from xla_adapters.replay.safety.trusted import replay_safe
     from xla_adapters.runtime import get_runtime, initialize
     from xla_adapters.runtime.modes import eager
     from xla_adapters.runtime.rng import StepSeed
@@ -92,7 +92,7 @@ _HOMES = {
     "prime": "tracing.optimizers",
     "register_eager_optimizer": "tracing.optimizers",
     "register_state_init": "tracing.optimizers",
-    "replay_safe": "replay.safety.promises",
+    "replay_safe": "replay.safety.trusted",
     "step": "tracing.step",
 }
 

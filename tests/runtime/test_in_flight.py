@@ -12,7 +12,7 @@ import xla_adapters
 from tests.isolation import isolated
 from tests.replay.replay_twins import Twin
 from xla_adapters.replay.run_ahead import WRITES_KEPT, RunAhead
-from xla_adapters.runtime.torch_xla.in_flight import EXECUTIONS_KEPT, TakenValues
+from xla_adapters.runtime.torch_xla.cached_graphs import EXECUTIONS_KEPT, TakenValues
 
 
 def test_values_live_until_others_have_followed() -> None:

@@ -128,7 +128,7 @@ def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], prefli
     largest = max(measured, key=lambda event: event["memory"]["total"], default=None)
     memory: Mapping[str, int] = {} if largest is None else largest["memory"]
     kinds = [(name, memory.get(name, 0) / (1 << 20)) for name in ("inputs", "outputs", "temporaries", "code")]
-    return template().render(
+    rendered: str = template().render(
         report=report,
         preflight=preflight,
         limit=_ROWS,
@@ -146,6 +146,7 @@ def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], prefli
         largest=largest,
         memory_kinds=[(name, size) for name, size in kinds if size],
     )
+    return rendered
 
 
 # Compiling it takes longer than a page.

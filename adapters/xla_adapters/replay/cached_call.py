@@ -12,9 +12,8 @@ import torch
 from xla_adapters.replay.batch_reads import BatchReads
 from xla_adapters.replay.bound import HostChange
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
-from xla_adapters.replay.number import Number
+from xla_adapters.replay.number import Number, Update
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
-from xla_adapters.replay.optimizer_update import Update
 from xla_adapters.replay.slots import Kept, Slot, is_state
 
 

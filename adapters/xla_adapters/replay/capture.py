@@ -19,8 +19,8 @@ from xla_adapters.replay.graph_slots import GraphSlots, storage_of
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
 from xla_adapters.replay.held_values import groups
 from xla_adapters.replay.loose_tensors import loose_tensors
+from xla_adapters.replay.number import Update
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
-from xla_adapters.replay.optimizer_update import Update
 from xla_adapters.replay.safety.allowlist import OPTIMIZERS
 from xla_adapters.replay.slots import Slot
 from xla_adapters.replay.verification import Verification

@@ -17,8 +17,7 @@ from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.capture import CaptureScope
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.guards.ambient import environment
-from xla_adapters.replay.number import Number, find_roles
-from xla_adapters.replay.optimizer_update import Update, numbers_of
+from xla_adapters.replay.number import Number, Update, find_roles, numbers_of
 from xla_adapters.replay.prepared_call import PreparedCall
 from xla_adapters.replay.replayed_call import ReplayedCall
 from xla_adapters.replay.verification import Verification, next_due

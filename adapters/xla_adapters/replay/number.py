@@ -1,10 +1,13 @@
-"""`Number`: an input of a step's graph that was a Python number when it was traced (a learning rate, say)."""
+"""`Number`: an input of a step's graph that was a Python number when it was traced (a learning rate, say). `Update`:
+what an optimizer computes on the host in one update, from which such numbers come.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -96,3 +99,32 @@ def find_roles(
         number.constant = not number.roles or (now == before and now in _OF_OPERATORS)
     roles = {role for number in numbers for role in number.roles}
     return [(role, value) for role, value in enumerate(optimizers) if role not in roles]
+
+
+# ---- of an optimizer -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """The host math of one update, without its tensors.
+
+    Attributes:
+        numbers: the Python numbers that operators are given and that may be inputs of the graph, in order.
+        constants: the text of the other arguments that are no tensors, in order. They are part of the graph.
+        operators: the operators, in order.
+        advance: sets step counts and the like to their values after the update.
+    """
+
+    numbers: tuple[float, ...]
+    constants: tuple[str, ...]
+    operators: tuple[Callable[..., Any], ...]
+    advance: Callable[[], None]
+
+    def takes_another_course(self, other: Update) -> bool:
+        """Whether the graph of this update differs from that of another one."""
+        return self.operators != other.operators or self.constants != other.constants
+
+
+def numbers_of(updates: Sequence[Update]) -> list[float]:
+    """The numbers of several updates, in order."""
+    return [number for update in updates for number in update.numbers]

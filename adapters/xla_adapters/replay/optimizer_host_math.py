@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from xla_adapters.errors import MODEL_FAILURES, XLAAdapterError
 from xla_adapters.replay.container_copies import copied, is_container, same
 from xla_adapters.replay.errors import CannotReplay
+from xla_adapters.replay.number import Update
 from xla_adapters.replay.operator_recorder import OperatorRecorder
 from xla_adapters.replay.optimizer_hooks import addition_to_step, step_of
-from xla_adapters.replay.optimizer_update import Update
 from xla_adapters.replay.safety.allowlist import OPTIMIZERS
 from xla_adapters.tracing.optimizers import stand_in_for
 from xla_adapters.utils.torch_modes import as_if_compiling, leave_function_mode

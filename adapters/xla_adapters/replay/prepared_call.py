@@ -12,8 +12,7 @@ import torch
 from xla_adapters.replay.cached_call import CachedCall
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.held_values import HeldValues
-from xla_adapters.replay.number import Number
-from xla_adapters.replay.optimizer_update import Update, numbers_of
+from xla_adapters.replay.number import Number, Update, numbers_of
 from xla_adapters.replay.run_ahead import RunAhead
 from xla_adapters.replay.slots import CallTensors, Slot, is_state
 from xla_adapters.runtime import Runtime

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_unflatten
 
 from xla_adapters.errors import DeviceOutOfMemoryError, TensorReadError
 from xla_adapters.replay.batch_reads import NUMBERS, ReadsOfReplay
-from xla_adapters.replay.number import Number
-from xla_adapters.replay.optimizer_update import Update
+from xla_adapters.replay.number import Number, Update
 from xla_adapters.replay.prepared_call import PreparedCall
 from xla_adapters.replay.slots import CallTensors, Computed, Slot
 from xla_adapters.runtime import Runtime

@@ -15,8 +15,8 @@ from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
 from xla_adapters.replay.loose_tensors import loose_tensors
+from xla_adapters.replay.number import Update
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
-from xla_adapters.replay.optimizer_update import Update
 from xla_adapters.replay.placeholders.recorded_call import HostOptimizers, RecordedCall
 from xla_adapters.replay.safety.allowlist import OPTIMIZERS
 from xla_adapters.replay.slots import Kept, Slot

@@ -11,8 +11,8 @@ import torch
 
 from xla_adapters.replay.bound import HostChange
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
+from xla_adapters.replay.number import Update, numbers_of
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
-from xla_adapters.replay.optimizer_update import Update, numbers_of
 from xla_adapters.replay.slots import CallTensors, Kept, Slot
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.interface.placeholders import Run

@@ -27,8 +27,7 @@ from xla_adapters.replay.safety.abstract import (
     empty_frame,
 )
 from xla_adapters.replay.safety.lookups import MODULE_CONTAINERS, Lookups, name_of
-from xla_adapters.replay.safety.promises import is_promised
-from xla_adapters.replay.safety.trusted import is_library_file, is_trusted, is_users_alone, is_users_class
+from xla_adapters.replay.safety.trusted import is_library_file, is_promised, is_trusted, is_users_alone, is_users_class
 from xla_adapters.utils.nested_values import CONTAINERS
 from xla_adapters.utils.torch_modes import is_own_call_compiled
 

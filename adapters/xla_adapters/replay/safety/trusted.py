@@ -1,4 +1,6 @@
-"""Which code is trusted: libraries whose modules compute only from their arguments and attributes."""
+"""Which code is trusted: libraries whose modules compute only from their arguments and attributes, and functions of
+which the user promises it (`replay_safe`).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ import sys
 import sysconfig
 import tempfile
 import types
-from collections.abc import Iterable
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -104,3 +107,29 @@ def is_users_alone(cls: type) -> bool:
 def lookup(cls: type, name: str) -> Any:
     """The member of a class or its bases, as in their `__dict__`; `ABSENT` if there is none."""
     return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), ABSENT)
+
+
+# ---- what the user promises ------------------------------------------------------------------------------
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_promised: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
+def replay_safe(function: _Function) -> _Function:
+    """Promises that a function only computes its result from its arguments. Use it as a decorator.
+
+        @xla_adapters.replay_safe
+        def focal(logits, labels, gamma=2.0): ...
+
+    Steps that call it can be replayed, because its code is not followed. Anything else that it reads keeps the value
+    from when the step was traced, and its side effects (a print, a counter) happen in traced calls only. The calls that
+    are traced to verify replays detect a broken promise (see `on_replay_mismatch`).
+    """
+    _promised.add(getattr(function, "__func__", function))
+    return function
+
+
+def is_promised(function: Any) -> bool:
+    """Whether a function is promised to be safe."""
+    return getattr(function, "__func__", function) in _promised
