@@ -2,6 +2,7 @@
 
 The programs and the search are in `tests/replay/reachable`. `REACHABLE_SEED=7` makes another choice of changes;
 the seed stands in each failure, with the program, the place, the change and the first step that differs.
+`REACHABLE_ALL=1` has the slow tests make all of them, which takes an hour; do it after a change to what guards replays.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ SEED = int(os.environ.get("REACHABLE_SEED", "0"))
 _PROGRAMS, _SAMPLE = 2, 2
 # Of places that nearly every program has, where all changes are made: all of one program's, and of the others so many.
 _COMMON = 1
-# Of the places of a training with a framework, each run of which takes seconds.
-_OF_TRAINERS = 5
+_ALL = os.environ.get("REACHABLE_ALL") == "1"
+# Of the other places of a program; a run of a training with a framework takes seconds.
+_OWN = None if _ALL else 8
+_OF_TRAINERS = 5 if _ALL else 2
 _ALL_COMMON = ("mlp_adamw",)
 # A training with a framework takes longer: so many tests share these.
 _PARTS = {"hf": 3, "lightning": 4, "plain": 2}
@@ -39,7 +42,7 @@ def _check(programs: Sequence[Program], *, own: int | None, common: int) -> None
     """Makes changes of each program in a child of its own, and demands that none went unnoticed."""
     reports = []
     for program in programs:
-        common_ones = None if own is None and program.name in _ALL_COMMON else common
+        common_ones = None if _ALL and program.name in _ALL_COMMON else common
         search = functools.partial(checks.check, program, seed=SEED, own=own, common=common_ones)
         reports.append(run_in_child(search, timeout=500))
     failures = [failure for report in reports for failure in report.failures]
@@ -59,8 +62,8 @@ def test_a_sample_of_changes(file: str) -> None:
 @pytest.mark.parametrize(
     ("file", "part"), [(file, part) for file in FILES for part in range(_PARTS.get(file, 1))], ids=str
 )
-def test_all_changes(file: str, part: int) -> None:
-    own = None if file not in ("hf", "lightning") else _OF_TRAINERS
+def test_many_changes(file: str, part: int) -> None:
+    own = _OWN if file not in ("hf", "lightning") else _OF_TRAINERS
     _check(_of(file)[part :: _PARTS.get(file, 1)], own=own, common=_COMMON)
 
 
