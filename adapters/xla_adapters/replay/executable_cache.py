@@ -289,7 +289,7 @@ class ExecutableCache:
                 plan = self._plan_of((signature, reads.course))
                 plan.patience = spec.patience
             plan.is_cached = is_cached
-            plan.note_lookups(known, spec.batch, outcome.graph if isinstance(outcome, CachedCall) else b"")
+            plan.note_lookups(known, spec.batch, b"" if isinstance(outcome, CannotReplay) else outcome.graph)
             if verification is not None and self._is_verified(plan, verification, outcome, scope):
                 return
             self._take(plan, outcome, spec)

@@ -80,6 +80,11 @@ class RecordedCall:
     flops: int | None = None
 
     @property
+    def graph(self) -> bytes:
+        """The name of the program, as that of the graph of a `CachedCall`."""
+        return self.program.encode()
+
+    @property
     def identity(self) -> Hashable:
         """Equal for two calls of one program with the same inputs and outputs."""
         sources = tuple(source.key if isinstance(source, Slot) else "constant" for source in self.sources)
