@@ -11,8 +11,8 @@ TPU_VENV := .venv-torch-tpu
 TPU_BIN := $(TPU_VENV)/bin
 TPU_STAMP := $(TPU_VENV)/.installed
 
-.PHONY: demo demo-digits demo-lightning test test-apart test-rest test-slow test-untuned test-untuned-apart test-untuned-rest \
-	test-torch-tpu test-torch-tpu-apart test-torch-tpu-rest bench-torch-tpu lint docs bench clean
+.PHONY: demo demo-digits demo-lightning test test-apart test-rest test-slow test-long test-untuned test-untuned-apart \
+	test-untuned-rest test-torch-tpu test-torch-tpu-apart test-torch-tpu-rest bench-torch-tpu lint docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.byte_lm
@@ -32,6 +32,11 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	+$(MAKE) --no-print-directory -j2 --output-sync=target SLOW=1 test-apart test-rest
+
+# What repeats other tests with more cases, or times programs.
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long
+	REACHABLE_ALL=1 $(BIN)/python -m pytest -m slow tests/replay/test_reachable_changes.py
 
 test-apart:
 	$(PYTEST) $(APART)

@@ -93,7 +93,7 @@ def test_a_run_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path, monke
 # ---- what is compared ----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @_needs_jax
 def test_jax_trains_the_same_model() -> None:
     size, plan = Size(2, 16, length=8, batch=2, dropout=0.0), Plan(warmup=5, steps=2, rounds=1)
@@ -225,7 +225,7 @@ def test_sizes_say_what_they_do_not_understand() -> None:
 # ---- the programs --------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_host_overhead_times_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "h.json"
@@ -245,7 +245,7 @@ def test_host_overhead_times_every_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert "JAX on 1 core" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_models_times_runs(tmp_path: Path) -> None:
     path = tmp_path / "m.json"
     names = [STEP, INLINED, LAZY, OPENXLA[0], CPU]
@@ -299,7 +299,7 @@ def test_families_are_as_deep_and_wide_as_is_said(family: str) -> None:
     assert all(torch.equal(again[name], value) for name, value in model.named_parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_and_compile_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, chosen = tmp_path / "o.json", ["--runs", f"{HF_TRACED},{HF_REPLAYED}", "--depths", "1x16", "--repeats", "1"]
     assert memory.main([*_SMALL, *chosen, "--length", "8", "--json", str(path)]) == 0
@@ -311,7 +311,7 @@ def test_memory_and_compile_time(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert 0 < timing["compile_seconds"] < timing["first_step_seconds"] <= timing["warmup_seconds"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_modes_times_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "m.json"
     command = [*_SMALL, "--depths", "llama 1x16", "--length", "8", "--batch", "2", "--vocabulary", "64"]

@@ -134,7 +134,7 @@ def test_a_few_kills(asynchronous: bool, tmp_path: Path) -> None:
     survive(2, 1, tmp_path, asynchronous=asynchronous)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_twenty_kills(asynchronous: bool, tmp_path: Path) -> None:
     survive(20, 2, tmp_path, asynchronous=asynchronous)

@@ -2,7 +2,7 @@
 
 The programs and the search are in `tests/replay/reachable`. `REACHABLE_SEED=7` makes another choice of changes;
 the seed stands in each failure, with the program, the place, the change and the first step that differs.
-`REACHABLE_ALL=1` has the slow tests make all of them, which takes an hour; do it after a change to what guards replays.
+`REACHABLE_ALL=1` has the slow tests make all of them, as `make test-long` does: after a change to what guards replays.
 """
 
 from __future__ import annotations

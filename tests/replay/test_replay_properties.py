@@ -64,7 +64,7 @@ def test_random_trainings() -> None:
     _search(6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @isolated(timeout=550)
 def test_many_random_trainings() -> None:
     _search(20)
