@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import typing
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,6 +42,8 @@ _FRAMEWORK = FrameworkModel(
 _GIVEN = ("compute_loss_func", "preprocess_logits_for_metrics")
 # Prefix of the names of loss functions of a library's models.
 _LOSS = "loss_function"
+# Methods of sentence-transformers' trainers that compute the loss.
+_BY_SENTENCES = ("compute_loss", "collect_features", "override_model_in_loss", "track_loss_components")
 # Registries in which a library's model looks up its attention and its masks.
 _INTERFACES = {"attention function": ALL_ATTENTION_FUNCTIONS, "attention mask": ALL_MASK_ATTENTION_FUNCTIONS}
 
@@ -63,6 +64,7 @@ def step_code(trainer: Any, config: XLAConfig, functions: Callable[[], Mapping[s
             "compute_loss_func": trainer.compute_loss_func,
             "label_smoother": trainer.label_smoother,
             **functions(),
+            **_of_sentence_transformers(trainer),
         }
         for name, model in models.items():
             own.update(_called_by(model, name or type(model).__name__))
@@ -83,8 +85,8 @@ def _examine(trainer: Any, functions: Mapping[str, Any], analysis: Analysis) -> 
         analysis.examine(trainer.model, (), {UNKNOWN: DATA})
         for part, function in functions.items():
             if part == "compute_loss":
-                if _is_of_sentence_transformers(function):
-                    _examine_losses(trainer.loss, analysis)
+                if _of_sentence_transformers(trainer):
+                    _examine_losses(_losses(trainer).values(), analysis)
                 elif overridden(trainer, (part,)) is not None:
                     # The batch is the trainer's own copy.
                     analysis.examine(trainer.compute_loss, [Value((trainer.model,))], {UNKNOWN: DATA})
@@ -99,23 +101,34 @@ def _examine(trainer: Any, functions: Mapping[str, Any], analysis: Analysis) -> 
         raise Unsafe(f"{name} is not known to be safe to leave out: {error}") from None
 
 
-def _is_of_sentence_transformers(compute_loss: Any) -> bool:
-    function = getattr(compute_loss, "__func__", None)
-    return getattr(function, "__module__", "").startswith("sentence_transformers.") and is_trusted(function)
+def _of_sentence_transformers(trainer: Any) -> dict[str, Any]:
+    """What `compute_loss` of sentence-transformers calls, by name; empty if a method of it is user code, or missing."""
+    methods = {name: getattr(trainer, name, None) for name in _BY_SENTENCES}
+    for method in methods.values():
+        function = getattr(method, "__func__", None)
+        if not getattr(function, "__module__", "").startswith("sentence_transformers.") or not is_trusted(function):
+            return {}
+    return {**methods, **_losses(trainer)}
 
 
-def _examine_losses(losses: Any, analysis: Analysis) -> None:
-    """Follows what `compute_loss` of sentence-transformers calls: a loss, or one for each data set.
+def _losses(trainer: Any) -> dict[str, Any]:
+    """The losses of a trainer of sentence-transformers: one, or one for each data set."""
+    losses = trainer.loss if isinstance(trainer.loss, dict) else {"": trainer.loss}
+    return {f"loss of {name}": loss for name, loss in losses.items()}
+
+
+def _examine_losses(losses: Iterable[Any], analysis: Analysis) -> None:
+    """Follows the losses that `compute_loss` of sentence-transformers calls.
 
     Raises:
-        Unsafe: as `Analysis.examine`; or the parts of a loss are added up in the trainer.
+        Unsafe: as `Analysis.examine`; or a loss may return its parts, which the trainer adds up.
     """
-    for loss in losses.values() if isinstance(losses, dict) else [losses]:
-        if not isinstance(loss, torch.nn.Module):
-            raise Unsafe(f"its loss is a {type(loss).__name__}")
-        returned = typing.get_type_hints(type(loss).forward).get("return")
-        if returned is not torch.Tensor:
-            raise Unsafe(f"{type(loss).__name__} returns the parts of the loss, which the trainer adds up for its log")
+    for loss in losses:
+        forward = getattr(loss, "forward", None)
+        # Not evaluated: the names in annotations need not be there.
+        returned = getattr(forward, "__annotations__", {}).get("return")
+        if not isinstance(loss, torch.nn.Module) or not is_trusted(forward) or returned not in ("Tensor", torch.Tensor):
+            raise Unsafe(f"{type(loss).__name__} may return parts of the loss, which the trainer adds up")
         analysis.examine(loss, (), {UNKNOWN: DATA})
 
 

@@ -6,6 +6,7 @@ Everything here computes with torch, so call it only inside isolated tests.
 from __future__ import annotations
 
 import functools
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import lightning as L
+import numpy
 import pytest
 import safetensors.torch
 import torch
@@ -30,6 +32,20 @@ from xla_adapters import StepCounters, get_runtime
 from xla_adapters.sharding.mesh import tiles_of
 
 each_trainer = pytest.mark.parametrize("kind", ["hf", "lightning"])
+
+
+class Noisy(Dataset[Any]):
+    """24 samples for a `Classifier`, with noise from every random generator of the host, as augmentations draw it."""
+
+    def __init__(self) -> None:
+        self.data = vector_samples(24)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        noise = random.random() + float(numpy.random.rand()) + torch.rand(1)
+        return {"x": self.data[index]["x"] + 0.1 * noise, "labels": self.data[index]["labels"]}
 
 
 @dataclass(frozen=True)

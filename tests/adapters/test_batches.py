@@ -9,38 +9,24 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
-from tests.hf_trainer.scenarios import assert_close, vector_samples
-from tests.trainers import each_trainer, train
+from tests.hf_trainer.scenarios import assert_close
+from tests.trainers import Noisy, each_trainer, train
 
 pytestmark = pytest.mark.isolated
 
 ROWS = 24
 
 
-class _Noisy(Dataset[Any]):
-    """Draws from every random generator of the host, as augmentations do."""
-
-    def __init__(self) -> None:
-        self.data = vector_samples(ROWS)
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> Any:
-        noise = random.random() + float(numpy.random.rand()) + torch.rand(1)
-        return {"x": self.data[index]["x"] + noise, "labels": self.data[index]["labels"]}
-
-
 class _Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
-        data = _Noisy()
+        data = Noisy()
         yield from (data[index] for index in range(ROWS))
 
 
 # The data, and the number of workers.
-DATA = {"samples": (_Noisy, 0), "stream": (_Stream, 0), "samples of workers": (_Noisy, 2)}
+DATA = {"samples": (Noisy, 0), "stream": (_Stream, 0), "samples of workers": (Noisy, 2)}
 
 
 @each_trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +120,17 @@ def test_a_hook_at_the_end_of_the_epoch_sees_them() -> None:
         lightning_trainer(strategy, max_epochs=1).fit(module, DataLoader(vector_samples(16), 4))  # type: ignore[arg-type]
         found.append(module.rates)
     assert_close(*found)
+
+
+_tools = types.ModuleType("tools")
+_tools.note = lambda module: [p.grad for p in module.parameters()]  # type: ignore[attr-defined]
+
+
+def test_a_function_of_another_module_is_looked_into() -> None:
+    def hook(module: Any) -> None:
+        _tools.note(module)
+
+    assert mentions_gradients(hook)
 
 
 def test_what_does_not_look() -> None:

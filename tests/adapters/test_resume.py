@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.device import ON_TORCH_TPU
 from tests.hf_trainer.scenarios import Classifier, gpt2, token_samples, vector_samples
 from tests.isolation import isolated, outcome_of, run_in_child
-from tests.trainers import ON_SCHEDULE, Training, checkpoint, contents, each_trainer, saved_steps, train
+from tests.trainers import ON_SCHEDULE, Noisy, Training, checkpoint, contents, each_trainer, saved_steps, train
 from xla_adapters.checkpoint import CheckpointConfig
 
 pytestmark = pytest.mark.isolated
@@ -122,23 +121,9 @@ def test_a_run_that_was_killed_goes_on_in_a_new_process_and_compiles_once(kind: 
 ROWS = 24
 
 
-class _Noisy(Dataset[Any]):
-    """Draws from every random generator of the host."""
-
-    def __init__(self) -> None:
-        self.data = vector_samples(ROWS)
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> Any:
-        noise = random.random() + float(numpy.random.rand()) + torch.rand(1)
-        return {"x": self.data[index]["x"] + 0.1 * noise, "labels": self.data[index]["labels"]}
-
-
 class _Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
-        info, data = torch.utils.data.get_worker_info(), _Noisy()
+        info, data = torch.utils.data.get_worker_info(), Noisy()
         for index in range(0 if info is None else info.id, ROWS, 1 if info is None else info.num_workers):
             yield data[index]
 
@@ -176,10 +161,10 @@ _Options = dict[str, Any]
 # The data, and options of transformers and of Lightning's loader; None where it is nothing of its own there.
 DATA: dict[str, tuple[Callable[[], Any], _Options | None, _Options | None]] = {
     "plain": (lambda: vector_samples(ROWS), {}, {"shuffle": True}),
-    "drawing": (_Noisy, {}, {"shuffle": True}),
-    "workers": (_Noisy, {"dataloader_num_workers": 2}, {"shuffle": True, "num_workers": 2}),
+    "drawing": (Noisy, {}, {"shuffle": True}),
+    "workers": (Noisy, {"dataloader_num_workers": 2}, {"shuffle": True, "num_workers": 2}),
     "lasting workers": (
-        _Noisy,
+        Noisy,
         {"dataloader_num_workers": 2, "dataloader_persistent_workers": True},
         {"shuffle": True, "num_workers": 2, "persistent_workers": True},
     ),
@@ -187,10 +172,10 @@ DATA: dict[str, tuple[Callable[[], Any], _Options | None, _Options | None]] = {
     "stream of workers": (_Stream, {"dataloader_num_workers": 2}, {"num_workers": 2}),
     "datasets": (lambda: _huggingface(False), {}, {"collate_fn": collating}),
     "streaming datasets": (lambda: _huggingface(True), {}, {"collate_fn": collating}),
-    "accumulated": (_Noisy, {"gradient_accumulation_steps": 2}, None),
+    "accumulated": (Noisy, {"gradient_accumulation_steps": 2}, None),
     "collator": (lambda: vector_samples(ROWS), {}, None),
-    "sampler of torch": (_Noisy, {"accelerator_config": {"use_seedable_sampler": False}}, None),
-    "generator": (_Noisy, None, {"shuffle": True, "num_workers": 2, "generator": 3}),
+    "sampler of torch": (Noisy, {"accelerator_config": {"use_seedable_sampler": False}}, None),
+    "generator": (Noisy, None, {"shuffle": True, "num_workers": 2, "generator": 3}),
     "several": (lambda: _several, None, {}),
 }
 

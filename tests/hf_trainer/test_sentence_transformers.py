@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from typing import Any
 
@@ -10,12 +11,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, TrainerCallback
 
 import xla_adapters
 from hf_trainer import XLATrainerMixin
 from hf_trainer.libraries import reads_answered
-from tests.hf_trainer.scenarios import assert_close, train, without_xla
+from tests.hf_trainer.scenarios import assert_close, steps_of, train, without_xla
 from xla_adapters import GraphBreakWarning, get_runtime
 
 pytestmark = pytest.mark.isolated
@@ -135,3 +136,42 @@ def test_the_second_computation_draws_the_same_numbers() -> None:
         assert not torch.equal(first, second)
         assert not torch.equal(second, third)
     assert not torch.equal(drawn[0][0], drawn[1][0])
+
+
+class _Counting(_Trainer):
+    calls = 0
+
+    def collect_features(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().collect_features(*args, **kwargs)
+
+
+class _OtherLoss(TrainerCallback):
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5:
+            self.trainer.loss = losses.MultipleNegativesRankingLoss(self.trainer.model, scale=3.0)
+
+
+def _ten_steps(kind: Any, *callbacks: Any, **options: Any) -> Any:
+    trainer = _trainer(functools.partial(kind, **options), "cpu")
+    trainer.args.max_steps = 10
+    for callback in callbacks:
+        trainer.add_callback(callback(trainer))
+    trainer.train()
+    return trainer
+
+
+def test_another_loss_takes_effect_in_replays() -> None:
+    traced, replayed = (_ten_steps(_Trainer, _OtherLoss, step_replay=replay) for replay in (False, "auto"))
+    assert steps_of(replayed).train.replays >= 4, steps_of(replayed).train.replay_reasons
+    found = [[entry["loss"] for entry in one.state.log_history if "loss" in entry] for one in (traced, replayed)]
+    assert found[0] == found[1]
+
+
+def test_a_method_of_ones_own_that_the_loss_is_computed_by_is_called_in_each_step() -> None:
+    trainer = _ten_steps(_Counting)
+    assert trainer.calls == 10
+    assert steps_of(trainer).train.replays == 0

@@ -189,6 +189,45 @@ def test_what_may_be_left_out(function: Callable[..., Any]) -> None:
     assert verdict.guards.changed() is None
 
 
+class _Storing:
+    """Has a `__setattr__` of its own."""
+
+    def __init__(self) -> None:
+        vars(self)["table"] = torch.ones(2, device=_META)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _history.append(1.0)
+
+
+class _Moving:
+    def __init__(self) -> None:
+        self.table = torch.ones(2, device=_META)
+
+
+_storing, _moving = _Storing(), _Moving()
+
+
+def _moves(b: Any) -> Any:
+    _moving.table = _moving.table.to(_META)
+    return b * _moving.table
+
+
+def _moves_the_batch(b: Any) -> None:
+    b.x = b.x.to(_META)
+
+
+def _moves_by_code_of_its_own(b: Any) -> None:
+    _storing.table = _storing.table.to(_META)
+
+
+def _moves_no_tensor(b: Any) -> None:
+    _helper.table = _helper.table.to(_META)
+
+
+def test_a_tensor_may_be_moved_where_it_is() -> None:
+    assert _verdict(_moves).reason is None
+
+
 _REFUSED: list[tuple[str, Callable[..., Any]]] = [
     ("it calls _Stage", lambda b: b * (0.1 if _helper.stages == [_Stage()] else 1.0)),
     ("it computes with a list", lambda b: b * (0.1 if _helper.stages else 1.0)),
@@ -204,6 +243,9 @@ _REFUSED: list[tuple[str, Callable[..., Any]]] = [
     ("by a descriptor", lambda b: b * _described.slot),
     ("it hands _Instance", lambda b: isinstance(b, _Instance)),
     ("it sets self.calls", lambda b: _counting(b)),
+    ("it sets b.x", _moves_the_batch),
+    ("it sets _storing.table", _moves_by_code_of_its_own),
+    ("it sets _helper.table", _moves_no_tensor),
     ("it uses Own", lambda b: _own.step()),
     ("it changes a list", lambda b: _history.append(b)),
     ("it uses print", lambda b: print(b)),

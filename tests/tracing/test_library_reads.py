@@ -204,6 +204,9 @@ def test_what_the_batch_determines_is_known_on_the_host(tmp_path: Path) -> None:
                 total, rows = library.count(labels, total)
             found.append((total, rows.tolist()))
     assert found == [(3, [0, 1]), (6, [1]), (6, [])]
+    # Of batches that are gone nothing stays.
+    del labels, rows
+    assert not reads.host_values._computed
     assert counts.executions == 3
     assert [round((per_token / loss).item(), 5) for loss, per_token in losses] == [1.0, 0.5, 0.0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch.optim import lr_scheduler
@@ -61,6 +61,12 @@ def _codes(function: Any, seen: set[CodeType]) -> Iterator[CodeType]:
     for value in (*variables.nonlocals.values(), *variables.globals.values()):
         if isinstance(value, (FunctionType, MethodType)):
             yield from _codes(value, seen)
+    modules = [value for value in variables.globals.values() if isinstance(value, ModuleType)]
+    for name in function.__code__.co_names:
+        for module in modules:
+            called = vars(module).get(name)
+            if isinstance(called, FunctionType):
+                yield from _codes(called, seen)
     for name in variables.unbound:
         value = getattr(type(owner), name, None)
         if isinstance(value, FunctionType):

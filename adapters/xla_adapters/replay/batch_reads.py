@@ -133,7 +133,8 @@ def reads_of(answers: Answers | None, batch: Sequence[torch.Tensor]) -> BatchRea
     if not noted.is_repeatable:
         raise CannotReplay("what is read in the step cannot be read again in a replay")
     positions = {id(tensor): index for index, tensor in enumerate(batch)}
-    sources, constants = [], {}
+    sources: list[tuple[HostValue, int]] = []
+    constants: Known = {}
     for source in {source: None for read in noted.reads for source in read.sources}:
         tensor = source.tensor() if source.tensor is not None else None
         position = positions.get(id(tensor))

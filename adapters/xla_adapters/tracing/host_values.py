@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -61,7 +61,7 @@ class HostValue:
         selects: whether it has no other values than its only source and what was added as padding.
     """
 
-    __slots__ = ("_sources", "made", "selects", "tensor", "version")
+    __slots__ = ("__weakref__", "_sources", "made", "selects", "tensor", "version")
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class HostValue:
         return function, _form(args, names), tuple(options)
 
 
-Known: TypeAlias = dict[HostValue, Any]
+Known: TypeAlias = MutableMapping[HostValue, Any]
 
 
 class HostValues:
@@ -129,7 +129,8 @@ class HostValues:
 
     def __init__(self) -> None:
         self._known = WeakTensorKeyDictionary()
-        self._computed: Known = {}
+        # Values of the batch and what is computed of it, as long as somebody may ask for them.
+        self._computed: Known = weakref.WeakKeyDictionary()
         self._pure: dict[_CALL, bool] = {}
 
     def note(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:

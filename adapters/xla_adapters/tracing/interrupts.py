@@ -30,7 +30,7 @@ class InterruptGuard:
     def __init__(self) -> None:
         self._previous: Any = None
         self._delayed: tuple[int, FrameType | None] | None = None
-        self._raised: int | None = None
+        self._raised: BaseException | None = None
         self._installed = False
 
     def install(self) -> None:
@@ -56,22 +56,22 @@ class InterruptGuard:
             KeyboardInterrupt: Ctrl-C was delayed, and the previous handler raises this.
         """
         self.remove()
+        self._raised = None
         delayed, self._delayed = self._delayed, None
         if delayed is not None:
             self._previous(*delayed)
 
     def check(self) -> None:
-        """Calls the previous handler again if it has raised in the step's body and the step went on.
+        """Raises again what the previous handler has raised in the step's body, if the step went on.
 
         The exception of a signal handler is lost where C code (a destructor, a search for an attribute) meets it, and
         what was running there has not done its work.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C was lost, and the previous handler raises this.
+            KeyboardInterrupt: or what else the handler has raised.
         """
-        raised, self._raised = self._raised, None
-        if raised is not None:
-            self._previous(raised, None)
+        if self._raised is not None:
+            raise self._raised
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # A handler that was installed later may call this one after the step.
@@ -83,6 +83,6 @@ class InterruptGuard:
             current = current.f_back
         try:
             self._previous(number, frame)
-        except BaseException:
-            self._raised = number
+        except BaseException as error:
+            self._raised = error if self._installed else None
             raise

@@ -22,6 +22,7 @@ import torch
 
 from xla_adapters.replay.safety.abstract import (
     DATA,
+    MARKERS,
     UNKNOWN,
     At,
     Batch,
@@ -36,6 +37,7 @@ from xla_adapters.replay.safety.allowlist import CONTEXTS
 from xla_adapters.replay.safety.expressions import Expressions, held
 from xla_adapters.replay.safety.guards import ReadGuards, content_of
 from xla_adapters.replay.safety.lookups import name_of
+from xla_adapters.replay.safety.trusted import lookup
 
 # Of calls.
 _DEPTH = 24
@@ -258,11 +260,12 @@ class Analysis(Expressions):
         if not isinstance(value, ast.Call) or ast.unparse(value.func) != f"{ast.unparse(target)}.to":
             return False
         owners = self.value(target.value, frame).outside
-        if len(owners) != 1 or isinstance(owners[0], torch.nn.Module):
+        if len(owners) != 1 or isinstance(owners[0], (*MARKERS, torch.nn.Module)):
             return False
         tensor = getattr(owners[0], "__dict__", {}).get(target.attr)
-        if isinstance(tensor, torch.Tensor):
-            self.moved[id(tensor)] = tensor
+        if type(tensor) is not torch.Tensor or lookup(type(owners[0]), "__setattr__") is not object.__setattr__:
+            return False
+        self.moved[id(tensor)] = tensor
         return True
 
     def _do_annassign(self, node: ast.AnnAssign, frame: Frame) -> None:

@@ -27,7 +27,14 @@ from xla_adapters.replay.safety.abstract import (
     empty_frame,
 )
 from xla_adapters.replay.safety.lookups import MODULE_CONTAINERS, Lookups, name_of
-from xla_adapters.replay.safety.trusted import is_library_file, is_promised, is_trusted, is_users_alone, is_users_class
+from xla_adapters.replay.safety.trusted import (
+    is_core,
+    is_library_file,
+    is_promised,
+    is_trusted,
+    is_users_alone,
+    is_users_class,
+)
 from xla_adapters.utils.nested_values import CONTAINERS
 from xla_adapters.utils.torch_modes import is_own_call_compiled
 
@@ -106,10 +113,6 @@ class Calls(Lookups):
         if function is len and arguments and all(isinstance(part, nn.Module) for part in arguments[0].outside):
             self.items(arguments[0], at)
             return DATA
-        if function is isinstance and len(given) == 2 and "*" not in options:
-            # It runs no code of the first one's.
-            self._check_given(given[1:], at)
-            return DATA
         is_made = isinstance(function, MadeModule) or allowlist.is_torch_module(function)
         if is_made or (allowlist.is_allowed(function) and (owner is None or isinstance(owner, types.ModuleType))):
             self._check_given(given, at)
@@ -180,7 +183,7 @@ class Calls(Lookups):
             fits = self.is_plain(part) or _is_plain_class(part)
             if known and not fits:
                 fits = isinstance(part, (nn.Module, Optimizer)) or type(part) in CONTAINERS
-                fits = fits or allowlist.is_allowed(part) or (not callable(part) and is_trusted(type(part)))
+                fits = fits or allowlist.is_allowed(part) or (not callable(part) and is_core(type(part)))
             if not fits:
                 raise at.unsafe(f"it hands {name_of(part)} to {at.said}")
 

@@ -93,6 +93,11 @@ def is_trusted(item: Any) -> bool:
     return isinstance(item, _BUILTIN)
 
 
+def is_core(cls: type) -> bool:
+    """Whether a class is trusted in any version: objects of libraries that were read hold what is not guarded."""
+    return is_trusted(cls) and not is_library_file(getattr(sys.modules.get(cls.__module__), "__file__", None) or "")
+
+
 def is_users_class(cls: type) -> bool:
     """Whether a class belongs to no trusted package, nor to the standard library."""
     module = sys.modules.get(cls.__module__)
