@@ -53,13 +53,15 @@ xla_adapters.replay.safety.allowlist.is_allowed(len)
 xla_adapters.checkpoint.manifest.versions(("transformers", "accelerate", "lightning"))
 xla_adapters.insight.run_report.template()
 
-# Children neither look through nor copy what the imports made: a third of what a test of a trainer takes.
-gc.collect()
-gc.freeze()
-
 # None that a test sets itself.
 _SEED = 2_718_281
 _TASKS = Path("/proc/self/task")
+
+
+def pytest_collection_finish() -> None:
+    """Children neither look through nor copy what imports and collection made: a third of what a trainer's test takes."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
