@@ -26,7 +26,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_trainer.data import DeviceLoader, skip_first_batches
 from xla_adapters import get_runtime
-from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.utils import torch_modes
 from xla_adapters.utils.patching import replaced
 
@@ -112,11 +111,8 @@ def give_device_to_accelerate(args: TrainingArguments) -> None:
     """
     if not torch_tpu_is_used():
         return
-    if args.world_size > 1:
-        raise UnsupportedOptionError(
-            f"{args.world_size} processes were launched: with TorchTPU xla-adapters trains in one; start the script "
-            "without torchrun or accelerate launch"
-        )
+    # Raises if several processes were launched: of those, accelerate knows none.
+    get_runtime().device.initialize()
     if args.distributed_state is None:
         return
     # Not that of the arguments: of arguments from another process it is a copy.

@@ -59,7 +59,7 @@ _TASKS = Path("/proc/self/task")
 
 
 def pytest_collection_finish() -> None:
-    """Children neither look through nor copy what imports and collection made: a third of what a trainer's test takes."""
+    """Children neither look through nor copy what imports and collection made: a third of a trainer's test."""
     gc.collect()
     gc.freeze()
 

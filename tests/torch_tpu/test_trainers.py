@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +16,15 @@ import lightning as L
 import lightning.pytorch as pl
 import pytest
 import torch
-import transformers
 
 import hf_trainer
-from lightning_strategy import XLAEagerStrategy
+import xla_adapters
+from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
 from tests.hf_trainer.scenarios import Classifier, arguments, gpt2, token_samples, vector_samples
 from tests.lightning_strategy.scenarios import trainer
 from tests.torch_tpu import stand_in
 from tests.trainers import Moment, each_trainer, train
 from xla_adapters.errors import UnsupportedOptionError, XLAAdapterError
-from xla_adapters.utils.patching import replaced
 
 pytestmark = pytest.mark.isolated
 
@@ -95,10 +98,39 @@ def test_an_accelerator_of_the_program_is_no_obstacle() -> None:
     assert trainer.accelerator.device == torch.device("tpu:0")
 
 
-def test_several_processes_are_refused() -> None:
-    with replaced(transformers.TrainingArguments, "world_size", property(lambda _: 2)):
-        with pytest.raises(UnsupportedOptionError, match="2 processes were launched"):
-            hf_trainer.Trainer(gpt2(), arguments(), train_dataset=token_samples(4))
+@pytest.mark.isolated(env={"WORLD_SIZE": "2"})
+@pytest.mark.parametrize(
+    "make",
+    [
+        XLAEagerStrategy,
+        XLAEagerFabricStrategy,
+        lambda: xla_adapters.CompiledStep(lambda value: value + 1)(torch.ones(2)),
+        xla_adapters.initialize,
+    ],
+    ids=["lightning", "fabric", "own loop", "initialize"],
+)
+def test_one_of_several_processes_is_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(UnsupportedOptionError, match="2 processes were launched"):
+        make()
+
+
+def test_torchrun_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from tests.hf_trainer.scenarios import arguments, gpt2, token_samples\n"
+        "import hf_trainer\n"
+        "hf_trainer.Trainer(gpt2(), arguments(), train_dataset=token_samples(4)).train()\n"
+        "print('trained')\n"
+    )
+    launched = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert launched.returncode
+    assert "trained" not in launched.stdout
+    assert "UnsupportedOptionError: 2 processes were launched (WORLD_SIZE=2)" in launched.stderr
 
 
 # ---- Lightning ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from importlib import metadata
@@ -47,6 +48,7 @@ class TPUDevice:
                 f"initialize(fast_compile={tuning.fast_compile!r}, keep_memory={tuning.keep_memory!r}): both are for "
                 "CPU devices of torch_xla, and torch_tpu has none; leave them out"
             )
+        self._check_processes()
         if self._device is not None:
             return
         _loader.load()
@@ -67,6 +69,18 @@ class TPUDevice:
             if was_used:
                 part_copies()
         self._device = torch.device(TYPE, 0)
+
+    def _check_processes(self) -> None:
+        """Raises if several processes were launched, of which each would train by itself, on the same samples."""
+        # torchrun tells its processes by the variable, whether or not they have joined a group.
+        variable = os.environ.get("WORLD_SIZE", "")
+        launched = max(self.world_size(), int(variable) if variable.isdigit() else 1)
+        if launched > 1:
+            raise UnsupportedOptionError(
+                f"{launched} processes were launched (WORLD_SIZE={variable or 'is not set'}): with TorchTPU this "
+                "package trains on one device in one process, and several would train on the same samples without any "
+                "exchange. Start the script without torchrun or accelerate launch; torch_xla trains on several devices"
+            )
 
     def use_compile_cache(self, folder: str) -> None:
         """See `Device`."""
