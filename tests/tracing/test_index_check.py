@@ -253,3 +253,37 @@ def test_indices_that_are_computed_from_two_tensors_of_the_batch() -> None:
     assert step.replays >= 2, step.reasons
     assert "is 10, and" in _refused(step, {"rows": rows, "more": torch.tensor([9, 0, 6])})
     step({"rows": torch.tensor([5, 5, 5]), "more": torch.tensor([0, 0, 0])})
+
+
+def _positions(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return functional.embedding(torch.arange(ids.shape[1], device=ids.device)[None], weight)
+
+
+def _positions_after_others(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return weight[torch.arange(3, 3 + ids.shape[1], device=ids.device).expand(2, -1)]
+
+
+def _kinds(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return functional.embedding(torch.ones_like(ids) * ids.shape[1], weight)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(("lookup", "most"), [(_positions, 10), (_positions_after_others, 7), (_kinds, 9)])
+def test_indices_that_shapes_determine(lookup: Callable[..., torch.Tensor], most: int, on_device: bool) -> None:
+    """As the positions of a sequence that is longer than the model allows."""
+    step, weight = _step(lookup)
+
+    def batch(columns: int) -> dict[str, torch.Tensor]:
+        ids = torch.ones(2, columns, dtype=torch.int64)
+        return {"ids": ids.to(DEVICE) if on_device else ids}
+
+    for _ in range(4):
+        step(batch(4))
+    step(batch(most))
+    before = weight.detach().cpu()
+    said = _refused(step, batch(most + 1))
+    assert "an index that is computed from shapes, such as a position, is 10" in said
+    assert "test_index_check.py" in said
+    assert weight.detach().cpu().equal(before)
+    step(batch(4))
+    assert not weight.detach().cpu().equal(before)

@@ -1,4 +1,4 @@
-"""`HostValues`: what a step computes from the integers of its batch, known on the host without a read."""
+"""`HostValues`: what a step computes from the integers and shapes of its batch, known on the host without a read."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ _SELECTING = frozenset(
 _DYNAMIC = frozenset(("nonzero", "argwhere", "masked_select", "__getitem__", "where", "bincount", "repeat_interleave"))
 # With a dimension they also tell where: of equal values, devices name different ones.
 _EXTREMES = frozenset({_Tensor.max, _Tensor.min, torch.max, torch.min})
+# What shapes and numbers of the program determine, by name: positions, and tensors of one value.
+_FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 _DATA: frozenset[_CALL] = frozenset({_Tensor.data.__get__})  # type: ignore[attr-defined]
 
 
@@ -57,7 +59,7 @@ class HostValue:
             place of tensors; None for a tensor that was copied to the device.
         version: of the tensor on the device when its value was this one.
         tensor: the copy on the device; only without `made`.
-        sources: the copies that it is computed from.
+        sources: the copies that it is computed from; none for what only shapes and numbers determine.
         selects: whether it has no other values than its only source and what was added as padding.
     """
 
@@ -84,9 +86,9 @@ class HostValue:
         return frozenset((self,)) if self.made is None else self._sources
 
     def only_source(self) -> torch.Tensor | None:
-        """The only tensor that it is computed from, on the device; None if there are several, or it is gone."""
-        (source, *others) = self.sources
-        return None if others or source.tensor is None else source.tensor()
+        """The only tensor that it is computed from, on the device; None if there is not just one, or it is gone."""
+        sources = [source.tensor for source in self.sources]
+        return sources[0]() if len(sources) == 1 and sources[0] is not None else None
 
     def get(self, known: Known) -> Any:
         """The tensor on the host.
@@ -143,6 +145,7 @@ class HostValues:
             self._known.pop(args[0], None)
             forget_upload(args[0])
         if not pure or (function in _EXTREMES and not isinstance(result, _Tensor)):
+            self._note_made(function, args, kwargs, result)
             return
         if isinstance(result, _Tensor):
             results: Sequence[Any] = (result,)
@@ -159,6 +162,22 @@ class HostValues:
             for index, tensor in enumerate(results):
                 made = whole.made if result is tensor else (operator.getitem, [whole, index], {})
                 self._known[tensor] = HostValue(made, tensor._version, sources=whole.sources, selects=whole.selects)
+
+    def _note_made(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Remembers the integers that `torch.arange` and the like have made."""
+        if not _is_exact(result) or "out" in kwargs:
+            return
+        name, numbers = getattr(function, "__name__", ""), args
+        if name == "arange":
+            numbers = (*args, *(kwargs[key] for key in ("start", "end", "step") if key in kwargs))
+            made = function, list(args), {key: _held(value, {}) for key, value in kwargs.items()}
+        elif name in _FILLS:
+            made, numbers = (torch.full, [tuple(result.shape), _FILLS[name]], {"dtype": result.dtype}), ()
+        else:
+            return
+        if all(type(number) is int for number in numbers):
+            with torch._C.DisableTorchFunction():
+                self._known[result] = HostValue(made, result._version, selects=False)
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of a device tensor, on the host; None if it is not known there."""

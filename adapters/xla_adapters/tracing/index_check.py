@@ -1,8 +1,8 @@
-"""Checks indices that come from the batch: devices read another row for one that is out of range, and say nothing.
+"""Checks indices that come from the batch or its shapes: devices read another row for one that is out of range.
 
-The values of the batch's integers are known on the host (`runtime.transfers`), and so is what the step computes from
-them (`HostValues`). While a step is traced, the indices of lookups are compared with the size of what is looked up.
-Replays do the same with the values of their own batch (`Lookups`).
+They say nothing of it. The values of the batch's integers are known on the host (`runtime.transfers`), and so is what
+the step computes from them (`HostValues`). While a step is traced, the indices of lookups are compared with the size of
+what is looked up. Replays do the same with the values of their own batch (`Lookups`).
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class IndexCheck:
         """A function is about to be called in the step.
 
         Raises:
-            IndexRangeError: it looks up an index from the batch that is out of range.
+            IndexRangeError: it looks up an index that is out of range, and comes from the batch or its shapes.
         """
         lookup = LOOKUPS.get(function)
         if lookup is None:
@@ -215,7 +215,10 @@ class IndexCheck:
         bounds = Bounds(low, high, ignored)
         outlier = bounds.outlier(values)
         if outlier is not None:
-            raise _error(getattr(function, "__name__", str(function)), outlier, bounds, found.only_source())
+            raise _error(getattr(function, "__name__", str(function)), outlier, bounds, found)
+        # What only shapes determine is the same in each replay.
+        if not found.sources:
+            return
         self._checked.append(_Checked(found, bounds, {source: self._values.copied(source) for source in found.sources}))
         with torch._C.DisableTorchFunction():
             for source in found.sources:
@@ -224,8 +227,9 @@ class IndexCheck:
                     _checked[tensor] = self._checked
 
 
-def _error(name: str, value: int, bounds: Bounds, source: torch.Tensor | None) -> IndexRangeError:
-    where = "an index that is computed from the batch"
+def _error(name: str, value: int, bounds: Bounds, indices: HostValue) -> IndexRangeError:
+    source = indices.only_source()
+    where = f"an index that is computed from {'the batch' if indices.sources else 'shapes, such as a position,'}"
     upload = None if source is None else upload_of(source)
     if source is not None and upload is not None:
         entry = upload.name(source) or "a tensor of the batch"
