@@ -106,7 +106,7 @@ class LossError(XLAAdapterError, ValueError):
 
 
 class IndexRangeError(XLAAdapterError, IndexError):
-    """An index from the batch (a token, a label) or from its shape (a position) is out of the range of what it looks up.
+    """An index from the batch (a token, a label) or its shape (a position) is out of the range of what it looks up.
 
     On the plain CPU this is an IndexError. XLA devices read another row instead. It is found on the host, where the
     batch's integers are known; the message names the entry of the batch, the position and what is allowed.
