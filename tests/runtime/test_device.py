@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 import weakref
 from contextlib import nullcontext
@@ -170,6 +171,30 @@ def test_tangents_of_another_shape_are_refused_by_torch() -> None:
     _, tangent_of = linearize(torch.sin, torch.ones(2, device=DEVICE))
     with pytest.raises(RuntimeError, match="doesn't match the shape"):
         tangent_of(torch.ones(3, device=DEVICE))
+
+
+# ---- backward passes ------------------------------------------------------------------------------
+
+
+@isolated
+def test_a_backward_pass_before_the_runtime_starts_breaks_no_later_one() -> None:
+    """In this thread and others, by `backward` and `grad`; a training on the host came before."""
+
+    def gradient(device: str, found: list[Tensor]) -> None:
+        value = torch.ones(2, device=device, requires_grad=True)
+        (value * 2).sum().backward()
+        (again,) = torch.autograd.grad((value * 3).sum(), value)
+        assert value.grad is not None
+        found.append((value.grad + again).cpu())
+
+    found: list[Tensor] = []
+    gradient("cpu", found)
+    xla_adapters.initialize()
+    gradient(DEVICE, found)
+    thread = threading.Thread(target=gradient, args=(DEVICE, found))
+    thread.start()
+    thread.join()
+    assert [tensor.tolist() for tensor in found] == [[5, 5]] * 3
 
 
 # ---- modules that are moved -----------------------------------------------------------------------

@@ -54,6 +54,26 @@ def keep_parameters_when_moved(device_type: str) -> None:
     nn.Module._apply = apply  # type: ignore[method-assign]
 
 
+def run_backward_where_it_is_called() -> None:
+    """From now on backward passes run in the thread that calls them, for the rest of the process.
+
+    At its first backward pass in a process torch makes a queue for each device that it then knows. If that was before
+    the runtime has started, a pass with tensors of an XLA device would end in an internal error. Backward passes that
+    stay in their thread need no queue; see `torch.autograd.set_multithreading_enabled`.
+    """
+    run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    if hasattr(run, "of_xla_adapters"):
+        return
+
+    @functools.wraps(run)
+    def run_here(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return run(*args, **kwargs)
+
+    run_here.of_xla_adapters = True  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = run_here  # type: ignore[attr-defined]
+
+
 def _places(module: nn.Module, recurse: bool) -> list[tuple[torch.Tensor, list[_Place]]]:
     """The parameters and buffers of a module, each with the dictionaries that hold it.
 

@@ -17,7 +17,7 @@ import torch_xla.runtime as xr
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.runtime.extensions import initialize_extensions
 from xla_adapters.runtime.interface.device import DEFAULT_TUNING, Tuning
-from xla_adapters.runtime.patches import keep_parameters_when_moved
+from xla_adapters.runtime.patches import keep_parameters_when_moved, run_backward_where_it_is_called
 from xla_adapters.runtime.torch_xla.counters import COMPILE_MEMORY
 from xla_adapters.runtime.torch_xla.operators import complete_autocast, register_kernels
 from xla_adapters.runtime.torch_xla.patches import (
@@ -86,6 +86,7 @@ class XLADevice:
         complete_autocast()
         register_kernels()
         keep_parameters_when_moved("xla")
+        run_backward_where_it_is_called()
         linearize_without_trace()
         run_scans_in_eager_mode()
         count_tpus_without_asking()
