@@ -69,6 +69,8 @@ def _leaves_nothing_behind() -> Iterator[None]:
     """A test must leave the environment and the threads of this process as they were, and draws the same numbers."""
     environment, threads = dict(os.environ), set(threading.enumerate())
     _draw_from_the_beginning()
+    # What earlier tests have left, such as their reports.
+    gc.freeze()
     yield
     # In both cases children forked from here on would hang, some or all.
     if _runtime_is_started():
