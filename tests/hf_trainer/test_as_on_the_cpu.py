@@ -22,6 +22,7 @@ from tests.hf_trainer.scenarios import (
     Classifier,
     arguments,
     assert_close,
+    assert_parity,
     gpt2,
     on_cpu,
     ours,
@@ -289,3 +290,26 @@ def test_a_loader_that_a_callback_reads_has_its_batches_on_the_device() -> None:
     with xla_adapters.count() as counts:
         made.evaluate()
     assert counts.eager_ops == 0
+
+
+class Growing(TrainerCallback):
+    """Gives the model more tokens after its second step; their embeddings are not left to chance."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            old = model.get_input_embeddings().weight.shape[0]
+            model.resize_token_embeddings(old + 16)
+            with torch.no_grad():
+                model.get_input_embeddings().weight[old:] = 0.01
+
+
+@pytest.mark.parametrize("step_replay", ["auto", False])
+def test_embeddings_are_resized_during_a_training(step_replay: bool | str) -> None:
+    run = assert_parity(
+        gpt2,
+        token_samples(32),
+        args={"optim": "sgd", "max_steps": 8},
+        xla={"step_replay": step_replay},
+        callbacks=[Growing()],
+    )
+    assert run.trainer.model.config.vocab_size == gpt2().config.vocab_size + 16

@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LearningRateMonitor,
     ModelCheckpoint,
+    ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
     ThroughputMonitor,
@@ -143,6 +144,32 @@ def test_max_time_ends_the_run_between_steps() -> None:
     assert_counts(in_time, executions=6)
     too_late = fit(Classifier, XLAEagerStrategy(), max_time={"seconds": 0})
     assert_counts(too_late, compiles=0, executions=0)
+
+
+# ---- pruning ------------------------------------------------------------------------------------
+
+
+class PruningOfCopies(ModelPruning):
+    """Without what a CPU alone does: parameters that are put back share the memory of the originals, and train them."""
+
+    @staticmethod
+    def _copy_param(new: nn.Module, old: nn.Module, name: str) -> None:
+        ModelPruning._copy_param(new, old, name)
+        parameter = getattr(new, f"{name}_orig", getattr(new, name))
+        parameter.data = parameter.data.clone()
+
+
+@pytest.mark.parametrize("step_replay", ["auto", False])
+def test_pruning_with_the_lottery_ticket_hypothesis(step_replay: bool | str) -> None:
+    ours, plain = fit_both(
+        WithoutBatchNorm,
+        config=XLAConfig(step_replay=step_replay),
+        max_epochs=4,
+        callbacks=lambda: [PruningOfCopies("l1_unstructured", amount=0.3)],
+    )
+    assert_same_weights(ours, plain)
+    # Pruning is made permanent as the fit ends.
+    assert any(bool((value == 0).any()) for name, value in ours.module.named_parameters() if name.endswith("weight"))
 
 
 # ---- averages of weights ------------------------------------------------------------------------
