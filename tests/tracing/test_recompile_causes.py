@@ -110,6 +110,52 @@ def test_an_optimizer_that_has_lost_its_parameters(caplog: pytest.LogCaptureFixt
     assert "make the optimizer again" in caplog.messages[0]
 
 
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_other_parameters_with_a_gradient(with_closure: bool, caplog: pytest.LogCaptureFixture) -> None:
+    xla_adapters.initialize()
+    caplog.set_level(logging.WARNING, "xla_adapters")
+    heads = nn.ModuleList([nn.Linear(4, 2), nn.Sequential(nn.Linear(4, 2), nn.Tanh())]).to(DEVICE)
+    optimizer = torch.optim.SGD(heads.parameters(), lr=0.1)
+    for index in (0, 0, 1):
+
+        def closure(index: int = index) -> torch.Tensor:
+            optimizer.zero_grad()
+            outputs = [head(torch.ones(3, 4).to(DEVICE)) for head in heads]
+            loss = outputs[index].square().mean()
+            loss.backward()
+            return loss
+
+        with xla_adapters.step(name="heads"):
+            if with_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+    (said,) = caplog.messages
+    assert "SGD updates other parameters now: number 2 of those" in said
+    assert "number 0 has none any more" in said
+
+
+def test_a_closure_that_computes_with_fewer_rows(caplog: pytest.LogCaptureFixture) -> None:
+    """The gradients of the step before, which a closure drops, are not those of its update."""
+    xla_adapters.initialize()
+    caplog.set_level(logging.WARNING, "xla_adapters")
+    model = nn.Linear(4, 2).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for rows in (6, 5):
+
+        def closure(rows: int = rows) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(6, 4).to(DEVICE))[:rows].square().mean()
+            loss.backward()
+            return loss
+
+        with xla_adapters.step(name="rows"):
+            optimizer.step(closure)
+    (said,) = caplog.messages
+    assert "a Python number that is a part of the graph changed, in indexing: 6 -> 5" in said
+
+
 def test_a_step_that_was_split() -> None:
     logs = []
     for reads in (False, True):

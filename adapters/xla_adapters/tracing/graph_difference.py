@@ -369,9 +369,15 @@ def _of_update(theirs: Update, mine: Update) -> Difference | None:
     if theirs.kind is not mine.kind:
         cause = f"the optimizer is {name} now; it was {theirs.kind.__name__}"
     elif theirs.updated != mine.updated:
-        cause = (
-            f"{name} updates {mine.updated} parameters now; it updated {theirs.updated}: the others have no gradient"
-        )
+        now, before = len(mine.updated), len(theirs.updated)
+        if now == before:
+            new, old = min({*mine.updated} - {*theirs.updated}), min({*theirs.updated} - {*mine.updated})
+            cause = (
+                f"{name} updates other parameters now: number {new} of those it was given (counted from 0) has a "
+                f"gradient now, and number {old} has none any more"
+            )
+        else:
+            cause = f"{name} updates {now} parameters now; it updated {before}: the others have no gradient"
         return Difference(cause=cause, where=line_of(mine), remedy=UPDATED_REMEDY)
     elif theirs.hooks != mine.hooks:
         cause = f"the step of {name} has {mine.hooks} hooks now; it had {theirs.hooks}"

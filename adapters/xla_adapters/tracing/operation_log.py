@@ -72,7 +72,7 @@ class Update(NamedTuple):
         options: of each group of parameters, by name, without the learning rate.
         rates: the learning rate of each group.
         numbers: those of all its options, with the rates.
-        updated: how many parameters have a gradient.
+        updated: which of its parameters have a gradient, by their position among all.
         hooks: how many hooks are called around it.
         file, line: where, with torch's own code skipped.
     """
@@ -81,7 +81,7 @@ class Update(NamedTuple):
     options: tuple[tuple[tuple[str, Any], ...], ...]
     rates: tuple[Any, ...]
     numbers: tuple[float, ...]
-    updated: int
+    updated: tuple[int, ...]
     hooks: int
     file: str
     line: int
@@ -186,7 +186,8 @@ class OperationLog:
             numbers += [value for value in (group.get("lr"), *own.values()) if type(value) in (int, float)]
         rates = _plain(group.get("lr") for group in optimizer.param_groups)
         with torch._C.DisableTorchFunction():
-            updated = sum([leaf.grad is not None for group in optimizer.param_groups for leaf in group["params"]])
+            leaves = [leaf for group in optimizer.param_groups for leaf in group["params"]]
+            updated = tuple([index for index, leaf in enumerate(leaves) if leaf.grad is not None])
         hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
         self.entries.append(Update(type(optimizer), tuple(options), rates, tuple(numbers), updated, hooks, *_place()))
 

@@ -150,12 +150,13 @@ class UpdateGuard:
             return None
         check_supported(type(optimizer))
         self._updating, self._nested = optimizer, 0
-        self._step.operations.update(optimizer)
         reason = eager_reason(optimizer)
         with torch._C.DisableTorchFunction():
             # In the innermost log only: for an outer step this is not the state at its beginning.
             self._step.undo_logs()[0].record_optimizer(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if reason is not None or closure is None:
+            self._step.operations.update(optimizer)
         if reason is not None:
             self._run_eagerly(optimizer, reason, with_closure=closure is not None)
             return None
@@ -169,11 +170,17 @@ class UpdateGuard:
 
     def _before_update(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a closure, which runs forward and backward, so that the update is prepared after it."""
+        is_noted = False
 
         def evaluated(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_noted
             # Some optimizers evaluate it again in the middle of their update.
             self._during_update.close()
             result = closure(*args, **kwargs)
+            if not is_noted:
+                # Only now the gradients of this update are there.
+                self._step.operations.update(optimizer)
+                is_noted = True
             self._enter(optimizer)
             return result
 
