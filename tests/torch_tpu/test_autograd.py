@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.nn import functional
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +20,57 @@ from xla_adapters import CompiledStep, TensorReadError, UnsupportedOptionError, 
 from xla_adapters.errors import DenseGradientWarning, PlaceholderError
 
 pytestmark = pytest.mark.isolated
+
+# ---- operators that torch_tpu lacks, or that end the process ----------------------------------------
+
+_ROWS = torch.tensor([0, 2, 1])
+_MASK = torch.tensor([True, False, True, True, False])
+
+
+def _reduced(how: str, in_place: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def compute(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        rows, target = _ROWS.to(one.device), one * 2
+        reduce = target.index_reduce_ if in_place else target.index_reduce
+        return reduce(0, rows, other[:3], how, include_self=in_place)
+
+    return compute
+
+
+def _written_by_mask(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    target, mask = one * 2, _MASK.to(one.device)
+    target[:, mask] = 1.5
+    target[1:, mask] = other[1:, :1]
+    return target
+
+
+_LACKING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "smooth l1": lambda one, other: functional.smooth_l1_loss(one, other, beta=0.5),
+    "huber": lambda one, other: functional.huber_loss(one, other, reduction="sum"),
+    "renorm": lambda one, other: one.renorm(2, 0, 1.0) * other,
+    "a write by mask": _written_by_mask,
+    **{f"{how} by index": _reduced(how, in_place=False) for how in ("prod", "mean", "amax")},
+    "amin by index in place": _reduced("amin", in_place=True),
+}
+
+
+@pytest.mark.parametrize("name", _LACKING)
+def test_what_torch_tpu_lacks(name: str) -> None:
+    def gradients(device: str, scope: Any) -> list[torch.Tensor]:
+        inputs = [nn.Parameter(values.to(device)) for values in torch.randn(2, 4, 5, generator=generator)]
+        with scope:
+            result = _LACKING[name](*inputs)
+            result.square().sum().backward()
+        return [tensor.detach().cpu() for tensor in (result, *(one.grad for one in inputs if one.grad is not None))]
+
+    xla_adapters.initialize()
+    found = []
+    for device, scope in (("cpu", nullcontext()), ("tpu", nullcontext()), ("tpu", xla_adapters.step())):
+        generator = torch.Generator().manual_seed(0)
+        found.append(gradients(device, scope))
+    assert len(found[0]) == 3
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
 
 # ---- hooks and functions in Python ------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from xla_adapters.lowerings.operators import (
     LOWERINGS,
     grouped_products,
     is_write_by_mask,
-    write_by_mask_,
     write_where_,
 )
 
@@ -25,6 +24,5 @@ __all__ = [
     "grouped_products",
     "is_write_by_mask",
     "norm_with_torchs_variance",
-    "write_by_mask_",
     "write_where_",
 ]

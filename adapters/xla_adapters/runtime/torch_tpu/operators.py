@@ -10,6 +10,8 @@ Gradients of embeddings with `sparse=True` have no buffer, and so no step can re
 
 Batch norm leaves the running statistics as they are.
 
+`index_reduce` ends the process, and some losses are missing.
+
 Second derivatives: the backward of torch_tpu's own autograd functions is not differentiable. Under `create_graph` its
 gradients are constants, so that a gradient penalty through a cross entropy would be wrong, without an error.
 """
@@ -25,6 +27,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 from torch._ops import OpOverload
 from torch.library import Library, get_kernel
 from torch_tpu._internal.execution_mode import execution_mode_impl as _modes
@@ -38,6 +41,9 @@ _RECORD = _modes._EagerMode.INTERNAL_COMPILE_FX_GRAPH
 # Backwards that may return sparse gradients, with the position of the argument that says so.
 _SPARSE = {"embedding_backward": 5, "_embedding_bag_backward": 9}
 _REPLACED = ("clone", "_to_copy", "copy_", "native_batch_norm", *_SPARSE)
+
+# By torch's own decompositions.
+_MISSING = ("smooth_l1_loss", "smooth_l1_loss_backward", "huber_loss", "huber_loss_backward", "renorm")
 
 _AUTOGRAD_KEY = "AutogradPrivateUse1"
 # Their functions save what they are given, so that a weak reference to it lives as long as a backward is possible.
@@ -98,8 +104,26 @@ def mend_operators() -> Library:
             library.impl(function.__name__, function, _KEY, with_keyset=True, allow_override=True)
         for name, position in _SPARSE.items():
             library.impl(name, _dense_in_steps(former[name], position), _KEY, with_keyset=True, allow_override=True)
+        for name in _MISSING:
+            operator = getattr(torch.ops.aten, name).default
+            library.impl(name, decomposition_table[operator], _KEY)
+        library.impl("index_reduce", _index_reduce, _KEY, allow_override=True)
+        library.impl("index_reduce_", _index_reduce_, _KEY, allow_override=True)
         mend_second_derivatives(library)
     return library
+
+
+def _index_reduce(
+    input: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> torch.Tensor:
+    """As `Tensor.index_reduce`."""
+    shape = [1] * source.ndim
+    shape[dim] = index.numel()
+    return input.scatter_reduce(dim, index.reshape(shape).expand_as(source), source, reduce, include_self=include_self)
+
+
+def _index_reduce_(input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    return input.copy_(_index_reduce(input, *args, **options))
 
 
 def _dense_in_steps(former: Any, position: int) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from xla_adapters.errors import UnsupportedOptionError
-from xla_adapters.lowerings import is_write_by_mask, norm_with_torchs_variance, write_by_mask_
+from xla_adapters.lowerings import is_write_by_mask, norm_with_torchs_variance, write_where_
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.transfers import note_upload
 from xla_adapters.tracing.answers import NO_ANSWER, Answers
@@ -118,7 +118,7 @@ class PlaceholderMode(StepMode):
             with self:
                 return stacked_scalars(args[0], **kwargs)
         if func is _Tensor.__setitem__ and is_write_by_mask(*args):
-            func, args = write_by_mask_, (args[0], [args[1]], args[2])
+            func = write_where_
         self._indices.check(func, args, kwargs)
         answer = self._check(func, args, kwargs)
         if answer is not NO_ANSWER:
