@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -24,6 +26,16 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._samples)
+
+
+def half(**parameters: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrizes a test with every second combination of three or more values.
+
+    Those of any two parameters meet, as long as another one has two values.
+    """
+    combinations = product(*(enumerate(values) for values in parameters.values()))
+    chosen = [tuple(value for _, value in pairs) for pairs in combinations if not sum(at for at, _ in pairs) % 2]
+    return pytest.mark.parametrize(tuple(parameters), chosen)
 
 
 def flip(path: Path) -> None:

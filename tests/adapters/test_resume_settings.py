@@ -18,6 +18,7 @@ from lightning_strategy import XLAEagerStrategy
 from tests.hf_trainer.scenarios import arguments
 from tests.isolation import isolated
 from tests.lightning_strategy.scenarios import trainer as lightning_trainer
+from tests.support import half
 from tests.trainers import checkpoint, each_trainer
 from xla_adapters.errors import CheckpointError
 
@@ -174,9 +175,7 @@ CHANGES = {
 }
 
 
-@each_trainer
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("data", [_Rows, _SizedStream, _Stream])
+@half(change=list(CHANGES), data=[_Rows, _SizedStream, _Stream], kind=["hf", "lightning"])
 def test_other_sizes(kind: str, change: str, data: Any, tmp_path: Path) -> None:
     first, second, step = CHANGES[change]
     known = data is not _Stream

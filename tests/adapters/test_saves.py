@@ -19,6 +19,7 @@ import pytest
 from tests.checkpoint import time_of_hangs
 from tests.crash.storages import Quick
 from tests.isolation import isolated, outcome_of, run_in_child
+from tests.support import half
 from tests.trainers import ON_SCHEDULE, Moment, checkpoint, contents, each_trainer, saved_steps, train
 from xla_adapters import get_runtime
 from xla_adapters.checkpoint import CheckpointConfig, CheckpointStore, SaveSchedule, store
@@ -186,9 +187,11 @@ def _left_alone(kind: str) -> tuple[list[float], list[float]]:
     return losses, evaluations
 
 
-@each_trainer
-@in_either_way
-@pytest.mark.parametrize("place", ["load", "forward", "update", "save", "step end", "evaluation"])
+@half(
+    place=["load", "forward", "update", "save", "step end", "evaluation"],
+    kind=["hf", "lightning"],
+    asynchronous=[False, True],
+)
 def test_a_signal_ends_the_training_at_the_end_of_the_step(
     kind: str, place: str, asynchronous: bool, tmp_path: Path
 ) -> None:
