@@ -25,7 +25,7 @@ demo-lightning: $(STAMP)
 
 # In two processes of about the same length: most tests are one process that computes on little more than one core.
 APART := tests/hf_trainer tests/tracing tests/cpu tests/adapters $(if $(SLOW),tests/benchmarks tests/crash tests/examples)
-PYTEST = $(BIN)/python -m pytest $(if $(SLOW),-m slow)
+PYTEST = $(BIN)/python -m pytest $(if $(SLOW),-m 'slow and not long')
 
 test: $(STAMP)
 	+$(MAKE) --no-print-directory -j2 --output-sync=target test-apart test-rest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -112,8 +113,7 @@ def test_accumulation(kind: str) -> None:
 
 
 @pytest.mark.slow
-@each_trainer
-@pytest.mark.parametrize("options", [{"accumulate": 2}, {"bf16": True}], ids=["accumulation", "bf16"])
+@pytest.mark.parametrize(("kind", "options"), [("hf", {"accumulate": 2}), ("lightning", {"bf16": True})])
 @isolated(timeout=400)
 def test_two_hundred_steps(kind: str, options: dict[str, Any]) -> None:
     count = options.get("accumulate", 1)
@@ -198,9 +198,13 @@ def test_a_callback_in_the_middle_of_the_step_is_not_left_out(kind: str) -> None
     assert run.program.replay_reasons
 
 
-@each_trainer
-@pytest.mark.parametrize("steps", [8, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sharding", ["dp", "fsdp"])
+_SHARDED = list(product(("dp", "fsdp"), (8,), ("hf", "lightning")))
+_LONGER = [("dp", 200, "hf"), ("fsdp", 200, "lightning")]
+
+
+@pytest.mark.parametrize(
+    ("sharding", "steps", "kind"), [*_SHARDED, *(pytest.param(*run, marks=pytest.mark.slow) for run in _LONGER)]
+)
 @isolated(env={"CPU_NUM_DEVICES": "8"}, timeout=400)
 def test_under_spmd(kind: str, sharding: str, steps: int) -> None:
     xla_adapters.initialize(spmd=True)

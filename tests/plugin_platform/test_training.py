@@ -31,14 +31,33 @@ SELECTED = {
     ),
     "hf_trainer": (
         _IS_THE_DEVICE,
-        "tests/hf_trainer/test_training.py",
+        *(
+            f"tests/hf_trainer/test_training.py::test_{name}"
+            for name in (
+                "plain_training_is_one_graph",
+                "accumulation_per_micro_batch",
+                "accumulation_unrolled",
+                "clipping_bites",
+                "bf16_computes_in_bfloat16_and_keeps_float32_parameters",
+                "checkpointing_parity_with_cpu",
+            )
+        ),
         "tests/adapters/test_replay.py::test_one_graph_and_the_same_numbers[hf]",
         "tests/adapters/test_replay.py::test_under_spmd[dp-8-hf]",
         "tests/adapters/test_replay.py::test_under_spmd[fsdp-8-hf]",
     ),
     "lightning_strategy": (
         _IS_THE_DEVICE,
-        "tests/lightning_strategy/test_training.py",
+        *(
+            f"tests/lightning_strategy/test_training.py::test_{name}"
+            for name in (
+                "automatic_optimization_is_one_graph",
+                "accumulation_is_a_graph_per_phase",
+                "accumulation_unrolled_is_one_graph_per_update",
+                "clipping_is_part_of_the_graph",
+                "tied_weights_stay_tied",
+            )
+        ),
         "tests/lightning_strategy/test_replay.py::test_everything_logged_with_a_schedule_and_dropout",
     ),
 }

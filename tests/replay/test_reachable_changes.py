@@ -27,8 +27,8 @@ _PROGRAMS, _SAMPLE = 2, 2
 _COMMON = 1
 _ALL = os.environ.get("REACHABLE_ALL") == "1"
 # Of the other places of a program; a run of a training with a framework takes seconds.
-_OWN = None if _ALL else 8
-_OF_TRAINERS = 5 if _ALL else 2
+_OWN = None if _ALL else 4
+_OF_TRAINERS = 5 if _ALL else 1
 _ALL_COMMON = ("mlp_adamw",)
 # A training with a framework takes longer: so many tests share these.
 _PARTS = {"hf": 3, "lightning": 4, "plain": 2}

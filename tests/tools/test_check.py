@@ -298,19 +298,24 @@ def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["check", "--steps", "0", "train.py"])
 
 
-@pytest.mark.slow
+_FAULTS_FOUND = [
+    ("graph break", 33),
+    ("host operator", 31),
+    ("host operator", 34),
+    ("last batch", 27),
+    ("on a TPU", 31),
+]
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        (f"stock_trainer.py {_HF_OPTIONS} --hidden_size 16", [("last batch", 74)]),
-        ("stock_lightning.py --workers 2", []),
-        ("stock_fabric.py", []),
-        ("-m package.train --epochs 3", []),
-        ("stock_sft.py", []),
-        (
-            "three_faults.py --lr 0.01",
-            [("graph break", 33), ("host operator", 31), ("host operator", 34), ("last batch", 27), ("on a TPU", 31)],
-        ),
+        pytest.param(f"stock_trainer.py {_HF_OPTIONS} --hidden_size 16", [("last batch", 74)], marks=pytest.mark.slow),
+        pytest.param("stock_lightning.py --workers 2", [], marks=pytest.mark.slow),
+        pytest.param("three_faults.py --lr 0.01", _FAULTS_FOUND, marks=pytest.mark.slow),
+        pytest.param("stock_fabric.py", [], marks=pytest.mark.long),
+        pytest.param("-m package.train --epochs 3", [], marks=pytest.mark.long),
+        pytest.param("stock_sft.py", [], marks=pytest.mark.long),
     ],
 )
 def test_a_script(

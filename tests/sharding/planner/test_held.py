@@ -159,8 +159,13 @@ def test_a_weight_that_is_stored_in_parts_is_taken_whole_where_that_is_cheaper(r
     assert plans[0].parameter("second.weight").used == used
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "mixtral", "resnet"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mixtral", "resnet")),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "bert", "vit")),
+    ],
+)
 @isolated(timeout=500)
 def test_predictions_are_what_the_compiled_steps_send(name: str) -> None:
     model, batch = to_shard(name, width=128)
