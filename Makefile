@@ -24,7 +24,7 @@ demo-lightning: $(STAMP)
 	$(BIN)/python -m examples.lightning_digits
 
 # In two processes of about the same length: most tests are one process that computes on little more than one core.
-APART := tests/hf_trainer tests/tracing tests/cpu tests/adapters $(if $(SLOW),tests/benchmarks tests/crash tests/examples)
+APART := $(addprefix tests/,hf_trainer tracing cpu adapters examples lowerings $(if $(SLOW),crash))
 PYTEST = $(BIN)/python -m pytest $(if $(SLOW),-m 'slow and not long')
 
 test: $(STAMP)
@@ -48,7 +48,11 @@ test-rest:
 UNTUNED := tests/parity tests/runtime tests/replay/test_replay.py tests/sharding/test_distribute.py \
 	tests/tracing/test_step_scope.py tests/tracing/test_optimizers.py tests/tracing/test_scans.py \
 	$(addprefix --ignore=tests/runtime/,test_rng.py test_runtime.py)
-UNTUNED_APART := tests/hf_trainer/test_training.py tests/lightning_strategy/test_training.py
+UNTUNED_APART := $(addprefix tests/hf_trainer/test_training.py::test_,plain_training_is_one_graph \
+	accumulation_per_micro_batch accumulation_unrolled clipping_bites checkpointing_parity_with_cpu \
+	bf16_computes_in_bfloat16_and_keeps_float32_parameters) \
+	$(addprefix tests/lightning_strategy/test_training.py::test_,automatic_optimization_is_one_graph \
+	accumulation_is_a_graph_per_phase accumulation_unrolled_is_one_graph_per_update clipping_is_part_of_the_graph)
 
 test-untuned: $(STAMP)
 	+$(MAKE) --no-print-directory -j2 --output-sync=target test-untuned-apart test-untuned-rest

@@ -22,7 +22,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # kernels in a shorter way, and expands all scatters. Tests of rounding ask for XLA's defaults.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_backend_optimization_level=0" + ("" if ON_TORCH_TPU else " --xla_cpu_use_fusion_emitters=false"),
+    "--xla_backend_optimization_level=0"
+    + ("" if ON_TORCH_TPU else " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"),
 )
 
 if ON_TORCH_TPU:

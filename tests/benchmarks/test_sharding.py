@@ -17,7 +17,7 @@ def _run(path: Path, *arguments: str) -> int:
     return sharding.main(["--depths", "", "--json", str(path), "--check", *arguments])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_is_measured_and_counts_in_the_next_run(tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     run_in_child(lambda: _run(first, "--models", "vit", "--widths", "32", "--caps", "none"))

@@ -454,7 +454,7 @@ def test_a_step_that_has_memory_mapped(caplog: pytest.LogCaptureFixture) -> None
 @pytest.mark.skipif(
     not HUGE_PAGES.exists() or "[madvise]" not in HUGE_PAGES.read_text(), reason="the system has none to give"
 )
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_advised_spares_it() -> None:
     program = (
         "import resource; from tests.cpu import test_process as test; test._train(5);"

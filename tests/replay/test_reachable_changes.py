@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.device import ON_TORCH_TPU
 from tests.isolation import isolated, run_in_child
 from tests.replay.reachable import checks
 from tests.replay.reachable.pinned import PINNED, Pinned
@@ -22,7 +23,7 @@ from tests.replay.reachable.running import AFTER, BEFORE
 
 SEED = int(os.environ.get("REACHABLE_SEED", "0"))
 # In a default run: programs of each file, and changes of each program.
-_PROGRAMS, _SAMPLE = 2, 2
+_PROGRAMS, _SAMPLE = 1 if ON_TORCH_TPU else 2, 2
 # Of places that nearly every program has, where all changes are made: all of one program's, and of the others so many.
 _COMMON = 1
 _ALL = os.environ.get("REACHABLE_ALL") == "1"
