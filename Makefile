@@ -34,8 +34,9 @@ test-slow: $(STAMP)
 	+$(MAKE) --no-print-directory -j2 --output-sync=target SLOW=1 test-apart test-rest
 
 # What repeats other tests with more cases, or times programs.
-test-long: $(STAMP)
+test-long: $(STAMP) $(TPU_STAMP)
 	$(BIN)/python -m pytest -m long
+	$(TPU_BIN)/python -m pytest -m long tests/torch_tpu
 	REACHABLE_ALL=1 $(BIN)/python -m pytest -m slow tests/replay/test_reachable_changes.py
 
 test-apart:

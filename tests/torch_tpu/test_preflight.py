@@ -127,6 +127,7 @@ def test_of_a_trainer(tmp_path: Path) -> None:
     assert trainer.state.global_step == 0
 
 
+@pytest.mark.long
 def test_of_a_strategy(tmp_path: Path) -> None:
     strategy = XLAEagerStrategy()
     trainer = pl.Trainer(strategy=strategy, max_steps=1, logger=False, default_root_dir=tmp_path)
@@ -138,6 +139,7 @@ def test_of_a_strategy(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_of_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(LOOP)
