@@ -114,6 +114,7 @@ def test_one_of_several_processes_is_refused(make: Callable[[], object]) -> None
         make()
 
 
+@pytest.mark.long
 def test_torchrun_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import xla_adapters\nxla_adapters.initialize()\nprint('trained')\n")
