@@ -35,9 +35,9 @@ test-slow: $(STAMP)
 
 # What repeats other tests with more cases, or times programs.
 test-long: $(STAMP) $(TPU_STAMP)
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long --ignore=tests/replay/test_reachable_changes.py
 	$(TPU_BIN)/python -m pytest -m long tests/torch_tpu
-	REACHABLE_ALL=1 $(BIN)/python -m pytest -m slow tests/replay/test_reachable_changes.py
+	REACHABLE_ALL=1 $(BIN)/python -m pytest -m 'slow or long' tests/replay/test_reachable_changes.py
 
 test-apart:
 	$(PYTEST) $(APART)
@@ -72,7 +72,9 @@ ON_BOTH := $(addprefix tests/,tracing/test_exceptions.py tracing/test_rfc_storie
 	$(addprefix lightning_strategy/test_,training.py loops.py exceptions.py optimization.py))
 ON_BOTH_APART := $(addprefix tests/,replay/test_reachable_changes.py \
 	$(addprefix hf_trainer/test_,training.py errors_in_steps.py evaluation.py generation.py checkpoints.py index_check.py) \
-	lightning_strategy/test_checkpoints.py adapters/test_resume.py adapters/test_saves.py)
+	lightning_strategy/test_checkpoints.py adapters/test_resume.py \
+	$(addprefix adapters/test_saves.py::test_,training_goes_on_while_a_checkpoint_is_written after_steps_and_after_time \
+	a_save_that_fails_in_the_background_is_raised))
 
 # On XLA:CPU, which stands in for the TPU; without a C compiler they are skipped.
 test-torch-tpu: $(TPU_STAMP)

@@ -88,7 +88,7 @@ def test_four_devices() -> None:
     assert run.trainer.sharding_plan.mesh == Mesh.data_and_model(2, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "scheme"), zip(MODELS, itertools.cycle(["fsdp", "tp", "2d", "dp"]), strict=False))
 def test_every_model(name: str, scheme: str) -> None:
     trains_as_on_one_cpu(name, scheme, split=scheme != "dp", steps=20)

@@ -71,7 +71,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     return build(compiler, tmp_path_factory.mktemp("xcpu"))
 
 
-@pytest.mark.parametrize("group", SELECTED)
+@pytest.mark.parametrize("group", ["core", "hf_trainer", pytest.param("lightning_strategy", marks=pytest.mark.long)])
 def test_trains_on_a_plugin(group: str, environment: Mapping[str, str]) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *SELECTED[group]]
     env = {**os.environ, **environment}

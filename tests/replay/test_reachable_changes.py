@@ -31,6 +31,7 @@ _ALL = os.environ.get("REACHABLE_ALL") == "1"
 _OWN = None if _ALL else 4
 _OF_TRAINERS = 5 if _ALL else 1
 _ALL_COMMON = ("mlp_adamw",)
+_TRAINERS = ("hf", "lightning")
 # A training with a framework takes longer: so many tests share these.
 _PARTS = {"hf": 3, "lightning": 4, "plain": 2}
 
@@ -59,12 +60,17 @@ def test_a_sample_of_changes(file: str) -> None:
     _check(programs, own=_SAMPLE, common=1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("file", "part"), [(file, part) for file in FILES for part in range(_PARTS.get(file, 1))], ids=str
+    ("file", "part"),
+    [
+        pytest.param(file, part, marks=pytest.mark.long if file in _TRAINERS else pytest.mark.slow)
+        for file in FILES
+        for part in range(_PARTS.get(file, 1))
+    ],
+    ids=str,
 )
 def test_many_changes(file: str, part: int) -> None:
-    own = _OWN if file not in ("hf", "lightning") else _OF_TRAINERS
+    own = _OWN if file not in _TRAINERS else _OF_TRAINERS
     _check(_of(file)[part :: _PARTS.get(file, 1)], own=own, common=_COMMON)
 
 
