@@ -134,18 +134,23 @@ class HostValues:
         # Values of the batch and what is computed of it, as long as somebody may ask for them.
         self._computed: Known = weakref.WeakKeyDictionary()
         self._pure: dict[_CALL, bool] = {}
+        self._makers: set[_CALL] = set()
 
     def note(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """A function was called in the step: remembers how the host would compute its result, if it can."""
         pure = self._pure.get(function)
         if pure is None:
-            pure = self._pure[function] = getattr(function, "__name__", "") in _PURE
+            name = getattr(function, "__name__", "")
+            pure = self._pure[function] = name in _PURE
+            if function is torch.arange or name in _FILLS:
+                self._makers.add(function)
         if function in _DATA:
             # Writes through `.data` do not change the version.
             self._known.pop(args[0], None)
             forget_upload(args[0])
         if not pure or (function in _EXTREMES and not isinstance(result, _Tensor)):
-            self._note_made(function, args, kwargs, result)
+            if function in self._makers:
+                self._note_made(function, args, kwargs, result)
             return
         if isinstance(result, _Tensor):
             results: Sequence[Any] = (result,)
@@ -167,17 +172,16 @@ class HostValues:
         """Remembers the integers that `torch.arange` and the like have made."""
         if not _is_exact(result) or "out" in kwargs:
             return
-        name, numbers = getattr(function, "__name__", ""), args
-        if name == "arange":
-            numbers = (*args, *(kwargs[key] for key in ("start", "end", "step") if key in kwargs))
+        made: tuple[_CALL, list[Any], dict[str, Any]]
+        if function is torch.arange:
+            numbers = [*args, *(value for key, value in kwargs.items() if key in ("start", "end", "step"))]
+            if not all(type(number) is int for number in numbers):
+                return
             made = function, list(args), {key: _held(value, {}) for key, value in kwargs.items()}
-        elif name in _FILLS:
-            made, numbers = (torch.full, [tuple(result.shape), _FILLS[name]], {"dtype": result.dtype}), ()
         else:
-            return
-        if all(type(number) is int for number in numbers):
-            with torch._C.DisableTorchFunction():
-                self._known[result] = HostValue(made, result._version, selects=False)
+            made = torch.full, [tuple(result.shape), _FILLS[function.__name__]], {"dtype": result.dtype}
+        with torch._C.DisableTorchFunction():
+            self._known[result] = HostValue(made, result._version, selects=False)
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of a device tensor, on the host; None if it is not known there."""
