@@ -43,6 +43,8 @@ _GIVEN = ("compute_loss_func", "preprocess_logits_for_metrics")
 # Prefix of the names of loss functions of a library's models.
 _LOSS = "loss_function"
 # Methods of sentence-transformers' trainers that compute the loss.
+# Annotations of a loss that returns one tensor.
+_TENSORS = ("Tensor", "torch.Tensor", torch.Tensor)
 _BY_SENTENCES = ("compute_loss", "collect_features", "override_model_in_loss", "track_loss_components")
 # Registries in which a library's model looks up its attention and its masks.
 _INTERFACES = {"attention function": ALL_ATTENTION_FUNCTIONS, "attention mask": ALL_MASK_ATTENTION_FUNCTIONS}
@@ -106,7 +108,8 @@ def _of_sentence_transformers(trainer: Any) -> dict[str, Any]:
     methods = {name: getattr(trainer, name, None) for name in _BY_SENTENCES}
     for method in methods.values():
         function = getattr(method, "__func__", None)
-        if not getattr(function, "__module__", "").startswith("sentence_transformers.") or not is_trusted(function):
+        package = str(getattr(function, "__module__", "")).partition(".")[0]
+        if package != "sentence_transformers" or not is_trusted(function):
             return {}
     return {**methods, **_losses(trainer)}
 
@@ -127,7 +130,7 @@ def _examine_losses(losses: Iterable[Any], analysis: Analysis) -> None:
         forward = getattr(loss, "forward", None)
         # Not evaluated: the names in annotations need not be there.
         returned = getattr(forward, "__annotations__", {}).get("return")
-        if not isinstance(loss, torch.nn.Module) or not is_trusted(forward) or returned not in ("Tensor", torch.Tensor):
+        if not isinstance(loss, torch.nn.Module) or not is_trusted(forward) or returned not in _TENSORS:
             raise Unsafe(f"{type(loss).__name__} may return parts of the loss, which the trainer adds up")
         analysis.examine(loss, (), {UNKNOWN: DATA})
 

@@ -109,7 +109,7 @@ class IndexRangeError(XLAAdapterError, IndexError):
     """An index from the batch (a token, a label) or its shape (a position) is out of the range of what it looks up.
 
     On the plain CPU this is an IndexError. XLA devices read another row instead. It is found on the host, where the
-    batch's integers are known; the message names the entry of the batch, the position and what is allowed.
+    batch's integers are known; the message names the entry of the batch, its value and what is allowed.
 
     What to do: correct the data, or resize what is looked up (`model.resize_token_embeddings(len(tokenizer))`, or the
     number of classes), or make sequences shorter. Padding of labels is -100.

@@ -46,6 +46,9 @@ def _written_by_mask(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 _LACKING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "smooth l1": lambda one, other: functional.smooth_l1_loss(one, other, beta=0.5),
     "huber": lambda one, other: functional.huber_loss(one, other, reduction="sum"),
+    "smooth l1 of nothing": lambda one, other: (
+        one.sum() + other.sum() + functional.smooth_l1_loss(one[:0], other[:0]).nan_to_num(0)
+    ),
     "renorm": lambda one, other: one.renorm(2, 0, 1.0) * other,
     "a write by mask": _written_by_mask,
     **{f"{how} by index": _reduced(how, in_place=False) for how in ("prod", "mean", "amax")},
@@ -70,6 +73,15 @@ def test_what_torch_tpu_lacks(name: str) -> None:
     assert len(found[0]) == 3
     torch.testing.assert_close(found[1], found[0])
     torch.testing.assert_close(found[2], found[0])
+
+
+def test_a_source_of_another_size_is_refused_as_by_torch() -> None:
+    xla_adapters.initialize()
+    for device in ("cpu", "tpu"):
+        with pytest.raises(RuntimeError):
+            torch.zeros(4, 5, device=device).index_reduce(
+                0, torch.tensor([0]).to(device), torch.ones(3, 5, device=device), "amax"
+            )
 
 
 # ---- hooks and functions in Python ------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -265,6 +266,22 @@ def _positions_after_others(weight: torch.Tensor, ids: torch.Tensor) -> torch.Te
 
 def _kinds(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return functional.embedding(torch.ones_like(ids) * ids.shape[1], weight)
+
+
+def test_positions_in_a_transform_are_looked_up() -> None:
+    xla_adapters.initialize()
+
+    def found(device: str) -> torch.Tensor:
+        def total(weight: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+            positions = torch.arange(3, device=device)
+            return (functional.embedding(positions, weight) * table[positions]).sum()
+
+        weight, table = torch.ones(ROWS, 4).to(device), torch.arange(4.0 * ROWS).reshape(ROWS, 4).to(device)
+        with nullcontext() if device == "cpu" else xla_adapters.step():
+            result: torch.Tensor = torch.func.grad(total)(weight, table)
+        return result.cpu()
+
+    torch.testing.assert_close(found(DEVICE), found("cpu"))
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -36,9 +36,15 @@ def mentions_gradients(function: Any) -> bool:
     Args:
         function: anything that can be called; None calls nothing.
     """
-    return any(
-        "grad" in name.lower() and name not in _HARMLESS for code in _codes(function, set()) for name in _names(code)
-    )
+    try:
+        return any(
+            "grad" in name.lower() and name not in _HARMLESS
+            for code in _codes(function, set())
+            for name in _names(code)
+        )
+    except (RecursionError, ValueError):
+        # Too many functions, or a variable of an outer function that has no value yet.
+        return True
 
 
 def _codes(function: Any, seen: set[CodeType]) -> Iterator[CodeType]:
@@ -62,10 +68,13 @@ def _codes(function: Any, seen: set[CodeType]) -> Iterator[CodeType]:
         if isinstance(value, (FunctionType, MethodType)):
             yield from _codes(value, seen)
     modules = [value for value in variables.globals.values() if isinstance(value, ModuleType)]
+    # In the order of the code: `package.module.function`.
     for name in function.__code__.co_names:
-        for module in modules:
+        for module in list(modules):
             called = vars(module).get(name)
-            if isinstance(called, FunctionType):
+            if isinstance(called, ModuleType):
+                modules.append(called)
+            elif isinstance(called, FunctionType):
                 yield from _codes(called, seen)
     for name in variables.unbound:
         value = getattr(type(owner), name, None)

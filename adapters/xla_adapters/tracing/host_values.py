@@ -11,7 +11,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_adapters.runtime.transfers import forget_upload, upload_of
-from xla_adapters.utils.torch_modes import device_type
+from xla_adapters.utils.torch_modes import device_type, in_transform
 
 _Tensor = torch.Tensor
 _CALL = Callable[..., Any]
@@ -170,14 +170,15 @@ class HostValues:
 
     def _note_made(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """Remembers the integers that `torch.arange` and the like have made."""
-        if not _is_exact(result) or "out" in kwargs:
+        # Writes into what a transform has wrapped do not change its version.
+        if not _is_exact(result) or "out" in kwargs or in_transform():
             return
         made: tuple[_CALL, list[Any], dict[str, Any]]
         if function is torch.arange:
             numbers = [*args, *(value for key, value in kwargs.items() if key in ("start", "end", "step"))]
             if not all(type(number) is int for number in numbers):
                 return
-            made = function, list(args), {key: _held(value, {}) for key, value in kwargs.items()}
+            made = function, list(args), {**kwargs, "device": "cpu"}
         else:
             made = torch.full, [tuple(result.shape), _FILLS[function.__name__]], {"dtype": result.dtype}
         with torch._C.DisableTorchFunction():

@@ -21,7 +21,7 @@ from xla_adapters.runtime.transfers import upload_of
 from xla_adapters.tracing.host_values import HostValue, HostValues, Known
 from xla_adapters.tracing.library_reads import library_reads
 from xla_adapters.utils.location import current_location
-from xla_adapters.utils.torch_modes import device_type
+from xla_adapters.utils.torch_modes import device_type, in_transform
 
 _Tensor = torch.Tensor
 _CALL = Callable[..., Any]
@@ -203,7 +203,8 @@ class IndexCheck:
             IndexRangeError: it looks up an index that is out of range, and comes from the batch or its shapes.
         """
         lookup = LOOKUPS.get(function)
-        if lookup is None:
+        # In a transform what the host computes would be wrapped, too.
+        if lookup is None or in_transform():
             return
         indices, low, high, ignored = lookup(args, kwargs)
         if not isinstance(indices, _Tensor) or indices.dtype not in _INTEGERS or indices.device.type != device_type():

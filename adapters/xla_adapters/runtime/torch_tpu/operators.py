@@ -105,18 +105,36 @@ def mend_operators() -> Library:
         for name, position in _SPARSE.items():
             library.impl(name, _dense_in_steps(former[name], position), _KEY, with_keyset=True, allow_override=True)
         for name in _MISSING:
-            operator = getattr(torch.ops.aten, name).default
-            library.impl(name, decomposition_table[operator], _KEY)
+            library.impl(name, _decomposed(getattr(torch.ops.aten, name).default), _KEY)
         library.impl("index_reduce", _index_reduce, _KEY, allow_override=True)
         library.impl("index_reduce_", _index_reduce_, _KEY, allow_override=True)
         mend_second_derivatives(library)
     return library
 
 
+def _decomposed(operator: OpOverload) -> Callable[..., Any]:
+    """What torch composes an operator of. A gradient divides by the number of elements: of none it is empty."""
+    composed: Callable[..., Any] = decomposition_table[operator]
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        if operator.name().endswith("_backward") and not args[1].numel():
+            return torch.zeros_like(args[1])
+        return composed(*args, **kwargs)
+
+    return compute
+
+
 def _index_reduce(
     input: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
 ) -> torch.Tensor:
     """As `Tensor.index_reduce`."""
+    rows = list(input.shape)
+    rows[dim] = index.numel()
+    if list(source.shape) != rows:
+        raise RuntimeError(
+            f"index_reduce: {index.numel()} indices of dimension {dim} of {list(input.shape)} need a source of {rows}; "
+            f"it is {list(source.shape)}"
+        )
     shape = [1] * source.ndim
     shape[dim] = index.numel()
     return input.scatter_reduce(dim, index.reshape(shape).expand_as(source), source, reduce, include_self=include_self)
