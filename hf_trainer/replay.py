@@ -42,9 +42,9 @@ _FRAMEWORK = FrameworkModel(
 _GIVEN = ("compute_loss_func", "preprocess_logits_for_metrics")
 # Prefix of the names of loss functions of a library's models.
 _LOSS = "loss_function"
-# Methods of sentence-transformers' trainers that compute the loss.
 # Annotations of a loss that returns one tensor.
 _TENSORS = ("Tensor", "torch.Tensor", torch.Tensor)
+# Methods of sentence-transformers' trainers that compute the loss.
 _BY_SENTENCES = ("compute_loss", "collect_features", "override_model_in_loss", "track_loss_components")
 # Registries in which a library's model looks up its attention and its masks.
 _INTERFACES = {"attention function": ALL_ATTENTION_FUNCTIONS, "attention mask": ALL_MASK_ATTENTION_FUNCTIONS}

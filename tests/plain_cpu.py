@@ -22,7 +22,7 @@ def without_xla() -> Iterator[None]:
 
     With torch_xla installed they train on the XLA device even under `use_cpu=True`.
     """
-    # A CPU backward before the XLA runtime starts would break later XLA backwards.
+    # Backward passes of stock torch_xla fail after one on the CPU, if nothing called this before.
     get_runtime().device.initialize()
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):

@@ -126,11 +126,27 @@ _tools = types.ModuleType("tools")
 _tools.note = lambda module: [p.grad for p in module.parameters()]  # type: ignore[attr-defined]
 
 
+_package = types.ModuleType("package")
+_package.tools = _tools  # type: ignore[attr-defined]
+
+
 def test_a_function_of_another_module_is_looked_into() -> None:
     def hook(module: Any) -> None:
         _tools.note(module)
 
+    def of_inner(module: Any) -> None:
+        _package.tools.note(module)
+
     assert mentions_gradients(hook)
+    assert mentions_gradients(of_inner)
+
+
+def test_a_function_whose_variable_has_no_value_yet_may_look() -> None:
+    def hook(module: Any) -> None:
+        later(module)
+
+    assert mentions_gradients(hook)
+    later = print
 
 
 def test_what_does_not_look() -> None:

@@ -28,6 +28,7 @@ _THERE = (
     "torch._C._get_dispatch_stack_at",
     "torch._C._get_privateuse1_backend_name",
     "torch._C._len_torch_dispatch_stack",
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
     "torch._foreach_add",
     "torch._foreach_add_",
     "torch._foreach_copy_",

@@ -36,6 +36,13 @@ def _reduced(how: str, in_place: bool) -> Callable[[torch.Tensor, torch.Tensor],
     return compute
 
 
+def _reduced_into(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(one)
+    with torch.no_grad():
+        torch.index_reduce(one * 2, 0, _ROWS.to(one.device), other[:3], "prod", out=out)
+    return one * other + out
+
+
 def _written_by_mask(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     target, mask = one * 2, _MASK.to(one.device)
     target[:, mask] = 1.5
@@ -52,6 +59,7 @@ _LACKING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "renorm": lambda one, other: one.renorm(2, 0, 1.0) * other,
     "a write by mask": _written_by_mask,
     **{f"{how} by index": _reduced(how, in_place=False) for how in ("prod", "mean", "amax")},
+    "prod by index, into a tensor": _reduced_into,
     "amin by index in place": _reduced("amin", in_place=True),
 }
 

@@ -114,6 +114,14 @@ def test_one_of_several_processes_is_refused(make: Callable[[], object]) -> None
         make()
 
 
+def test_a_trainer_of_transformers_in_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is set late: torch_tpu itself needs more of them to make a model."""
+    model, args = gpt2(), arguments()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UnsupportedOptionError, match="2 processes were launched"):
+        hf_trainer.Trainer(model, args, train_dataset=token_samples(4))
+
+
 @pytest.mark.long
 def test_torchrun_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

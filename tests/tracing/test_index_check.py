@@ -268,6 +268,20 @@ def _kinds(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return functional.embedding(torch.ones_like(ids) * ids.shape[1], weight)
 
 
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_bad_index_in_a_transform(bad: bool) -> None:
+    """Of ids that the host computes: a transform would wrap what it computes there."""
+    xla_adapters.initialize()
+    weight, scale = torch.ones(ROWS, 4).to(DEVICE), torch.ones(4).to(DEVICE)
+    gradient = None
+    with pytest.raises(IndexRangeError) if bad else nullcontext():
+        with xla_adapters.step():
+            ids = _batch(0, ROWS if bad else None)["ids"].to(DEVICE)
+            gradient = torch.func.grad(lambda scale: (weight[ids[:, 1:]] * scale).sum())(scale)
+    assert (gradient is None) == bad
+    assert gradient is None or gradient.cpu().tolist() == [6.0] * 4
+
+
 def test_positions_in_a_transform_are_looked_up() -> None:
     xla_adapters.initialize()
 

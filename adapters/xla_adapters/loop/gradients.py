@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim import lr_scheduler
 
-_LIBRARIES = ("torch.", "transformers.", "lightning.", "lightning_strategy.", "hf_trainer.", "xla_adapters.")
+_LIBRARIES = frozenset(("torch", "transformers", "lightning", "lightning_strategy", "hf_trainer", "xla_adapters"))
 _HARMLESS = {"no_grad", "enable_grad", "set_grad_enabled", "is_grad_enabled", "requires_grad", "requires_grad_"}
 _HARMLESS |= {"zero_grad", "accumulate_grad_batches"}
 
@@ -57,7 +57,7 @@ def _codes(function: Any, seen: set[CodeType]) -> Iterator[CodeType]:
         owner, function = function, type(function).__call__ if callable(function) else None
     function = getattr(function, "__func__", function)
     # What is built in is no such function.
-    if not isinstance(function, FunctionType) or str(function.__module__).startswith(_LIBRARIES):
+    if not isinstance(function, FunctionType) or str(function.__module__).partition(".")[0] in _LIBRARIES:
         return
     if function.__code__ in seen:
         return

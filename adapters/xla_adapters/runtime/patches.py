@@ -1,7 +1,7 @@
 """Functions of torch and safetensors that are replaced as the runtime starts: they treat the device as others.
 
-Parameters stay the same objects when a module is moved to the device and can be parametrized there, attention masks are
-not read from it, and safetensors saves tensors that are on it.
+Parameters stay the same objects when a module is moved to the device and can be parametrized there, backward passes
+need no threads of their own, attention masks are not read from the device, and safetensors saves what is on it.
 """
 
 from __future__ import annotations

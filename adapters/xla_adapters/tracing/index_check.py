@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -21,7 +22,7 @@ from xla_adapters.runtime.transfers import upload_of
 from xla_adapters.tracing.host_values import HostValue, HostValues, Known
 from xla_adapters.tracing.library_reads import library_reads
 from xla_adapters.utils.location import current_location
-from xla_adapters.utils.torch_modes import device_type, in_transform
+from xla_adapters.utils.torch_modes import device_type
 
 _Tensor = torch.Tensor
 _CALL = Callable[..., Any]
@@ -203,10 +204,13 @@ class IndexCheck:
             IndexRangeError: it looks up an index that is out of range, and comes from the batch or its shapes.
         """
         lookup = LOOKUPS.get(function)
-        # In a transform what the host computes would be wrapped, too.
-        if lookup is None or in_transform():
-            return
-        indices, low, high, ignored = lookup(args, kwargs)
+        if lookup is not None:
+            # A transform would wrap what the host computes.
+            with temporarily_clear_interpreter_stack():
+                self._compare(function, lookup(args, kwargs))
+
+    def _compare(self, function: _CALL, lookup: _Lookup) -> None:
+        indices, low, high, ignored = lookup
         if not isinstance(indices, _Tensor) or indices.dtype not in _INTEGERS or indices.device.type != device_type():
             return
         values = self._values.get(indices)

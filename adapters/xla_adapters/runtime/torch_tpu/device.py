@@ -94,7 +94,8 @@ class TPUDevice:
 
     def torch_device(self) -> torch.device:
         """See `Device`."""
-        self.initialize()
+        if self._device is None:
+            self.initialize()
         assert self._device is not None
         return self._device
 

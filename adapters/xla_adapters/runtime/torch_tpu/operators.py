@@ -108,6 +108,7 @@ def mend_operators() -> Library:
             library.impl(name, _decomposed(getattr(torch.ops.aten, name).default), _KEY)
         library.impl("index_reduce", _index_reduce, _KEY, allow_override=True)
         library.impl("index_reduce_", _index_reduce_, _KEY, allow_override=True)
+        library.impl("index_reduce.out", _index_reduce_out, _KEY, allow_override=True)
         mend_second_derivatives(library)
     return library
 
@@ -142,6 +143,10 @@ def _index_reduce(
 
 def _index_reduce_(input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     return input.copy_(_index_reduce(input, *args, **options))
+
+
+def _index_reduce_out(*args: Any, out: torch.Tensor, **options: Any) -> torch.Tensor:
+    return out.copy_(_index_reduce(*args, **options))
 
 
 def _dense_in_steps(former: Any, position: int) -> Callable[..., Any]:
