@@ -88,6 +88,7 @@ test-torch-tpu-rest:
 
 bench-torch-tpu: $(TPU_STAMP)
 	$(TPU_BIN)/python -m benchmarks.torch_tpu --check
+	$(TPU_BIN)/python -m benchmarks.warm_start --check
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -100,14 +101,17 @@ docs: $(STAMP)
 
 # All of them, even if an earlier one missed a target.
 BENCHMARKS := step_counts "step_counts --lightning" modes ecosystem "ecosystem --architectures" "ecosystem --bf16" operators explain sharding checkpoint "crash --peers" \
-	replay_coverage verification host_overhead models memory compile_time
+	replay_coverage verification host_overhead models memory compile_time warm_start shapes
 
 bench: $(BENCH_STAMP)
 	@missed=; for benchmark in $(BENCHMARKS); do \
 		echo "== $$benchmark"; $(BIN)/python -m benchmarks.$$benchmark --check || missed="$$missed, $$benchmark"; \
 	done; test -z "$$missed" || { echo "missed targets: $${missed#, }"; exit 1; }
 
-$(STAMP): pyproject.toml constraints.txt
+# Installing compiles it.
+PLUGIN := adapters/xla_adapters/runtime/compile_cache/plugin.c
+
+$(STAMP): pyproject.toml constraints.txt $(PLUGIN)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt --editable '.[dev]'
@@ -118,7 +122,7 @@ $(BENCH_STAMP): $(STAMP)
 	touch $(BENCH_STAMP)
 
 # uv is told of the folders with wheels that pip knows: one may have a torch without CUDA, which is much smaller.
-$(TPU_STAMP): pyproject.toml constraints-torch-tpu.txt
+$(TPU_STAMP): pyproject.toml constraints-torch-tpu.txt $(PLUGIN)
 	test -x $(TPU_BIN)/python || $(PYTHON) -m venv $(TPU_VENV)
 	$(TPU_BIN)/python -m pip install --quiet --constraint constraints-torch-tpu.txt uv
 	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(TPU_BIN)/uv pip install --quiet --python $(TPU_BIN)/python --constraint constraints-torch-tpu.txt \

@@ -6,8 +6,8 @@ Each run trains a transformer for a few steps in its own process. Medians over t
   warm-up      wall time to the end of the last step that compiles something;
   compiler     seconds in the XLA compiler (torch_xla counts them; JAX does not), and graphs compiled.
 "HF stock", "HF traced" and "HF replayed" are transformers' Trainer and ours; the others are hand-written loops, see
-`benchmarks.host_overhead`. "Compiled fast" means `initialize(fast_compile=True)`. On the CPU torch_xla has no
-persistent cache of compiled graphs.
+`benchmarks.host_overhead`. "Compiled fast" means `initialize(fast_compile=True)`. There is no compile
+cache (`benchmarks.warm_start` has one).
 """
 
 from __future__ import annotations

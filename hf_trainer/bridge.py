@@ -13,12 +13,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler
 
 from hf_trainer.checkpoints import CheckpointStores, SafeCheckpoints
-from hf_trainer.data import Inputs
+from hf_trainer.data import DeviceLoader, Inputs
 from hf_trainer.model import ModelSharding, ParameterMoves, model_of
 from hf_trainer.options import TrainerOptions, check_checkpoint_options, check_runtime, hold_jit_checkpoint
 from hf_trainer.patches import no_search_for_gradients
 from hf_trainer.resume import ResumedCounts, restore_rest
 from hf_trainer.saving import ShardedCheckpoints, WeightLoading, save_pretrained_from_device
+from hf_trainer.shapes import TrainerShapes
 from hf_trainer.steps import Evaluation, Session, TrainingSteps, make_steps
 from xla_adapters import get_runtime, initialize
 from xla_adapters.insight.run_record import RunRecord, RunStats, about
@@ -110,6 +111,7 @@ class Bridge:
         self.options = options
         self._trainer = trainer
         self._base = base
+        get_runtime().device.use_compile_cache(options.config.cache_dir)
         # Sharding selects SPMD, which must be done before the runtime starts.
         sharder = None if options.sharding is None else Sharder(options.sharding, options.config)
         get_runtime().device.initialize()
@@ -122,6 +124,7 @@ class Bridge:
         self.sharding = ModelSharding(trainer, sharder)
         self.moves = ParameterMoves()
         self.inputs = Inputs(trainer, base, sharder)
+        self.shapes = TrainerShapes(trainer, options.shapes)
         self.watch = StallWatch(options.checkpoint.stall_deadline)
         self.stores = CheckpointStores(trainer, options, self.sharding.devices, self._random_algorithm)
         self.checkpoints = SafeCheckpoints(trainer, base, self.stores, options.checkpoint)
@@ -149,8 +152,8 @@ class Bridge:
         hold_jit_checkpoint(trainer.callback_handler.callbacks)
         self.steps = make_steps(options.config, trainer.args)
         self.session = Session(trainer, self.steps, self.sharding)
-        self.training = TrainingSteps(trainer, base, self.steps, self.inputs, self.record)
-        self.evaluation = Evaluation(trainer, base, self.steps, self.inputs, self.session)
+        self.training = TrainingSteps(trainer, base, self.steps, self.inputs, self.record, self.shapes)
+        self.evaluation = Evaluation(trainer, base, self.steps, self.inputs, self.session, self.shapes)
         self.checkpoints.steps = self.steps
         surround(
             trainer.callback_handler,
@@ -239,6 +242,9 @@ class Bridge:
     def _optimizer_stepped(self, control: TrainerControl) -> None:
         """The optimizer has stepped: the step ends here, before other callbacks see the model."""
         self.training.end_update()
+        loader = self._trainer.callback_handler.train_dataloader
+        if isinstance(loader, DeviceLoader):
+            loader.position.trained = loader.position.taken
         self.record.clock.switch(OTHER)
         self.watch.stop()
 

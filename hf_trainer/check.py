@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ def checked(kind: type, hand: Hand) -> type:
     """The class that is instantiated in place of a trainer's class; see `xla_adapters.tools.user_script`."""
     bases = (kind,) if issubclass(kind, XLATrainerMixin) else (XLATrainerMixin, kind)
     if len(bases) == 2:
-        hand.change(f"{kind.__module__}.{kind.__qualname__} ({line_of_caller()}): its steps run on hf_trainer's")
+        hand.put_steps(f"{kind.__module__}.{kind.__qualname__} ({line_of_caller()}): its steps run on hf_trainer's")
     attributes = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_hand": hand}
     return type(kind.__name__, (_Checked, *bases), attributes)
 
@@ -128,10 +129,13 @@ class _Again:
         trainer.train()
 
 
-def preflight(trainer: XLATrainerMixin, topology: str, *, timeout: float) -> PreflightReport:
+def preflight(
+    trainer: XLATrainerMixin, topology: str, *, timeout: float, save_programs: str | os.PathLike[str] | None
+) -> PreflightReport:
     """See `Trainer.preflight`; for other classes with `XLATrainerMixin`, too."""
     args = trainer.args
-    update = args.train_batch_size * args.gradient_accumulation_steps
+    # Programs are saved of two updates.
+    update = args.train_batch_size * args.gradient_accumulation_steps * (1 if save_programs is None else 2)
     samples = {
         "train": _first(trainer.train_dataset, update),
         "evaluation": _first(trainer.eval_dataset, args.eval_batch_size),
@@ -151,7 +155,16 @@ def preflight(trainer: XLATrainerMixin, topology: str, *, timeout: float) -> Pre
     )
     what = f"{type(trainer).__name__} of {type(model_of(trainer)).__name__}"
     sharded = trainer._xla.options.sharding is not None
-    found = preflight_run(what, topology, model_of(trainer), samples, again, sharded=sharded, timeout=timeout)
+    found = preflight_run(
+        what,
+        topology,
+        model_of(trainer),
+        samples,
+        again,
+        sharded=sharded,
+        timeout=timeout,
+        saves_to=save_programs,
+    )
     trainer._xla.record.preflight = found
     return found
 

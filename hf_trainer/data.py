@@ -18,8 +18,7 @@ from transformers.trainer_utils import has_length
 
 from hf_trainer.replay import overridden
 from xla_adapters import get_runtime
-from xla_adapters.data.position import BatchUnit, ReadingStream
-from xla_adapters.data.workers import generators_of, renew_workers
+from xla_adapters.data.position import BatchUnit, ReadingStream, generators_of, renew_workers
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding import Sharder
 from xla_adapters.utils.host_random import HostRandom
@@ -33,11 +32,12 @@ class DataPosition:
 
     Attributes:
         taken: how many batches of the epoch were read.
+        trained: how many of these the updates so far have used.
         goes_on_in_epoch: whether the epoch under way goes on with the random numbers of a checkpoint.
     """
 
     def __init__(self) -> None:
-        self.taken = 0
+        self.taken = self.trained = 0
         self.goes_on_in_epoch = False
         self._random = ReadingStream()
         self._began_with: HostRandom | None = None
@@ -53,13 +53,14 @@ class DataPosition:
         Args:
             loader: of the whole epoch.
         """
-        random = self._random.to_save()
+        random = self._random.to_save(self.trained)
         if self._began_with is None or random is None:
             return None
         return {
-            "taken": self.taken,
+            # Those of an update that has begun are read again.
+            "taken": self.trained,
             "epoch": self._epoch,
-            "ended": has_length(loader) and self.taken >= len(loader),
+            "ended": has_length(loader) and self.trained >= len(loader),
             "unit": loader.unit().to_save(),
             "began_with": self._began_with.to_save(),
             "random": random,
@@ -130,7 +131,7 @@ class DataPosition:
                 generator.set_state(state)
         if not self._goes_on:
             self._random, self.goes_on_in_epoch = ReadingStream(), False
-        self._goes_on, self._saved, self.taken = False, None, skipped
+        self._goes_on, self._saved, self.taken, self.trained = False, None, skipped, skipped
         self._began_with = HostRandom.now()
         self._generators_began = [generator.get_state() for generator in self._generators]
         renew_workers(getattr(loader, "base_dataloader", loader), self._epoch)
@@ -194,6 +195,8 @@ class DeviceLoader:
             self.position.taken += 1
             if self.position.taken > self._skip:
                 yield batch
+            else:
+                self.position.trained = self.position.taken
 
     def unit(self) -> BatchUnit:
         """What a number of batches of this loader means."""
@@ -274,6 +277,10 @@ class Inputs:
         """
         if overridden(self._trainer, ("_prepare_inputs", "_prepare_input")) is None:
             return self._trainer._prepare_inputs(inputs)
+        return self.uploaded(inputs)
+
+    def uploaded(self, inputs: Any) -> Any:
+        """A batch that is prepared, on the device."""
         return replaced(inputs, self.prepare)
 
     def item_count(self, batch_samples: list[Any], device: torch.device) -> Any:

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from transformers import Trainer
 
-from hf_trainer.generation import GENERATION, compiled_generation, generate
+from hf_trainer.data import Inputs
+from hf_trainer.generation import GENERATION, compiled_forward, compiled_generation, generate
+from hf_trainer.trl import SCORES
 from xla_adapters import StepProgram, get_runtime
 from xla_adapters.loop.steps import StepDriver
 from xla_adapters.runtime.modes import eager
-from xla_adapters.runtime.transfers import uploading
+from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.tracing.deferred_numbers import make_plain
+from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.tracing.library_reads import LibraryReads, answering, reads_of_packages
 from xla_adapters.utils.patching import replaced
 from xla_adapters.utils.torch_modes import as_if_compiling
 
 # Packages whose reads inside a step are for their logs, or for a decision that they make again in each step.
 _PACKAGES = ("trl", "sentence_transformers")
+# Of TRL's trainers that generate.
+_LOG_PROBABILITIES = "_get_per_token_logps_and_entropies"
 
 
 def library_of(cls: type) -> str | None:
@@ -146,17 +152,48 @@ def generates_batches(trainer: Trainer) -> bool:
 
 
 @contextmanager
-def generating(trainer: Trainer, model: torch.nn.Module, program: StepProgram) -> Iterator[None]:
-    """Around `trainer._prepare_inputs` of a trainer that generates: uses of the model are compiled, the rest is traced
-    and executed where its values are read.
+def generating(trainer: Trainer, model: torch.nn.Module, program: StepProgram, inputs: Inputs) -> Iterator[None]:
+    """Around `trainer._prepare_inputs` of a trainer that generates: uses of the model are compiled.
+
+    What TRL computes of the completions and their rewards is computed on the host. It reads most of it at once.
 
     Args:
         trainer: the trainer.
         model: what it is called with.
         program: runs and explains the graphs of the model.
+        inputs: moves batches to the device.
     """
-    with eager(False), compiled_generation(trainer.model, model, program):
+    with ExitStack() as stack:
+        stack.enter_context(eager(False))
+        stack.enter_context(compiled_generation(trainer.model, model, program))
+        if hasattr(trainer, SCORES):
+            host = torch.device("cpu")
+            stack.enter_context(replaced(Accelerator, "device", property(lambda accelerator: host)))
+            stack.enter_context(inputs.staying_on_host(True))
+            # Otherwise TRL switches it off and on again, which makes other hooks each time.
+            stack.enter_context(_without_checkpointing(model))
+            stack.enter_context(replaced(trainer, _LOG_PROBABILITIES, _compiled(trainer, program)))
+            for judge in trainer.reward_funcs:  # type: ignore[attr-defined]
+                if isinstance(judge, torch.nn.Module):
+                    stack.enter_context(compiled_forward(judge, program, to_host_in_one_transfer))
         yield
+
+
+def _compiled(trainer: Any, program: StepProgram) -> Callable[..., Any]:
+    """TRL's method that computes the log-probabilities of completions, as one graph; its results are on the host."""
+    own = getattr(trainer, _LOG_PROBABILITIES)
+
+    def log_probabilities(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with uploading():
+            args, kwargs = send_to_device((args, kwargs), trainer.args.device)
+        with Discarding(program):
+            program.open(inputs=args, phase="log-probabilities of completions")
+            with torch.no_grad(), as_if_compiling():
+                computed = own(model, *args, **kwargs)
+            program.close()
+        return to_host_in_one_transfer(computed)
+
+    return log_probabilities
 
 
 @contextmanager

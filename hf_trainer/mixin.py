@@ -18,9 +18,11 @@ from hf_trainer.patches import correct_process_index, give_device_to_accelerate,
 from hf_trainer.resume import keeping_numbers_of_data
 from xla_adapters import XLAConfig
 from xla_adapters.checkpoint import CheckpointConfig, naming_failed_writes
+from xla_adapters.data.shapes import ShapePolicy
 from xla_adapters.insight.run_record import RunStats
 from xla_adapters.insight.run_report import RunReport
 from xla_adapters.insight.times import EVALUATION, INPUT, STEP
+from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding import ShardingConfig, ShardingPlan
 from xla_adapters.utils.unpickling import only_values
 
@@ -52,6 +54,9 @@ class XLATrainerMixin(_Base):
             before the process is ended, after a time, with a deadline for steps that hang.
         xla_report: records where the time of a training goes, logs it and writes it to `output_dir`. This is the
             default; False does none of it.
+        shapes: gives batches few shapes, as a `ShapePolicy`, its options, or `"auto"`: lengths are padded to those of
+            buckets, batches are formed within these, and a smaller last batch is filled up where that changes no
+            number. None leaves batches as they are.
 
     Raises:
         ConfigError: an XLA option is not valid, or given twice.
@@ -67,6 +72,7 @@ class XLATrainerMixin(_Base):
         safe_checkpoints: bool | None = None,
         checkpoint: CheckpointConfig | Mapping[str, Any] | None = None,
         xla_report: bool | None = None,
+        shapes: str | Mapping[str, Any] | ShapePolicy | None = None,
         **kwargs: Any,
     ) -> None:
         options = TrainerOptions.resolve(
@@ -77,6 +83,7 @@ class XLATrainerMixin(_Base):
             safe_checkpoints=safe_checkpoints,
             checkpoint=checkpoint,
             xla_report=xla_report,
+            shapes=shapes,
         )
         self._xla = Bridge(self, super(), options)
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
@@ -188,9 +195,18 @@ class XLATrainerMixin(_Base):
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         return self._xla.resumed.training_state(*args, **kwargs)
 
+    def get_train_dataloader(self) -> Any:
+        """As `Trainer.get_train_dataloader`."""
+        return self._xla.shapes.loader(super().get_train_dataloader)
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        dataset = next(iter((*args, *kwargs.values())), None)
+        stock = super()._get_train_sampler(*args, **kwargs)
+        return self._xla.shapes.sampler(self.train_dataset if dataset is None else dataset, stock)
+
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         self._xla.sharding.accept_dtensors(model)
-        with self._xla.moves.noting(model):
+        with self._xla.moves.noting(model), uploading():
             super()._move_model_to_device(model, device)
 
     def _validate_args(self) -> None:

@@ -18,6 +18,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.checkpoint import CheckpointConfig, CheckpointWarning
 from xla_adapters.config import REMOVED_OPTIONS, check_switch
+from xla_adapters.data.shapes import ShapePolicy
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.loop.checkpoints import refuse_background_shards
 from xla_adapters.sharding import ShardingConfig
@@ -39,6 +40,7 @@ class XLAArguments(XLAConfig):
     free_grads: str = "auto"  # type: ignore[assignment]
     step_replay: str = "auto"  # type: ignore[assignment]
     profile_steps: list[int] | None = None  # type: ignore[assignment]
+    cache_dir: str | None = None
 
     auto_sharding: bool = field(
         default=False, metadata={"help": "Shard the model over all devices by the plan with the lowest estimated cost."}
@@ -62,11 +64,16 @@ class XLAArguments(XLAConfig):
         default=True,
         metadata={"help": "Log what the time of a training goes to, and write xla-events.jsonl and xla-report.html."},
     )
+    shapes: str | None = field(
+        default=None,
+        metadata={"help": "Give batches few shapes: auto, or the options of a ShapePolicy as JSON."},
+    )
 
     def __post_init__(self) -> None:
         check_switch("safe_checkpoints", self.safe_checkpoints)
         check_switch("xla_report", self.xla_report)
         CheckpointConfig.resolve(self.checkpoint)
+        ShapePolicy.resolve(self.shapes)
         self.to_config()
         self.to_sharding()
 
@@ -107,6 +114,7 @@ class TrainerOptions:
         safe_checkpoints: whether a `CheckpointStore` commits checkpoints.
         checkpoint: when checkpoints are saved, and how.
         xla_report: whether it is recorded, logged and written where the time of a training goes.
+        shapes: which shapes batches get; None leaves them as they are.
     """
 
     config: XLAConfig
@@ -114,6 +122,7 @@ class TrainerOptions:
     safe_checkpoints: bool
     checkpoint: CheckpointConfig
     xla_report: bool = True
+    shapes: ShapePolicy | None = None
 
     @classmethod
     def resolve(cls, xla_args: XLAArguments | XLAConfig | None, core: Mapping[str, Any], **own: Any) -> TrainerOptions:
@@ -133,8 +142,8 @@ class TrainerOptions:
                 raise ConfigError("sharding was asked for twice: by xla_args= and by auto_sharding= or sharding=")
             if own["checkpoint"] is not None and xla_args.checkpoint is not None:
                 raise ConfigError("the checkpoint options were given twice: as xla_args= and as checkpoint=")
-            for name in ("safe_checkpoints", "xla_report"):
-                if own[name] is not None:
+            for name in ("safe_checkpoints", "xla_report", "shapes"):
+                if own[name] is not None and (name != "shapes" or xla_args.shapes is not None):
                     raise ConfigError(f"the XLA options were given twice: as xla_args= and as {name}=")
         parsed = xla_args if isinstance(xla_args, XLAArguments) else XLAArguments()
         chosen = {name: getattr(parsed, name) if value is None else value for name, value in own.items()}
@@ -144,6 +153,7 @@ class TrainerOptions:
             safe_checkpoints=check_switch("safe_checkpoints", chosen["safe_checkpoints"]),
             checkpoint=CheckpointConfig.resolve(chosen["checkpoint"]),
             xla_report=check_switch("xla_report", chosen["xla_report"]),
+            shapes=ShapePolicy.resolve(chosen["shapes"]),
         )
 
 

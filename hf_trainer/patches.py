@@ -27,7 +27,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from hf_trainer.data import DeviceLoader, skip_first_batches
 from xla_adapters import get_runtime
 from xla_adapters.utils import torch_modes
-from xla_adapters.utils.patching import replaced
+from xla_adapters.utils.patching import replaced, replaced_item
 
 # The default of transformers. It sorts the tokens by expert and multiplies groups whose sizes depend on the routing.
 # XLA has neither the histogram nor the grouped product.
@@ -78,16 +78,8 @@ def _linear(experts: Any, inputs: torch.Tensor, name: str) -> torch.Tensor:
 @contextmanager
 def experts_of_fixed_shape() -> Iterator[None]:
     """Replaces transformers' default implementation by `dense_experts_forward`, in its own registry."""
-    overrides = ALL_EXPERTS_FUNCTIONS._local_mapping
-    previous = overrides.get(_DEFAULT)
-    ALL_EXPERTS_FUNCTIONS[_DEFAULT] = dense_experts_forward
-    try:
+    with replaced_item(ALL_EXPERTS_FUNCTIONS._local_mapping, _DEFAULT, dense_experts_forward):
         yield
-    finally:
-        if previous is None:
-            del ALL_EXPERTS_FUNCTIONS[_DEFAULT]
-        else:
-            ALL_EXPERTS_FUNCTIONS[_DEFAULT] = previous
 
 
 _log = logging.getLogger(__name__)

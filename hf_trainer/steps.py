@@ -21,6 +21,7 @@ from hf_trainer.libraries import generates_batches, generating, generating_apart
 from hf_trainer.model import ModelSharding, model_of
 from hf_trainer.patches import as_if_compiling, correct_process_index, losses_not_filtered, trainer_patches
 from hf_trainer.replay import ReplayedLoss, call_spec, obstacle_around, obstacle_within, overridden, step_code
+from hf_trainer.shapes import TrainerShapes
 from hf_trainer.trl import add_metrics, appends_metrics, metrics_added, metrics_obstacle
 from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.data.batches import token_count
@@ -144,10 +145,17 @@ class TrainingSteps:
         steps: opens and closes the steps.
         inputs: moves batches to the device.
         record: counts steps, samples and tokens, and is told that results are waited for.
+        shapes: gives batches few shapes.
     """
 
     def __init__(
-        self, trainer: transformers.Trainer, base: Any, steps: StepDriver, inputs: Inputs, record: RunRecord
+        self,
+        trainer: transformers.Trainer,
+        base: Any,
+        steps: StepDriver,
+        inputs: Inputs,
+        record: RunRecord,
+        shapes: TrainerShapes,
     ) -> None:
         self._trainer = trainer
         self._base = base
@@ -155,6 +163,7 @@ class TrainingSteps:
         self._config = steps.config
         self._inputs = inputs
         self._record = record
+        self._shapes = shapes
         self._code = step_code(trainer, steps.config)
         self._micro_step = 0
         # Batches whose tokens are counted when the step has ended.
@@ -195,11 +204,14 @@ class TrainingSteps:
         if generated:
             # As the method of the base class does before it prepares the batch. An evaluation has changed the mode.
             model.train()
-            with generating(trainer, model, steps.evaluation[GENERATION]):
+            with generating(trainer, model, steps.evaluation[GENERATION], self._inputs):
                 inputs = trainer._prepare_inputs(inputs)
+            inputs, length = self._inputs.uploaded(inputs), ""
+        else:
+            inputs, length = self._shapes.of_training(inputs)
         if self._may_replay():
             # Before the step begins, because a replay does not call the base class's method.
-            inputs = self._inputs.before_step(inputs)
+            inputs = inputs if generated else self._inputs.before_step(inputs)
             num_items_in_batch = self._inputs.item_count_on_device(num_items_in_batch)
             spec = self._call_spec(model, inputs, num_items_in_batch)
         updates = trainer.accelerator.gradient_state.sync_gradients or self._config.accumulation == "unrolled"
@@ -207,7 +219,7 @@ class TrainingSteps:
             inputs,
             step=trainer.state.global_step,
             micro_step=self._micro_step,
-            phase="update" if updates else "accumulate",
+            phase=("update" if updates else "accumulate") + length,
             facts={"gradients": "absent" if self._micro_step == 0 else "present"},
             replay=spec,
         )
@@ -215,7 +227,12 @@ class TrainingSteps:
         if steps.train.is_replaying:
             if appends_metrics(trainer):
                 add_metrics(trainer, "train", steps.train.promise("metrics"))
-            return ReplayedLoss(trainer._tr_loss.device)  # type: ignore[return-value]
+            replayed: Any = ReplayedLoss(trainer._tr_loss.device)
+            if not generated:
+                return replayed  # type: ignore[no-any-return]
+            # What TRL does around the step.
+            with replaced(transformers.Trainer, "training_step", lambda *_: replayed):
+                return self._base.training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
         with ExitStack() as stack:
             stack.enter_context(as_if_compiling())
             stack.enter_context(checked_loss(trainer))
@@ -383,16 +400,24 @@ class Evaluation:
         steps: opens and closes the steps.
         inputs: moves batches to the device.
         session: around an evaluation loop.
+        shapes: gives batches few shapes.
     """
 
     def __init__(
-        self, trainer: transformers.Trainer, base: Any, steps: StepDriver, inputs: Inputs, session: Session
+        self,
+        trainer: transformers.Trainer,
+        base: Any,
+        steps: StepDriver,
+        inputs: Inputs,
+        session: Session,
+        shapes: TrainerShapes,
     ) -> None:
         self._trainer = trainer
         self._base = base
         self._steps = steps
         self._inputs = inputs
         self._session = session
+        self._shapes = shapes
         # The user's `preprocess_logits_for_metrics` while the step calls it instead of the loop.
         self._preprocess: Callable[[Any, Any], Any] | None = None
         self._code = step_code(trainer, steps.config, lambda: {"preprocess_logits_for_metrics": self._preprocess})
@@ -411,7 +436,12 @@ class Evaluation:
         with self._session.running():
             if trainer.args.world_size > 1:
                 return self._base.evaluation_loop(*args, **kwargs)
-            with self._preprocessing_in_step(), self._inputs.staying_on_host(True), self._weighing_losses():
+            with (
+                self._preprocessing_in_step(),
+                self._inputs.staying_on_host(True),
+                self._weighing_losses(),
+                self._shapes.evaluating(args[0] if args else kwargs.get("dataloader")),
+            ):
                 return self._base.evaluation_loop(*args, **kwargs)
 
     @contextmanager
@@ -459,13 +489,16 @@ class Evaluation:
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """As `Trainer.prediction_step`, compiled as one graph under `compile_eval`."""
         with self._inputs.staying_on_host(False):
-            spec = None
+            spec, length, cut = None, "", None
             generated = generates_batches(self._trainer)
-            if generated:
-                with generating(self._trainer, model, self._steps.evaluation[GENERATION]):
+            if not generated:
+                inputs, length, cut = self._shapes.of_evaluation(inputs, preprocesses=self._preprocess is not None)
+            else:
+                with generating(self._trainer, model, self._steps.evaluation[GENERATION], self._inputs):
                     inputs = self._trainer._prepare_inputs(inputs)
+                inputs = self._inputs.uploaded(inputs)
             if self.is_compiled and self._may_replay():
-                inputs = self._inputs.before_step(inputs)
+                inputs = inputs if generated else self._inputs.before_step(inputs)
                 spec = self._call_spec(model, inputs, (prediction_loss_only, repr((args, kwargs))))
 
             notes = spec is not None and spec.keeps_numbers
@@ -481,7 +514,7 @@ class Evaluation:
                     logits = self._preprocess(logits, labels)
                 return loss, logits, labels
 
-            phase = "evaluation, loss only" if prediction_loss_only else "evaluation"
+            phase = ("evaluation, loss only" if prediction_loss_only else "evaluation") + length
             with self._steps.evaluation_step(EVALUATION, inputs, phase=phase, replay=spec) as step:
                 with as_if_compiling(), prepared(self._trainer) if generated else nullcontext():
                     if notes and step.is_replaying:
@@ -489,7 +522,7 @@ class Evaluation:
                     results: tuple[Any, Any, Any] = step.outputs(compute)
         if self._trainer.args.world_size == 1:
             results = to_host_in_one_transfer(results)
-        return results
+        return results if cut is None else cut(results)
 
     @contextmanager
     def generating(self, model: torch.nn.Module) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 class Trainer(XLATrainerMixin, transformers.Trainer):
     """`transformers.Trainer` on XLA devices: the same arguments, and those of `XLATrainerMixin`."""
 
-    def preflight(self, topology: str, *, timeout: float = 900) -> PreflightReport:
+    def preflight(
+        self, topology: str, *, timeout: float = 900, save_programs: str | os.PathLike[str] | None = None
+    ) -> PreflightReport:
         """Compiles the training's steps for TPUs that are not there: whether they fit, and what bounds them.
 
         The trainer is constructed once more in another process, with the first samples of its datasets and without the
@@ -26,17 +29,21 @@ class Trainer(XLATrainerMixin, transformers.Trainer):
         Args:
             topology: generation, and chips along each dimension, as `"v5e:2x4"`.
             timeout: seconds for tracing, and for each compile.
+            save_programs: a folder. The training also runs for two updates on the CPU, and all that it compiles is
+                compiled for the slice and saved there: a run on it with this folder as `cache_dir=` loads that.
 
         Returns:
             The report of all steps; `str()` gives it as text, and its `fits` says whether all of them fit.
 
         Raises:
-            ConfigError: there is no such slice, or what traces with TorchTPU is not installed.
+            ConfigError: there is no such slice, or what traces with TorchTPU is not installed; or programs cannot be
+                saved in the folder.
+            UnsupportedOptionError: programs are to be saved of TorchTPU, or of several hosts.
         """
         # Late: trainings need none of it.
         from hf_trainer.check import preflight
 
-        return preflight(self, topology, timeout=timeout)
+        return preflight(self, topology, timeout=timeout, save_programs=save_programs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`model.generate` with the model on the device, which calls one compiled graph for each token.

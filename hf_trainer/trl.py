@@ -6,11 +6,11 @@ trainers that is true was found out by reading them: see `READ_VERSIONS` of the 
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import inspect
 import types
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from accelerate import Accelerator
@@ -19,15 +19,22 @@ from xla_adapters.replay.safety import is_trusted
 from xla_adapters.utils.nested_values import is_simple
 
 # The modules of the trainers whose code was read, and of their base class, from which others are derived, too.
-_TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "reward", "kto"))
+_TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "reward", "kto", "grpo"))
 READ_TRAINERS = ("trl.trainer.base_trainer", *_TRAINERS)
 # Their methods that compute the loss and its metrics. An override may do anything.
-METHODS = ("compute_loss", "_compute_loss", "_compute_kl_logps", "get_tp_size")
+METHODS = (
+    *("compute_loss", "_compute_loss", "_compute_kl_logps", "get_tp_size"),
+    *("_get_per_token_logps_and_entropies", "get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights"),
+)
 # What these change, and a replay does, too.
 _METRICS, _TOKENS = "_metrics", "_total_train_tokens"
 # The metric that is no mean: the tokens of the whole training.
 _NUM_TOKENS = "num_tokens"
-_OF_ACCELERATOR = ("gather", "gather_for_metrics")
+# What trainers that generate add around the step, also to one that is replayed.
+_AROUND = (_NUM_TOKENS, "step_time")
+_OF_ACCELERATOR = ("gather", "gather_for_metrics", "reduce")
+# The method by which trainers generate.
+SCORES = "_generate_and_score_completions"
 
 # By name of the metric what one step appends; and the tokens that it counts.
 Added = tuple[dict[str, list[Any]], Any]
@@ -42,8 +49,10 @@ def metrics_obstacle(trainer: Any) -> str | None:
     """Why a replay could not do what TRL's code does in a step; None if it could, or if it is no trainer of TRL."""
     if not appends_metrics(trainer):
         return None
-    if type(trainer.maybe_activation_offload_context) is not contextlib.nullcontext:
+    if type(getattr(trainer, "maybe_activation_offload_context", nullcontext())) is not nullcontext:
         return "activation_offloading=True moves activations in the middle of the step"
+    if getattr(trainer, "use_adaptive_entropy", False):
+        return "use_adaptive_entropy=True changes the loss by what each step has computed"
     if trainer.args.world_size > 1:
         return "the metrics of TRL are gathered from several processes"
     for name in _OF_ACCELERATOR:
@@ -72,10 +81,13 @@ def metrics_added(trainer: Any, mode: str) -> Iterator[Added]:
     finally:
         tokens.append(getattr(trainer, _TOKENS))
         setattr(trainer, _TOKENS, total + tokens[0])
+    around = _AROUND if hasattr(trainer, SCORES) else ()
     for name, values in metrics.items():
-        if name == _NUM_TOKENS:
+        if name == _NUM_TOKENS and name not in around:
             values[:] = [getattr(trainer, _TOKENS)]
-        added[name] = [] if name == _NUM_TOKENS else values[before.get(name, 0) :]
+            added[name] = []
+        elif name not in around and len(values) > before.get(name, 0):
+            added[name] = values[before.get(name, 0) :]
 
 
 def add_metrics(trainer: Any, mode: str, added: Added) -> None:
@@ -129,7 +141,8 @@ def _names_in(cls: Any) -> frozenset[str]:
     found: set[str] = set()
     for base in cls.__mro__:
         if base.__module__ in READ_TRAINERS:
-            codes = [vars(base)[name].__code__ for name in METHODS if name in vars(base)]
+            members = [vars(base)[name] for name in METHODS if name in vars(base)]
+            codes = [inspect.unwrap(getattr(member, "__func__", member)).__code__ for member in members]
             while codes:
                 code = codes.pop()
                 found.update(code.co_names)

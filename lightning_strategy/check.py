@@ -64,7 +64,7 @@ class _CheckedTrainer(EndingLoops):
             sharding = self._hand.sharding
             options["strategy"] = XLAEagerStrategy(sharding=sharding)
             put = "XLAEagerStrategy() on one device" if sharding is None else f"XLAEagerStrategy({sharding=})"
-            self._hand.change(
+            self._hand.put_steps(
                 f"the Trainer of {line_of_caller()}: {put}" + (f" instead of {', '.join(given)}" if given else "")
             )
         elif self._hand.sharding is not None:

@@ -251,7 +251,7 @@ def asks_for_newest() -> bool:
     return False
 
 
-def load_newest(path: Any, load: Callable[[Any], dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+def load_newest(path: Any, load: Callable[[Any], dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
     """Loads a checkpoint; if it is damaged, the newest valid one beside it that has optimizer states.
 
     Args:
@@ -266,7 +266,7 @@ def load_newest(path: Any, load: Callable[[Any], dict[str, Any]]) -> tuple[str, 
     """
     try:
         _check_whole(path)
-        return os.fspath(path), load(path)
+        return path, load(path)
     except CheckpointDamagedError as error:
         damaged = error
     warnings.warn(f"{damaged}; the newest valid checkpoint beside it is looked for", CheckpointWarning, stacklevel=2)

@@ -19,8 +19,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
 from xla_adapters import get_runtime
-from xla_adapters.data.position import BatchUnit, ReadingStream
-from xla_adapters.data.workers import generators_of, renew_workers
+from xla_adapters.data.position import BatchUnit, ReadingStream, generators_of, renew_workers
 from xla_adapters.errors import CheckpointError
 from xla_adapters.runtime.rng import resume_random_algorithm
 from xla_adapters.utils.host_random import HostRandom
@@ -60,25 +59,33 @@ class DataPosition:
 
     def position(self) -> dict[str, Any] | None:
         """The position to save in the middle of an epoch; None at its end, and for loaders that save it themselves."""
-        loop = self._trainer.fit_loop
-        if self.began_with is None or loop.epoch_loop._num_ready_batches_reached():
+        loop: Any = self._trainer.fit_loop
+        if self.began_with is None or self._has_ended():
             return None
+        # A batch that was read and not trained is one of the rest.
+        done = loop.epoch_loop.batch_progress.current.processed
         return {
-            "batches": loop.epoch_loop.batch_progress.current.ready,
+            "batches": done,
             "units": [unit.to_save() for unit in self._units()],
             "began_with": self.began_with.to_save(),
-            "random": self._random.to_save(),
+            "random": self._random.to_save(done),
         }
 
     @property
     def next_epoch(self) -> int:
         """The number of the epoch that the next batch is from: this one, or at its end the one after it."""
         loop: Any = self._trainer.fit_loop
-        return int(loop.epoch_progress.current.ready) if loop.epoch_loop._num_ready_batches_reached() else self.epoch
+        return int(loop.epoch_progress.current.ready) if self._has_ended() else self.epoch
+
+    def _has_ended(self) -> bool:
+        """Whether all batches of the epoch were read and trained."""
+        loop: Any = self._trainer.fit_loop.epoch_loop
+        counts = loop.batch_progress.current
+        return bool(loop._num_ready_batches_reached()) and counts.processed >= counts.ready
 
     def generators(self) -> list[torch.Tensor]:
         """The states of the loaders' `torch.Generator`s with which the epoch `next_epoch` begins."""
-        ended = self.began_with is None or self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        ended = self.began_with is None or self._has_ended()
         return [generator.get_state() for generator in self._own_generators()] if ended else self._generators_began
 
     def resume(
@@ -182,10 +189,14 @@ class DataPosition:
         """
         if self._resumed_beginning is None:
             return
+        # A batch that was read and not trained counts from its second reading on: random numbers depend on that.
+        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
+        for read in (progress.total, progress.current):
+            read.ready = read.started = read.processed
         # Without a position the epoch had ended.
         position, self._resumed_beginning, self._resumed_position = self._resumed_position, None, None
         done = length if position is None else batches
-        counts = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        counts = progress.current
         if done is None or not counts.ready:
             return
         changed = done - counts.ready
@@ -246,16 +257,17 @@ def exact_state(seed: int, data: DataPosition) -> dict[str, Any]:
         seed: of the run.
         data: of the run.
     """
-    runtime = get_runtime()
+    runtime, position = get_runtime(), data.position()
+    reading = None if position is None else position["random"]
     state = {
         "seed": seed,
         "device": runtime.random.seed(),
         "algorithm": runtime.random.algorithm(),
-        "host": HostRandom.now().to_save(),
+        # Before a batch was read that is read again.
+        "host": HostRandom.now().to_save() if reading is None else reading["now"],
         "epoch": data.next_epoch,
         "generators": data.generators(),
     }
-    position = data.position()
     return state if position is None else {**state, "data": position}
 
 

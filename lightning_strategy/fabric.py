@@ -6,7 +6,7 @@ import functools
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar, Unpack, overload
 
@@ -34,6 +34,7 @@ from lightning_strategy.sharding import (
 from xla_adapters import XLAConfig, get_runtime, in_step
 from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.config import XLAOptions
+from xla_adapters.data.shapes import ShapePolicy
 from xla_adapters.errors import BreakKind
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.tracing.optimizers import eager_reason
@@ -154,7 +155,9 @@ class FabricCheckpoints:
         saves_shards = self._sharding is not None and self._sharding.saves_shards
         whole = {key: value for key, value in state.items() if not saves_shards or not _is_sharded(value)}
         converted = self._strategy._convert_stateful_objects_in_state(whole, filter=filters)
-        random_state = self._steps.random_state() if _is_resumable(state) else None
+        # A filter may leave nothing of an optimizer.
+        saved = {key: value for key, value in state.items() if key in converted or key not in whole}
+        random_state = self._steps.random_state() if _is_resumable(saved) else None
         io = self._strategy.checkpoint_io
         if not saves_shards and type(io) is XLAEagerCheckpointIO:
             converted = _beside(on_host(converted), random_state)
@@ -270,6 +273,8 @@ class XLAEagerFabricStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: i
         sharding: how to shard, by name (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or as a `ShardingConfig`, instead
             of `auto_sharding`.
         checkpoint_io: writes and reads checkpoints; it gets them with all tensors on the host.
+        shapes: gives the batches of loaders few shapes, as a `ShapePolicy`, its options, or `"auto"`: lengths are
+            padded to those of buckets, and batches of a shuffled loader are formed within these.
         options: the options of `XLAConfig` one by one, instead of `config`. `accumulation` and `step_replay` have no
             effect in a loop of your own, and are refused.
 
@@ -289,6 +294,7 @@ class XLAEagerFabricStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: i
         auto_sharding: AutoShardingOption = None,
         sharding: ShardingOption = None,
         checkpoint_io: CheckpointIO | None = None,
+        shapes: ShapePolicy | Mapping[str, Any] | str | None = None,
         **options: Unpack[XLAOptions],
     ) -> None:
         self.xla_config = XLAConfig.resolve(config, options)
@@ -299,7 +305,7 @@ class XLAEagerFabricStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: i
         self._sharding = make_sharding(name, self.xla_config, auto_sharding=auto_sharding, sharding=sharding)
         start_runtime(name, self.xla_config, shards=self._sharding is not None)
         self._runtime = get_runtime()
-        self._steps = FabricSteps(self.xla_config, self._sharding)
+        self._steps = FabricSteps(self.xla_config, self._sharding, ShapePolicy.resolve(shapes))
         self._updates = FabricUpdates(self._steps)
         self._checkpoints = FabricCheckpoints(self, self._steps, self._sharding)
         self._lasting = ExitStack()
@@ -424,6 +430,10 @@ class XLAEagerFabricStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: i
         check_fused(optimizer)
         self._steps.note_optimizer(optimizer)
         return super().setup_optimizer(optimizer)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """As `Strategy.process_dataloader`; with `shapes`, batches of a shuffled loader are formed within buckets."""
+        return super().process_dataloader(self._steps.shapes.loader(dataloader))
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
         """As `Strategy.batch_to_device`; copies cost no execution."""

@@ -20,8 +20,10 @@ from lightning_strategy.connector import flops_of_devices
 from lightning_strategy.metric_patches import metrics_without_reads
 from lightning_strategy.metrics import MetricSnapshot
 from lightning_strategy.refusals import check_nesting
+from lightning_strategy.shapes import LoaderShapes
 from lightning_strategy.sharding import ModuleSharding
 from xla_adapters import StepProgram, StepScope, StepSeed, XLAConfig, get_runtime, in_step
+from xla_adapters.data.shapes import ShapePolicy
 from xla_adapters.errors import ConfigError, RuntimeOrderError
 from xla_adapters.loop.steps import around_run
 from xla_adapters.runtime.rng import resume_random_algorithm
@@ -45,15 +47,20 @@ class FabricSteps:
     Args:
         config: the options.
         sharding: of the strategy, if it shards.
+        shapes: gives batches few shapes; None leaves them as they are.
 
     Attributes:
         config: the options.
+        shapes: gives batches few shapes.
         is_launched: whether `fabric.launch()` was called.
         count: training steps done since the seed was set.
     """
 
-    def __init__(self, config: XLAConfig, sharding: ModuleSharding | None = None) -> None:
+    def __init__(
+        self, config: XLAConfig, sharding: ModuleSharding | None = None, shapes: ShapePolicy | None = None
+    ) -> None:
         self.config = config
+        self.shapes = LoaderShapes(shapes, self._base_seed)
         self._sharding = sharding
         self.is_launched = False
         self.count = 0
@@ -67,6 +74,10 @@ class FabricSteps:
         self._reads: LibraryReads | None = None
 
     # ---- what the loop uses --------------------------------------------------------------------
+
+    def shaped(self, batch: Any) -> Any:
+        """A batch of a loader, on the host, as the loop takes it: of a bucket's length."""
+        return self.shapes.padded(batch, trains=torch.is_grad_enabled())
 
     def place_batch(self, batch: Any) -> None:
         """Shards a batch, or a tensor, that was moved to the device, if the strategy shards."""
@@ -83,6 +94,7 @@ class FabricSteps:
 
     def note_module(self, module: torch.nn.Module) -> None:
         """Remembers the metrics of a module, which are restored if a step is discarded, and what its layers read."""
+        self.shapes.model_is_known(module)
         self._metrics += [weakref.ref(part) for part in module.modules() if isinstance(part, Metric)]
         self._reads = reads_of_packages((), module) or self._reads
 
@@ -158,11 +170,12 @@ class FabricSteps:
         gradients = "present" if kind == "train" and self._gradients_present() else "absent"
         metrics = MetricSnapshot(metric for metric in (found() for found in self._metrics) if metric is not None)
         seed, calls = self._step_seed(kind), program.calls
+        length = self.shapes.phase(inputs, trains=kind == "train")
         try:
             with answering(self._reads), Discarding(program):
                 program.open(
                     inputs=inputs,
-                    phase=f"gradients {gradients}" if kind == "train" else "evaluation",
+                    phase=(f"gradients {gradients}" if kind == "train" else "evaluation") + length,
                     seed=seed,
                     where=f"step {self.count}",
                 )
@@ -286,30 +299,28 @@ def _uploading_batches() -> Iterator[None]:
     fabric: Any = lightning.fabric.fabric
     stock = wrappers.move_data_to_device
     with (
-        replaced(wrappers, "move_data_to_device", _moving(stock, _note_batch)),
-        replaced(fabric, "move_data_to_device", _moving(stock, lambda _: None)),
+        replaced(wrappers, "move_data_to_device", _moving(stock, of_loader=True)),
+        replaced(fabric, "move_data_to_device", _moving(stock, of_loader=False)),
     ):
         yield
 
 
-def _moving(stock: Callable[..., Any], note: Callable[[Any], None]) -> Callable[..., Any]:
+def _moving(stock: Callable[..., Any], *, of_loader: bool) -> Callable[..., Any]:
     @functools.wraps(stock)
     def move_data_to_device(batch: Any, device: Any) -> Any:
         if torch.device(device).type != get_runtime().device.torch_device().type:
             return stock(batch, device)
+        for steps in _launched if of_loader else ():
+            batch = steps.shaped(batch)
         with uploading():
             moved = stock(batch, device)
         for steps in _launched:
             steps.place_batch(moved)
-        note(moved)
+            if of_loader:
+                steps.note_batch(moved)
         return moved
 
     return move_data_to_device
-
-
-def _note_batch(batch: Any) -> None:
-    for steps in _launched:
-        steps.note_batch(batch)
 
 
 def _seeding_device(stock: Callable[..., torch.Generator]) -> Callable[..., torch.Generator]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,8 +45,8 @@ class EndingLoops(_TrainerBase):
         return []
 
     def _teardown(self) -> None:
-        # It would bring the weights to the host, and they have no values.
-        if self._hand.loops is None:
+        # It would bring the weights to the host.
+        if self._hand.has_values:
             super()._teardown()
 
 
@@ -104,13 +105,14 @@ def preflight(
     *,
     sharded: bool,
     timeout: float,
+    save_programs: str | os.PathLike[str] | None,
 ) -> PreflightReport:
     """See `XLAEagerStrategy.preflight`.
 
     Args:
         strategy: of the trainer.
         sharded: whether the strategy shards.
-        trainer, module, train_dataloaders, val_dataloaders, topology, timeout: as there.
+        trainer, module, train_dataloaders, val_dataloaders, topology, timeout, save_programs: as there.
     """
     accumulated = trainer.accumulate_grad_batches
     loaders = _first(train_dataloaders, accumulated), _first(val_dataloaders, 1)
@@ -123,7 +125,16 @@ def preflight(
             "callbacks": [item for item in _callbacks(trainer) if _is_in_steps(item)],
         },
     )
-    return preflight_run(type(module).__name__, topology, module, loaders, again, sharded=sharded, timeout=timeout)
+    return preflight_run(
+        type(module).__name__,
+        topology,
+        module,
+        loaders,
+        again,
+        sharded=sharded,
+        timeout=timeout,
+        saves_to=save_programs,
+    )
 
 
 def _first(loader: Any, count: int) -> _Loader | None:

@@ -121,6 +121,7 @@ def start_runtime(strategy: str, config: XLAConfig, *, shards: bool) -> None:
         UnsupportedOptionError: the process is one of several, or the runtime lacks the mode.
     """
     runtime = get_runtime()
+    runtime.device.use_compile_cache(config.cache_dir)
     runtime.device.initialize()
     check_mode(config.xla_mode)
     if runtime.device.is_spmd() and not shards:

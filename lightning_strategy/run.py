@@ -22,6 +22,7 @@ from lightning_strategy.metrics import RunMetrics
 from lightning_strategy.refusals import check_nesting, check_trainer
 from lightning_strategy.replay import ReplayRules
 from lightning_strategy.report import FitReport
+from lightning_strategy.shapes import LoaderShapes
 from lightning_strategy.sharding import ModuleSharding
 from lightning_strategy.steps import (
     GRADIENTS,
@@ -89,6 +90,7 @@ class Run:
         sharding: of the strategy, if it shards.
         checkpoint: when to save, and what takes too long.
         report: notes where the time goes; by default none is noted.
+        shapes: gives batches few shapes; by default they stay as they are.
 
     Attributes:
         config: the options.
@@ -106,6 +108,7 @@ class Run:
         sharding: ModuleSharding | None = None,
         checkpoint: CheckpointConfig | None = None,
         report: FitReport | None = None,
+        shapes: LoaderShapes | None = None,
     ) -> None:
         self.config = config
         self._trainer = trainer
@@ -128,7 +131,8 @@ class Run:
             after_discard=self.metrics.after_discard,
         )
         self.stalls = StallWatch(self._checkpoint.stall_deadline)
-        self.batches = LoopSteps(trainer, self.steps, sharding, self.stalls)
+        shapes = shapes if shapes is not None else LoaderShapes(None, base_seed)
+        self.batches = LoopSteps(trainer, self.steps, sharding, self.stalls, shapes)
 
     @property
     def _module(self) -> LightningModule:

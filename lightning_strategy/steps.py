@@ -20,6 +20,7 @@ from torchmetrics import Metric
 
 import xla_adapters
 from lightning_strategy.replay import ReplayRules
+from lightning_strategy.shapes import LoaderShapes
 from lightning_strategy.sharding import ModuleSharding
 from xla_adapters import StepProgram, XLAConfig, get_runtime, in_step
 from xla_adapters.errors import CheckpointError
@@ -208,16 +209,23 @@ class LoopSteps(Callback):
         driver: opens and closes the steps.
         sharding: of the strategy, if it shards.
         stalls: watches that no batch of an evaluation takes too long.
+        shapes: gives batches few shapes.
     """
 
     def __init__(
-        self, trainer: Trainer, driver: StepDriver, sharding: ModuleSharding | None, stalls: StallWatch
+        self,
+        trainer: Trainer,
+        driver: StepDriver,
+        sharding: ModuleSharding | None,
+        stalls: StallWatch,
+        shapes: LoaderShapes,
     ) -> None:
         self._trainer = trainer
         self._config = driver.config
         self._driver = driver
         self._sharding = sharding
         self._stalls = stalls
+        self._shapes = shapes
         self._rules: ReplayRules | None = None
         self._frees_grads = False
         # The training batch that ended last left its step open for the next one.
@@ -238,6 +246,7 @@ class LoopSteps(Callback):
             rules: say which steps may be replayed; None if none may.
         """
         self._rules = rules
+        self._shapes.model_is_known(self._module)
         self._frees_grads = self._decide_free_grads()
 
     def _decide_free_grads(self) -> bool:
@@ -248,6 +257,11 @@ class LoopSteps(Callback):
         return bool(self._config.free_grads)
 
     # ---- the batch -----------------------------------------------------------------------------
+
+    def shaped(self, batch: Any) -> Any:
+        """A batch on the host, as the step takes it: of a bucket's length."""
+        # What `predict_step` returns is not cut.
+        return batch if self._trainer.predicting else self._shapes.padded(batch, trains=self._trainer.training)
 
     def _enter(self, phase: Hashable) -> None:
         """A batch of a phase begins: at the first one the module is sharded again.
@@ -273,6 +287,7 @@ class LoopSteps(Callback):
             self._sharding.check_first_batch(batch)
         self._enter(("train", self._trainer.current_epoch))
         phase, facts = self._described(batch_idx)
+        phase += self._shapes.phase(batch, trains=True)
         self._driver.begin(
             batch,
             step=self._trainer.fit_loop.total_batch_idx,
@@ -342,9 +357,10 @@ class LoopSteps(Callback):
         takes_batch = len(args) > 1 and isinstance(args[1], int)
         batch, where = (args[0], f"batch {args[1]}") if takes_batch else (None, "")
         replay = self._replay(name, args) if takes_batch else None
+        phase = name + self._shapes.phase(batch, trains=False)
         with (
             self._stalls.watching(name),
-            self._driver.evaluation_step(name, batch, where=where, replay=replay) as program,
+            self._driver.evaluation_step(name, batch, phase=phase, where=where, replay=replay) as program,
         ):
             yield program
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Unpack
@@ -29,7 +30,8 @@ from lightning_strategy.checkpoints import (
 from lightning_strategy.connector import StrategyHooks, TrainerPlugins, XLAPrecisionFlag
 from lightning_strategy.refusals import check_fused, config_of_run, explaining_fused, start_runtime
 from lightning_strategy.report import FitReport
-from lightning_strategy.run import Run
+from lightning_strategy.run import Run, base_seed
+from lightning_strategy.shapes import LoaderShapes
 from lightning_strategy.sharding import (
     AutoShardingOption,
     HostCopy,
@@ -46,6 +48,7 @@ from lightning_strategy.steps import GRADIENTS, load_gradients
 from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.checkpoint import CheckpointConfig, snapshot
 from xla_adapters.config import XLAOptions
+from xla_adapters.data.shapes import ShapePolicy
 from xla_adapters.insight.run_report import RunReport
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding import accept_placements
@@ -135,8 +138,10 @@ class TrainerCheckpoints:
             return read(path)
 
         if run is not None and asks_for_newest():
-            path, checkpoint = load_newest(path, load)
-            run.resumes_from(path)
+            found = path
+            path, checkpoint = load_newest(found, load)
+            if os.fspath(path) != os.fspath(found):
+                run.resumes_from(path)
         else:
             checkpoint = load(path)
         # What is left is what Lightning's hooks get on the CPU.
@@ -211,6 +216,8 @@ class XLAEagerStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: ignore[
             before the process is ended, after a time, with a deadline for steps and saves that hang.
         xla_report: records where the time of a fit goes and writes it to the Trainer's folder; `"log"` also logs it to
             the Trainer's loggers, as `xla/...`; False does none of it.
+        shapes: gives batches few shapes, as a `ShapePolicy`, its options, or `"auto"`: lengths are padded to those of
+            buckets, and a training's batches are formed within these. None leaves batches as they are.
         options: the options of `XLAConfig` one by one, instead of `config`.
 
     Raises:
@@ -231,6 +238,7 @@ class XLAEagerStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: ignore[
         checkpoint_io: CheckpointIO | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
         xla_report: bool | Literal["log"] = True,
+        shapes: ShapePolicy | Mapping[str, Any] | str | None = None,
         **options: Unpack[XLAOptions],
     ) -> None:
         self.checkpoint_config = CheckpointConfig.resolve(checkpoint)
@@ -247,6 +255,7 @@ class XLAEagerStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: ignore[
             _ = self._runtime.replay_works
         self._run: Run | None = None
         self._report = FitReport(xla_report)
+        self._shapes = LoaderShapes(ShapePolicy.resolve(shapes), base_seed)
         self._checkpoints = TrainerCheckpoints(self, self.xla_config, self.checkpoint_config, self._sharding)
         SingleDeviceStrategy.__init__(self, device=self._runtime.device.torch_device(), checkpoint_io=checkpoint_io)
         self._plugins.adopt()
@@ -292,6 +301,7 @@ class XLAEagerStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: ignore[
         *,
         topology: str,
         timeout: float = 900,
+        save_programs: str | os.PathLike[str] | None = None,
     ) -> PreflightReport:
         """Compiles the steps of a fit for TPUs that are not there: whether they fit, and what bounds them.
 
@@ -304,18 +314,24 @@ class XLAEagerStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: ignore[
             train_dataloaders, val_dataloaders: one loader each; None where the module has its own.
             topology: generation, and chips along each dimension, as `"v5e:2x4"`.
             timeout: seconds for tracing, and for each compile.
+            save_programs: a folder. The fit also runs for two updates on the CPU, and all that it compiles is compiled
+                for the slice and saved there: a run on it with this folder as `cache_dir=` loads that.
 
         Returns:
             The report of all steps; `str()` gives it as text, and its `fits` says whether all of them fit.
 
         Raises:
-            ConfigError: there is no such slice, or what traces with TorchTPU is not installed.
-            UnsupportedOptionError: there are several loaders.
+            ConfigError: there is no such slice, or what traces with TorchTPU is not installed; or programs cannot be
+                saved in the folder.
+            UnsupportedOptionError: there are several loaders; or programs are to be saved of TorchTPU, or of several
+                hosts.
         """
         from lightning_strategy.preflight import preflight
 
         sharded, loaders = self._sharding is not None, (train_dataloaders, val_dataloaders)
-        found = preflight(self, trainer, module, *loaders, topology, sharded=sharded, timeout=timeout)
+        found = preflight(
+            self, trainer, module, *loaders, topology, sharded=sharded, timeout=timeout, save_programs=save_programs
+        )
         self._report.record.preflight = found
         return found
 
@@ -325,9 +341,10 @@ class XLAEagerStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: ignore[
         super().setup_environment()
         if self._run is None or self._run.end_if_left():
             assert self.lightning_module is not None
+            self._shapes.begin()
             trainer = self.lightning_module.trainer
             config = config_of_run(trainer, self.xla_config)
-            self._run = Run(trainer, config, self._sharding, self.checkpoint_config, self._report)
+            self._run = Run(trainer, config, self._sharding, self.checkpoint_config, self._report, self._shapes)
             self._run.begin()
 
     def setup(self, trainer: Trainer) -> None:
@@ -390,10 +407,15 @@ class XLAEagerStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: ignore[
 
     # ---- training ------------------------------------------------------------------------------
 
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """As `Strategy.process_dataloader`; with `shapes`, batches of a training are formed within buckets."""
+        return super().process_dataloader(self._shapes.loader(dataloader))
+
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """As `Strategy.batch_to_device`: copies cost no execution, transforms on the device one per batch."""
         if self._run is not None:
             self._run.before_upload()
+            batch = self._run.batches.shaped(batch)
         with uploading():
             batch = super().batch_to_device(batch, device, dataloader_idx)
         if self._sharding is not None:

@@ -18,6 +18,8 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tests count compiles, and those of the cache say where it is.
+os.environ.setdefault("XLA_ADAPTERS_CACHE_DIR", "off")
 # Compiling is most of what the tests do. The graphs that are traced are the same; XLA emits and optimizes the code of
 # kernels in a shorter way, and expands all scatters. Tests of rounding ask for XLA's defaults.
 os.environ.setdefault(

@@ -27,6 +27,7 @@ from xla_adapters.errors import (
 from xla_adapters.open_step import in_step
 
 if TYPE_CHECKING:
+    from xla_adapters.data.shapes import ShapePolicy
     from xla_adapters.insight.counters import StepCounters, count
     from xla_adapters.replay.compiled_step import CompiledStep
     from xla_adapters.replay.program import StepProgram
@@ -56,6 +57,7 @@ __all__ = [
     "ReplayMismatchError",
     "ReplayMismatchWarning",
     "RuntimeOrderError",
+    "ShapePolicy",
     "StepCounters",
     "StepProgram",
     "StepScope",
@@ -80,6 +82,7 @@ __all__ = [
 # Where the names are that need torch: imported when they are used, so that the command line answers at once.
 _HOMES = {
     "CompiledStep": "replay.compiled_step",
+    "ShapePolicy": "data.shapes",
     "StepCounters": "insight.counters",
     "StepProgram": "replay.program",
     "StepScope": "tracing.step_scope",

@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         ("plan", _add_plan, "how a model would be split over a mesh, and what a step would cost"),
         ("preflight", commands.add_preflight, "compiles a training for TPUs that are not there: does it fit?"),
         ("checkpoint", _add_checkpoint, "list, verify, repair and consolidate checkpoints"),
+        ("cache", commands.add_cache, "the folder of compiled programs: info, list, prune and verify"),
         (
             "check",
             commands.add_check,

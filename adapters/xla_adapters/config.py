@@ -17,6 +17,8 @@ StepReplay = Literal["auto"] | bool
 OnRecompile = Literal["warn", "error", "ignore"]
 OnReplayMismatch = Literal["error", "retrace"]
 RngAlgorithm = Literal["auto", "default", "philox", "three_fry"]
+# A folder; False for no cache; None for that of the environment, or the default.
+CacheDir = str | os.PathLike[str] | Literal[False] | None
 
 
 # Options of earlier versions, and what to do instead.
@@ -45,6 +47,20 @@ def check_switch(name: str, value: object) -> bool:
     return bool(value)
 
 
+def check_cache_dir(value: object) -> None:
+    """Checks a value of `CacheDir`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    is_path = isinstance(value, (str, os.PathLike)) and str(value) and "\0" not in str(value)
+    if value is not None and value is not False and not is_path:
+        raise ConfigError(
+            f"cache_dir={value!r} is not a valid value; valid values: the path of a folder, False (compiled programs "
+            "are not kept), or None (the folder in the variable XLA_ADAPTERS_CACHE_DIR, or the default)"
+        )
+
+
 class XLAOptions(TypedDict, total=False):
     """The options of `XLAConfig` as the type of keyword arguments, `**options: Unpack[XLAOptions]`."""
 
@@ -59,6 +75,7 @@ class XLAOptions(TypedDict, total=False):
     replay_verify_every: int | None
     on_replay_mismatch: OnReplayMismatch | None
     rng_algorithm: RngAlgorithm | None
+    cache_dir: CacheDir
     profile_steps: tuple[int, int] | None
     profile_folder: str | None
 
@@ -97,6 +114,8 @@ class XLAConfig:
         rng_algorithm: the algorithm of random numbers on the device, for the whole process: `"default"` is the
             device's own; `"auto"` is `"three_fry"` on CPU devices, where it is the fastest, else `"default"`.
             Algorithms draw different numbers. The environment variable `XLA_RNG_BIT_GENERATOR` has priority.
+        cache_dir: the folder in which compiled programs are kept for later processes, for the whole process; see
+            `xla_adapters.initialize`, whose option of this name can be given before the runtime starts.
         profile_steps: the first and the last call of the training step (from 1, each micro batch of an accumulation is
             one) of which a profile is recorded; `None` for no profile. An error, or the end of the run, ends it early.
         profile_folder: where the profile is written; `None` for `xla-profile` in the run's folder (HF's `output_dir`,
@@ -117,6 +136,7 @@ class XLAConfig:
     replay_verify_every: int | None = 1000
     on_replay_mismatch: OnReplayMismatch = "error"
     rng_algorithm: RngAlgorithm = "auto"
+    cache_dir: CacheDir = None
     profile_steps: tuple[int, int] | None = None
     profile_folder: str | None = None
 
@@ -130,6 +150,7 @@ class XLAConfig:
         check_choice("on_replay_mismatch", self.on_replay_mismatch, get_args(OnReplayMismatch))
         check_choice("rng_algorithm", self.rng_algorithm, get_args(RngAlgorithm))
         check_choice("accumulation", self.accumulation, get_args(Accumulation))
+        check_cache_dir(self.cache_dir)
         self._check_profile()
         for name in ("max_graphs", "replay_verify_every"):
             limit = getattr(self, name)
@@ -220,7 +241,11 @@ class XLAConfig:
 
     def of_numbers(self) -> dict[str, Any]:
         """The options by name that may decide the numbers of a run, for its checkpoints."""
-        return {name: value for name, value in asdict(self).items() if not name.startswith("profile_")}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if not name.startswith("profile_") and name != "cache_dir"
+        }
 
     @property
     def compiles_step(self) -> bool:

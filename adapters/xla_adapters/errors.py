@@ -258,7 +258,7 @@ class ProfilerScopeError(GraphBreakError):
 
 
 class HostOperatorError(GraphBreakError):
-    """An operator that the device has no kernel for (a Fourier transform, CTC, Cholesky) was called inside a step.
+    """An operator that the device has no kernel for (a Fourier transform, Cholesky) was called inside a step.
 
     torch_xla copies its inputs to the host, computes it there, and copies the result back. The message names it; one
     whose name ends with `_backward` is the backward of a call in the forward.

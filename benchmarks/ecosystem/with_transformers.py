@@ -6,6 +6,7 @@ import functools
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import transformers
@@ -28,6 +29,7 @@ from benchmarks.ecosystem.cell import (
 from benchmarks.ecosystem.model import Model
 from benchmarks.step_counts import CountedSteps
 from benchmarks.training import Batches, only_item
+from hf_trainer.generation import GENERATION
 from tests.plain_cpu import without_xla
 from xla_adapters import count, get_runtime
 from xla_adapters.config import OnGraphBreak
@@ -148,6 +150,9 @@ def train_with(
         _ = get_runtime().replay_works
         counted = CountedSteps()
         trainer = ours(args=config(folder, **values), callbacks=[counted], on_graph_break=on_graph_break, **options())
+        generation = trainer._xla.steps.evaluation[GENERATION]
+        tokens = [0]
+        trainer.add_callback(AtStepEnd(lambda: tokens.append(generation.calls)))
         with count() as counters:
             trainer.train()
     program = trainer._xla.steps.train
@@ -155,11 +160,25 @@ def train_with(
         losses=_losses(trainer),
         weights=weights_of(trainer.model),
         compiles=counters.compiles,
-        executions=[int(step["executions"]) for step in counted.steps],
+        # A trainer that generates executes a graph for each token.
+        executions=[
+            int(step["executions"]) - after + before
+            for step, (before, after) in zip(counted.steps, pairwise(tokens), strict=True)
+        ],
         calls=program.calls,
         replays=program.replays,
         reasons=program.replay_reasons,
     )
+
+
+class AtStepEnd(transformers.TrainerCallback):  # type: ignore[misc]
+    """Calls a function when a step has ended."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._function()
 
 
 def _losses(trainer: transformers.Trainer) -> list[float]:

@@ -54,11 +54,11 @@ def _train(
 
 def cells() -> list[Cell]:
     """Each trainer of TRL that is tested."""
-    greedy = {"max_completion_length": 4, "num_generations": 2, "top_k": 1}
+    sampled = {"max_completion_length": 4, "num_generations": 4}
     packed = {"packing": True, "max_length": 32, "per_device_train_batch_size": 1, "num_train_epochs": 3}
     sft, dpo = (trl.SFTTrainer, trl.SFTConfig, rows.text), (trl.DPOTrainer, trl.DPOConfig, rows.preference)
     lora = {"more": lambda: {"peft_config": _lora()}}
-    grpo = {"arguments": greedy, "more": lambda: {"reward_funcs": _length}}
+    grpo = {"arguments": sampled, "more": lambda: {"reward_funcs": _length}}
     made: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = [
         ("TRL SFT", "decoder", sft, {}),
         ("TRL SFT", "decoder, packed rows", sft, {"arguments": packed}),

@@ -226,3 +226,47 @@ def test_the_data_goes_on(kind: str, data: str, tmp_path: Path) -> None:
         torch.manual_seed(step)
         random.seed(step)
         assert run(step).losses == whole.losses[step:], step
+
+
+@isolated(timeout=400)
+@pytest.mark.parametrize("data", ["drawing", "stream", "accumulated"])
+@pytest.mark.parametrize("kind", ["hf", "lightning"])
+def test_a_batch_that_was_read_and_not_trained_is_one_of_the_rest(kind: str, data: str, tmp_path: Path) -> None:
+    """Saves as a step begins: by hand, or because of an exception in it."""
+    make, of_transformers, of_loader = DATA[data]
+    if kind == "lightning" and of_loader is None:
+        of_loader = {"shuffle": True}
+    per_epoch = 3 if data == "accumulated" else 6
+    # Lightning's has a loss for each micro batch.
+    losses = 2 if data == "accumulated" and kind == "lightning" else 1
+
+    def run(saved_at: int = 0, resume: Path | None = None) -> Training:
+        def save(moment: Any) -> None:
+            if moment.step == saved_at and not (tmp_path / f"checkpoint-{saved_at - 1}").exists():
+                if kind == "hf":
+                    moment.trainer._save_checkpoint(moment.trainer.model, None)
+                else:
+                    moment.trainer.save_checkpoint(tmp_path / f"checkpoint-{saved_at - 1}")
+
+        options: dict[str, Any] = {"stock": of_transformers} if kind == "hf" else {"own": dict(of_loader or {})}
+        if kind == "lightning" and data == "accumulated":
+            options["stock"] = {"accumulate_grad_batches": 2}
+        return train(
+            kind,
+            tmp_path if resume is None else tmp_path / "rest",
+            resume=resume,
+            net=Classifier(dropout=0.4, seed=0 if resume is None else 1),
+            data=make(),
+            steps=10,
+            at={"step begin": save, "step end": _draws},
+            **options,
+        )
+
+    whole = run()
+    for step in (3, per_epoch, per_epoch + 2):
+        saving = run(saved_at=step)
+        assert saving.losses == whole.losses
+        torch.manual_seed(step)
+        random.seed(step)
+        rest = run(resume=tmp_path / f"checkpoint-{step - 1}")
+        assert rest.losses == whole.losses[losses * (step - 1) :], step

@@ -14,6 +14,7 @@ _THERE = (
     "lightning.fabric.connector._Connector.__init__.__code__",
     "lightning.fabric.strategies.registry._StrategyRegistry",
     "lightning.fabric.utilities.data._set_sampler_epoch",
+    "lightning.fabric.utilities.data._update_dataloader",
     "lightning.fabric.utilities.types._Stateful",
     "lightning.pytorch.loops.fetchers._DataLoaderIterDataFetcher",
     "lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO",

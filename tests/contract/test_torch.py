@@ -70,6 +70,12 @@ def test_modes_of_a_thread_can_be_read_and_set() -> None:
     assert torch.compiler._is_compiling_flag is False
     with torch.autograd.set_multithreading_enabled(False):
         assert torch._C._is_multithreading_enabled() is False
+    state = torch._C._get_torch_function_state()
+    with torch._C.DisableTorchFunction():
+        assert torch._C._get_torch_function_state() != state
+        torch._C._set_torch_function_state(state)
+        assert torch._C._is_torch_function_enabled()
+    assert torch._C._get_torch_function_state() == state
 
 
 def test_function_modes_can_be_left_out_of_order() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import inspect
+import os
 import re
 from pathlib import Path
 
@@ -356,6 +357,18 @@ def test_tpus_are_counted_by_a_function_that_is_looked_up() -> None:
 
     assert "num_available_chips() * num_logical_cores_per_chip()" in inspect.getsource(tpu.num_available_devices)
     assert "tpu.num_available_devices()" in inspect.getsource(XLAAccelerator.auto_device_count)
+
+
+def test_flags_of_a_host_with_tpus_are_set_by_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On import there; elsewhere it can be called."""
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--mine=1")
+    torch_xla._setup_libtpu_flags()
+    flags = os.environ["LIBTPU_INIT_ARGS"].split()
+    assert flags[0] == "--mine=1"
+    assert "--xla_enable_async_all_gather=true" in flags
+    assert "_setup_libtpu_flags()" in inspect.getsource(torch_xla._setup_default_env)
 
 
 def test_the_kind_of_a_device() -> None:

@@ -12,9 +12,10 @@ import diffusers
 import sentence_transformers
 import timm
 import torch_geometric
+import transformers
 
 from benchmarks.ecosystem.table import cells
-from tests.hf_trainer.scenarios import Sample, traced_and_replayed
+from tests.hf_trainer.scenarios import Sample, arguments, assert_parity, ours, steps_of, traced_and_replayed
 from xla_adapters.replay.safety import trusted
 
 pytestmark = pytest.mark.isolated
@@ -52,7 +53,9 @@ def test_a_scheduler_of_diffusers() -> None:
     "name",
     [
         "HF Trainer x timm ViT",
+        "HF Trainer x CTC speech (Wav2Vec2)",
         "Lightning x PyG GCN (edges normalized with the data)",
+        "Lightning x PyG GCN",
         "sentence-transformers x encoder, CoSENT loss",
     ],
 )
@@ -64,6 +67,93 @@ def test_a_model(name: str) -> None:
     assert trained.replays >= 3
     assert trained.compiles == 1
     assert max(abs(a - b) for a, b in zip(trained.losses, expected.losses, strict=True)) < 1e-5
+
+
+_TEXT: dict[str, Any] = {
+    **{"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+_IMAGE = 99
+
+
+def _with_image(index: int, at: int, **more: torch.Tensor) -> Sample:
+    """A text in which four tokens stand for an image, from position `at` on."""
+    ids = torch.randint(5, 90, (12,), generator=torch.Generator().manual_seed(index))
+    ids[at : at + 4] = _IMAGE
+    return {"input_ids": ids, "labels": torch.where(ids == _IMAGE, -100, ids), **more}
+
+
+def _llava() -> tuple[Any, list[Sample]]:
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=transformers.LlamaConfig(**_TEXT),
+        image_token_index=_IMAGE,
+        image_seq_length=4,
+    )
+    data = [_with_image(index, index % 3, pixel_values=torch.full((3, 16, 16), index / 8)) for index in range(16)]
+    return transformers.LlavaForConditionalGeneration(config), data
+
+
+def _qwen() -> tuple[Any, list[Sample]]:
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    config = transformers.Qwen2VLConfig(
+        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
+        text_config={**_TEXT, "rope_parameters": rope},
+        image_token_id=_IMAGE,
+        vision_start_token_id=98,
+    )
+    patches = {"pixel_values": torch.linspace(-1, 1, 96).repeat(16, 1), "image_grid_thw": torch.tensor([1, 4, 4])}
+    data = [_with_image(index, 2, **patches) for index in range(16)]
+    for row in data:
+        row["mm_token_type_ids"] = (row["input_ids"] == _IMAGE).long()
+    return transformers.Qwen2VLForConditionalGeneration(config), data
+
+
+def _bart() -> tuple[Any, list[Sample]]:
+    config = transformers.BartConfig(
+        **{"vocab_size": 128, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2},
+        **{"decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "dropout": 0.0},
+        **{"eos_token_id": 2, "max_position_embeddings": 32},
+    )
+    data = []
+    for index in range(16):
+        ids = torch.randint(5, 90, (12,), generator=torch.Generator().manual_seed(index))
+        ids[-1 - index % 4] = 2
+        data.append({"input_ids": ids, "labels": torch.tensor(index % 3)})
+    return transformers.BartForSequenceClassification(config), data
+
+
+def _collated(rows: list[Sample]) -> Sample:
+    return {
+        name: torch.cat([row[name] for row in rows])
+        if name == "pixel_values" and rows[0][name].ndim == 2
+        else torch.stack([row[name] for row in rows])
+        for name in rows[0]
+    }
+
+
+@pytest.mark.parametrize(("make", "replays"), [(_llava, 5), (_qwen, 0), (_bart, 5)])
+def test_models_that_look_at_tokens(make: Any, replays: int) -> None:
+    """Qwen's keeps a tensor in an attribute, which a replay could not, and has a graph for each place of its images."""
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        return make()[0]
+
+    args = {"max_steps": 8, "remove_unused_columns": False, "learning_rate": 1e-3}
+    run = assert_parity(model, make()[1], args=args, data_collator=_collated)
+    assert (run.counts.compiles, max(step.executions for step in run.steps)) == (1, 1)
+    assert steps_of(run.trainer).train.replays >= replays
+
+
+def test_what_a_model_checks_is_said_as_on_the_cpu() -> None:
+    model, data = _bart()
+    data[9]["input_ids"][3] = 2
+    with pytest.raises(ValueError, match="same number of <eos> tokens"):
+        ours(model, data, args=arguments(max_steps=8))
 
 
 @pytest.mark.parametrize("library", [diffusers, sentence_transformers, timm, torch_geometric])

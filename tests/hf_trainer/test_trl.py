@@ -7,6 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -184,7 +185,7 @@ def test_what_is_not_known_of_trl_is_traced(monkeypatch: pytest.MonkeyPatch) -> 
     changed = type("Changed", (SFT,), {"compute_loss": _own_loss})
     assert "Changed.compute_loss is overridden" in str(reason(changed))
     assert "activation_offloading" in str(reason(maybe_activation_offload_context=ExitStack()))
-    assert overridden(GRPO.__new__(GRPO), ("training_step",)) == "GRPOTrainer.training_step"
+    assert overridden(RLOO.__new__(RLOO), ("training_step",)) == "RLOOTrainer.training_step"
     for looked_up in (trusted.is_trusted_file, trusted.is_library_file):
         looked_up.cache_clear()
     monkeypatch.setattr(trl, "__version__", "1.16.9")
@@ -241,6 +242,25 @@ def test_the_default_precision() -> None:
     assert_one_execution(run)
     losses = [entry["loss"] for entry in expected if "loss" in entry]
     assert run.losses == pytest.approx(losses, abs=2e-2)
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_grpo_with_samples_as_on_the_cpu(iterations: int, tmp_path: Path) -> None:
+    """One launch for each token, one for the reference, one for the rewards by a model, and the update."""
+    sampling: dict[str, Any] = {"max_completion_length": 4, "num_generations": 4, "max_steps": 8, "beta": 0.1}
+    args = {**sampling, "num_iterations": iterations, "gradient_checkpointing": True, "seed": 3}
+    rows = rows_of(lambda index: {"prompt": f"say {index % 10}:"})
+
+    judge = llama(LlamaForSequenceClassification, num_labels=1)
+    judge.config.pad_token_id = 0
+    judge.save_pretrained(tmp_path)
+    given: dict[str, Any] = {"reward_funcs": str(tmp_path), "reward_processing_classes": tokenizer()}
+    run, expected = both(GRPO, trl.GRPOConfig, llama, rows, args=args, **given)
+    assert_logs_are_equal(run, expected)
+    assert len({entry["reward"] for entry in expected if "reward" in entry}) > 2
+    assert max(step.executions for step in run.steps) <= 4 + 4
+    program = steps_of(run.trainer).train
+    assert program.replays >= 4, program.replay_reasons
 
 
 @pytest.mark.slow

@@ -383,6 +383,21 @@ def test_early_stopping_goes_on(tmp_path: Path) -> None:
     assert module.losses == whole.module.losses[6 * (epochs - 1) :]
 
 
+class _Finds(ModelCheckpoint):
+    """As Lightning's own tests have it."""
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[Any]:
+        return set(map(Path, super()._find_last_checkpoints(trainer)))
+
+
+def test_the_trainer_keeps_the_path_that_lightning_found(tmp_path: Path) -> None:
+    fit(dropping, XLAEagerStrategy(), max_epochs=1, callbacks=lambda: [saves(tmp_path)])
+    run = trainer(XLAEagerStrategy(), max_epochs=2, callbacks=[_Finds(tmp_path, save_last=True)])
+    run.fit(dropping(), loader(), ckpt_path="last")
+    assert isinstance(run.ckpt_path, Path)
+    assert run.ckpt_path == tmp_path / "last.ckpt"
+
+
 def test_less_data_than_then(tmp_path: Path) -> None:
     fit(dropping, XLAEagerStrategy(), max_epochs=1, callbacks=lambda: [each(tmp_path)])
     run = trainer(XLAEagerStrategy(), max_epochs=1)

@@ -379,6 +379,9 @@ def test_random_numbers_go_on_from_what_a_plugin_saved(tmp_path: Path) -> None:
         optimizer.step()
     state = {"model": wrapped, "optimizer": optimizer}
     fabric.save(tmp_path / "a.ckpt", state)
+    nothing = {"model": lambda name, value: False, "optimizer": lambda name, value: False}
+    fabric.save(tmp_path / "nothing.ckpt", {**state, "epoch": 1}, filter=nothing)
+    assert torch.load(tmp_path / "nothing.ckpt") == {"epoch": 1}
     resumed = Fabric(strategy=XLAEagerFabricStrategy())
     resumed.launch()
     model = torch.nn.Linear(2, 2)
@@ -474,7 +477,7 @@ def test_an_exception_in_the_step_leaves_everything_as_it_was() -> None:
 def test_a_step_that_does_not_begin_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = xla_loop()
     with monkeypatch.context() as patched:
-        patched.setattr("xla_adapters.replay.program.use_random_algorithm", Mock(side_effect=ValueError("no")))
+        patched.setattr("xla_adapters.replay.program.apply_process_options", Mock(side_effect=ValueError("no")))
         with pytest.raises(ValueError, match="no"), ours.step():
             pass
     assert ours.fabric.strategy.step_count == 0

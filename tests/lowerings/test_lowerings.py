@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import distributions as d
 from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 import xla_adapters
 from xla_adapters.replay.compiled_step import CompiledStep
+from xla_adapters.tracing.library_reads import LibraryReads, answering
 
 pytestmark = pytest.mark.isolated
 
@@ -210,8 +213,14 @@ def test_what_reduces_an_embedding_is_one_graph_for_all_steps(reduce: Callable[.
 
 def test_stacked_batch_norms_keep_torchs_statistics_in_one_graph() -> None:
     def norms() -> nn.Sequential:
+        without_statistics = nn.BatchNorm1d(4, momentum=None)
+        # It keeps its running statistics, as they are.
+        without_statistics.track_running_stats = False
         return nn.Sequential(
-            nn.BatchNorm1d(4), nn.BatchNorm1d(4, momentum=None), nn.BatchNorm1d(4, affine=False, momentum=0.3)
+            nn.BatchNorm1d(4),
+            nn.BatchNorm1d(4, momentum=None),
+            nn.BatchNorm1d(4, affine=False, momentum=0.3),
+            without_statistics,
         )
 
     plain = norms()
@@ -387,3 +396,28 @@ def test_groups_of_rows() -> None:
     assert w.grad is not None
     assert not w.grad[1].cpu().any()
     torch.testing.assert_close(w.grad[3].cpu(), rows[5:6].sum(0)[:, None].expand(3, 5), rtol=1e-4, atol=1e-5)
+
+
+def test_ctc_of_transformers_does_not_select_labels() -> None:
+    """Labels that do not count stand anywhere: texts of other lengths are the same graph, with the loss of the CPU."""
+    stock = LOSS_MAPPING["ForCTC"]
+    xla_adapters.initialize()
+    generator = torch.Generator().manual_seed(0)
+    batches = [[[1, 2, -100, -100], [3, 3, 4, 5]], [[-100, 2, 0, 1], [3, -100, -100, -100]], [[1] * 4, [-100] * 4]]
+    with answering(LibraryReads([])), xla_adapters.count() as counters:
+        used = LOSS_MAPPING["ForCTC"]
+        for batch in batches:
+            logits = torch.randn(2, 12, 6, generator=generator)
+            labels, times = torch.tensor(batch), torch.tensor([12, 9])
+            there, here = logits.to("xla").requires_grad_(), logits.requires_grad_()
+            for reduction in ("mean", "sum"):
+                given: dict[str, Any] = {"blank_token_id": 0, "reduction": reduction, "zero_infinity": True}
+                with xla_adapters.step():
+                    found = used(there, labels.to("xla"), times.to("xla"), **given, num_items_in_batch=3)
+                    (gradient,) = torch.autograd.grad(found, there)
+                expected = stock(here, labels, times, **given)
+                torch.testing.assert_close(found.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(gradient.cpu(), *torch.autograd.grad(expected, here), rtol=1e-5, atol=1e-5)
+    assert used is not stock
+    assert LOSS_MAPPING["ForCTC"] is stock
+    assert counters.compiles == 2

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -27,9 +28,10 @@ VERSIONS = [text.removeprefix(_PYTHON) for text in PROJECT["classifiers"] if tex
 _EXTRAS = {"hf_trainer": "xla-adapters[hf]", "lightning_strategy": "xla-adapters[lightning]"}
 
 
-def _uv(*arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+def _uv(*arguments: object, check: bool = True, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "uv", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, timeout=800)
+    given = {**os.environ, **(env or {})}
+    done = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, timeout=800, env=given)
     assert not check or done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     return done
 
@@ -67,9 +69,18 @@ def test_the_wheel_has_the_packages_and_nothing_else(built: tuple[Path, Path]) -
     assert {name.partition("/")[0] for name in names} == {*PACKAGES, info}
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
     assert f"{info}/licenses/LICENSE" in names
-    # Beside Python files only what says that they are typed, and the page of the run report.
+    # Beside Python files only what says that they are typed, the page of the run report, and the cache's plugin.
     others = {name for name in names if not name.endswith((".py", "/py.typed")) and not name.startswith(info)}
-    assert others == {"xla_adapters/insight/report.html"}
+    cache = {f"xla_adapters/runtime/compile_cache/plugin.{kind}" for kind in ("c", "so.1")}
+    assert others == {"xla_adapters/insight/report.html", *cache}
+    assert built[0].name.endswith(f"-py3-none-{sysconfig.get_platform().replace('-', '_')}.whl")
+
+
+def test_without_a_compiler_there_is_a_wheel_for_each_platform(tmp_path: Path) -> None:
+    _uv("build", "--wheel", "--build-constraint", CONSTRAINTS, "--out-dir", tmp_path, ROOT, env={"CC": "none"})
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if ".so" in name]
 
 
 def test_the_sdist_has_what_builds_the_wheel_and_nothing_else(built: tuple[Path, Path]) -> None:

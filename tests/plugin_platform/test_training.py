@@ -5,16 +5,19 @@ The plugin computes on the CPU, too, so that the tests' expectations are the sam
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from tests.plugin_platform.build import ROOT, build
+from tests.plugin_platform.device import LIBRARY_VARIABLE
 
 pytestmark = pytest.mark.slow
 
@@ -79,3 +82,45 @@ def test_trains_on_a_plugin(group: str, environment: Mapping[str, str]) -> None:
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
     # Nothing was skipped: then the line would say so.
     assert re.search(r"^\d+ passed(, \d+ deselected)? in ", done.stdout, re.MULTILINE), done.stdout[-2_000:]
+
+
+_TWICE = """
+import json, torch, torch_xla, xla_adapters
+xla_adapters.initialize()
+model = torch.nn.Linear(4, 4).to("xla")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.nn.init.ones_(model.weight)
+
+@xla_adapters.CompiledStep
+def step(batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+losses = [step(torch.ones(2, 4)).item() for _ in range(3)]
+counts = xla_adapters.get_runtime().counters.compile_cache()
+hardware = xla_adapters.get_runtime().device.hardware()
+print(json.dumps([hardware, counts.compiled, counts.loaded, counts.problem]))
+"""
+
+
+@pytest.mark.parametrize("hardware", ["XCPU", "TPU"])
+def test_programs_are_kept_by_default(hardware: str, environment: Mapping[str, str], tmp_path: Path) -> None:
+    """Of a registered plugin, and of libtpu, in whose place torch_xla gets the same one."""
+    env = {**os.environ, **environment, "XDG_CACHE_HOME": str(tmp_path), "XLA_ADAPTERS_CACHE_DIR": ""}
+    if hardware == "TPU":
+        alone = {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-1"}
+        bounds = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_SKIP_MDS_QUERY": "1"}
+        env |= {"PJRT_DEVICE": "TPU", "TPU_LIBRARY_PATH": environment[LIBRARY_VARIABLE], **alone, **bounds}
+    command = [sys.executable, "-c", _TWICE]
+    found = []
+    for _ in range(2):
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr[-3_000:]
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    (_, compiled, loaded, _), again = found
+    assert compiled > 0
+    assert loaded == 0
+    assert again == [hardware, 0, compiled, ""]

@@ -239,6 +239,43 @@ def test_weights_that_come_to_be_a_part_of_a_larger_tensor(
     alike(body)
 
 
+_VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda value: value.t(),
+    "transposed twice": lambda value: value.t().t(),
+    "a copy of the transposed": lambda value: value.t().contiguous(),
+    "reshaped": lambda value: value.view(2, 8).view(4, 4),
+    "rows": lambda value: value.reshape(-1)[:16].reshape(4, 4),
+    "strided": lambda value: value.as_strided((4, 4), (4, 1)),
+}
+
+
+@pytest.mark.parametrize("name", ["weight", "buffer"])
+@pytest.mark.parametrize("view", _VIEWS.values(), ids=_VIEWS)
+def test_tensors_that_come_to_be_a_view_of_themselves(view: Callable[[torch.Tensor], torch.Tensor], name: str) -> None:
+    def body(make: Callable[..., CompiledStep[Any]]) -> Any:
+        model = _TwoLayers().to(DEVICE)
+        buffer = torch.linspace(-1, 1, 16, device=DEVICE).view(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model.register_buffer("turn", buffer)
+
+        def function(batch: torch.Tensor) -> torch.Tensor:
+            loss = model(batch @ model.turn).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step, losses = make(function), []
+        for number in range(14):
+            if number in (4, 9):
+                tensor = model.first.weight if name == "weight" else model.turn
+                tensor.data = view(tensor.data)
+            losses.append(step(torch.linspace(-1, 1, 8).view(2, 4) * (number + 1) / 14))
+        return losses, model
+
+    assert alike(body).replays >= 2
+
+
 def _shared(model: _TwoLayers) -> None:
     model.first.weight.grad = model.second.weight.grad
 
@@ -284,3 +321,30 @@ def test_gradients_that_come_to_share_and_cease_to(how: Callable[[_TwoLayers], N
         return losses, model, [parameter.grad for parameter in model.parameters()]
 
     assert alike(body).replays >= 2
+
+
+def test_a_parameter_without_dimensions_does_not_take_others_with_it() -> None:
+    """torch_xla keeps a number that was uploaded, and gives its buffer to the next tensor of that value."""
+    for number in range(3):
+        model = nn.Linear(2, 2)
+        model.scale, model.again = (nn.Parameter(torch.tensor(0.75)) for _ in range(2))
+        model = model.to(DEVICE)
+        updates = torch.optim.AdamW(model.parameters(), 0.01)
+
+        def body(batch: torch.Tensor, model: Any = model, updates: Any = updates) -> torch.Tensor:
+            loss = (model(batch) * model.scale + model.again).square().mean()
+            loss.backward()
+            updates.step()
+            updates.zero_grad()
+            return loss.detach()
+
+        step = CompiledStep(body)
+        for _ in range(5):
+            step(torch.ones(2, 2).to(DEVICE))
+        assert step.program.replays, step.program.replay_reasons
+        # As `load_state_dict` does.
+        with torch.no_grad():
+            model.scale.copy_(torch.tensor(0.75))
+        step(torch.ones(2, 2).to(DEVICE))
+        assert model.scale.item() < 0.75 + number
+        assert torch.tensor(0.75).to(DEVICE).item() == 0.75

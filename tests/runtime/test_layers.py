@@ -229,3 +229,37 @@ def test_lengths_on_the_device_and_of_another_batch_are_refused() -> None:
     for lengths in ([5, 4], [2, 3, 4, 5], [5, 4, 2, 0]):
         with pytest.raises(ValueError, match="lengths"):
             torch._VF._pack_padded_sequence(values, torch.tensor(lengths), False)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("in_step", [True, False], ids=["step", "eager"])
+@pytest.mark.parametrize("form", ["padded", "in one dimension"])
+@pytest.mark.parametrize("lengths", ["tensors", "numbers"])
+def test_ctc(in_step: bool, form: str, lengths: str) -> None:
+    """Equal labels in a row, a text without labels, one without frames, and one that does not fit into its frames."""
+    xla_adapters.initialize()
+    torch.manual_seed(0)
+    frames, labels = torch.tensor([12, 9, 3, 12, 0]), torch.tensor([4, 2, 4, 0, 0])
+    targets = torch.randint(1, 6, (5, 4))
+    targets[0] = torch.tensor([2, 2, 2, 3])
+    given = targets if form == "padded" else torch.cat([row[:n] for row, n in zip(targets, labels, strict=True)])
+    logits = torch.randn(12, 5, 6)
+
+    def losses(device: str) -> list[torch.Tensor]:
+        values = logits.to(device).requires_grad_()
+        times: list[Any] = [frames.to(device), labels.to(device)]
+        if lengths == "numbers":
+            times = [frames.tolist(), labels.tolist()]
+        results = []
+        for reduction in ("mean", "none"):
+            for zero in (False, True):
+                options: dict[str, Any] = {"reduction": reduction, "zero_infinity": zero}
+                loss = torch.nn.functional.ctc_loss(values.log_softmax(2), given.to(device), *times, **options)
+                results += [loss.detach(), *torch.autograd.grad(loss.sum(), values)]
+        return results
+
+    with xla_adapters.count() as counters, xla_adapters.step() if in_step else nullcontext():
+        found = losses("xla")
+    if in_step:
+        assert (counters.executions, counters.transfers_to_host) == (1, 0)
+    for actual, expected in zip(found, losses("cpu"), strict=True):
+        torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)

@@ -114,7 +114,7 @@ def test_the_state_of_the_random_stream() -> None:
 
 
 def test_the_device_and_its_counts() -> None:
-    """`_is_initialized`, `_synchronize_device`, `_get_cache_requests`, `_get_cache_misses`."""
+    """`_is_initialized`, `_synchronize_device`, `_get_cache_requests`, `_get_cache_misses`, `_get_cache_stats`."""
     torch.ones(2, device="tpu").sum().item()
     assert _device_ops_backend._is_initialized()
     _device_ops_backend._synchronize_device(0, True)
@@ -123,6 +123,8 @@ def test_the_device_and_its_counts() -> None:
     (torch.ones(7, device="tpu") * 5).cpu()
     assert _device_ops_backend._get_cache_requests() > requests
     assert _device_ops_backend._get_cache_misses() > misses
+    # Without a cache on disk each miss is a compile.
+    assert _device_ops_backend._get_cache_stats().num_compilations == _device_ops_backend._get_cache_misses()
     assert torch._C._get_privateuse1_backend_name() == "tpu"
     assert callable(_loader.load)
     assert not inspect.signature(_loader.load).parameters

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import xla_adapters
 from tests.device import DEVICE, ON_TORCH_TPU
+from xla_adapters import XLAConfig
 from xla_adapters.errors import IndexRangeError
 from xla_adapters.replay.compiled_step import CompiledStep
 
@@ -47,7 +48,7 @@ def _entropy(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(weight.sum(1).expand(shifted.numel(), -1), shifted.view(-1), reduction="none")
 
 
-def _step(lookup: Callable[..., torch.Tensor]) -> tuple[CompiledStep[Any], nn.Parameter]:
+def _step(lookup: Callable[..., torch.Tensor], replay: Any = "auto") -> tuple[CompiledStep[Any], nn.Parameter]:
     xla_adapters.initialize()
     weight = nn.Parameter(torch.ones(ROWS, 4, device=DEVICE))
     optimizer = torch.optim.SGD([weight], 0.1)
@@ -59,7 +60,7 @@ def _step(lookup: Callable[..., torch.Tensor]) -> tuple[CompiledStep[Any], nn.Pa
         optimizer.zero_grad()
         return loss.detach()
 
-    return CompiledStep(train), weight
+    return CompiledStep(train, config=XLAConfig(step_replay=replay)), weight
 
 
 def _batch(number: int, bad: int | None = None) -> dict[str, torch.Tensor]:
@@ -223,7 +224,27 @@ def _positions(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return functional.embedding(present.cumsum(1) * present + ROWS - 4, weight)
 
 
+def _masked(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    ids = ids.clone()
+    ids[ids == 3] = 0
+    return functional.embedding(ids, weight)
+
+
+def _in_place(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return functional.embedding(ids.clone().add_(5), weight)
+
+
+def _to_the_right(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    moved = ids.new_zeros(ids.shape)
+    moved[:, 1:] = ids[:, :-1]
+    return functional.embedding(moved.roll(1, 0), weight)
+
+
+_GOOD, _BAD = [[0, 9, 2, 3], [4, 5, 0, 1]], [[0, 10, 2, 3], [4, 5, 0, 1]]
 _COMPUTED = {
+    "written by a mask": (_masked, _GOOD, _BAD),
+    "written in place": (_in_place, [[0, 1, 2, 3], [4, 4, 0, 1]], [[0, 1, 2, 3], [4, 5, 0, 1]]),
+    "moved": (_to_the_right, _GOOD, _BAD),
     "shifted": (_shifted, [[0, 1, 2, 3], [4, 4, 0, 1]], [[0, 1, 2, 3], [4, 5, 0, 1]]),
     "a sum": (_sum_of_rows, [[0, 9, 2, 3], [4, 0, 3, 1]], [[0, 9, 2, 3], [4, 1, 3, 1]]),
     "positions": (_positions, [[1, 1, 0, 1], [1, 0, 0, 1]], [[1, 1, 1, 1], [1, 0, 0, 1]]),
@@ -234,14 +255,75 @@ _COMPUTED = {
 def test_indices_that_are_computed_from_the_batch(
     lookup: Callable[..., torch.Tensor], good: list[list[int]], bad: list[list[int]]
 ) -> None:
-    """All values of the bad batch are in range themselves."""
-    step, weight = _step(lookup)
+    """All values of the bad batch are in range themselves. Steps that write in place are traced."""
+    _find(lookup, good, bad, replays=0 if lookup in (_masked, _in_place, _to_the_right) else 2)
+
+
+def _find(lookup: Callable[..., torch.Tensor], good: Any, bad: Any, *, replays: int, replay: Any = "auto") -> None:
+    step, weight = _step(lookup, replay)
     for _ in range(5):
         step({"ids": torch.tensor(good)})
-    assert step.replays >= 2, step.reasons
+    assert step.replays >= replays, step.reasons
     before = weight.detach().cpu().clone()
     assert "is 10, and" in _refused(step, {"ids": torch.tensor(bad)})
     assert torch.equal(weight.cpu(), before)
+
+
+def _set(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    rows = weight.new_zeros(ROWS, 4)
+    rows[ids[0]] = weight[:4]
+    return rows
+
+
+_OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
+    "index_add": lambda w, ids: w.new_zeros(ROWS, 4).index_add(0, ids[0], w[:4]),
+    "index_add_": lambda w, ids: w.new_zeros(ROWS, 4).index_add_(0, ids[0], w[:4]),
+    "index_copy": lambda w, ids: w.new_zeros(ROWS, 4).index_copy(0, ids[0], w[:4]),
+    "index_fill": lambda w, ids: w.index_fill(0, ids[0], 2.0),
+    "index_put": lambda w, ids: w.new_zeros(ROWS, 4).index_put((ids[0],), w[:4]),
+    "scatter": lambda w, ids: w.new_zeros(ROWS, 4).scatter(0, ids.view(-1, 1).expand_as(w[:8]), w[:8]),
+    "scatter_add": lambda w, ids: w.new_zeros(ROWS, 4).scatter_add_(0, ids.view(-1, 1).expand_as(w[:8]), w[:8]),
+    "a set row": _set,
+    "two indices": lambda w, ids: w.expand(3, ROWS, 4)[1:, ids[0]],
+    "take": lambda w, ids: w[:, 0].contiguous().take(ids),
+    "take_along_dim": lambda w, ids: torch.take_along_dim(w, ids, 0),
+    "embedding_bag": lambda w, ids: functional.embedding_bag(ids, w),
+    "multi_margin_loss": lambda w, ids: functional.multi_margin_loss(w.t(), ids[0]),
+}
+
+
+@pytest.mark.skipif(ON_TORCH_TPU, reason="torch_tpu lacks some of these operators")
+@pytest.mark.parametrize("name", _OPERATORS)
+def test_each_operator_that_takes_an_index(name: str) -> None:
+    in_place = name in ("a set row", "index_add_", "scatter_add")
+    _find(_OPERATORS[name], _GOOD, _BAD, replays=0 if in_place else 2, replay=True)
+
+
+@pytest.mark.skipif(ON_TORCH_TPU, reason="torch_tpu has no CTC")
+@pytest.mark.parametrize("kind", ["tensors", "numbers", "eager"])
+def test_lengths_of_ctc_that_do_not_fit(kind: str) -> None:
+    """As on the CPU, where torch refuses each of them."""
+    xla_adapters.initialize()
+    scores, targets = torch.zeros(6, 2, 5), torch.ones(2, 3, dtype=torch.int64)
+    good: dict[str, Any] = {"frames": [6, 5], "labels": [3, 2], "blank": 0}
+
+    def loss(frames: Any, labels: Any, blank: int, device: str) -> torch.Tensor:
+        if kind != "numbers":
+            frames, labels = torch.tensor(frames), torch.tensor(labels)
+        if kind == "eager":
+            frames, labels = frames.to(device), labels.to(device)
+
+        def compute(scores: Any, targets: Any, frames: Any, labels: Any) -> torch.Tensor:
+            return functional.ctc_loss(scores, targets, frames, labels, blank=blank)
+
+        given = scores.to(device).log_softmax(-1), targets.to(device), frames, labels
+        return compute(*given) if kind == "eager" or device == "cpu" else CompiledStep(compute)(*given)
+
+    torch.testing.assert_close(loss(**good, device=DEVICE).cpu(), loss(**good, device="cpu"))
+    for bad in ({"frames": [7, 5]}, {"frames": [-1, 5]}, {"labels": [4, 2]}, {"labels": [-1, 2]}, {"blank": 5}):
+        for device in ("cpu", DEVICE):
+            with pytest.raises((RuntimeError, IndexRangeError), match=r"length|blank|ctc_loss"):
+                loss(**{**good, **bad}, device=device)
 
 
 def test_indices_that_are_computed_from_two_tensors_of_the_batch() -> None:

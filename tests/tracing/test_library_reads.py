@@ -21,6 +21,7 @@ from tests.support import Loop
 from xla_adapters import (
     DeviceSyncError,
     DiscardedTensorError,
+    GraphBreakError,
     GraphBreakWarning,
     StepProgram,
     TensorReadError,
@@ -29,6 +30,7 @@ from xla_adapters import (
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.runtime.transfers import note_upload
 from xla_adapters.tracing.deferred_numbers import DeferredNumber, make_plain
+from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.tracing.library_reads import LibraryReads, answering
 
 pytestmark = pytest.mark.isolated
@@ -83,6 +85,20 @@ def sync_and_log(metrics, loss, sync):
 
 def without_loops(edges):
     return edges[:, edges[0] != edges[1]]
+
+def spread(values, labels):
+    mask = labels != -100
+    places = torch.tensor([[0, 1], [2, 3]], device=labels.device)
+    found = values[mask, :].cumsum(0)
+    values = values.clone()
+    for row, of_row in enumerate(mask):
+        values[row, of_row] = found[: int(of_row.sum())]
+    if labels.max() >= 50 or (labels.amin(-1) // 2 % 3).prod() > 100 or places[-1].tolist() != [2, 3]:
+        raise ValueError("labels out of range")
+    return values.sum((0, 1))
+
+def beside(values, labels):
+    return values[labels[:, :1] != -100]
 
 def measure(metrics, values, labels):
     valid = (labels != -100).sum()
@@ -230,11 +246,66 @@ def test_layers_look_at_integers_of_the_batch_and_at_nothing_else(tmp_path: Path
             read(loop.body())
 
 
+@pytest.mark.skipif(ON_TORCH_TPU, reason="steps with reads are traced there")
+def test_what_layers_read_is_read_in_replays(tmp_path: Path) -> None:
+    """Positions are those of each batch; batches with as many of them are one graph. What is checked is checked."""
+    library, _ = _library(tmp_path)
+    program = StepProgram("layers", XLAConfig())
+    weight = torch.nn.Parameter(torch.ones(2, 2, 3).to(DEVICE))
+    batches = [_labels([1, -100], [-100, 2]), _labels([1, 2], [3, 4]), _labels([-100, 1], [2, -100]), _labels([1, 90])]
+    replayed, compiles = [], []
+    with answering(LibraryReads([], layers=[str(tmp_path / "library")])):
+        for step in range(15):
+            labels = (batches[step % 3] + 0).to(DEVICE)
+            note_upload(batches[step % 3], labels)
+            with torch.no_grad():
+                factor = torch.arange(12.0).reshape(2, 2, 3).add(step).to(DEVICE)
+            with xla_adapters.count() as counts:
+                program.open(inputs=labels, replay=CallSpec(batch=[labels, factor], constants=[weight]))
+                replayed.append(program.is_replaying)
+                if program.is_replaying:
+                    found = program.promise("found")
+                else:
+                    found = library.spread((weight * factor).detach(), labels)
+                    program.keep("found", found)
+                program.close()
+            compiles.append(counts.compiles)
+            expected = library.spread(torch.arange(12.0).reshape(2, 2, 3).add(step), batches[step % 3])
+            torch.testing.assert_close(found.cpu(), expected)
+    assert compiles[1:] == [1] + [0] * 13
+    assert replayed[5:] == [True] * 10
+    bad = batches[3].repeat(2, 1)
+    labels = bad.to(DEVICE)
+    note_upload(bad, labels)
+    with (
+        answering(LibraryReads([], layers=[str(tmp_path / "library")])),
+        pytest.raises(ValueError, match="out of range"),
+        Discarding(program),
+    ):
+        program.open(inputs=labels, replay=CallSpec(batch=[labels, factor], constants=[weight]))
+        assert not program.is_replaying
+        library.spread((weight * factor).detach(), labels)
+
+
+def test_a_mask_of_another_shape_is_refused(tmp_path: Path) -> None:
+    library, _ = _library(tmp_path)
+    values, labels = torch.ones(2, 2, 3).to(DEVICE), _labels([1, 2], [3, 4])
+    with answering(LibraryReads([], layers=[str(tmp_path / "library")])), xla_adapters.step():
+        assert library.beside(values[:, :1], labels.to(DEVICE)).shape == (2, 3)
+    with (
+        answering(LibraryReads([], layers=[str(tmp_path / "library")])),
+        pytest.raises((IndexError, GraphBreakError)),
+        xla_adapters.step(),
+    ):
+        library.beside(values, labels.to(DEVICE))
+
+
 def test_a_changed_batch_is_not_taken_for_the_hosts_copy(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
-    with answering(reads), pytest.warns(GraphBreakWarning, match="bool"), xla_adapters.step():
+    with answering(reads), xla_adapters.count() as counts, xla_adapters.step():
         answer = library.after_a_write(_labels([1, -100]).to(DEVICE))
     assert answer is False
+    assert counts.transfers_to_host == 0
     # The host's own batch may be written over once it is uploaded.
     with answering(reads), xla_adapters.step():
         batch = _labels([1, 2])

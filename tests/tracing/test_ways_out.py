@@ -113,7 +113,7 @@ PAIRS: dict[str, list[tuple[_Function, _Function]]] = {
         )
     ],
 }
-# Shared by several entries; CTC is computed by the guide's own code, and draws are random.
+# Shared by several entries; and draws are random.
 ALSO = {
     "_fft_c2c": "_fft_r2c",
     "_fft_c2r": "_fft_r2c",
@@ -124,7 +124,7 @@ ALSO = {
     "unique_consecutive": "unique",
     "repeat_interleave": "repeat_interleave without output_size",
 }
-ELSEWHERE = {"_ctc_loss", "multinomial", "to", "torchvision::nms", ways_out.SEARCH_FOR_NAN, ways_out.TENSOR_AS_RATE}
+ELSEWHERE = {"multinomial", "to", "torchvision::nms", ways_out.SEARCH_FOR_NAN, ways_out.TENSOR_AS_RATE}
 
 
 def test_each_entry_is_tried_here() -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from xla_adapters.errors import ConfigError
 from xla_adapters.runtime import Device
+from xla_adapters.runtime.compile_cache import COMPILE_CACHE
 
 _log = logging.getLogger("xla_adapters")
 
@@ -148,7 +149,16 @@ class KeptMemory:
         self._divides = False
 
     def divide(self, device: Device) -> None:
-        """Sets the XLA flag for smaller allocations if the runtime has not started; logs it."""
+        """Sets the XLA flag for smaller allocations if the runtime has not started; logs it.
+
+        Not with a compile cache: XLA:CPU cannot serialize a program whose temporary values lie in several pieces.
+        """
+        if COMPILE_CACHE.is_ready:
+            # A process that started this one may have set it.
+            if not device.started():
+                leave_temporary_memory_whole(LARGEST_PIECE)
+                self._divides = False
+            return
         if not device.started() and device.hardware() == "CPU" and self._host_memory.keeps():
             self._divides = divide_temporary_memory(LARGEST_PIECE) or self._divides
         if self._divides:

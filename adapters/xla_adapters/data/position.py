@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from torch.utils.data import BatchSampler, IterableDataset
+import numpy
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
 from xla_adapters.errors import CheckpointError
-from xla_adapters.utils.host_random import HostRandom
+from xla_adapters.utils.host_random import HostRandom, host_random_numbers_kept
 
 # How often somebody else may draw in an epoch before its reading gets random numbers of its own. A checkpoint has the
 # host's random numbers, some 15 kB, once for each time.
 NOTED_DRAWS = 16
+# The last reads of which the random numbers are kept with which they began: a checkpoint needs those of a read that was
+# done ahead, for what is not trained yet.
+_NOTED_READS = 256
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,7 @@ class BatchUnit:
 
     Attributes:
         rows: samples in a batch, of all processes; None if something else than the batch size decides.
-        order: batch sizes that samplers arrange the samples by.
+        order: batch sizes, and what else, that samplers arrange the samples by.
         workers: that read a stream in turn, or 1.
         processes: that read a stream, or 1.
     """
@@ -49,7 +56,11 @@ class BatchUnit:
         arranging = [getattr(plain, "sampler", None)]
         if type(plain) is not BatchSampler:
             arranging.append(plain)
-        sizes = [getattr(sampler, "batch_size", None) for sampler in arranging]
+        sizes = [
+            number
+            for sampler in arranging
+            for number in getattr(sampler, "arranged_by", (getattr(sampler, "batch_size", None),))
+        ]
         split = getattr(batches, "split_batches", False)
         rows = size * (1 if split else processes) if type(plain) is BatchSampler and size else None
         order = tuple(int(found) for found in sizes if found is not None)
@@ -82,8 +93,8 @@ class BatchUnit:
         remedy = "resume with the settings of then, or from a checkpoint of the end of an epoch"
         if self.order != saved.order or (self.rows is None) != (saved.rows is None):
             raise CheckpointError(
-                f"{was}, and its samples were arranged by another batch size than now (by a sampler that groups them, "
-                f"say), so that no other batches have the same samples: {remedy}"
+                f"{was}, and its samples were arranged by another batch size, seed or other lengths than now (by a "
+                f"sampler that groups them, say), so that no other batches have the same samples: {remedy}"
             )
         if (self.workers, self.processes) != (saved.workers, saved.processes):
             raise CheckpointError(
@@ -118,23 +129,30 @@ class ReadingStream:
         self._begins: dict[int, HostRandom] = {}
         self._own: HostRandom | None = None
         self._outside: HostRandom | None = None
+        # With which numbers of its own and of all others a read began, by the number of the read.
+        self._before: dict[int, tuple[HostRandom, HostRandom]] = {}
         self._is_apart = self._draws = False
         # Of a checkpoint, until its reads are done again: the state, the last of the reads, and how they are done.
         self._saved: Mapping[str, Any] | None = None
         self._last_again = 0
         self._skips = self._same = False
 
-    def to_save(self) -> dict[str, Any] | None:
-        """Plain values, with which another stream goes on; None before the first read."""
+    def to_save(self, reads: int | None = None) -> dict[str, Any] | None:
+        """Plain values, with which another stream goes on; None before the first read.
+
+        Args:
+            reads: after how many; later ones are done again. By default after all.
+        """
         if self._own is None:
             return None
+        own, now = self._before.get((self._reads if reads is None else reads) + 1, (self._own, HostRandom.now()))
         return {
             "begins": {number: state.to_save() for number, state in self._begins.items()},
-            "own": self._own.to_save(),
+            "own": own.to_save(),
             "apart": self._is_apart,
             # The first read draws the order of the epoch, too: what else, nobody knows.
             "draws": self._reads < 2 or self._draws,
-            "now": HostRandom.now().to_save(),
+            "now": now.to_save(),
         }
 
     def go_on(self, saved: Mapping[str, Any], reads: int, *, skips: bool, same: bool) -> None:
@@ -173,6 +191,8 @@ class ReadingStream:
             return
         now = HostRandom.now()
         self._note(now)
+        self._before[self._reads] = cast(HostRandom, self._own), now
+        self._before.pop(self._reads - _NOTED_READS, None)
         if self._is_apart:
             self._outside = now
             cast(HostRandom, self._own).restore()
@@ -212,3 +232,71 @@ class ReadingStream:
         elif not self._same:
             self._begins[self._reads + 1] = self._own if self._is_apart else now
         self._skips = False
+
+
+# ---- workers --------------------------------------------------------------------------------------
+
+
+def renew_workers(loader: Any, epoch: int) -> None:
+    """Seeds persistent workers for an epoch that starts, so that a resumed run gets the same random augmentations.
+
+    torch seeds a worker only when it starts. With `persistent_workers=True` its random numbers go on in the next epoch,
+    whereas a process that resumes in that epoch starts new workers. Nothing is drawn from the random generators of this
+    process.
+
+    Args:
+        loader: the loader of the epoch; nothing is done without persistent workers.
+        epoch: its number, from 0.
+    """
+    if not isinstance(loader, DataLoader) or not loader.persistent_workers or not loader.num_workers:
+        return
+    if epoch == 0:
+        # Starts new workers, as a new process does.
+        loader._iterator = None
+        return
+    iterator: Any = loader._iterator
+    if iterator is None:
+        # A resumed run: start the workers here, without drawing, since the first epoch has drawn for it.
+        with ExitStack() as stack:
+            stack.enter_context(host_random_numbers_kept())
+            for generator in generators_of(loader):
+                stack.callback(generator.set_state, generator.get_state())
+            iterator = loader._iterator = loader._get_iterator()
+    # torch sends this to each worker when the loader is iterated again, and itself uses it for data pipes only.
+    iterator._shared_seed = _Reseeds(HostRandom.now().seed(epoch))
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators of a loader and of its samplers, each once."""
+    found: dict[int, torch.Generator] = {}
+    seen: set[int] = set()
+    queue = [loader]
+    while queue:
+        holder = queue.pop(0)
+        if holder is None or id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found[id(generator)] = generator
+        queue += [getattr(holder, name, None) for name in ("base_dataloader", "batch_sampler", "sampler")]
+    return list(found.values())
+
+
+class _Reseeds:
+    """Seeds the worker process in which it is unpickled."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __reduce__(self) -> tuple[Callable[[int], None], tuple[int]]:
+        return _seed_worker, (self._seed,)
+
+
+def _seed_worker(seed: int) -> None:
+    worker = get_worker_info()
+    if worker is not None:
+        seed = (seed + worker.id) % 2**32
+        random.seed(seed)
+        numpy.random.seed(seed)
+        torch.manual_seed(seed)

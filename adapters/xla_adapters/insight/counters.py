@@ -20,7 +20,8 @@ class StepCounters:
         transfers_to_host, transfers_to_device: number of copies between device and host.
         eager_ops: number of operations executed eagerly.
         eager_compiles: number of eager operations compiled.
-        compile_seconds: time spent compiling graphs.
+        loads: number of programs of both kinds that were loaded from the compile cache instead of being compiled.
+        compile_seconds: time spent compiling and loading graphs.
         wall_seconds: elapsed time, including the wait for the device at both ends.
         host_seconds: CPU time of the calling thread.
     """
@@ -31,6 +32,7 @@ class StepCounters:
     transfers_to_device: int = 0
     eager_ops: int = 0
     eager_compiles: int = 0
+    loads: int = 0
     compile_seconds: float = 0.0
     wall_seconds: float = 0.0
     host_seconds: float = 0.0

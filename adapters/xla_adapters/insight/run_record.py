@@ -184,7 +184,10 @@ class RunStats:
         running = max(self.seconds - counts["compile_seconds"], 1e-9)
         return {
             "steps": float(self.steps),
-            **{name: float(counts[name]) for name in ("compiles", "executions", "transfers_to_host", "eager_ops")},
+            **{
+                name: float(counts[name])
+                for name in ("compiles", "loads", "executions", "transfers_to_host", "eager_ops")
+            },
             "seconds": self.seconds,
             "compile_seconds": counts["compile_seconds"],
             "steps_per_second": self.steps / running,
@@ -205,7 +208,10 @@ class RunStats:
         share = 100 * totals["compile_seconds"] / max(totals["seconds"], 1e-9)
         rows = [
             ("steps", f"{self.steps} in {totals['seconds']:.1f} s"),
-            ("compiles", f"{totals['compiles']:.0f}"),
+            (
+                "compiles",
+                f"{totals['compiles']:.0f}" + (f" ({totals['loads']:.0f} programs loaded)" if totals["loads"] else ""),
+            ),
             ("executions", f"{totals['executions']:.0f} ({totals['executions_per_step']:.2f} per step)"),
             ("transfers to host", f"{totals['transfers_to_host']:.0f}"),
             ("eager operations", f"{totals['eager_ops']:.0f}"),

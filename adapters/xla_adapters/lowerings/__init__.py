@@ -11,6 +11,7 @@ Where the fix of an operator belongs:
 from xla_adapters.lowerings.layers import ATTENTION, NORMS, cumulative_average, norm_with_torchs_variance
 from xla_adapters.lowerings.operators import (
     LOWERINGS,
+    ctc_of_padded_labels,
     grouped_products,
     is_write_by_mask,
     write_where_,
@@ -20,6 +21,7 @@ __all__ = [
     "ATTENTION",
     "LOWERINGS",
     "NORMS",
+    "ctc_of_padded_labels",
     "cumulative_average",
     "grouped_products",
     "is_write_by_mask",

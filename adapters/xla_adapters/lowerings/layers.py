@@ -229,7 +229,9 @@ def cumulative_average(module: torch.nn.Module) -> torch.Tensor | None:
     if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
         return None
     batches = module.num_batches_tracked
-    if module.momentum is not None or not module.training or batches is None or batches.device.type != device_type():
+    if module.momentum is not None or not (module.training and module.track_running_stats):
+        return None
+    if batches is None or batches.device.type != device_type():
         return None
     with torch.no_grad():
         return 1 / (batches + 1).to(torch.get_default_dtype())

@@ -286,6 +286,46 @@ def grouped_products() -> dict[Callable[..., Any], Callable[..., torch.Tensor]]:
     return found if registered is None else {**found, registered: _product}
 
 
+# ---- CTC without a read of how many labels there are ---------------------------------------------------
+
+
+def ctc_of_padded_labels(
+    logits: _Tensor,
+    labels: _Tensor,
+    logit_lengths: _Tensor,
+    blank_token_id: int,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+    ignore_index: int = -100,
+    **kwargs: Any,
+) -> _Tensor:
+    """As `ForCTCLoss` of transformers, which selects the labels of all texts, a tensor of another length each time.
+
+    Args:
+        logits: (batch, frames, classes).
+        labels: (batch, longest text); what is `ignore_index` or the blank does not count, wherever it stands.
+        logit_lengths: (batch,), the frames of each text.
+        blank_token_id: the class that stands for no label.
+        reduction: `"mean"`, `"sum"` or `"none"`.
+        zero_infinity: whether impossible texts count as zero.
+        ignore_index: the label that does not count.
+        kwargs: what else a model passes to its loss.
+    """
+    labels = labels.to(logits.device)
+    counts = (labels != ignore_index) & (labels != blank_token_id)
+    order = (~counts).long().argsort(dim=-1, stable=True)
+    log_probs = functional.log_softmax(logits, dim=-1, dtype=torch.float32).transpose(0, 1)
+    return functional.ctc_loss(
+        log_probs,
+        labels.gather(-1, order).clamp(min=0),
+        logit_lengths,
+        counts.sum(-1),
+        blank=blank_token_id,
+        reduction=reduction,
+        zero_infinity=zero_infinity,
+    )
+
+
 # ---- writes to what a mask selects, without a read of how many elements that are --------------------
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from xla_adapters.replay.errors import CannotReplay
-from xla_adapters.replay.slots import Computed
+from xla_adapters.replay.slots import CannotReplay, Computed
 from xla_adapters.runtime import Runtime
 from xla_adapters.tracing.answers import Answers
 from xla_adapters.tracing.deferred_numbers import DeferredNumber, DeferredNumbers, Expression

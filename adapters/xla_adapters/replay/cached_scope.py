@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from xla_adapters.replay.bound import BoundState
 from xla_adapters.replay.call_spec import CallSpec
-from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.pending_graph import PendingGraph, written_slots
+from xla_adapters.replay.slots import CannotReplay
 from xla_adapters.tracing.optimizers import needs_no_recording
 from xla_adapters.tracing.step_scope import StepScope
 

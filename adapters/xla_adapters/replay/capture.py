@@ -14,17 +14,16 @@ from xla_adapters.replay.batch_reads import NUMBERS, BatchReads, reads_of
 from xla_adapters.replay.cached_call import CachedCall, GradientChanges, GraphValues, HostEffects
 from xla_adapters.replay.cached_scope import CachedScope
 from xla_adapters.replay.call_spec import CallSpec
-from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.graph_slots import GraphSlots, storage_of
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
 from xla_adapters.replay.held_values import groups
-from xla_adapters.replay.loose_tensors import loose_tensors
 from xla_adapters.replay.number import Update
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
 from xla_adapters.replay.safety.allowlist import OPTIMIZERS
-from xla_adapters.replay.slots import Slot
+from xla_adapters.replay.slots import CannotReplay, Slot
 from xla_adapters.replay.verification import Verification
 from xla_adapters.tracing.step_scope import StepScope
+from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.host_random import HostRandom
 
 
@@ -68,8 +67,8 @@ class CaptureScope(CachedScope):
         self._restores.callback(register_module_forward_pre_hook(self._note_module).remove)
         self._host_random = HostRandom.now()
         super()._start_tracing()
-        if self._spec.keeps_numbers and self._breaks.answers is not None:
-            self._breaks.answers.note_reads()
+        if self._breaks.answers is not None:
+            self._breaks.answers.note_reads(keeps_numbers=self._spec.keeps_numbers)
         # The results of a running execution (a batch changed on the device) get other handles when it ends.
         self._runtime.device.wait()
         tensors = self._spec.tensors
@@ -261,3 +260,21 @@ class CaptureScope(CachedScope):
             graph=slots.graph.name,
             reads=reads,
         )
+
+
+def loose_tensors(
+    snapshot: ModuleSnapshot, spec: CallSpec, optimizers: Sequence[OptimizerHostMath], undo_log: UndoLog
+) -> list[torch.Tensor]:
+    """The tensors that a call uses and that are in no module and not in its batch.
+
+    Args:
+        snapshot: of the modules.
+        spec: of the call.
+        optimizers: that step in it.
+        undo_log: of the call.
+    """
+    seen = set(map(id, (*snapshot.tensors, *spec.tensors.batch)))
+    groups = [group["params"] for math in optimizers for group in math.optimizer.param_groups]
+    leaves = (leaf for leaf, _ in undo_log.leaves())
+    found = (*leaves, *(item for group in groups for item in group), *spec.constants)
+    return list({id(tensor): tensor for tensor in found if id(tensor) not in seen}.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import is_
 
 import torch
 
@@ -13,8 +14,9 @@ class HeldValues:
     """The device values of the tensors that replays read and write.
 
     To ask a tensor for its value, torch first applies pending writes to its views. For a large state that takes longer
-    than the rest of a replay on the host. So the values are kept, and compared with the tensors by their storages
-    alone: the counter of a storage changes with each write, also with one through a view or an alias.
+    than the rest of a replay on the host. So the values are kept. Two things tell whether they are still those of the
+    tensors: the counter of a storage changes with each write, also with one through a view or an alias; and a tensor
+    that became a view of its storage (`p.data = p.data.t()`) holds another object.
 
     Args:
         tensors: of the state.
@@ -27,6 +29,7 @@ class HeldValues:
         self._traced = traced
         # Bound here, since each replayed call uses them.
         self._snapshot = runtime.values.snapshot
+        self._inner = runtime.lazy.inner
         self._storage_marks = runtime.lazy.storage_marks
         self._number = runtime.lazy.tensor_number
         self._replace = runtime.lazy.replace
@@ -71,13 +74,16 @@ class HeldValues:
     def present(self) -> list[torch.Tensor]:
         """The present values (as `Values.snapshot`)."""
         names, changes = self._storage_marks(self._tensors)
-        if names != self._names or changes != self._changes:
+        inner = list(map(self._inner, self._tensors))
+        same_objects = all(map(is_, inner, self._values))
+        if names != self._names or changes != self._changes or not same_objects:
             for position, tensor in enumerate(self._tensors):
-                if names[position] != self._names[position] or changes[position] != self._changes[position]:
+                is_other = names[position] != self._names[position] or inner[position] is not self._values[position]
+                if is_other or changes[position] != self._changes[position]:
                     self._values[position] = self._snapshot(tensor)
                     self._storages[position] = tensor.untyped_storage()
                     self._foreign.add(position)
-                    if names[position] != self._names[position]:
+                    if is_other:
                         self._parts.add(position)
             self._names, self._changes = names, changes
         return self._values
@@ -122,6 +128,7 @@ class HeldValues:
             if position not in self._foreign
             and names[position] == self._names[position]
             and changes[position] == self._changes[position]
+            and self._inner(tensor) is self._values[position]
         ]
 
     def forget_writes(self) -> None:

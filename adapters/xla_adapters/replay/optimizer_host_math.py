@@ -7,28 +7,30 @@ where they become inputs of the graph. Each replay needs them for its own update
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim import optimizer as torch_optimizer
 
 from xla_adapters.errors import MODEL_FAILURES, XLAAdapterError
-from xla_adapters.replay.container_copies import copied, is_container, same
-from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.number import Update
 from xla_adapters.replay.operator_recorder import OperatorRecorder
-from xla_adapters.replay.optimizer_hooks import addition_to_step, step_of
 from xla_adapters.replay.safety.allowlist import OPTIMIZERS
+from xla_adapters.replay.slots import CannotReplay
 from xla_adapters.tracing.optimizers import stand_in_for
+from xla_adapters.utils.nested_values import is_simple
 from xla_adapters.utils.torch_modes import as_if_compiling, leave_function_mode
 
 _SIMPLE = (bool, int, float, str, type(None))
 # Attributes of which a stand-in has its own.
 _APART = ("param_groups", "state")
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque, tuple, bytearray)
+_NESTING = 8
 
 
 @dataclass
@@ -356,3 +358,98 @@ def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+# ---- the step without hooks -----------------------------------------------------------------------
+
+
+def addition_to_step(optimizer: Optimizer) -> str | None:
+    """A hook or wrapper on an optimizer's step, whose Python a replay would skip, in words; None if there is none."""
+    name, own = type(optimizer).__name__, vars(optimizer)
+    for hooks in (
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+        own.get("_optimizer_step_pre_hooks", {}),
+        own.get("_optimizer_step_post_hooks", {}),
+    ):
+        for hook in hooks.values():
+            if not (getattr(hook, "__module__", None) or "").startswith("xla_adapters"):
+                return f"the step of {name} has a hook ({getattr(hook, '__qualname__', type(hook).__name__)})"
+    step = own.get("step")
+    if step is not None and not _is_of_scheduler(step, type(optimizer)):
+        return f"the step of {name} was replaced by another one"
+    return None
+
+
+def _is_of_scheduler(step: Any, kind: type) -> bool:
+    """Whether this is the wrapper by which learning rate schedulers count calls of `step`."""
+    code = getattr(step, "__code__", None)
+    return (
+        code is not None
+        and code.co_filename == lr_scheduler.__file__
+        and getattr(step, "__wrapped__", None) is _defined(kind, "step")
+    )
+
+
+def _defined(kind: type, name: str) -> Any:
+    """The member of this name in a class or its bases, as in their `__dict__`; None if there is none."""
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+
+
+def step_of(optimizer: Optimizer) -> Callable[[Optimizer], object]:
+    """The `step` of an optimizer's class, without the wrapper by which torch calls hooks."""
+    step: Any = type(optimizer).step
+    # A wrapper of another library copies torch's marks; only the file of its code tells whose it is.
+    is_torchs = getattr(step, "hooked", False) and step.__code__.co_filename == torch_optimizer.__file__
+    return step.__wrapped__ if is_torchs else step  # type: ignore[no-any-return]
+
+
+# ---- nested containers of an optimizer on the host ------------------------------------------------
+
+
+def is_container(value: Any) -> bool:
+    """Whether a value is one of Python's own containers, no subclass of them."""
+    return type(value) in _CONTAINERS
+
+
+def copied(value: Any, depth: int = _NESTING) -> Any:
+    """A copy of nested containers; items that are no containers are shared."""
+    kind = type(value)
+    if not depth or kind not in _CONTAINERS:
+        return value
+    if kind is tuple:
+        items = tuple(copied(item, depth - 1) for item in value)
+        return value if all(map(_is, items, value)) else items
+    copy = value.copy()
+    if isinstance(copy, dict):
+        for key, item in copy.items():
+            copy[key] = copied(item, depth - 1)
+    elif isinstance(copy, (list, deque)):
+        for index, item in enumerate(value):
+            copy[index] = copied(item, depth - 1)
+    return copy
+
+
+def same(left: Any, right: Any, depth: int = _NESTING) -> bool:
+    """Whether nested containers have equal items."""
+    if left is right:
+        return True
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (set, bytearray)) or is_simple(left, 0):
+        return bool(left == right)
+    if not depth or not is_container(left) or len(left) != len(right):
+        return False
+    if isinstance(left, dict):
+        return all(map(_is_same, left, right)) and all(
+            same(mine, theirs, depth - 1) for mine, theirs in zip(left.values(), right.values(), strict=True)
+        )
+    return all(same(mine, theirs, depth - 1) for mine, theirs in zip(left, right, strict=True))
+
+
+def _is(left: Any, right: Any) -> bool:
+    return left is right
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    return same(left, right, 1)

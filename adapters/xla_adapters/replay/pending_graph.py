@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from xla_adapters.replay.bound import BoundState
-from xla_adapters.replay.errors import CannotReplay
-from xla_adapters.replay.slots import CallTensors, Slot
+from xla_adapters.replay.slots import CallTensors, CannotReplay, Slot
 from xla_adapters.runtime import Runtime
 from xla_adapters.tracing.undo_log import TensorEntry, UndoLog
 
@@ -86,7 +85,9 @@ class PendingGraph:
         given_up = {}
         for slot, entry in written:
             if (
-                slot.holds(entry.tensor)
+                # torch_xla keeps the buffer of a number that was uploaded, and gives it to the next one of that value.
+                entry.former.ndim
+                and slot.holds(entry.tensor)
                 and runtime.tracing.is_pending(entry.tensor)
                 # A write through an alias (`data`) may have changed the former value itself.
                 and not runtime.tracing.is_pending(entry.former)

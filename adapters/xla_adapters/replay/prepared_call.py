@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from xla_adapters.replay.cached_call import CachedCall
-from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.held_values import HeldValues
 from xla_adapters.replay.number import Number, Update, numbers_of
 from xla_adapters.replay.run_ahead import RunAhead
-from xla_adapters.replay.slots import CallTensors, Slot, is_state
+from xla_adapters.replay.slots import CallTensors, CannotReplay, Slot, is_state
 from xla_adapters.runtime import Runtime
 
 _grad = attrgetter("grad")

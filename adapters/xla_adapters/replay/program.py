@@ -24,7 +24,7 @@ from xla_adapters.replay.prepared_call import PreparedCall
 from xla_adapters.replay.replayed_call import ReplayedCall
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.extensions import extensions
-from xla_adapters.runtime.rng import StepSeed, use_random_algorithm
+from xla_adapters.runtime.rng import StepSeed, apply_process_options
 from xla_adapters.runtime.transfers import name_tensors
 from xla_adapters.tracing.compile_events import CompileEvent
 from xla_adapters.tracing.graph_history import CallNumber, GraphHistory, StepSignature
@@ -152,7 +152,7 @@ class StepProgram:
             where: the position in the run, for the log.
             replay: describes the call for a replay; without it the call is traced.
         """
-        use_random_algorithm(self.config)
+        apply_process_options(self.config)
         if self._profile is not None:
             self._profile.before_call()
         # It references values of the state, which a traced call would have to keep.

@@ -68,6 +68,9 @@ class ReplayedCall:
         runtime: the runtime.
         done: called when the executable was called.
         reads: what the step reads of its batch.
+
+    Attributes:
+        stepping: the host math of the optimizers that step in it.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class ReplayedCall:
     ) -> None:
         self._name = name
         self._prepared = prepared
-        self._optimizers = prepared.call.host.optimizers
+        self.stepping = prepared.call.host.optimizers
         self._tensors = tensors
         self._updates = updates
         self._numbers = numbers
@@ -122,14 +125,14 @@ class ReplayedCall:
         """Begins the call. Optimizers that step in it update nothing: the executable does."""
         self._interrupts.install()
         self._is_open = True
-        if self._optimizers:
+        if self.stepping:
             self._restores.callback(register_optimizer_step_pre_hook(self._empty).remove)
             self._restores.callback(register_optimizer_step_post_hook(self._refill).remove)
 
     @at_edge
     def _empty(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Takes the parameters out of an optimizer's groups before it steps."""
-        math = next((math for math in self._optimizers if math.optimizer is optimizer), None)
+        math = next((math for math in self.stepping if math.optimizer is optimizer), None)
         if math is not None:
             # `super().step()` of a subclass calls the hooks a second time.
             self._depth += 1
@@ -140,7 +143,7 @@ class ReplayedCall:
 
     @at_edge
     def _refill(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if any(math.optimizer is optimizer for math in self._optimizers):
+        if any(math.optimizer is optimizer for math in self.stepping):
             self._depth -= 1
             if not self._depth:
                 self._restore_groups()

@@ -10,6 +10,10 @@ import torch
 from torch.utils._pytree import TreeSpec
 
 
+class CannotReplay(Exception):
+    """A call cannot be captured, or a cached call does not apply to it. Internal; the message is shown as a reason."""
+
+
 @dataclass
 class CallTensors:
     """The tensors that one call of a step is given.

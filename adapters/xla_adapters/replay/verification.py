@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from xla_adapters.replay.cached_call import CachedCall
-from xla_adapters.replay.errors import CannotReplay
 from xla_adapters.replay.prepared_call import PreparedCall
-from xla_adapters.replay.slots import CallTensors, Slot
+from xla_adapters.replay.slots import CallTensors, CannotReplay, Slot
 from xla_adapters.runtime import Runtime
 from xla_adapters.utils.nested_values import same_bits
 

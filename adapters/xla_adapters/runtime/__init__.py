@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Literal, get_args
 
+from xla_adapters.config import CacheDir, check_cache_dir
 from xla_adapters.errors import ConfigError, RuntimeOrderError
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.interface import CompiledMemory, Device, Metrics, Runtime, RuntimeEvent
@@ -134,7 +135,7 @@ def initialize(
     eager: bool = True,
     fast_compile: bool = False,
     keep_memory: bool | None = None,
-    cache_dir: str | None = None,
+    cache_dir: CacheDir = None,
 ) -> None:
     """Starts the device runtime and switches the process to eager mode.
 
@@ -156,20 +157,22 @@ def initialize(
             runtime has not started yet, XLA is asked (through `XLA_FLAGS`) for pieces that can be kept, as
             `import hf_trainer` does, too. It can be changed at any time; memory that was kept may stay. Trainers and
             steps use the same setting.
-        cache_dir: a folder in which torch_xla keeps executables, so that a later process need not compile them. On CPU
-            and TPU devices torch_xla 2.9 cannot load them: a warning says so, and the folder is not used.
-            `get_runtime().counters.compile_cache()` counts hits, misses and failures.
+        cache_dir: a folder in which compiled programs are kept, so that a later process loads them instead of
+            compiling them again (docs/guides/warm_start.md). None is the folder in the variable
+            `XLA_ADAPTERS_CACHE_DIR` or, on devices that are no CPU, one in your cache directory; False is none. On CPU
+            devices it needs the package xla-cpu-pjrt, whose devices then take the place of torch_xla's own.
 
     Raises:
         RuntimeOrderError: a device was already used without what is asked for, or with another runtime.
-        ConfigError: no runtime is installed, or both are and `runtime` is not given; `fast_compile` or `keep_memory`
+        ConfigError: no runtime is installed, or both are and `runtime` is not given; a value of `cache_dir` that is
+            none; `fast_compile` or `keep_memory`
             on a device that is no CPU, `fast_compile` that is no bool, or `keep_memory` without glibc.
     """
     if runtime is not None:
         _choose(runtime)
     used = get_runtime()
-    if cache_dir is not None:
-        used.device.use_compile_cache(cache_dir)
+    check_cache_dir(cache_dir)
+    used.device.use_compile_cache(cache_dir)
     used.device.initialize(spmd=spmd, tuning=Tuning(fast_compile=fast_compile, keep_memory=keep_memory))
     save_from_device(used)
     use_attention_masks_as_given()

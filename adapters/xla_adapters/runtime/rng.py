@@ -64,6 +64,17 @@ logger = logging.getLogger("xla_adapters")
 _asked: dict[str, str] = {}
 
 
+def apply_process_options(config: XLAConfig) -> None:
+    """Applies what holds for the whole process: the folder of the compile cache, and the random algorithm.
+
+    Raises:
+        RuntimeOrderError: the folder is asked for too late.
+    """
+    if config.cache_dir is not None:
+        get_runtime().device.use_compile_cache(config.cache_dir)
+    use_random_algorithm(config)
+
+
 def use_random_algorithm(config: XLAConfig) -> str:
     """Has the device draw as the options say, if it can still be chosen: torch_xla asks once in a process.
 

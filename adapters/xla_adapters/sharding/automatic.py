@@ -227,7 +227,7 @@ def automatic_plan(
     compiler, top, more = _compiler(config, devices, topology)
     named = "" if compiler is None else compiler.name
     digest = digest_of(model, batch, config, devices, topology.name, fixed, named) if kept is not None else ""
-    if kept is not None and (found := kept.find(digest)) is not None:
+    if kept is not None and (found := kept.find(digest) or kept.find_in_cache(digest)) is not None:
         return found
     budget = config.memory_budget
     if budget is None and topology.name != "cpu":

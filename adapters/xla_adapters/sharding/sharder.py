@@ -112,6 +112,8 @@ class Sharder:
             )
         self.config = config
         self._runtime: Runtime = get_runtime()
+        if steps is not None:
+            self._runtime.device.use_compile_cache(steps.cache_dir)
         self._runtime.device.initialize(spmd=True)
         self.devices = self._runtime.device.count()
         config.mesh(self.devices)

@@ -1,4 +1,4 @@
-"""The commands `check`, `doctor` and `preflight`: their options, and what they print and write.
+"""The commands `cache`, `check`, `doctor` and `preflight`: their options, and what they print and write.
 
 Each `add_*` gives a parser the options of a command, and names the function that runs it.
 """
@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -17,9 +18,11 @@ from typing import TYPE_CHECKING, Any, get_args
 from xla_adapters.errors import ConfigError
 
 if TYPE_CHECKING:
+    from xla_adapters.runtime.compile_cache import Entry
     from xla_adapters.tools.preflight_report import PreflightReport
     from xla_adapters.tools.tpu_compiler import Target
 
+_UNITS = "KMGT"
 _OUTPUT = "show what the script prints"
 
 
@@ -53,6 +56,13 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return seconds
+
+
+def _bytes(text: str) -> int:
+    number, unit = text[:-1], text[-1:].upper()
+    if unit not in _UNITS or not number.replace(".", "", 1).isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 500M or 4G")
+    return int(float(number) * 1024 ** (_UNITS.index(unit) + 1))
 
 
 def _new_file(text: str) -> Path:
@@ -183,6 +193,12 @@ def add_preflight(parser: argparse.ArgumentParser) -> None:
         "its trainer does not shard by itself",
     )
     parser.add_argument("--timeout", type=_seconds, default=900, help="seconds for tracing, and for each compile (900)")
+    parser.add_argument(
+        "--save-programs",
+        metavar="DIR",
+        help="also run a script for two updates on the CPU, and compile all that a run on the slice compiles into this "
+        "folder, for its cache_dir=",
+    )
     _add_files(parser, "json", "html")
     parser.add_argument("--output", action="store_true", help=_OUTPUT)
     model = parser.add_argument_group("a model instead of a script")
@@ -220,6 +236,7 @@ def _run_preflight(options: argparse.Namespace) -> int:
             sharding=options.sharding,
             timeout=options.timeout,
             shows_output=options.output,
+            saves_to=options.save_programs,
         )
     print(report.text())
     if options.html is not None:
@@ -237,6 +254,8 @@ def _preflight_model(options: argparse.Namespace, target: Target, schemes: tuple
         raise ConfigError("preflight: give a script or --model, not both")
     if options.output:
         raise ConfigError("preflight: --output is for scripts")
+    if options.save_programs is not None:
+        raise ConfigError("preflight: --save-programs is for scripts: a run compiles more than the step of a model")
     if options.batch is None:
         raise ConfigError("preflight: --model needs --batch, as in --batch 16x1024")
     sharding: Any = options.sharding or "auto"
@@ -262,3 +281,84 @@ def _preflight_model(options: argparse.Namespace, target: Target, schemes: tuple
         timeout=options.timeout,
         alternatives=not options.no_alternatives,
     )
+
+
+# ---- cache ----------------------------------------------------------------------------------------
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser of the command `cache` its subcommands."""
+    own = parser.add_subparsers(dest="cache_command", required=True)
+    for name, run, text in (
+        ("info", _cache_info, "says how much the folder holds, and whether this installation can use it"),
+        ("list", _cache_list, "lists the compiled programs, what was used last first"),
+        ("prune", _cache_prune, "removes the programs that were not used for longest"),
+        ("verify", _cache_verify, "reads every byte; exit status 1 if a program would not be loaded"),
+    ):
+        command = own.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        command.add_argument(
+            "folder",
+            metavar="DIR",
+            type=Path,
+            nargs="?",
+            help="by default $XLA_ADAPTERS_CACHE_DIR, or that in your cache directory",
+        )
+        if name == "prune":
+            command.add_argument(
+                "--size", type=_bytes, required=True, help="how much may stay: 500M, 4G; 0K is nothing"
+            )
+
+
+def _cache(options: argparse.Namespace) -> tuple[Path, list[Entry]]:
+    from xla_adapters.runtime.compile_cache import FolderProblem, default_folder, entries
+
+    try:
+        folder = options.folder or Path(os.environ.get("XLA_ADAPTERS_CACHE_DIR") or default_folder())
+        if "://" in str(options.folder or ""):
+            raise ConfigError(f"{options.folder}: give the folder of this machine to which the URL was copied")
+        return folder, entries(folder)
+    except FolderProblem as problem:
+        raise ConfigError(str(problem)) from problem
+
+
+def _cache_info(options: argparse.Namespace) -> int:
+    from xla_adapters.runtime.compile_cache import why_missing
+    from xla_adapters.tracing.graph_analysis import in_bytes
+
+    folder, found = _cache(options)
+    print(f"{folder}: {len(found)} programs, {in_bytes(sum(entry.size for entry in found))}")
+    missing = why_missing()
+    print("this installation can use it" if missing is None else f"this installation cannot use it: {missing}")
+    return 0
+
+
+def _cache_list(options: argparse.Namespace) -> int:
+    from xla_adapters.tracing.graph_analysis import in_bytes
+
+    for entry in _cache(options)[1]:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        print(f"{entry.path.name}  {in_bytes(entry.size):>10}  used {used}")
+    return 0
+
+
+def _cache_prune(options: argparse.Namespace) -> int:
+    from xla_adapters.runtime.compile_cache import FolderProblem, prune
+    from xla_adapters.tracing.graph_analysis import in_bytes
+
+    folder, _ = _cache(options)
+    try:
+        removed = prune(folder, options.size)
+    except FolderProblem as problem:
+        raise ConfigError(str(problem)) from problem
+    print(f"removed {len(removed)} programs, {in_bytes(sum(entry.size for entry in removed))}")
+    return 0
+
+
+def _cache_verify(options: argparse.Namespace) -> int:
+    _, found = _cache(options)
+    problems = [(entry.path.name, problem) for entry in found if (problem := entry.problem()) is not None]
+    for name, problem in problems:
+        print(f"{name} would not be loaded: {problem}")
+    print(f"{len(found)} programs, {len(problems)} of them would not be loaded")
+    return int(bool(problems))

@@ -1,10 +1,11 @@
-"""Compiles one HLO module with libtpu for a TPU that is not there. Run as a program: `python libtpu_process.py FOLDER`.
+"""Compiles one program with libtpu for a TPU that is not there. Run as a program: `python libtpu_process.py FOLDER`.
 
 It is a process of its own, because libtpu ends its process on some errors, and must not be loaded beside torch_xla. It
 imports the standard library and pypjrt (PJRT's C API through ctypes) only, so that it starts in 0.2 s.
 
 FOLDER has `request.json` and `module.pb` (an HloModuleProto, or the text of an MLIR module); `answer.json` is written
-there. The process that starts this one sets `XLA_FLAGS=--xla_dump_to`, and reads XLA's dump.
+there. The process that starts this one sets `XLA_FLAGS=--xla_dump_to`, and reads XLA's dump. Or `request.json` names a
+program that was recorded, which is written to a folder of compiled programs (save_programs.py).
 """
 
 from __future__ import annotations
@@ -21,10 +22,42 @@ REQUEST, MODULE, ANSWER = "request.json", "module.pb", "answer.json"
 
 
 def _main(folder: Path) -> None:
+    request = json.loads((folder / REQUEST).read_text())
+    answer = _saved(**request["save"]) if "save" in request else _compiled_alone(folder, request)
+    (folder / ANSWER).write_text(json.dumps(answer))
+
+
+def _saved(
+    caching: str, library: str, described: str, name: str, recorded: str, folder: str, slice: list[Any]
+) -> dict[str, str]:
+    """Writes the entry of a recorded program.
+
+    Args:
+        caching: path of the library of plugin.c, whose functions take the others.
+        library, described: path of libtpu, and what tells its builds apart.
+        name: of the recorded program.
+        recorded, folder: where that is, and where the entry is written.
+        slice: its name, chips along three dimensions, and how chips are divided into devices.
+    """
+    plugin = ctypes.CDLL(caching)
+    plugin.cache_wrap(os.fsencode(library), described.encode(), 0)
+    plugin.cache_use(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), 1)
+    topology, chips, config = slice
+    done = plugin.cache_compile_ahead(
+        os.open(recorded, os.O_RDONLY | os.O_DIRECTORY),
+        bytes.fromhex(name),
+        topology.encode(),
+        (ctypes.c_int64 * 3)(*chips),
+        None if config is None else config.encode(),
+    )
+    problem = (ctypes.c_char * 512).in_dll(plugin, "cache_problem").value.decode(errors="replace")
+    return {"problem": "" if done else problem or "its record is missing"}
+
+
+def _compiled_alone(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     import pypjrt
     from pypjrt._loader import read_named_values
 
-    request = json.loads((folder / REQUEST).read_text())
     answer: dict[str, Any] = {}
     try:
         plugin = pypjrt.Plugin(request["library"])
@@ -50,7 +83,7 @@ def _main(folder: Path) -> None:
             answer["flops"], answer["bytes_accessed"] = found.get("flops", 0.0), found.get("bytes accessed", 0.0)
     except pypjrt.errors.PjrtError as error:
         answer["problem"] = str(error)
-    (folder / ANSWER).write_text(json.dumps(answer))
+    return answer
 
 
 def _compiled(plugin: Any, topology: Any, module: bytes, form: str, devices: int) -> int:

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import logging
 import math
+import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,7 +33,8 @@ from xla_adapters.sharding import (
 )
 from xla_adapters.sharding.measure import MeasuringError, PlanCompiler, PlanResult, pack
 from xla_adapters.sharding.planner import Topology, collective_seconds
-from xla_adapters.tools.preflight_report import Attempt, Estimate, PreflightReport, StepReport, StepTime
+from xla_adapters.tools.preflight_report import Attempt, Estimate, PreflightReport, SavedPrograms, StepReport, StepTime
+from xla_adapters.tools.save_programs import check_saving, save_programs
 from xla_adapters.tools.step_capture import TracedStep
 from xla_adapters.tools.tpu_compiler import (
     CompiledModule,
@@ -60,6 +62,7 @@ Dtype = Literal["float32", "bfloat16", "bf16-mixed"]
 Load = Callable[[int, int | None], tuple[torch.nn.Module, Any, Around]]
 # Seconds for tracing, and for each compile.
 TIMEOUT = 900.0
+Folder = str | os.PathLike[str]
 
 _NO_SHARDING = (
     "sharding: with TorchTPU each process has one device, and this package shards with torch_xla only; leave it out"
@@ -101,6 +104,7 @@ def preflight_script(
     sharding: str | None = None,
     timeout: float = TIMEOUT,
     shows_output: bool = False,
+    saves_to: Folder | None = None,
 ) -> PreflightReport:
     """Says whether the steps of a script compile for a slice of TPUs, fit their memory, and what bounds them.
 
@@ -113,19 +117,36 @@ def preflight_script(
         sharding: for trainers that do not shard by themselves: the name of a plan.
         timeout: seconds for tracing, and for each compile.
         shows_output: whether what the script prints is shown.
+        saves_to: the folder in which the programs of a run are saved; the script runs once more for that.
 
     Raises:
-        ConfigError: libtpu does not know the slice, or what traces with TorchTPU is not installed.
-        UnsupportedOptionError: the runtime is TorchTPU, and a sharding is asked for.
+        ConfigError: libtpu does not know the slice, or what traces with TorchTPU is not installed; or programs cannot
+            be saved there.
+        UnsupportedOptionError: the runtime is TorchTPU, and a sharding, or to save programs, is asked for; or to save
+            those of several hosts.
     """
     if sharding is not None and not can_shard():
         raise UnsupportedOptionError(_NO_SHARDING)
+    if sharding is not None and saves_to is not None:
+        raise ConfigError(
+            "--save-programs: a run of this script would not be sharded by --sharding: give its trainer sharding="
+        )
     request = Request(generation=target.generation, command=command, sharding=sharding)
-    return _preflight(shlex.join(command), target, request, timeout=timeout, shows_output=shows_output)
+    return _preflight(
+        shlex.join(command), target, request, timeout=timeout, shows_output=shows_output, saves_to=saves_to
+    )
 
 
 def preflight_run(
-    what: str, topology: str, model: torch.nn.Module, samples: Any, run: Run, *, sharded: bool, timeout: float
+    what: str,
+    topology: str,
+    model: torch.nn.Module,
+    samples: Any,
+    run: Run,
+    *,
+    sharded: bool,
+    timeout: float,
+    saves_to: Folder | None = None,
 ) -> PreflightReport:
     """The pre-flight of a training that a program has set up and not begun.
 
@@ -137,24 +158,39 @@ def preflight_run(
         run: called in the tracing process, for which it is pickled; runs the training.
         sharded: whether the training is sharded.
         timeout: seconds for tracing, and for each compile.
+        saves_to: the folder in which its programs are saved.
 
     Raises:
-        ConfigError: there is no such slice, or what traces with TorchTPU is not installed.
+        ConfigError: there is no such slice, or what traces with TorchTPU is not installed; or programs cannot be saved.
+        UnsupportedOptionError: programs are to be saved of TorchTPU, or of several hosts.
     """
     target, training = Target.parse(topology), Training(model=model, batch=samples, runs=(run,))
     try:
         request = Request(generation=target.generation, training=pack(training), spmd=sharded)
     except MeasuringError as error:
         return PreflightReport(what=what, topology=str(target), problem=str(error))
-    return _preflight(what, target, request, timeout=timeout)
+    return _preflight(what, target, request, timeout=timeout, saves_to=saves_to)
 
 
 def _preflight(
-    what: str, target: Target, request: Request, *, timeout: float, shows_output: bool = False
+    what: str,
+    target: Target,
+    request: Request,
+    *,
+    timeout: float,
+    shows_output: bool = False,
+    saves_to: Folder | None = None,
 ) -> PreflightReport:
+    folder = None if saves_to is None else check_saving(target, saves_to)
     missing = _missing_compiler(target)
     (traced,) = trace_in_process(request, target.devices, timeout=timeout, shows_output=shows_output)
-    return report_traced(what, target, traced, timeout=timeout, missing=missing)
+    report = report_traced(what, target, traced, timeout=timeout, missing=missing)
+    if folder is None:
+        return report
+    if report.problem:
+        return dataclasses.replace(report, programs=SavedPrograms(folder=str(folder), problem="see above"))
+    saved = save_programs(request, target, folder, timeout=timeout, shows_output=shows_output)
+    return dataclasses.replace(report, programs=saved)
 
 
 def _missing_compiler(target: Target) -> str:

@@ -230,6 +230,36 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SavedPrograms:
+    """Programs that were compiled ahead, for runs on the slice.
+
+    Attributes:
+        folder: where they are.
+        saved: how many.
+        failed: why others are not there, by the compiler.
+        problem: why there is none; empty if there are.
+        seconds: what it took.
+    """
+
+    folder: str
+    saved: int = 0
+    failed: tuple[str, ...] = ()
+    problem: str = ""
+    seconds: float = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all are there."""
+        return not self.problem and not self.failed
+
+    def __str__(self) -> str:
+        if self.problem:
+            return f"NO PROGRAM SAVED: {self.problem}"
+        text = f"SAVED {self.saved} programs in {self.folder}, in {self.seconds:.0f} s: a run loads them by cache_dir="
+        return "\n".join([text, *(f"NOT SAVED: {reason}" for reason in self.failed)])
+
+
+@dataclass(frozen=True, kw_only=True)
 class PreflightReport:
     """What a training needs on a slice of TPUs.
 
@@ -243,6 +273,7 @@ class PreflightReport:
         estimates: of each graph, if nothing was compiled.
         hbm_bytes: memory of a device, for the estimates.
         attempts: what was tried because a step of a model does not fit, in this order.
+        programs: what was saved for runs on the slice; None if that was not asked for.
     """
 
     what: str
@@ -253,6 +284,7 @@ class PreflightReport:
     estimates: tuple[Estimate, ...] = ()
     hbm_bytes: int = 0
     attempts: tuple[Attempt, ...] = ()
+    programs: SavedPrograms | None = None
 
     @property
     def needed_bytes(self) -> int:
@@ -271,9 +303,9 @@ class PreflightReport:
 
     @property
     def status(self) -> int:
-        """Exit status: 0 it fits, 1 it does not, 2 it cannot be said."""
+        """Exit status: 0 it fits, 1 it does not, 2 it cannot be said, or not all programs were saved."""
         if self.fits:
-            return 0
+            return 0 if self.programs is None or self.programs.is_complete else 2
         too_large = any(graph.status == 1 for graph in self.graphs)
         known = bool(self.graphs) and all(graph.memory is not None for graph in self.graphs)
         return 1 if too_large or (known and self.needed_bytes > self.graphs[0].hbm_bytes) else 2
@@ -290,6 +322,7 @@ class PreflightReport:
             "graphs": [graph.as_values() for graph in self.graphs],
             "estimates": [dataclasses.asdict(estimate) for estimate in self.estimates],
             "attempts": [dataclasses.asdict(attempt) for attempt in self.attempts],
+            "programs": None if self.programs is None else dataclasses.asdict(self.programs),
         }
 
     def text(self, *, width: int = 110) -> str:
@@ -306,6 +339,8 @@ class PreflightReport:
             lines += ["", graph.text(width=width)]
         if self.attempts:
             lines += ["", *self._attempts(width)]
+        if self.programs is not None:
+            lines += ["", str(self.programs)]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -321,6 +356,8 @@ class PreflightReport:
             parts.append(f"<h3>{escape(head)}</h3><pre>{escape(rest)}</pre>")
         if self.attempts:
             parts.append(f"<pre>{escape(chr(10).join(self._attempts(110)))}</pre>")
+        if self.programs is not None:
+            parts.append(f"<pre>{escape(str(self.programs))}</pre>")
         return "".join(parts)
 
     def page(self) -> str:

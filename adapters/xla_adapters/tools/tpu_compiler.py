@@ -156,6 +156,17 @@ class Target:
         return math.prod(self.chips) * _DEVICES_PER_CHIP.get(self.generation, 1)
 
     @property
+    def chips_of_host(self) -> int:
+        """How many chips a host of the generation has at most."""
+        return 8 if self.generation in ("v5e", "v6e") else 4
+
+    @property
+    def accelerator(self) -> str:
+        """The name of the slice's type, as v5litepod-8."""
+        count = math.prod(self.chips) * _COUNTED_PER_CHIP.get(self.generation, 1)
+        return f"{self.generation.replace('v5e', 'v5litepod')}-{count}"
+
+    @property
     def options(self) -> Mapping[str, str]:
         """Options with which libtpu describes the slice."""
         return _OPTIONS.get(self.generation, {})
@@ -310,13 +321,10 @@ def _ask(target: Target, module: bytes | None, form: ModuleForm, timeout: float,
         begun = time.monotonic()
         ended = run_python(
             [libtpu_process.__file__, name],
-            environment={
-                **{name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"},
-                **_ENVIRONMENT,
-                "LIBTPU_INIT_ARGS": _flags(target, os.environ.get("LIBTPU_INIT_ARGS", ""), form),
-                "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text",
-                "PYTHONPATH": python_path(),
-            },
+            environment=environment_of_compiler(
+                f"--xla_dump_to={folder} --xla_dump_hlo_as_text",
+                _flags(target, os.environ.get("LIBTPU_INIT_ARGS", ""), form),
+            ),
             timeout=timeout,
             until=None if generate_code else lambda: _has_assigned(folder),
         )
@@ -327,6 +335,21 @@ def _ask(target: Target, module: bytes | None, form: ModuleForm, timeout: float,
         elif module is not None and "memory" not in answer:
             answer = {"problem": f"the compiler {ended}", **answer}
         return _read(answer, folder, target, f"libtpu {compiler.version}")
+
+
+def environment_of_compiler(xla_flags: str, libtpu_flags: str) -> dict[str, str]:
+    """The environment of a process that compiles.
+
+    Args:
+        xla_flags, libtpu_flags: XLA_FLAGS and LIBTPU_INIT_ARGS.
+    """
+    return {
+        **{name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"},
+        **_ENVIRONMENT,
+        "LIBTPU_INIT_ARGS": libtpu_flags,
+        "XLA_FLAGS": xla_flags,
+        "PYTHONPATH": python_path(),
+    }
 
 
 def _has_assigned(folder: Path) -> bool:

@@ -115,6 +115,7 @@ class Traced:
         problem: why there is no graph of a training step, or none of an evaluation; empty if there is.
         invalid: whether the problem is an option that cannot work.
         in_output: whether only what the script printed may say more about the problem.
+        flags: XLA_FLAGS and LIBTPU_INIT_ARGS of a run, if its programs were recorded.
     """
 
     steps: list[TracedStep] = field(default_factory=list)
@@ -124,6 +125,7 @@ class Traced:
     problem: str = ""
     invalid: bool = False
     in_output: bool = False
+    flags: tuple[str, str] = ("", "")
 
 
 def trace_in_process(
@@ -224,10 +226,20 @@ def trace_requested(asked: Asked) -> None:
     faulthandler.enable()
     request: Request = pickle.loads(asked.request)
     for number in range(request.count):
-        run = functools.partial(_train, request.training, number)
-        if request.command:
-            run = functools.partial(_run_script, request.command)
-        asked.answer(pickle.dumps(trace(asked.folder, run, request)))
+        asked.answer(pickle.dumps(trace(asked.folder, run_of(request, number), request)))
+
+
+def run_of(request: Request, number: int = 0, device: str = "meta") -> Callable[[Hand], object]:
+    """A training of a request.
+
+    Args:
+        request: the request.
+        number: which of them.
+        device: of the parameters of a packed model, which are zeros if that one has memory.
+    """
+    if request.command:
+        return functools.partial(_run_script, request.command)
+    return functools.partial(_train, request.training, number, device)
 
 
 def _run_script(command: Sequence[str], hand: Hand) -> None:
@@ -235,9 +247,9 @@ def _run_script(command: Sequence[str], hand: Hand) -> None:
         run_command(list(command))
 
 
-def _train(training: bytes, number: int, hand: Hand) -> None:
-    # Unpacked here, where strategies that it holds find a device without memory.
-    unpacked: Training = unpack(training)
+def _train(training: bytes, number: int, device: str, hand: Hand) -> None:
+    # Unpacked here, where strategies that it holds find the device as it is to be.
+    unpacked: Training = unpack(training, device)
     unpacked.runs[number](unpacked.model, unpacked.batch, hand)
 
 
@@ -288,15 +300,30 @@ def trace(folder: Path, run: Callable[[Hand], object], request: Request) -> Trac
         get_runtime().device.initialize(spmd=True)
     hand = Hand(
         folder=folder,
-        change=_adding_to(traced.changed),
-        skip=_adding_to(traced.skipped),
+        change=adding_to(traced.changed),
+        skip=adding_to(traced.skipped),
         sharding=request.sharding,
         loops=Loops(capture),
+        has_values=False,
     )
-    with ExitStack() as stack:
-        stack.enter_context(capture.capturing())
-        stack.enter_context(skipping_saves(folder, hand.skip))
-        stack.enter_context(_options_for(request.generation))
+    with capture.capturing(), _options_for(request.generation):
+        run_to_end(run, hand, traced)
+    traced.steps = sorted(capture.steps, key=lambda step: (step.kind != TRAINING, step.kind == EVALUATION))
+    traced.plan = capture.plan
+    if not traced.problem and not any(step.kind == TRAINING for step in traced.steps):
+        traced.problem, traced.in_output = _without_update(capture), capture.failure is None
+    return traced
+
+
+def run_to_end(run: Callable[[Hand], object], hand: Hand, traced: Traced) -> None:
+    """Runs a training until it ends or raises `Taken`, and saves nothing.
+
+    Args:
+        run: the training.
+        hand: what changes trainers.
+        traced: is told what went wrong.
+    """
+    with skipping_saves(hand.folder, hand.skip):
         try:
             run(hand)
         except Taken:
@@ -307,11 +334,6 @@ def trace(folder: Path, run: Callable[[Hand], object], request: Request) -> Trac
         except BaseException as error:  # noqa: BLE001 (it is reported)
             traceback.print_exception(error)
             traced.problem, traced.invalid = described(error), isinstance(error, ConfigError)
-    traced.steps = sorted(capture.steps, key=lambda step: (step.kind != TRAINING, step.kind == EVALUATION))
-    traced.plan = capture.plan
-    if not traced.problem and not any(step.kind == TRAINING for step in traced.steps):
-        traced.problem, traced.in_output = _without_update(capture), capture.failure is None
-    return traced
 
 
 def make_capture() -> StepCapture:
@@ -360,7 +382,9 @@ def _options_for(generation: str) -> Iterator[None]:
         yield
 
 
-def _adding_to(notes: list[str]) -> Callable[[str], None]:
+def adding_to(notes: list[str]) -> Callable[[str], None]:
+    """Adds what is new to a list."""
+
     def add(note: str) -> None:
         if note not in notes:
             notes.append(note)

@@ -26,6 +26,7 @@ import safetensors.torch
 import torch
 
 from xla_adapters.checkpoint import Checkpoint, CheckpointStore
+from xla_adapters.errors import ConfigError
 from xla_adapters.utils.location import line_of_caller
 from xla_adapters.utils.patching import replaced
 
@@ -80,6 +81,8 @@ class Hand:
         skip: notes what was not saved, in words.
         sharding: for trainers that do not shard by themselves; None leaves them as they are.
         loops: what to do instead of training and evaluating; None to do that.
+        has_values: whether tensors on the device have values, as in a training.
+        keeps_steps: whether a trainer whose steps are not this package's is an error.
     """
 
     folder: Path
@@ -87,6 +90,24 @@ class Hand:
     skip: Callable[[str], None]
     sharding: str | None = None
     loops: Loops | None = None
+    has_values: bool = True
+    keeps_steps: bool = False
+
+    def put_steps(self, note: str) -> None:
+        """Notes that a trainer gets the steps of this package.
+
+        Args:
+            note: in words.
+
+        Raises:
+            ConfigError: steps are to stay as they are.
+        """
+        if self.keeps_steps:
+            raise ConfigError(
+                f"--save-programs: a run of this script would not use the saved programs, which are of {note}. Train "
+                "with hf_trainer's Trainer or with XLAEagerStrategy"
+            )
+        self.change(note)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.transfers import note_upload
-from xla_adapters.tracing.deferred_numbers import DeferredNumbers
+from xla_adapters.tracing.deferred_numbers import DeferredNumber, DeferredNumbers
 from xla_adapters.tracing.host_values import HostValue
 from xla_adapters.tracing.library_reads import LibraryReads, MaskedSelection, with_selections
 from xla_adapters.tracing.reads_on_host import ReadsOnHost
@@ -48,8 +48,8 @@ class Answers:
 
     Attributes:
         deferred: the numbers that are read after the step.
-        on_host: notes what is read on the host; None if the step will not be replayed. Then each answer counts as a
-            break (`breaks.found`), because a replay would take what this batch has for that of every batch.
+        on_host: notes what is read on the host; None if the step will not be replayed. An answer that is not noted
+            counts as a break (`breaks.found`), because a replay would take what this batch has for that of every batch.
     """
 
     def __init__(self, reads: LibraryReads, breaks: Breaks, runtime: Runtime) -> None:
@@ -57,6 +57,7 @@ class Answers:
         self._breaks = breaks
         self._runtime = runtime
         self.on_host: ReadsOnHost | None = None
+        self._keeps_numbers = False
         self.deferred = DeferredNumbers(
             runtime, lambda tensor: breaks.on_read("a number that the step has not computed yet", tensor)
         )
@@ -65,9 +66,23 @@ class Answers:
         """The value of a tensor that was copied to the device."""
         return self._reads.host_values.copied(source)
 
-    def note_reads(self) -> None:
-        """Notes how the answers depend on the batch, for replays of the step. Whoever reads must keep the numbers."""
+    def note_reads(self, *, keeps_numbers: bool) -> None:
+        """Notes how the answers depend on the batch, for replays of the step.
+
+        Args:
+            keeps_numbers: whether the numbers that are read for logs are among what the step returns. Otherwise a step
+                with such a read is not replayed.
+        """
         self.on_host = ReadsOnHost(self._reads.host_values)
+        self._keeps_numbers = keeps_numbers
+
+    def _notes(self, *, logs: bool) -> ReadsOnHost | None:
+        """What notes an answer; None if it is not noted.
+
+        Args:
+            logs: whether the library reads in order to log.
+        """
+        return self.on_host if self._keeps_numbers or not logs else None
 
     def read(self, function: _CALL, what: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of a call that reads the value of a tensor; `NO_ANSWER` if it is not a library's."""
@@ -77,8 +92,11 @@ class Answers:
         known = values.find(tensor)
         logs = self._reads.reader() is not None
         if known is not None and not any(isinstance(value, _Tensor) for value in (*args[1:], *kwargs.values())):
-            if logs and self.on_host is not None:
-                return self.on_host.read(function, known, args[1:], kwargs)
+            noted = self._notes(logs=logs)
+            if noted is not None:
+                read = noted.read(function, known, args[1:], kwargs)
+                # What a layer reads decides what it computes: at once, it may ask for the type.
+                return read.value() if isinstance(read, DeferredNumber) and not logs else read
             self._breaks.found = True
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 # A copy, because the caller may write into it.
@@ -86,7 +104,7 @@ class Answers:
         if not logs:
             return NO_ANSWER
         if function is _Tensor.item and tensor.numel() == 1:
-            self._breaks.found |= self.on_host is None
+            self._breaks.found |= self._notes(logs=True) is None
             return self.deferred.read(tensor)
         self._breaks.on_read(what, tensor)
         return self._executing(function, args, kwargs)
@@ -105,25 +123,53 @@ class Answers:
         """
         if not self._reads.is_asked():
             return NO_ANSWER
-        selects = function is _Tensor.__getitem__ and _is_mask(args[0], args[1])
         values = self._reads.host_values
         computation = values.call(function, args, kwargs)
-        is_known = computation is not None or (selects and values.find(args[1]) is not None)
         logs = self._reads.reader() is not None
-        if not is_known and not logs:
+        if computation is None and not logs:
             return NO_ANSWER
-        self._breaks.found |= self.on_host is None or not logs
+        self._breaks.found |= self._notes(logs=logs) is None
         if computation is not None:
             return self._uploaded(computation)
-        if selects and not logs:
-            return self._select(args[0], args[1])
-        if selects:
+        if function is _Tensor.__getitem__ and _is_mask(args[0], args[1]):
             mask = args[1].clone()
             values.note(torch.clone, (args[1],), {}, mask)
             # A copy of the values too: the library may change them before it uses what it selected.
             return MaskedSelection(args[0].clone(), mask, self._select)
         self._breaks.on_dynamic(what, tensor)
         return self._executing(function, args, kwargs)
+
+    def positions(self, function: _CALL, values: torch.Tensor, index: Any) -> tuple[Any, ...] | None:
+        """An index with positions in the place of its masks; None if the host does not know all of them.
+
+        Args:
+            function: gets or sets what is at the index. What a library selects in order to log is selected later, and
+                what the host knows is selected there.
+            values: what is indexed.
+            index: as `Tensor.__getitem__` takes it.
+        """
+        gets = function is _Tensor.__getitem__
+        if not self._reads.is_asked() or (gets and self._reads.reader() is not None):
+            return None
+        if gets and self._reads.host_values.call(function, (values, index), {}) is not None:
+            return None
+        found: list[Any] = []
+        dim = 0
+        for part in index if isinstance(index, tuple) else (index,):
+            if isinstance(part, _Tensor) and part.dtype is torch.bool and part.ndim:
+                known = self._reads.host_values.call(torch.nonzero, (part,), {})
+                if known is None or part.shape != values.shape[dim : dim + part.ndim]:
+                    return None
+                found.append(known)
+                dim += part.ndim
+            elif type(part) in (int, slice) or (isinstance(part, _Tensor) and part.dtype is torch.int64):
+                found.append(part)
+                dim += 1
+            else:
+                return None
+        self._breaks.found |= self._notes(logs=self._reads.reader() is not None) is None
+        uploaded = [self._uploaded(part).unbind(1) if isinstance(part, HostValue) else (part,) for part in found]
+        return tuple(part for parts in uploaded for part in parts)
 
     def note(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """A function was called in the step: remembers what the host knows of its result."""
@@ -137,15 +183,15 @@ class Answers:
                 note_upload(source, result)
             else:
                 values.note(function, args, kwargs, result)
-        elif isinstance(source, (bool, int)):
+        elif not result.is_floating_point() and _is_plain(source):
             with torch._C.DisableTorchFunction():
-                note_upload(torch.tensor(source), result)
+                note_upload(torch.tensor(source, dtype=result.dtype), result)
 
     def _select(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """`values[mask]`."""
-        indices = self._reads.host_values.call(torch.nonzero, (mask,), {"as_tuple": True})
+        indices = self._reads.host_values.call(torch.nonzero, (mask,), {})
         if indices is not None:
-            return values[self._uploaded(indices)]
+            return values[self._uploaded(indices).unbind(1)]
         self._breaks.on_dynamic("a boolean index", mask)
         selected: torch.Tensor = self._executing(_Tensor.__getitem__, (values, mask), {})
         return selected
@@ -173,6 +219,11 @@ class Answers:
                 return function(*with_selections(args), **with_selections(kwargs))
         finally:
             self._runtime.tracing.set_execution_allowed(allowed)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is an integer, or a list of such."""
+    return all(map(_is_plain, value)) if type(value) in (list, tuple) else type(value) in (bool, int)
 
 
 def _is_mask(values: torch.Tensor, index: Any) -> bool:

@@ -15,14 +15,15 @@ from xla_adapters.tracing.graph_analysis import GraphAnalysis, in_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class CompileEvent:
-    """One call of a step that compiled.
+    """One call of a step that compiled a graph, or loaded it from the compile cache.
 
     Attributes:
         step: the name of the step.
         number: how many graphs the step has now.
         call: which call of the step it was, from 1; 0 if calls are not counted.
-        graphs: how many graphs were compiled in this call.
-        seconds: time spent compiling.
+        graphs: how many graphs were compiled or loaded in this call.
+        loads: how many of them were loaded.
+        seconds: time spent compiling and loading.
         reason: why, in words.
         phase: which part of the loop it was.
         where: the position in the run, e.g. `"batch 7 of epoch 0"`; empty if not known.
@@ -43,6 +44,7 @@ class CompileEvent:
     line: str = ""
     graph: GraphAnalysis | None = None
     memory: CompiledMemory | None = None
+    loads: int = 0
     time: float = field(default_factory=time.time)
 
     def as_dict(self) -> dict[str, Any]:
@@ -52,7 +54,8 @@ class CompileEvent:
 
     def __str__(self) -> str:
         position = ", ".join(text for text in (f"call {self.call}" if self.call else "", self.where, self.line) if text)
-        lines = [f"{self.step}: graph {self.number}, {self.seconds:.2f} s ({position}): {self.reason}"]
+        how = "loaded in " if self.loads == self.graphs else ""
+        lines = [f"{self.step}: graph {self.number}, {how}{self.seconds:.2f} s ({position}): {self.reason}"]
         if self.graph is not None:
             lines.append(f"  {self.graph}")
         if self.memory is not None:

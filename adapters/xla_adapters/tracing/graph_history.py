@@ -153,15 +153,17 @@ class GraphHistory:
         self.seconds += report.compile_seconds
         total = f", {self.seconds:.1f} s in all" if self.graphs > report.compiles else ""
         position = f" ({call})" if call.number else ""
+        how = "loaded" if report.loads == report.compiles else "compiled"
         logger.log(
             logging.WARNING if warns else logging.INFO,
-            f"{name}: compiled graph {self.graphs} in {report.compile_seconds:.1f} s{total}{position}: {reason}",
+            f"{name}: {how} graph {self.graphs} in {report.compile_seconds:.1f} s{total}{position}: {reason}",
         )
         event = CompileEvent(
             step=name,
             number=self.graphs,
             call=call.number,
             graphs=report.compiles,
+            loads=report.loads,
             seconds=report.compile_seconds,
             reason=reason,
             phase=phase,
@@ -251,6 +253,6 @@ def _remedy(changes: list[tuple[str, str]]) -> str:
     if old_shapes == shapes:
         return "convert the data to one dtype in the dataset: each dtype is a graph of its own"
     return (
-        "pad to a fixed length or to a few lengths, and drop the partial last batch (drop_last): each shape is a graph "
-        "of its own"
+        "pad to a fixed length or to a few lengths (shapes='auto' of a trainer), and drop the partial last batch "
+        "(drop_last): each shape is a graph of its own"
     )

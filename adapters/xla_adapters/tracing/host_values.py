@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -26,10 +27,11 @@ _PURE = frozenset(
         "__and__ __or__ __xor__ __invert__ __rand__ __ror__ __rxor__",
         "add sub subtract rsub mul multiply neg negative abs clamp clamp_min clamp_max minimum maximum",
         "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __neg__ __abs__",
-        "sum any all amax amin max min cumsum diff count_nonzero",
+        "div divide floor_divide __floordiv__ __rfloordiv__ remainder __mod__ __rmod__ repeat",
+        "sum any all amax amin max min cumsum diff count_nonzero _is_all_true prod",
         "__getitem__ view reshape flatten squeeze unsqueeze expand expand_as chunk split unbind cat stack narrow",
-        "select transpose permute t contiguous clone detach index_select gather masked_fill where",
-        "to long int bool as_tensor pad",
+        "view_as reshape_as select transpose permute t contiguous clone detach index_select gather masked_fill where",
+        "to long int bool as_tensor pad roll flip",
     )
     for name in names.split()
 )
@@ -38,16 +40,24 @@ _SELECTING = frozenset(
     name
     for names in (
         "__getitem__ view reshape flatten squeeze unsqueeze expand expand_as chunk split unbind narrow select",
-        "transpose permute t contiguous clone detach long pad",
+        "transpose permute t contiguous clone detach long pad roll flip",
     )
     for name in names.split()
 )
 # Functions whose result has a shape that depends on values: computed on the host, they need no break of the graph.
-_DYNAMIC = frozenset(("nonzero", "argwhere", "masked_select", "__getitem__", "where", "bincount", "repeat_interleave"))
+_DYNAMIC = frozenset(
+    (
+        *("nonzero", "argwhere", "masked_select", "__getitem__", "where", "bincount", "repeat_interleave"),
+        *("unique", "unique_consecutive"),
+    )
+)
 # With a dimension they also tell where: of equal values, devices name different ones.
 _EXTREMES = frozenset({_Tensor.max, _Tensor.min, torch.max, torch.min})
 # What shapes and numbers of the program determine, by name: positions, and tensors of one value.
 _FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
+_FULL = ("full", "full_like", "new_full")
+# What takes nothing but the shape of its second argument, with what takes a shape.
+_AS: dict[str, _CALL] = {"expand_as": _Tensor.expand, "view_as": _Tensor.view, "reshape_as": _Tensor.reshape}
 _DATA: frozenset[_CALL] = frozenset({_Tensor.data.__get__})  # type: ignore[attr-defined]
 
 
@@ -142,7 +152,7 @@ class HostValues:
         if pure is None:
             name = getattr(function, "__name__", "")
             pure = self._pure[function] = name in _PURE
-            if function is torch.arange or name in _FILLS:
+            if function is torch.arange or name in _FILLS or name in _FULL:
                 self._makers.add(function)
         if function in _DATA:
             # Writes through `.data` do not change the version.
@@ -180,7 +190,11 @@ class HostValues:
                 return
             made = function, list(args), {**kwargs, "device": "cpu"}
         else:
-            made = torch.full, [tuple(result.shape), _FILLS[function.__name__]], {"dtype": result.dtype}
+            name = function.__name__
+            value = _FILLS[name] if name in _FILLS else kwargs.get("fill_value", args[-1])
+            if type(value) not in (int, bool):
+                return
+            made = torch.full, [tuple(result.shape), value], {"dtype": result.dtype}
         with torch._C.DisableTorchFunction():
             self._known[result] = HostValue(made, result._version, selects=False)
 
@@ -205,7 +219,32 @@ class HostValues:
     def follow(self, tensor: torch.Tensor, computation: HostValue) -> None:
         """A tensor was copied to the device that the host computes."""
         with torch._C.DisableTorchFunction():
-            self._known[tensor] = HostValue(computation.made, tensor._version, sources=computation.sources)
+            made, sources, selects = computation.made, computation.sources, computation.selects
+            self._known[tensor] = HostValue(made, tensor._version, sources=sources, selects=selects)
+
+    def written(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
+        """A function is about to write to its first argument.
+
+        Returns:
+            What to call afterwards with its result, if the host knows what the argument is then.
+        """
+        if not args or not _is_exact(args[0]):
+            return None
+        name = getattr(function, "__name__", "")
+        computation: HostValue | None = None
+        if name in ("__setitem__", "write_where_"):
+            computation = self._computation(_with_item, args, kwargs)
+        else:
+            pure = f"__{name[3:]}" if name.startswith("__i") else name[:-1]
+            if pure in _PURE and hasattr(_Tensor, pure):
+                computation = self._computation(_of_its_dtype, (getattr(_Tensor, pure), *args), kwargs)
+        return None if computation is None else partial(self._follow_written, args[0], computation)
+
+    def _follow_written(self, tensor: torch.Tensor, computation: HostValue, result: Any) -> None:
+        # A trace may return another tensor than the one it was given.
+        for changed in (tensor, result):
+            if _is_exact(changed):
+                self.follow(changed, computation)
 
     def find(self, tensor: torch.Tensor) -> HostValue | None:
         """How the host computes a device tensor; None if it cannot."""
@@ -223,6 +262,9 @@ class HostValues:
 
     def _computation(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any]) -> HostValue | None:
         """The same call on the host; None if an argument is not known there, or none is a tensor."""
+        of_shape = _AS.get(getattr(function, "__name__", ""))
+        if of_shape is not None and len(args) == 2:
+            function, args = of_shape, (args[0], tuple(args[1].shape))
         known: dict[int, HostValue] = {}
         for tensor in _tensors((*args, *kwargs.values())):
             value = None if tensor.dtype.is_floating_point else self.find(tensor)
@@ -243,6 +285,18 @@ class HostValues:
             sources=frozenset().union(*(value.sources for value in known.values())),
             selects=selects and all(value.selects for value in known.values()),
         )
+
+
+def _with_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    """What `tensor[index] = value` makes of a tensor."""
+    copy = tensor.clone()
+    copy[index] = value
+    return copy
+
+
+def _of_its_dtype(function: _CALL, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What a function in place makes of a tensor."""
+    return function(tensor, *args, **kwargs).to(tensor.dtype)
 
 
 def _is_exact(value: Any) -> bool:

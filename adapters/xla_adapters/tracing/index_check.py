@@ -135,47 +135,101 @@ def _argument(args: Sequence[Any], kwargs: dict[str, Any], position: int, name: 
     return args[position] if len(args) > position else kwargs.get(name, default)
 
 
+# Indices, the smallest and the first too large one, and one that is ignored.
 _Lookup = tuple[Any, int, int, int | None]
 
 
-def _embedding(args: Sequence[Any], kwargs: dict[str, Any]) -> _Lookup:
+def _embedding(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:
     size = _argument(args, kwargs, 1, "weight").shape[0]
-    return _argument(args, kwargs, 0, "input"), 0, size, None
+    return [(_argument(args, kwargs, 0, "input"), 0, size, None)]
 
 
-def _classes(args: Sequence[Any], kwargs: dict[str, Any]) -> _Lookup:
+def _classes(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:
     scores, target = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "target")
     ignored = _argument(args, kwargs, 4, "ignore_index", -100)
-    return target, 0, scores.shape[1 if scores.ndim > 1 else 0], ignored
+    return [(target, 0, scores.shape[1 if scores.ndim > 1 else 0], ignored)]
 
 
-def _along_dimension(args: Sequence[Any], kwargs: dict[str, Any]) -> _Lookup:
+def _of_margin(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:
+    return [(_argument(args, kwargs, 1, "target"), 0, _argument(args, kwargs, 0, "input").shape[-1], None)]
+
+
+def _along_dimension(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:
     values, dim = args[0], _argument(args, kwargs, 1, "dim")
-    return _argument(args, kwargs, 2, "index"), 0, values.shape[dim] if values.ndim else 1, None
+    return [(_argument(args, kwargs, 2, "index"), 0, values.shape[dim] if values.ndim else 1, None)]
 
 
-def _item(args: Sequence[Any], kwargs: dict[str, Any]) -> _Lookup:
-    size = args[0].shape[0] if args[0].ndim else 0
-    index = args[1] if isinstance(args[1], _Tensor) and args[1].dtype is not torch.uint8 else None
-    return index, -size, size, None
+def _from_the_end_too(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:
+    ((index, _, size, _),) = _along_dimension(args, kwargs)
+    return [(index, -size, size, None)]
 
 
-def _one_hot(args: Sequence[Any], kwargs: dict[str, Any]) -> _Lookup:
+def _take(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:
+    size = args[0].numel()
+    return [(_argument(args, kwargs, 1, "index"), -size, size, None)]
+
+
+def _take_along(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:
+    dim = _argument(args, kwargs, 2, "dim")
+    size = args[0].numel() if dim is None else args[0].shape[dim]
+    return [(_argument(args, kwargs, 1, "indices"), 0, size, None)]
+
+
+def _item(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:
+    """Of an index in brackets: its tensors of integers, up to a part whose dimensions take a closer look."""
+    found: list[_Lookup] = []
+    dims = args[0].ndim
+    for dim, part in enumerate(args[1] if isinstance(args[1], tuple) else (args[1],)):
+        if isinstance(part, _Tensor) and part.dtype not in (torch.bool, torch.uint8) and dim < dims:
+            found.append((part, -args[0].shape[dim], args[0].shape[dim], None))
+        elif type(part) not in (int, slice):
+            break
+    return found
+
+
+def _put(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:
+    return _item((args[0], tuple(_argument(args, kwargs, 1, "indices"))), {})
+
+
+def _one_hot(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:
     classes = _argument(args, kwargs, 1, "num_classes", -1)
-    return (args[0] if classes > 0 else None), 0, classes, None
+    return [(args[0], 0, classes, None)] if classes > 0 else []
 
 
-# By function: the indices, the smallest and the first too large one, and one that is ignored.
-LOOKUPS: dict[_CALL, Callable[[Sequence[Any], dict[str, Any]], _Lookup]] = {
+def _ctc(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:
+    scores, targets = _argument(args, kwargs, 0, "log_probs"), _argument(args, kwargs, 1, "targets")
+    frames, labels = _argument(args, kwargs, 2, "input_lengths"), _argument(args, kwargs, 3, "target_lengths")
+    longest = targets.shape[-1] if targets.ndim > 1 else targets.numel()
+    return [(frames, 0, scores.shape[0] + 1, None), (labels, 0, longest + 1, None)]
+
+
+def _of_tensors(*names: str) -> tuple[_CALL, ...]:
+    """Methods of tensors, and the functions of torch of these names."""
+    return tuple(getattr(owner, name) for owner in (_Tensor, torch) for name in names if hasattr(owner, name))
+
+
+# What is looked up, by function.
+LOOKUPS: dict[_CALL, Callable[[Sequence[Any], dict[str, Any]], list[_Lookup]]] = {
     functional.embedding: _embedding,
+    functional.embedding_bag: _embedding,
     functional.cross_entropy: _classes,
     functional.nll_loss: _classes,
-    torch.gather: _along_dimension,
-    _Tensor.gather: _along_dimension,
-    torch.index_select: _along_dimension,
-    _Tensor.index_select: _along_dimension,
+    functional.multi_margin_loss: _of_margin,
+    **dict.fromkeys(
+        _of_tensors(
+            *("gather", "index_select", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce"),
+            *("scatter_reduce_", "index_add", "index_add_", "index_copy", "index_copy_"),
+        ),
+        _along_dimension,
+    ),
+    **dict.fromkeys(_of_tensors("index_fill", "index_fill_"), _from_the_end_too),
+    **dict.fromkeys(_of_tensors("index_put", "index_put_"), _put),
+    **dict.fromkeys(_of_tensors("take"), _take),
+    **dict.fromkeys(_of_tensors("take_along_dim"), _take_along),
     _Tensor.__getitem__: _item,
+    _Tensor.__setitem__: _item,
     functional.one_hot: _one_hot,
+    functional.ctc_loss: _ctc,
 }
 
 
@@ -197,6 +251,10 @@ class IndexCheck:
         if self._notes:
             self._values.note(function, args, kwargs, result)
 
+    def written(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
+        """A function is about to write to its first argument; what to call then. See `HostValues.written`."""
+        return self._values.written(function, args, kwargs)
+
     def check(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """A function is about to be called in the step.
 
@@ -207,7 +265,8 @@ class IndexCheck:
         if lookup is not None:
             # A transform would wrap what the host computes.
             with temporarily_clear_interpreter_stack():
-                self._compare(function, lookup(args, kwargs))
+                for found in lookup(args, kwargs):
+                    self._compare(function, found)
 
     def _compare(self, function: _CALL, lookup: _Lookup) -> None:
         indices, low, high, ignored = lookup

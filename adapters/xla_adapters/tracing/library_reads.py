@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from xla_adapters.lowerings import ctc_of_padded_labels
 from xla_adapters.tracing.host_values import HostValues
 from xla_adapters.utils.location import Location, is_plumbing, stack_frames
+from xla_adapters.utils.patching import replaced, replaced_item
 
-# Their layers look at the integers of the batch (which edges are loops) before they compute with the rest of it.
-_OF_LAYERS = ("torch_geometric",)
+# Their layers look at the integers of the batch (which edges are loops, how many tokens stand for an image) before they
+# compute with the rest of it.
+_OF_LAYERS = ("torch_geometric", "transformers")
 # A tokenizer of transformers reads what it is given to decode. Who gives it is the reader.
 _PASSING_ON = ("/transformers/tokenization_utils_base.py", "/transformers/utils/generic.py")
 
@@ -89,7 +92,7 @@ def library_reads() -> LibraryReads | None:
 
 @contextmanager
 def answering(reads: LibraryReads | None) -> Iterator[None]:
-    """Inside the context, steps answer these reads.
+    """Inside the context, steps answer these reads, and models of transformers compute CTC without one.
 
     Args:
         reads: which; None to change nothing.
@@ -97,11 +100,16 @@ def answering(reads: LibraryReads | None) -> Iterator[None]:
     if reads is None:
         yield
         return
-    _present.append(reads)
-    try:
+    losses, checks = map(sys.modules.get, ("transformers.loss.loss_utils", "transformers.utils.import_utils"))
+    with ExitStack() as stack:
+        if losses is not None:
+            stack.enter_context(replaced_item(losses.LOSS_MAPPING, "ForCTC", ctc_of_padded_labels))
+        if checks is not None:
+            # Its checks of the batch raise without a message where it is traced, which only dynamo needs.
+            stack.enter_context(replaced(checks, "is_tracing", lambda *_: torch.compiler.is_dynamo_compiling()))
+        _present.append(reads)
+        stack.callback(_present.remove, reads)
         yield
-    finally:
-        _present.remove(reads)
 
 
 class MaskedSelection:

@@ -14,7 +14,8 @@ class ScopeReport:
     """How a step ended.
 
     Attributes:
-        compiles: how many graphs were compiled.
+        compiles: how many graphs were compiled, or loaded from the compile cache.
+        loads: how many of them were loaded.
         compile_seconds: how many seconds that took.
         operations: what the step did.
         graph: the graph that was executed; None if it is not known.
@@ -26,6 +27,7 @@ class ScopeReport:
     operations: OperationLog
     graph: GraphAnalysis | None = None
     memory: CompiledMemory | None = None
+    loads: int = 0
 
 
 NOTHING_COMPILED = ScopeReport(compiles=0, compile_seconds=0.0, operations=OperationLog())
@@ -41,16 +43,19 @@ class CompileMeter:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._compiles, self._seconds = runtime.counters.compile_totals()
+        self._loaded = runtime.counters.compile_cache().loaded
         # Of what was compiled before.
         runtime.counters.compiled_memory()
 
     def report(self, operations: OperationLog, graph: GraphAnalysis | None = None) -> ScopeReport:
         """What was compiled, for a step that did these operations."""
-        compiles, seconds = self._runtime.counters.compile_totals()
+        counters = self._runtime.counters
+        compiles, seconds = counters.compile_totals()
         return ScopeReport(
             compiles=compiles - self._compiles,
             compile_seconds=seconds - self._seconds,
             operations=operations,
             graph=graph,
-            memory=max(self._runtime.counters.compiled_memory(), key=lambda memory: memory.total, default=None),
+            loads=min(counters.compile_cache().loaded - self._loaded, compiles - self._compiles),
+            memory=max(counters.compiled_memory(), key=lambda memory: memory.total, default=None),
         )

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, Unpack, overload
 
 from xla_adapters.config import XLAConfig, XLAOptions
 from xla_adapters.errors import ConfigError
-from xla_adapters.runtime.rng import StepSeed, use_random_algorithm
+from xla_adapters.runtime.rng import StepSeed, apply_process_options
 from xla_adapters.tracing.graph_history import StepSignature
 from xla_adapters.tracing.interrupts import at_edge
 from xla_adapters.tracing.scopes import EagerScope, LazyScope, check_lazy_mode, make_scope
@@ -36,7 +36,7 @@ class Step:
 
     def scope(self) -> AbstractContextManager[Any]:
         """The context of the next call of the step. Adapters override it, for example to number the calls."""
-        use_random_algorithm(self._config)
+        apply_process_options(self._config)
         if self._config.xla_mode == "eager":
             return EagerScope()
         if self._config.xla_mode == "lazy":

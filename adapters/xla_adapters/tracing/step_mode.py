@@ -314,6 +314,11 @@ class StepMode(TorchFunctionMode):
                 self.undo_log.record(args[1], written_through=True)
             if self._is_write(func, kwargs):
                 self._record_writes(args, kwargs, written_through=func in _WRITE_THROUGH)
+                written = self._indices.written(func, args, kwargs)
+                if written is not None:
+                    result = self._noted(called, args, kwargs, func(*args, **kwargs))
+                    written(result)
+                    return result
             else:
                 self._record_leaves(args)
                 if kwargs:
@@ -325,7 +330,13 @@ class StepMode(TorchFunctionMode):
         dynamic = self._dynamic(func, args, kwargs)
         if dynamic is None:
             return NO_ANSWER
-        answer = NO_ANSWER if self._answers is None else self._answers.dynamic(func, args, kwargs, *dynamic)
+        answer = NO_ANSWER
+        if self._answers is not None:
+            index = self._answers.positions(func, args[0], args[1]) if func in _INDEXING else None
+            if index is not None:
+                with self:
+                    return func(args[0], index, *args[2:])
+            answer = self._answers.dynamic(func, args, kwargs, *dynamic)
         if answer is NO_ANSWER:
             self._on_dynamic(*dynamic)
         return answer

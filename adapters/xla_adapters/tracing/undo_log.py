@@ -153,6 +153,8 @@ class UndoLog:
         if grad is not None:
             self.record(grad)
         is_new = self._runtime.device.owns(leaf) and self._runtime.tracing.is_pending(leaf)
+        if self._runtime.has_lazy_tensors and self._runtime.device.owns(leaf) and leaf._base is None and not is_new:
+            self._runtime.lazy.count_as_written(leaf)
         self._leaves[id(leaf)] = _LeafEntry(weakref.ref(leaf), None if is_new else leaf, grad)
 
     def record_enclosing_leaves(self) -> None:

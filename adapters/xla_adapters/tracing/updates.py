@@ -9,7 +9,11 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -91,6 +95,7 @@ class ModuleGuard:
         restores.callback(self._restore)
         restores.callback(register_module_forward_pre_hook(self._before_forward).remove)
         restores.callback(register_module_forward_hook(self._after_forward).remove)
+        restores.callback(register_module_buffer_registration_hook(self._before_buffer).remove)
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
         if not self._step.is_current or not self._step.is_recording:
@@ -103,6 +108,11 @@ class ModuleGuard:
         if momentum is not None:
             self._averaging.add(module)
             module.momentum = momentum
+
+    def _before_buffer(self, module: torch.nn.Module, name: str, value: Any) -> None:
+        """A module gets another buffer, also one that the step does not call (a LightningModule)."""
+        if self._step.is_current and self._step.is_recording:
+            self._step.undo_logs()[0].record_module(module)
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if module in self._averaging:

@@ -12,10 +12,6 @@ _FFT = (
     "torch.outer(torch.arange(n // 2 + 1), torch.arange(n)), made once; the real part of rfft(x) is x @ angle.cos().T, "
     "the imaginary part -(x @ angle.sin().T)"
 )
-_CTC = (
-    "compute the loss with torch.logsumexp, one frame after the other, as in docs/guides/graph_breaks.md, for short "
-    "sequences"
-)
 _EIGH = (
     "for a symmetric matrix use torch.linalg.eigh, which the device has: values, vectors = torch.linalg.eigh(a); "
     "vectors * values.sqrt() is a root of it, (vectors / values) @ vectors.mT its inverse, values.log().sum() the "
@@ -58,7 +54,6 @@ _WAYS_OUT: dict[str, str] = {
     "_fft_r2c": _FFT,
     "_fft_c2c": _FFT,
     "_fft_c2r": _FFT,
-    "_ctc_loss": _CTC,
     "linalg_cholesky_ex": _EIGH,
     "linalg_solve_triangular": _EIGH,
     "linalg_eig": _EIGH,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -25,6 +25,20 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, original)
         elif name in vars(owner):
             delattr(owner, name)
+
+
+@contextmanager
+def replaced_item(owner: MutableMapping[str, Any], name: str, value: Any) -> Iterator[None]:
+    """Sets `owner[name]` to `value` inside the context; at the exit it has its former value, or none."""
+    former = {name: owner[name]} if name in owner else {}
+    try:
+        owner[name] = value
+        yield
+    finally:
+        if former:
+            owner.update(former)
+        else:
+            owner.pop(name, None)
 
 
 @contextmanager

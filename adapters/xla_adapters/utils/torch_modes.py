@@ -267,7 +267,7 @@ _R = TypeVar("_R")
 
 
 class TorchModes:
-    """A snapshot of torch's gradient mode, autocast settings for XLA and compiling flag, taken when it is created.
+    """A snapshot of torch's gradient mode, autocast settings for XLA, compiling flag and state of function modes.
 
     Create it before a `with` block and call `restore()` after it: no mode of the block is then still active.
     """
@@ -279,6 +279,7 @@ class TorchModes:
         self._caches = torch.is_autocast_cache_enabled()
         self._nesting = _autocast_nesting()
         self._compiling = torch.compiler._is_compiling_flag
+        self._function_state: Any = torch._C._get_torch_function_state()  # type: ignore[attr-defined]
 
     def restore(self, *, compiling: bool = True) -> None:
         """Sets the modes to what they were.
@@ -287,6 +288,7 @@ class TorchModes:
             compiling: whether the compiling flag is one of them.
         """
         torch.set_grad_enabled(self._gradients)
+        torch._C._set_torch_function_state(self._function_state)  # type: ignore[attr-defined]
         torch.set_autocast_enabled(device_type(), self._autocast)
         torch.set_autocast_dtype(device_type(), self._dtype)
         torch.set_autocast_cache_enabled(self._caches)

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from xla_adapters.config import CacheDir
+from xla_adapters.runtime.compile_cache import CacheCounts
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
@@ -55,11 +58,11 @@ class Device(Protocol):
             UnsupportedOptionError: the runtime has no SPMD, or its own automatic sharding was switched on.
         """
 
-    def use_compile_cache(self, folder: str) -> None:
-        """Keeps executables in a folder, for later processes. Where the device cannot load them, only warns, once.
+    def use_compile_cache(self, cache_dir: CacheDir) -> None:
+        """Keeps compiled programs in a folder, for later processes (`runtime/compile_cache`).
 
         Raises:
-            RuntimeOrderError: the runtime has started without it.
+            RuntimeOrderError: a folder is asked for after the runtime has started without a cache.
         """
 
     def started(self) -> bool:
@@ -144,6 +147,8 @@ class Metrics:
     transfers_to_device: int
     eager_compiles: int
     eager_ops: int
+    # Programs of both kinds that were loaded from the compile cache; they are no compiles.
+    loads: int = 0
 
     def since(self, before: Metrics) -> dict[str, Any]:
         """What was added after `before`, by name."""
@@ -179,14 +184,13 @@ class Counters(Protocol):
         """All totals. Waits for the device, since an execution is counted when it ends."""
 
     def compile_totals(self) -> tuple[int, float]:
-        """Graphs compiled and the seconds that took. Does not wait, and leaves out single eager operations."""
+        """Graphs compiled or loaded, and the seconds that took. Does not wait, and leaves out eager operations."""
 
     def executables_compiled(self) -> int:
         """Executables compiled, those of single eager operations too. Cheap: asked at each replayed call."""
 
-    def compile_cache(self) -> dict[str, int]:
-        """How often a compile found its executable in the persistent cache (`hits`), did not (`misses`), or found one
-        that could not be loaded (`failures`)."""
+    def compile_cache(self) -> CacheCounts:
+        """What the compile cache of this process did, for programs of all kinds."""
 
     def compiled_memory(self) -> list[CompiledMemory]:
         """What each executable needs that was compiled since the last call; empty where the runtime does not tell."""

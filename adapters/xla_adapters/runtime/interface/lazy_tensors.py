@@ -78,6 +78,14 @@ class LazyTensors(Protocol):
         sums, means and softmax of what is computed from them. Adds nothing to the graph.
         """
 
+    def count_as_written(self, tensor: torch.Tensor) -> None:
+        """Has views of a tensor be made as of one that was written.
+
+        A view of such a tensor is an operation of its own at each use (`weight.t()` in a forward and in its backward).
+        Without this the first step would be another program than the later ones, though of the same graph hash; and a
+        process that resumes would not find it in the compile cache.
+        """
+
     def give_any_value(self, tensor: torch.Tensor) -> None:
         """Gives a tensor that has neither value nor graph some value; a failed compile leaves results like that.
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from xla_adapters.runtime.graphs import ComputedTensors
+from xla_adapters.runtime.interface.executables import ComputedTensors
 
 
 class SharedBuffers(Protocol):

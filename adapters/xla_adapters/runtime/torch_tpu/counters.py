@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch_tpu._internal.device import _device_ops_backend as _backend
 
+from xla_adapters.runtime.compile_cache import CacheCounts, CompilesAndLoads
 from xla_adapters.runtime.interface import CompiledMemory, Device, Metrics
+from xla_adapters.runtime.torch_tpu.device import TIERS
 
 
 class TPUCounters:
@@ -23,23 +25,29 @@ class TPUCounters:
         self.executions = self.to_host = self.to_device = 0
         self._compiles = 0
         self._seconds = 0.0
+        self._split = CompilesAndLoads()
 
     def compiled(self, seconds: float) -> None:
         """Counts a compile."""
         self._compiles += 1
+        TIERS.note_written()
         self._seconds += seconds
 
     def metrics(self) -> Metrics:
         """See `Counters`. TorchTPU's cache counts a step's compile as a request and a miss, too."""
         self._device.wait()
+        TIERS.note_written()
+        eager = int(_backend._get_cache_misses()) - self._compiles
+        compiles, eager_compiles, loads = self._split(self._compiles, eager, self.compile_cache().loaded)
         return Metrics(
-            compiles=self._compiles,
+            compiles=compiles,
             compile_seconds=self._seconds,
             executions=self.executions,
             transfers_to_host=self.to_host,
             transfers_to_device=self.to_device,
-            eager_compiles=int(_backend._get_cache_misses()) - self._compiles,
+            eager_compiles=eager_compiles,
             eager_ops=int(_backend._get_cache_requests()) - self._compiles,
+            loads=loads,
         )
 
     def compile_totals(self) -> tuple[int, float]:
@@ -50,9 +58,9 @@ class TPUCounters:
         """See `Counters`."""
         return max(int(_backend._get_cache_misses()), self._compiles)
 
-    def compile_cache(self) -> dict[str, int]:
-        """See `Counters`; there is no persistent cache."""
-        return {"hits": 0, "misses": 0, "failures": 0}
+    def compile_cache(self) -> CacheCounts:
+        """See `Counters`."""
+        return TIERS.counts()
 
     def compiled_memory(self) -> list[CompiledMemory]:
         """See `Counters`; TorchTPU does not tell."""

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import re
+import secrets
 import warnings
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 
 import torch
 from torch_tpu import _loader
 from torch_tpu._internal.device import _device_ops_backend as _backend
 
+from xla_adapters.config import CacheDir
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
+from xla_adapters.runtime.compile_cache import (
+    TORCH_TPU,
+    CacheCounts,
+    FolderProblem,
+    note_checksums,
+    open_folder,
+    remove_damaged,
+    too_late,
+    use_compile_cache,
+)
 from xla_adapters.runtime.interface.device import DEFAULT_TUNING, Tuning
 from xla_adapters.runtime.patches import keep_parameters_when_moved
 from xla_adapters.runtime.torch_tpu.operators import mend_operators, part_copies
@@ -27,6 +43,109 @@ def unknown_version() -> str | None:
     return None if version == _KNOWN or version.startswith(f"{_KNOWN}.") else version
 
 
+# TorchTPU keeps programs in two places: in memory, in a folder of this one, and on disk in the folder that it is given.
+_IN_MEMORY = Path("/dev/shm/torch_tpu_cache")
+_ON_DISK = "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT"
+_NAME_IN_MEMORY = "TORCH_TPU_TIER2_COMPILATION_CACHE"
+# Otherwise a program is compiled while it is looked for.
+_COMPILES_MEANWHILE = "TORCH_TPU_INTERNAL_TIER3_COMPILATION_CACHE_LOCAL_BACKUP_TASK"
+
+
+class Tiers:
+    """TorchTPU's own compile cache: it reads its variables once, when it compiles first.
+
+    It checks nothing that it loads. So programs get checksums, and those that do not have them are removed before the
+    runtime starts; and its folder in memory has a name that other users cannot foresee.
+    """
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self._rejected = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """See `Cache`."""
+        return self.folder is not None
+
+    def holds(self, folder: Path) -> bool:
+        """See `Cache`."""
+        return folder == self.folder
+
+    def use(self, folder: Path | None) -> bool:
+        """See `Cache`.
+
+        Raises:
+            RuntimeOrderError: it is too late for another folder.
+        """
+        if _backend._is_initialized():
+            if folder is not None:
+                raise too_late(folder)
+            return False
+        self.folder = None
+        if _are_ours():
+            for name in (_ON_DISK, _NAME_IN_MEMORY, _COMPILES_MEANWHILE):
+                os.environ.pop(name, None)
+        if folder is None:
+            return False
+        descriptor, writable = open_folder(folder)
+        os.close(descriptor)
+        if not writable:
+            raise FolderProblem(f"TorchTPU needs a folder that it can write to, and {folder} is read-only")
+        programs = folder / TORCH_TPU
+        try:
+            programs.mkdir(mode=0o700, exist_ok=True)
+            self._rejected = remove_damaged(folder)
+            os.environ[_NAME_IN_MEMORY] = _secret(programs / "name")
+        except OSError as error:
+            raise FolderProblem(f"{programs} cannot be used: {error.strerror}") from error
+        os.environ[_ON_DISK] = str(programs)
+        os.environ[_COMPILES_MEANWHILE] = "0"
+        self.folder = folder
+        atexit.register(self.note_written)
+        return True
+
+    def note_written(self) -> None:
+        """Writes the checksums of programs that were compiled since; another process may meanwhile remove them."""
+        if self.folder is not None:
+            with contextlib.suppress(OSError):
+                note_checksums(self.folder)
+
+    def counts(self) -> CacheCounts:
+        """What it did so far."""
+        if self.folder is None or not _backend._is_initialized():
+            return CacheCounts(rejected=self._rejected)
+        compiled = int(_backend._get_cache_stats().num_compilations)
+        loaded = int(_backend._get_cache_misses()) - compiled
+        return CacheCounts(loaded=loaded, compiled=compiled, written=compiled, rejected=self._rejected)
+
+
+TIERS = Tiers()
+
+
+def _are_ours() -> bool:
+    """Whether the variables are none that the user has set: this process has, or the one that started it."""
+    return os.environ.get(_COMPILES_MEANWHILE) == "0" and Path(os.environ.get(_ON_DISK, "")).name == TORCH_TPU
+
+
+def _other_users(folder: Path) -> str | None:
+    """Why TorchTPU cannot use its folder in memory, as a clause; its process would end."""
+    if _ON_DISK in os.environ and not _are_ours():
+        return f"{_ON_DISK} is set, and TorchTPU keeps programs in that folder"
+    if folder.exists() and folder.stat().st_uid != os.geteuid():
+        return f"TorchTPU keeps programs in {folder}, too, which belongs to another user"
+    return None
+
+
+def _secret(path: Path) -> str:
+    """A name that is drawn once for a folder, and kept in it."""
+    if not path.exists() or not re.fullmatch("[0-9a-f]{32}", path.read_text(errors="replace")):
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(secrets.token_hex(16))
+        draft.replace(path)
+    return path.read_text()
+
+
 class TPUDevice:
     """`Device` on TorchTPU: one device in each process."""
 
@@ -34,7 +153,8 @@ class TPUDevice:
         self._device: torch.device | None = None
 
     def prepare(self) -> None:
-        """See `Device`; there is nothing to set."""
+        """See `Device`."""
+        self.use_compile_cache(None)
 
     def initialize(self, *, spmd: bool = False, tuning: Tuning = DEFAULT_TUNING) -> None:
         """See `Device`."""
@@ -51,6 +171,7 @@ class TPUDevice:
         self._check_processes()
         if self._device is not None:
             return
+        self.prepare()
         _loader.load()
         was_used = self.started()
         if torch._C._get_privateuse1_backend_name() != TYPE:
@@ -82,10 +203,10 @@ class TPUDevice:
                 "exchange. Start the script without torchrun or accelerate launch; torch_xla trains on several devices"
             )
 
-    def use_compile_cache(self, folder: str) -> None:
-        """See `Device`."""
-        warnings.warn(
-            f"cache_dir={folder!r} is not used: torch_tpu keeps no executables in a folder", UserWarning, stacklevel=2
+    def use_compile_cache(self, cache_dir: CacheDir) -> None:
+        """See `Device`; sets the variables of TorchTPU's own cache (`TORCH_TPU_TIER...`)."""
+        use_compile_cache(
+            cache_dir, TIERS, by_default=True, has_started=self.started(), prepare=lambda: _other_users(_IN_MEMORY)
         )
 
     def started(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch_xla
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
-from xla_adapters.runtime.graphs import GraphInput
+from xla_adapters.runtime.interface.executables import GraphInput
 
 _C = torch_xla._XLAC
 # One is executed, one is ready to follow it.

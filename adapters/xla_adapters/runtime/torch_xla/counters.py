@@ -13,6 +13,7 @@ import re
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as xla_metrics
 
+from xla_adapters.runtime.compile_cache import COMPILE_CACHE, CacheCounts, CompilesAndLoads
 from xla_adapters.runtime.interface import CompiledMemory, Metrics
 
 logger = logging.getLogger("xla_adapters")
@@ -38,18 +39,24 @@ _EXECUTABLES = 2048
 class XLACounters:
     """`Counters` on torch_xla's metrics."""
 
+    def __init__(self) -> None:
+        self._split = CompilesAndLoads(_in_order)
+
     def metrics(self) -> Metrics:
         """See `Counters`."""
         xm.wait_device_ops()
-        compiles, seconds = self.compile_totals()
+        graphs, seconds = self.compile_totals()
+        eager = _samples("EagerOpCompileTime")
+        compiles, eager_compiles, loads = self._split(graphs, eager, self.compile_cache().loaded)
         return Metrics(
             compiles=compiles,
             compile_seconds=seconds,
             executions=_samples("ExecuteTime") + _samples("ExecuteReplicatedTime"),
             transfers_to_host=_samples("TransferFromDeviceTime"),
             transfers_to_device=_samples("TransferToDeviceTime"),
-            eager_compiles=_samples("EagerOpCompileTime"),
+            eager_compiles=eager_compiles,
             eager_ops=_samples("EagerOpExecuteTime"),
+            loads=loads,
         )
 
     def compile_totals(self) -> tuple[int, float]:
@@ -62,10 +69,9 @@ class XLACounters:
         data = (xla_metrics.metric_data(name) for name in ("CompileTime", "EagerOpCompileTime"))
         return sum(int(item[0]) for item in data if item is not None)
 
-    def compile_cache(self) -> dict[str, int]:
+    def compile_cache(self) -> CacheCounts:
         """See `Counters`."""
-        names = {"hits": "Hit", "misses": "Miss", "failures": "DeserializeFailure"}
-        return {name: int(xla_metrics.counter_value(f"PersistentCache{own}") or 0) for name, own in names.items()}
+        return COMPILE_CACHE.counts()
 
     def compiled_memory(self) -> list[CompiledMemory]:
         """See `Counters`."""
@@ -81,6 +87,15 @@ class XLACounters:
     def executables_kept(self) -> int:
         """See `Counters`."""
         return int(os.environ.get("XLA_COMPILATION_CACHE_SIZE", _EXECUTABLES))
+
+
+def _in_order(graphs: int, eager: int) -> list[bool]:
+    """Of the last compiles, by the times that torch_xla notes, whether each was a graph; fewer, if it noted fewer."""
+    found = []
+    for metric, number, is_graph in (("CompileTime", graphs, True), ("EagerOpCompileTime", eager, False)):
+        data = xla_metrics.metric_data(metric)
+        found += [(when, is_graph) for when, _ in (data[2][-number:] if data is not None else [])]
+    return [is_graph for _, is_graph in sorted(found)]
 
 
 def _samples(metric: str) -> int:

@@ -7,14 +7,21 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, MutableMapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch_xla
+import torch_xla.core.xla_env_vars as xenv
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.profiler as profiler
 import torch_xla.runtime as xr
+from torch_xla.experimental import plugins
 
+from xla_adapters.config import CacheDir
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
+from xla_adapters.runtime.compile_cache import COMPILE_CACHE, use_compile_cache, why_missing, wrap_libtpu
 from xla_adapters.runtime.extensions import initialize_extensions
 from xla_adapters.runtime.interface.device import DEFAULT_TUNING, Tuning
 from xla_adapters.runtime.patches import keep_parameters_when_moved, run_backward_where_it_is_called
@@ -29,8 +36,9 @@ from xla_adapters.runtime.torch_xla.random_numbers import seed_with_torch
 
 _log = logging.getLogger("xla_adapters")
 _C = torch_xla._XLAC
-# Devices on which torch_xla 2.9 loads none of the executables that it has written, and why.
-_CANNOT_LOAD = {"CPU": "PJRT has not implemented it there", "TPU": "pytorch/xla#9094"}
+_CPU_PLUGIN = "xla_plugins.xla_cpu_pjrt"
+# For torch_xla what stands before the underscore is the kind of device.
+_CACHED_CPU = "CPU_CACHED"
 # Devices whose maxima and minima leave NaN out, unless this flag is set.
 _LOSE_NAN = frozenset({"CPU"})
 _FLAG = "--xla_cpu_enable_fast_min_max"
@@ -42,17 +50,44 @@ _AUTO = (
 )
 
 
+class _CPUPlugin(plugins.DevicePlugin):  # type: ignore[misc]
+    """CPU devices behind the PJRT C API.
+
+    Args:
+        library: the plugin's.
+    """
+
+    def __init__(self, library: Path) -> None:
+        super().__init__()
+        self._library = library
+
+    def library_path(self) -> str:
+        """As of `DevicePlugin`."""
+        return str(self._library)
+
+    def client_create_options(self) -> dict[str, int]:
+        """As of `DevicePlugin`: as many devices as torch_xla's own."""
+        return {"cpu_device_count": int(os.environ.get("CPU_NUM_DEVICES", "1"))}
+
+
+def _refuse_profile(*args: Any, **kwargs: Any) -> None:
+    raise UnsupportedOptionError(
+        "a profile with a compile cache on CPU devices: those of xla-cpu-pjrt, which take the place of torch_xla's own "
+        "then, have no profiler. Leave cache_dir (or XLA_ADAPTERS_CACHE_DIR) out to record one"
+    )
+
+
 class XLADevice:
     """`Device` on torch_xla: any PJRT device, or the virtual device under SPMD."""
 
     def __init__(self) -> None:
         self._initialized = self._has_sync_points = False
-        self._has_warned = False
         self._device: torch.device | None = None
 
     def prepare(self) -> None:
         """See `Device`; sets `XLA_FLAGS`, which is logged."""
         keep_nan(self.hardware(), started=self.started())
+        self.use_compile_cache(None)
 
     def initialize(self, *, spmd: bool = False, tuning: Tuning = DEFAULT_TUNING) -> None:
         """See `Device`; switches SPMD on first if asked for."""
@@ -82,6 +117,9 @@ class XLADevice:
         had_started = self.started()
         # Under SPMD the device alone does not start the runtime; counting devices does.
         xr.global_runtime_device_count()
+        if os.environ.get(xenv.PJRT_DEVICE) == _CACHED_CPU:
+            # Processes that this one starts do not have the plugin.
+            os.environ[xenv.PJRT_DEVICE] = "CPU"
         self._device = torch_xla.device()
         complete_autocast()
         register_kernels()
@@ -93,26 +131,50 @@ class XLADevice:
         seed_with_torch(had_started=had_started)
         self._initialized = True
 
-    def use_compile_cache(self, folder: str) -> None:
-        """See `Device`."""
+    def use_compile_cache(self, cache_dir: CacheDir) -> None:
+        """See `Device`; sets `TPU_LIBRARY_PATH` or, of CPU devices, `PJRT_DEVICE` until the runtime has started."""
+        use_compile_cache(
+            cache_dir,
+            COMPILE_CACHE,
+            by_default=self.hardware() != "CPU",
+            has_started=self.started(),
+            prepare=self._wrap_plugin,
+        )
+
+    def _wrap_plugin(self) -> str | None:
+        """Has torch_xla load the caching plugin around the device's own; returns why it cannot, as a clause."""
+        missing = why_missing()
+        if missing is not None:
+            return missing
         hardware = self.hardware()
-        if hardware in _CANNOT_LOAD:
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    f"cache_dir={folder!r} has no effect: torch_xla 2.9 cannot load executables on {hardware} devices "
-                    f"({_CANNOT_LOAD[hardware]}), so every process compiles again, and nothing is written",
-                    UserWarning,
-                    stacklevel=3,
-                )
-        elif os.environ.get("XLA_PERSISTENT_CACHE_PATH") != folder:
-            if self.started():
-                raise RuntimeOrderError(
-                    f"cache_dir={folder!r} was asked for after the XLA runtime had started without it. Call "
-                    "xla_adapters.initialize(cache_dir=...) at the start of the program, before a tensor or model is "
-                    "moved to the XLA device and before transformers.TrainingArguments are created"
-                )
-            xr.initialize_cache(folder)
+        if hardware == "CPU":
+            return self._use_cpu_plugin()
+        if hardware == "TPU":
+            return wrap_libtpu()
+        plugin = plugins._plugin_registry.get(hardware)
+        if plugin is None:
+            return f"torch_xla knows no plugin for {hardware} devices"
+        library = COMPILE_CACHE.wrap(Path(plugin.library_path()), compiles_for_host=True)
+        plugin.library_path = lambda: str(library)
+        return None
+
+    def _use_cpu_plugin(self) -> str | None:
+        # torch_xla has its own CPU devices built in, and no plugin of the name "CPU" takes their place.
+        spec = find_spec(_CPU_PLUGIN) if find_spec(_CPU_PLUGIN.partition(".")[0]) else None
+        if spec is None or spec.origin is None:
+            return (
+                "torch_xla's own CPU devices cannot load programs. Install xla-cpu-pjrt==0.0.1, whose CPU devices take "
+                "their place then"
+            )
+        wrapped = Path(spec.origin).with_name("xla_cpu_pjrt.so")
+        plugins.register_plugin(
+            _CACHED_CPU, _CPUPlugin(COMPILE_CACHE.wrap(wrapped, compiles_for_host=True, pads_options=True))
+        )
+        os.environ[xenv.PJRT_DEVICE] = _CACHED_CPU
+        # Without this torch_xla ends the process.
+        profiler.start_trace = _refuse_profile
+        _log.info("torch_xla's own CPU devices cannot load programs, so those of xla-cpu-pjrt take their place")
+        return None
 
     def started(self) -> bool:
         """See `Device`."""
@@ -211,6 +273,11 @@ class XLADevice:
 
 
 # ---- flags of XLA's compiler ----------------------------------------------------------------------
+
+
+def set_flags_of_tpu() -> None:
+    """Sets LIBTPU_INIT_ARGS as torch_xla does when it is imported on a host with TPUs (`TPU_ACCELERATOR_TYPE`)."""
+    torch_xla._setup_libtpu_flags()
 
 
 def keep_nan(hardware: str, *, started: bool, environment: MutableMapping[str, str] = os.environ) -> None:

@@ -9,8 +9,8 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 
-from xla_adapters.runtime.graphs import GraphInput
 from xla_adapters.runtime.interface import Device
+from xla_adapters.runtime.interface.executables import GraphInput
 from xla_adapters.runtime.torch_xla.cached_graphs import CachedGraphs
 
 _C = torch_xla._XLAC

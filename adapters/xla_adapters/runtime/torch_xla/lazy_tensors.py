@@ -111,6 +111,13 @@ class XLALazyTensors:
         # The view machinery holds the former value until then: it would be one more output of the graph.
         torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
 
+    def count_as_written(self, tensor: torch.Tensor) -> None:
+        """See `LazyTensors`."""
+        if torch._is_functional_tensor(tensor) and not torch._functionalize_mutation_counter(tensor):
+            torch._functionalize_replace(tensor, torch._from_functional_tensor(tensor))
+            torch._functionalize_commit_update(tensor)
+            torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
+
     def give_any_value(self, tensor: torch.Tensor) -> None:
         """See `LazyTensors`."""
         try:

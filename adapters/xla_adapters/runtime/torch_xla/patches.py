@@ -24,6 +24,7 @@ from torch_xla._internal import tpu as _tpu
 from torch_xla.experimental import scan as _scan
 
 _C = torch_xla._XLAC
+_Tensors = Sequence[torch.Tensor]
 _Tangents = Sequence[torch.Tensor]
 _stock_scan = _scan._scan_impl_flat
 _stock_count = _tpu.num_available_devices
@@ -39,7 +40,7 @@ def run_scans_in_eager_mode() -> None:
 
 
 def _as_a_graph(*args: Any, **kwargs: Any) -> Any:
-    if not _C._get_use_eager_mode():
+    if not computes_at_once():
         return _stock_scan(*args, **kwargs)
     _C._set_use_eager_mode(False)
     try:
@@ -48,6 +49,30 @@ def _as_a_graph(*args: Any, **kwargs: Any) -> Any:
         torch_xla.sync()
     finally:
         _C._set_use_eager_mode(True)
+    return results
+
+
+def computes_at_once() -> bool:
+    """Whether operators are executed one by one, so that values may be read."""
+    return bool(_C._get_use_eager_mode())
+
+
+def loop(
+    function: Callable[[_Tensors, _Tensors], tuple[list[torch.Tensor], list[torch.Tensor]]],
+    start: _Tensors,
+    given: _Tensors,
+) -> list[torch.Tensor]:
+    """A loop in the graph, without gradients: what `torch_xla.experimental.scan` makes of the forward.
+
+    Args:
+        function: called once, with the state and the slices of `given`; returns the next state, and results.
+        start: the first state.
+        given: one slice along the first dimension for each time.
+
+    Returns:
+        The results of all times, stacked.
+    """
+    results: list[torch.Tensor] = _scan._scan_impl_flat(function, start, given)[1]
     return results
 
 

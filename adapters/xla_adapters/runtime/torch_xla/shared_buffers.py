@@ -18,8 +18,8 @@ import torch
 import torch_xla
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
-from xla_adapters.runtime.graphs import ComputedTensors
 from xla_adapters.runtime.interface import Device, LazyTensors, Tracing, Values
+from xla_adapters.runtime.interface.executables import ComputedTensors
 
 _C = torch_xla._XLAC
 # Operations after which two tensors may share a buffer.

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from itertools import compress
+from typing import Any
 
 import torch
 import torch_xla
+import torch_xla.debug.profiler as xla_profiler
 
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.runtime.interface import Device, RuntimeEvent
-from xla_adapters.runtime.torch_xla.interception import intercepted
-from xla_adapters.runtime.torch_xla.live_tensors import live_tensors
 from xla_adapters.runtime.traced_tensors import TracedTensors
 
 _C = torch_xla._XLAC
+_SYNC_CALLS = ("_xla_step_marker", "_xla_sync_multi", "_xla_sync_live_tensors")
 
 
 class XLATracing:
@@ -159,3 +162,70 @@ def bring_up_to_date(tensor: torch.Tensor) -> None:
 def has_neither(error: RuntimeError) -> bool:
     """Whether torch_xla met a tensor without value and graph: a refused execution leaves one behind."""
     return any(text in str(error) for text in ("XLATensor without XLAData and IR", "tensor_data"))
+
+
+# ---- calls of torch_xla's own API ------------------------------------------------------------------
+
+
+@contextmanager
+def intercepted(notify: Callable[[RuntimeEvent, object], bool]) -> Iterator[None]:
+    """See `Tracing.intercept`."""
+
+    def reporting(event: RuntimeEvent, call: Callable[..., Any]) -> Callable[..., Any]:
+        def reported(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs) if notify(event, args[0] if args else None) else None
+
+        return reported
+
+    patches: list[tuple[Any, str, RuntimeEvent]] = [(_C, name, RuntimeEvent.SYNC) for name in _SYNC_CALLS]
+    patches.append((_C, "_xla_wait_device_ops", RuntimeEvent.WAIT))
+    patches.append((xla_profiler.Trace, "__enter__", RuntimeEvent.PROFILER_ENTER))
+    patches.append((xla_profiler.Trace, "__exit__", RuntimeEvent.PROFILER_EXIT))
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    try:
+        for owner, name, event in patches:
+            setattr(owner, name, reporting(event, getattr(owner, name)))
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+# ---- all tensors on the device that Python can reach ----------------------------------------------
+
+
+def live_tensors() -> list[torch.Tensor]:
+    """Every tensor on an XLA device that Python code can reach.
+
+    Not those that wrap others, or have no value at all: dynamo keeps the fake tensors of what it compiled.
+    """
+    objects = gc.get_objects()
+    # There may be millions: a look at each one's type, and no Python for those that are no tensors.
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor) and not _has_no_value(kind)}
+    tensors: list[torch.Tensor] = list(compress(objects, map(kinds.__contains__, map(type, objects))))
+    with torch._C.DisableTorchFunction():
+        tensors = [tensor for tensor in tensors if _is_on_device(tensor)]
+    return [tensor for tensor in tensors if _owned(tensor)]
+
+
+def _owned(tensor: torch.Tensor) -> bool:
+    """Whether it will live on. Others are being destroyed by other threads: with an owner they would be freed twice."""
+    if not tensor._use_count():  # type: ignore[attr-defined]
+        return False
+    # Of a tensor that only C++ holds, this is the object that it will be seen as again: it must be owned.
+    tensor._fix_weakref()  # type: ignore[attr-defined]
+    return True
+
+
+def _has_no_value(kind: type[torch.Tensor]) -> bool:
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.device.type == "xla"
+    except RuntimeError as error:
+        # An undefined tensor: what the garbage collector finds of one that is being taken apart.
+        if "does not have a device" not in str(error):
+            raise
+        return False

@@ -1,12 +1,14 @@
-"""`PlanCache`: stores plans and measurements in a run's folder, so that a restart does not repeat them."""
+"""`PlanCache`: stores plans and measurements in a folder, so that a restart does not repeat them."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch
 from torch.utils import _pytree
 
 from xla_adapters.errors import ConfigError
+from xla_adapters.runtime import get_runtime
+from xla_adapters.runtime.compile_cache import COMPILE_CACHE
 from xla_adapters.sharding.config import ShardingConfig
 from xla_adapters.sharding.measure.process import PlanResult
 from xla_adapters.sharding.mesh import Spec
@@ -51,8 +55,30 @@ class PlanCache:
         logger.info("sharding: the plan is that of %s, planned before for the same model, batch and options", path)
         return ShardingPlan.load(path)
 
+    def find_in_cache(self, digest: str) -> ShardingPlan | None:
+        """The plan that another run stored beside its compiled programs; it is stored in this run's folder, too."""
+        cache = COMPILE_CACHE.folder
+        # Processes of one run must have the same plan, and their folders may differ.
+        if cache is None or get_runtime().device.world_size() > 1:
+            return None
+        try:
+            found = PlanCache(cache).find(digest)
+        except (ConfigError, OSError) as error:
+            logger.info("sharding: a damaged plan is not used: %s", error)
+            return None
+        if found is not None:
+            self._keep(digest, found)
+        return found
+
     def keep(self, digest: str, plan: ShardingPlan) -> None:
-        """Stores a plan."""
+        """Stores a plan, beside the compiled programs, too, if they are kept."""
+        self._keep(digest, plan)
+        if COMPILE_CACHE.folder is not None:
+            # It may be read-only, or full.
+            with contextlib.suppress(OSError):
+                PlanCache(COMPILE_CACHE.folder)._keep(digest, plan)
+
+    def _keep(self, digest: str, plan: ShardingPlan) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         plan.save(self.path(digest))
 
@@ -102,7 +128,17 @@ def _step(model: torch.nn.Module, batch: Any) -> tuple[Any, ...]:
     parameters = [(name, tuple(item.shape), str(item.dtype), item.requires_grad) for name, item in named]
     leaves, structure = _pytree.tree_flatten(batch)
     shapes = [(tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
-    return (repr(model), parameters, shapes, repr(structure), torch.__version__)
+    # Heads of an attention, say, are seen in no shape.
+    config = repr(getattr(model, "config", None))
+    return (
+        repr(model),
+        config,
+        parameters,
+        shapes,
+        repr(structure),
+        torch.__version__,
+        metadata.version("xla-adapters"),
+    )
 
 
 def _digest(*parts: Any) -> str:

@@ -122,15 +122,29 @@ def pack(job: Any) -> bytes:
     return stream.getvalue()
 
 
-def unpack(data: bytes) -> Any:
-    """Reads what `pack` returned."""
-    return cloudpickle.loads(data)
+def unpack(data: bytes, device: str = "meta") -> Any:
+    """Reads what `pack` returned.
+
+    Args:
+        data: that.
+        device: of parameters; zeros, if it has memory.
+    """
+    _parameters_on.append(device)
+    try:
+        return cloudpickle.loads(data)
+    finally:
+        _parameters_on.pop()
+
+
+# Of parameters that are being unpickled, the last one.
+_parameters_on: list[str] = ["meta"]
 
 
 def _parameter(
     shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, more: dict[str, Any]
 ) -> torch.nn.Parameter:
-    value = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=requires_grad)
+    zeros = torch.zeros(shape, dtype=dtype, device=_parameters_on[-1])
+    value = torch.nn.Parameter(zeros, requires_grad=requires_grad)
     value.__dict__.update(more)
     return value
 

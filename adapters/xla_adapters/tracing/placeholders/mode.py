@@ -125,8 +125,10 @@ class PlaceholderMode(StepMode):
             return answer
         self._adopt(args)
         self._adopt(kwargs.values())
+        written = None
         if self._is_write(func, kwargs):
             self._record_writes(args, kwargs, written_through=False)
+            written = self._indices.written(func, args, kwargs)
         if func is _Tensor.copy_:
             args = self._with_upload(*args, **kwargs)
             kwargs = {}
@@ -155,6 +157,8 @@ class PlaceholderMode(StepMode):
         if self._answers is not None:
             self._answers.note(func, args, kwargs, result)
         self._indices.note(func, args, kwargs, result)
+        if written is not None:
+            written(result)
         return result
 
     def _differentiate(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

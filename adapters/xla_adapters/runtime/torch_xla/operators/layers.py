@@ -1,4 +1,4 @@
-"""Batch, layer and group norms, recurrent layers, decompositions and products of matrices.
+"""Batch, layer and group norms, recurrent layers, CTC, decompositions and products of matrices.
 
 What torch_xla 2.9 does otherwise:
 - Batch norm in eval mode has no backward. In training it updates the running variance with the biased one of the batch.
@@ -7,6 +7,7 @@ What torch_xla 2.9 does otherwise:
   and instance norms are made of it.
 - It has nothing for recurrent layers over packed sequences, and refuses some GRUs. The lengths of packed sequences are
   numbers on the host: each list of lengths has a graph of its own.
+- It computes CTC (connectionist temporal classification) on the host.
 - It gives no decomposition with the logarithms of determinants, so that the backward fails, and the singular values of
   several matrices in a wrong shape.
 """
@@ -22,6 +23,7 @@ from torch.nn import functional
 
 from xla_adapters.errors import HostTensorError
 from xla_adapters.runtime.torch_xla.operators.registration import Kernels
+from xla_adapters.runtime.torch_xla.patches import computes_at_once, loop
 
 _Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # Along a dimension.
@@ -364,6 +366,145 @@ def _composed_einsum(equation: str, tensors: Sequence[torch.Tensor], path: Any) 
     return result
 
 
+# ---- CTC ------------------------------------------------------------------------------------------
+
+
+class _Alignments:
+    """The alignments of frames and labels that CTC sums over: of a text with L labels, paths through 2 L + 1 states.
+
+    The states are the labels, each between two blanks. Source: Graves et al. 2006, "Connectionist temporal
+    classification", section 4.1.
+
+    Args:
+        log_probs: (frames, batch, classes).
+        targets: (batch, longest text), or the labels of all texts in one dimension.
+        lengths: frames and labels of each text, as lists of numbers or as tensors, which are read in eager mode only.
+        blank: the class that stands for no label.
+    """
+
+    def __init__(self, log_probs: _Tensor, targets: _Tensor, lengths: tuple[Any, Any], blank: int) -> None:
+        device = log_probs.device
+        if computes_at_once():
+            frames, labels = (length.tolist() if isinstance(length, _Tensor) else length for length in lengths)
+            lengths = frames, labels
+        _check_lengths(log_probs, targets, lengths, blank)
+        self.frames, self.labels = (torch.as_tensor(length, device=device).reshape(-1) for length in lengths)
+        # How long the longest text is can be known without a read from numbers only.
+        longest = targets.shape[-1] if isinstance(lengths[1], _Tensor) else max(lengths[1], default=0)
+        position = torch.arange(longest, device=device)
+        if targets.ndim == 1 and longest:
+            index = (self.labels.cumsum(0) - self.labels)[:, None] + position
+            targets = targets[index.clamp(max=len(targets) - 1)]
+        targets = targets.reshape(log_probs.shape[1], -1)[:, :longest]
+        targets = targets.masked_fill(position >= self.labels[:, None], blank)
+        pairs = torch.stack([torch.full_like(targets, blank), targets], 2).flatten(1)
+        self.states = functional.pad(pairs, (0, 1), value=blank).expand(len(log_probs), -1, -1)
+        self.emitted = log_probs.gather(2, self.states)
+        state, one = torch.arange(self.states.shape[2], device=device), self.states[0]
+        self._begins = (state < 2).expand_as(one)
+        self.ends = (state == 2 * self.labels[:, None]) | (state == 2 * self.labels[:, None] - 1)
+        # Over the blank between two labels that differ.
+        self._skips = (one != functional.pad(one, (2, 0), value=blank)[:, :-2]) & (one != blank)
+        self.frame = torch.arange(len(log_probs), device=device)[:, None]
+
+    def before(self) -> _Tensor:
+        """The logarithm of the probability of all paths up to each frame and state: as `emitted`."""
+        return _along_frames(self.emitted, (self.frame == 0).expand(-1, len(self.labels)), self._begins, self._skips)
+
+    def after(self) -> _Tensor:
+        """The same, of all paths from there to the end of the text."""
+        # As an index, torch_xla would upload the positions.
+        skips = torch.cat([torch.slice_copy(self._skips, 1, 2), torch.zeros_like(self._skips[:, :2])], 1)
+        last = (self.frame == self.frames - 1).flip(0)
+        return _along_frames(self.emitted.flip(0, 2), last, self.ends.flip(1), skips.flip(1)).flip(0, 2)
+
+
+def _check_lengths(log_probs: _Tensor, targets: _Tensor, lengths: tuple[Any, Any], blank: int) -> None:
+    """Refuses numbers that torch refuses on the CPU. Those in tensors are compared while a step is traced."""
+    if not 0 <= blank < log_probs.shape[2]:
+        raise RuntimeError(f"ctc_loss: blank is {blank}, and there are {log_probs.shape[2]} classes")
+    for name, given, most in zip(
+        ("input_lengths", "target_lengths"), lengths, (len(log_probs), targets.shape[-1]), strict=True
+    ):
+        count = given.numel() if isinstance(given, _Tensor) else len(given)
+        if count != log_probs.shape[1]:
+            raise RuntimeError(f"ctc_loss: {name} has {count} numbers, and the batch has {log_probs.shape[1]} texts")
+        if not isinstance(given, _Tensor) and not all(0 <= length <= most for length in given):
+            raise RuntimeError(f"ctc_loss: {name} has to be from 0 to {most}, and is {list(given)}")
+    if targets.ndim == 1 and not isinstance(lengths[1], _Tensor) and sum(lengths[1]) != len(targets):
+        raise RuntimeError(f"ctc_loss: target_lengths add up to {sum(lengths[1])}, and targets has {len(targets)}")
+
+
+def _along_frames(emitted: _Tensor, begins: _Tensor, first: _Tensor, skips: _Tensor) -> _Tensor:
+    """The logarithm of the sum over all paths, for each frame and state: one loop in the graph.
+
+    Args:
+        emitted: (frames, batch, states), the logarithms of probabilities.
+        begins: (frames, batch), the frame in which paths begin.
+        first: (batch, states), the states that they may begin in.
+        skips: (batch, states), the states that may follow the one before the last.
+    """
+    never = torch.full_like(emitted[0], -torch.inf)
+
+    def frame(carry: Sequence[_Tensor], given: Sequence[_Tensor]) -> tuple[list[_Tensor], list[_Tensor]]:
+        before, first, skips, never = carry
+        stays, follows, jumps = (torch.cat([never[:, :n], before], 1)[:, : before.shape[1]] for n in range(3))
+        jumps = torch.where(skips > 0, jumps, never)
+        largest = torch.maximum(torch.maximum(stays, follows), jumps)
+        largest = torch.where(largest == never, torch.zeros_like(largest), largest)
+        goes_on = torch.stack([stays - largest, follows - largest, jumps - largest]).exp().sum(0).log() + largest
+        total = torch.where(given[1][:, None] > 0, torch.where(first > 0, torch.zeros_like(never), never), goes_on)
+        total = total + given[0]
+        return [total, first, skips, never], [total]
+
+    # Loops carry no booleans.
+    start = [never, first.to(emitted.dtype), skips.to(emitted.dtype), never]
+    return loop(frame, start, [emitted, begins.to(emitted.dtype)])[0]
+
+
+def _ctc_loss(
+    log_probs: _Tensor,
+    targets: _Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> tuple[_Tensor, _Tensor]:
+    """`_ctc_loss`: the negative log-likelihood of each text, and the paths up to each frame for the backward."""
+    paths = _Alignments(log_probs, targets, (input_lengths, target_lengths), blank)
+    before = paths.before()
+    at = (paths.frames - 1).clamp(min=0)[None, :, None].expand(1, -1, before.shape[2])
+    whole = torch.where(paths.ends, before.gather(0, at)[0], -torch.inf).logsumexp(1)
+    nothing = torch.where(paths.labels == 0, 0.0, -torch.inf).to(whole.dtype)
+    whole = torch.where(paths.frames == 0, nothing, whole)
+    if targets.ndim == 1:
+        # torch refuses this on the CPU.
+        whole = torch.where(paths.labels.sum() == len(targets), whole, torch.nan)
+    return -whole, before.transpose(0, 1)
+
+
+def _ctc_loss_backward(
+    grad: _Tensor,
+    log_probs: _Tensor,
+    targets: _Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    neg_log_likelihood: _Tensor,
+    log_alpha: _Tensor,
+    blank: int,
+    zero_infinity: bool = False,
+) -> _Tensor:
+    """`_ctc_loss_backward`: how much more likely a class is than all paths together take it to be."""
+    paths = _Alignments(log_probs, targets, (input_lengths, target_lengths), blank)
+    both = log_alpha.transpose(0, 1) + paths.after()
+    share = torch.where(both == -torch.inf, 0.0, (both - paths.emitted + neg_log_likelihood[:, None]).exp())
+    taken = torch.zeros_like(log_probs).scatter_add(2, paths.states, share)
+    impossible = neg_log_likelihood == torch.inf
+    gradient = (log_probs.exp() - taken) * grad[:, None]
+    gradient = torch.where(impossible[:, None], 0.0 if zero_infinity else torch.nan, gradient)
+    return torch.where((paths.frame < paths.frames)[..., None], gradient, 0.0)
+
+
 KERNELS = Kernels(
     differentiable={
         "_pack_padded_sequence": _pack,
@@ -389,6 +530,8 @@ KERNELS = Kernels(
     },
     below_autograd={
         "addbmm": _add_products,
+        **dict.fromkeys(("_ctc_loss", "_ctc_loss.Tensor"), _ctc_loss),
+        **dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), _ctc_loss_backward),
     },
     around_below_autograd={
         # Kernels whose first argument is torch_xla's own.

@@ -1,0 +1,357 @@
+"""`TrainerShapes`: the batches of a trainer get few shapes, so that few programs are compiled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
+from torch.utils.data import RandomSampler, Sampler
+
+from hf_trainer.model import model_of
+from hf_trainer.replay import overridden
+from xla_adapters.data.shapes import (
+    BucketSampler,
+    ShapeNotices,
+    ShapePolicy,
+    Shapes,
+    lengths_of,
+    why_own_loss_may_count,
+    why_padding_may_count,
+    with_rows,
+)
+
+# Models of transformers whose losses are means over labels that are not -100, each row by itself.
+_MEANS_OVER_LABELS = re.compile(
+    r"(ForCausalLM|LMHeadModel|ForMaskedLM|ForConditionalGeneration|ForTokenClassification|ForSequenceClassification"
+    r"|ForImageClassification|ForAudioClassification|ForQuestionAnswering|ForMultipleChoice)$"
+)
+# Of these, those whose results have a length, as their inputs.
+_PER_TOKEN = re.compile(
+    r"(ForCausalLM|LMHeadModel|ForMaskedLM|ForConditionalGeneration|ForTokenClassification|ForQuestionAnswering)$"
+)
+# Datasets for evaluation whose lengths are remembered.
+_KEPT = 16
+# Softmax over all positions.
+_BY_POSITION = re.compile(r"ForQuestionAnswering$")
+
+
+class TrainerShapes:
+    """Gives the batches of a trainer few shapes: see `ShapePolicy`.
+
+    Batches stay as the collator has made them until a step takes them: counts of samples and tokens, and what callbacks
+    see, are those of the data.
+
+    Args:
+        trainer: the trainer.
+        policy: None leaves batches as they are.
+    """
+
+    def __init__(self, trainer: transformers.Trainer, policy: ShapePolicy | None) -> None:
+        self._trainer = trainer
+        self._policy = policy
+        self._training: Shapes | None = None
+        self._evaluation: Shapes | None = None
+        # Of datasets for evaluation, with these, so that no other gets the same id.
+        self._known: dict[int, tuple[Any, Shapes | None]] = {}
+        self._notices = ShapeNotices()
+
+    @property
+    def number(self) -> int:
+        """How many lengths batches of the training have; 0 before its data is known."""
+        return 0 if self._training is None else self._training.used
+
+    # ---- which shapes ----------------------------------------------------------------------------
+
+    def sampler(self, dataset: Any, stock: Sampler[int] | None) -> Sampler[int] | None:
+        """The sampler of a training: batches of one bucket each, in random order, if the stock one is random."""
+        policy, trainer = self._policy, self._trainer
+        if policy is None or type(stock) is not RandomSampler:
+            return stock
+        args = trainer.args
+        rows = int(trainer._train_batch_size or args.train_batch_size) * args.world_size
+        lengths, labels = lengths_of(dataset, policy.length_of) or (None, None)
+        if lengths is None:
+            self._notices.without_lengths(policy)
+        elif self._may_pad(policy):
+            self._training = policy.fit(lengths, labels, rows=rows, limit=self._limit())
+            self._announce(self._training, "training")
+        shapes = self._training or ShapePolicy(buckets=1).fit([0])
+        if len(shapes.bounds) == 1 and policy.last_batch != "drop":
+            return stock
+        return shapes.sampler(
+            lengths if self._training is not None and lengths is not None else [0] * len(dataset),
+            rows,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            drop_last=policy.last_batch == "drop",
+        )
+
+    def loader(self, make: Callable[[], Any]) -> Any:
+        """The loader of a training, whose sampler may be the user's own.
+
+        Args:
+            make: makes it; calls `sampler` if transformers chooses one.
+
+        Raises:
+            ConfigError: the lengths of a stream are not known.
+        """
+        self._training = None
+        loader = make()
+        if self._policy is not None and self._training is None:
+            self._fit_training(self._policy, loader)
+        return loader
+
+    def _fit_training(self, policy: ShapePolicy, loader: Any) -> None:
+        dataset, sampler = loader.dataset, getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+        drops = getattr(loader, "drop_last", False) or isinstance(sampler, BucketSampler)
+        if policy.last_batch == "drop" and not drops:
+            self._notices.warn(
+                "last_batch='drop' has no effect with this loader: give it drop_last=True (dataloader_drop_last)"
+            )
+        is_stream = isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__")
+        if not self._may_pad(policy):
+            return
+        if isinstance(policy.buckets, tuple) and is_stream:
+            self._training = Shapes.given(policy)
+        elif (found := lengths_of(dataset, policy.length_of)) is None:
+            self._notices.without_lengths(policy)
+        else:
+            self._training = policy.fit(*found, limit=self._limit())
+            self._announce(self._training, "training" + ", by the first samples of its stream" * is_stream)
+
+    @contextmanager
+    def evaluating(self, loader: Any) -> Iterator[None]:
+        """Around an evaluation: its batches are those of a loader, in its order."""
+        before, self._evaluation = self._evaluation, None
+        if self._policy is not None and self._may_pad(self._policy):
+            self._evaluation = self._of_evaluation(self._policy, getattr(loader, "dataset", None))
+        try:
+            yield
+        finally:
+            self._evaluation = before
+
+    def _of_evaluation(self, policy: ShapePolicy, dataset: Any) -> Shapes | None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            return Shapes.given(policy) if isinstance(policy.buckets, tuple) else self._training
+        if id(dataset) not in self._known:
+            if len(self._known) == _KEPT:
+                del self._known[next(iter(self._known))]
+            lengths, labels = lengths_of(dataset, policy.length_of) or ([], None)
+            self._known[id(dataset)] = dataset, self._of_batches(policy, lengths, labels) if lengths else None
+        return self._known[id(dataset)][1]
+
+    def _of_batches(self, policy: ShapePolicy, lengths: list[int], labels: list[int] | None) -> Shapes | None:
+        """The order of an evaluation stays: what is padded to a bucket are batches."""
+        longest = self._longest(lengths)
+        of_labels = [0] * len(longest) if labels is None else self._longest(labels)
+        if isinstance(policy.buckets, tuple):
+            # Longer ones stay as they are.
+            fitting = [pair for pair in zip(longest, of_labels, strict=True) if pair[0] <= policy.buckets[-1]]
+            longest, of_labels = [pair[0] for pair in fitting], [pair[1] for pair in fitting]
+        if not longest:
+            return None
+        found = policy.fit(longest, None if labels is None else of_labels, limit=self._limit())
+        self._announce(found, "evaluation, whose order stays")
+        return found
+
+    def _longest(self, lengths: list[int]) -> list[int]:
+        rows = self._trainer.args.eval_batch_size
+        return [max(lengths[begin : begin + rows]) for begin in range(0, len(lengths), rows)]
+
+    def _announce(self, shapes: Shapes, of: str) -> None:
+        if self._trainer.is_world_process_zero():
+            self._notices.announce(shapes, of)
+
+    def _limit(self) -> int | None:
+        """The length that the model takes, if its config says so."""
+        limit = getattr(getattr(model_of(self._trainer), "config", None), "max_position_embeddings", None)
+        return limit if isinstance(limit, int) and limit > 0 else None
+
+    # ---- batches ---------------------------------------------------------------------------------
+
+    def of_training(self, inputs: Any) -> tuple[Any, str]:
+        """A batch as its step takes it, and what distinguishes its program from those of other lengths, in words."""
+        if self._policy is None:
+            return inputs, ""
+        inputs, phase, _ = self._shaped(self._training, inputs)
+        return self._with_rows(inputs, self._trainer._train_batch_size, trains=True), phase
+
+    def of_evaluation(self, inputs: Any, *, preprocesses: bool) -> tuple[Any, str, Cut | None]:
+        """As `of_training`; and what cuts the results of the step to those of the batch as it was.
+
+        Args:
+            inputs: the batch.
+            preprocesses: whether the step calls code of the user's with its results.
+        """
+        if self._policy is None:
+            return inputs, "", None
+        if preprocesses:
+            self._notices.warn(
+                "batches of evaluations keep their shapes: preprocess_logits_for_metrics would see what is added"
+            )
+            return inputs, "", None
+        shaped, phase, cut = self._shaped(self._evaluation, inputs)
+        rows = self._trainer.args.eval_batch_size
+        more = self._with_rows(shaped, rows, trains=False)
+        if more is not shaped:
+            cut.rows = rows, _rows(shaped)
+        return more, phase, cut
+
+    def _shaped(self, shapes: Shapes | None, inputs: Any) -> tuple[Any, str, Cut]:
+        """A batch of a bucket's length."""
+        cut = Cut(per_token=_PER_TOKEN.search(type(_inner_model(self._trainer)).__name__) is not None)
+        if shapes is None:
+            return inputs, "", cut
+        shaped, reason = shapes.padded(inputs, self._pad_id())
+        if reason:
+            self._notices.warn(f"a batch keeps its length: {reason}")
+            return inputs, "", cut
+        for name, value in inputs.items() if shaped is not inputs else ():
+            if isinstance(value, torch.Tensor) and value.ndim > 1:
+                cut.add_length(name, shaped[name].shape[1], value.shape[1])
+        return shaped, shapes.phase(shaped), cut
+
+    def _with_rows(self, inputs: Any, rows: int, *, trains: bool) -> Any:
+        """A batch filled up with rows of which it is known that they do not count; else the batch itself."""
+        policy = self._policy
+        count = _rows(inputs)
+        if policy is None or policy.last_batch != "pad" or not count or not rows or count >= rows:
+            return inputs
+        reason = self._why_rows_count(inputs, trains=trains)
+        if not reason:
+            inputs, reason = with_rows(inputs, rows)
+        if reason:
+            self._notices.warn(f"a batch of {count} rows keeps them, which costs one more compile: {reason}")
+        return inputs
+
+    def _has_own_loss(self) -> bool:
+        """Whether code computes the loss that is not transformers'."""
+        trainer, model = self._trainer, _inner_model(self._trainer)
+        return (
+            trainer.compute_loss_func is not None
+            or overridden(trainer, ("compute_loss",)) is not None
+            or not type(model).__module__.startswith("transformers.models.")
+            or hasattr(model, "_loss_function")
+            or bool(getattr(model.config, "loss_type", None))
+        )
+
+    def _may_pad(self, policy: ShapePolicy) -> bool:
+        """Whether padding is known to change no loss and no result, or promised; if not, warns."""
+        model = model_of(self._trainer)
+        reason = self._why_model_sees(model) or (why_own_loss_may_count(policy) if self._has_own_loss() else "")
+        if reason:
+            self._notices.warn(f"batches keep their lengths, and are not arranged by them: {reason}")
+        return not reason
+
+    def _why_model_sees(self, model: Any) -> str:
+        if _BY_POSITION.search(type(_inner_model(self._trainer)).__name__):
+            return "its model chooses among all positions, which sees padding, too"
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            return "its model adds tokens of its own"
+        if self._trainer.args.neftune_noise_alpha is not None:
+            return "the noise of neftune_noise_alpha depends on the length"
+        return why_padding_may_count(model, self._pad_id())
+
+    def _why_rows_count(self, inputs: Mapping[str, Any], *, trains: bool) -> str:
+        """Why rows without labels may change a loss; empty if they cannot."""
+        trainer, model = self._trainer, _inner_model(self._trainer)
+        name = type(model).__name__
+        if trainer.args.world_size > 1:
+            return "several processes divide the data"
+        if self._has_own_loss():
+            return f"it is not known whether the loss of {name}, or your own, leaves out rows whose labels are -100"
+        if not _MEANS_OVER_LABELS.search(name):
+            return f"it is not known whether the loss of {name} leaves out rows whose labels are -100"
+        if (unknown := why_padding_may_count(model)) != "" and "input_ids" in inputs:
+            return unknown
+        if getattr(model.config, "output_router_logits", False):
+            return "a loss on the router sees all rows"
+        kind = getattr(model.config, "problem_type", None) or "single_label_classification"
+        if name.endswith("Classification") and (model.config.num_labels == 1 or kind != "single_label_classification"):
+            return "the loss is no choice of one class"
+        if trains and any(isinstance(module, _BatchNorm) for module in model.modules()):
+            return "batch norm sees all rows"
+        if not {"labels", "start_positions"} & set(inputs) and (trains or trainer.can_return_loss):
+            return "it has no labels"
+        return ""
+
+    def _pad_id(self) -> int | None:
+        trainer = self._trainer
+        tokenizers = (trainer.processing_class, getattr(trainer.data_collator, "tokenizer", None))
+        holders = (*tokenizers, getattr(trainer.processing_class, "tokenizer", None), model_of(trainer))
+        for holder in holders:
+            found = getattr(getattr(holder, "config", holder), "pad_token_id", None)
+            if isinstance(found, int):
+                return found
+        return None
+
+
+class Cut:
+    """Removes the added rows and positions from the results of a step.
+
+    Args:
+        per_token: whether results have a length, as the inputs.
+
+    Attributes:
+        rows: how many rows the step got, and how many of them count; None if that is the same.
+    """
+
+    def __init__(self, *, per_token: bool) -> None:
+        self.rows: tuple[int, int] | None = None
+        self._per_token = per_token
+        self._lengths: dict[int, set[int]] = {}
+        self._of_labels: tuple[int, int] | None = None
+
+    def add_length(self, name: str, extended: int, length: int) -> None:
+        """What has this name in the batch was extended."""
+        self._lengths.setdefault(extended, set()).add(length)
+        if name == "labels":
+            self._of_labels = extended, length
+
+    def __call__(self, results: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        """Loss, logits and labels, cut.
+
+        Args:
+            results: of `prediction_step`, on the host.
+        """
+        if self.rows is None and not self._lengths:
+            return results
+        loss, logits, labels = results
+        first = logits[0] if isinstance(logits, (list, tuple)) and logits else None
+        return (
+            loss,
+            tree_map(lambda value: self._cut(value, is_first=value is first or value is logits), logits),
+            tree_map(lambda value: self._cut(value, is_first=True), labels),
+        )
+
+    def _cut(self, value: Any, *, is_first: bool) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        if self.rows is not None and value.shape[0] == self.rows[0]:
+            value = value[: self.rows[1]]
+        if value.ndim not in (2, 3):
+            return value
+        size = value.shape[1]
+        if is_first and self._of_labels is not None and size == self._of_labels[0]:
+            return value[:, : self._of_labels[1]]
+        if value.ndim == 2 and not self._per_token:
+            return value
+        lengths = self._lengths.get(size, set())
+        # Inputs and labels may have been extended to the same length.
+        return value[:, : next(iter(lengths))] if len(lengths) == 1 else value
+
+
+def _rows(inputs: Any) -> int:
+    values = inputs.values() if isinstance(inputs, Mapping) else ()
+    return next((len(value) for value in values if isinstance(value, torch.Tensor) and value.ndim), 0)
+
+
+def _inner_model(trainer: transformers.Trainer) -> Any:
+    """The model of transformers, also inside one of PEFT."""
+    model: Any = model_of(trainer)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
