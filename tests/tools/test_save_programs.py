@@ -19,10 +19,12 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.isolation import isolated
 from tests.private_apis import ROOT
 from tests.tools.trainings import needs_libtpu
-from xla_adapters import ConfigError, UnsupportedOptionError
+from xla_adapters import CompiledStep, ConfigError, UnsupportedOptionError
 from xla_adapters.cli import main
 from xla_adapters.runtime import compile_cache
 from xla_adapters.tools import libtpu_process, save_programs
@@ -168,9 +170,9 @@ def _without_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("script", "options", "target"),
     [
-        pytest.param(HF, [], _ONE, id="hf"),
-        pytest.param(HF, ["fsdp"], _EIGHT, id="hf-fsdp"),
-        pytest.param(LIGHTNING, [], _ONE, id="lightning"),
+        pytest.param(HF, [], _ONE, id="hf", marks=pytest.mark.long),
+        pytest.param(HF, ["fsdp"], _EIGHT, id="hf-fsdp", marks=pytest.mark.long),
+        pytest.param(LIGHTNING, [], _ONE, id="lightning", marks=pytest.mark.long),
         pytest.param(LIGHTNING, ["fsdp"], _EIGHT, id="lightning-fsdp"),
     ],
 )
@@ -209,7 +211,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [pytest.param(HF, id="hf"), pytest.param(LIGHTNING, id="lightning")])
+@pytest.mark.parametrize(
+    "script", [pytest.param(HF, id="hf"), pytest.param(LIGHTNING, id="lightning", marks=pytest.mark.long)]
+)
 def test_a_trainer_saves_the_programs_of_its_run(script: str, shim: Path, tmp_path: Path) -> None:
     """From a process on CPU devices, whose flags are others."""
     train, folder = _script(tmp_path, script), tmp_path / "programs"
@@ -324,6 +328,27 @@ def test_what_does_not_compile_is_told(shim: Path, tmp_path: Path, monkeypatch: 
     assert list(folder.iterdir()) == []
     monkeypatch.setattr(libtpu_process, "ANSWER", "another.json")
     assert problem("0" * 64).startswith("the compiler ended")
+
+
+@isolated
+def test_replayed_micro_batches_are_no_updates() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2).to("xla")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def accumulate(batch: torch.Tensor, last: bool) -> None:
+        model(batch).square().mean().backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step, batch, loops = CompiledStep(accumulate), torch.ones(3, 4), save_programs._Loops()
+    for number in range(8):
+        step(batch, number % 2 == 1)
+    before = step.replays
+    with loops.watching():
+        loops.train(lambda: [step(batch, last) for last in (False, True)])
+    assert (loops.updates, step.replays - before) == (1, 2)
 
 
 # ---- the command, and what is refused -------------------------------------------------------------

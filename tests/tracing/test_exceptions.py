@@ -129,6 +129,21 @@ def test_every_place(error: type[BaseException]) -> None:
         goes_on(loop)
 
 
+def test_a_buffer_of_a_module_that_is_not_called() -> None:
+    """A LightningModule's, say: a step calls its `training_step`."""
+    with xla_adapters.eager():
+        loop, outer = Loop(), torch.nn.Module()
+        outer.register_buffer("average", torch.ones(4).to(DEVICE))
+        kept = outer.average
+        with pytest.raises(ValueError, match="stop"), xla_adapters.step():
+            outer.average = outer.average * 0.9 + loop.batch.mean(0)
+            loop.body()
+            raise ValueError("stop")
+        assert outer.average is kept
+        assert torch.equal(outer.average.cpu(), torch.ones(4))
+        goes_on(loop, compiles=1)
+
+
 def test_before_the_first_step_and_with_gradients_accumulated() -> None:
     with xla_adapters.eager():
         loop = Loop()
