@@ -22,7 +22,7 @@ from xla_adapters.data.shapes import ShapePolicy
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.loop.checkpoints import refuse_background_shards
 from xla_adapters.sharding import ShardingConfig
-from xla_adapters.tracing.optimizer_packages import check_supported
+from xla_adapters.tracing.optimizers import check_supported
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.data import RandomSampler, Sampler
 
 from hf_trainer.model import model_of
 from hf_trainer.replay import overridden
+from xla_adapters.data.packing import PackedDataset, stacked, why_documents_mix
 from xla_adapters.data.shapes import (
     BucketSampler,
     ShapeNotices,
@@ -25,6 +27,7 @@ from xla_adapters.data.shapes import (
     why_padding_may_count,
     with_rows,
 )
+from xla_adapters.errors import ConfigError
 
 # Models of transformers whose losses are means over labels that are not -100, each row by itself.
 _MEANS_OVER_LABELS = re.compile(
@@ -37,6 +40,7 @@ _PER_TOKEN = re.compile(
 )
 # Datasets for evaluation whose lengths are remembered.
 _KEPT = 16
+_CAUSAL = re.compile(r"(ForCausalLM|LMHeadModel)$")
 # Softmax over all positions.
 _BY_POSITION = re.compile(r"ForQuestionAnswering$")
 
@@ -57,6 +61,8 @@ class TrainerShapes:
         self._policy = policy
         self._training: Shapes | None = None
         self._evaluation: Shapes | None = None
+        # Whether the loader of the training is known.
+        self._has_loader = False
         # Of datasets for evaluation, with these, so that no other gets the same id.
         self._known: dict[int, tuple[Any, Shapes | None]] = {}
         self._notices = ShapeNotices()
@@ -75,9 +81,11 @@ class TrainerShapes:
             return stock
         args = trainer.args
         rows = int(trainer._train_batch_size or args.train_batch_size) * args.world_size
-        lengths, labels = lengths_of(dataset, policy.length_of) or (None, None)
+        packs = policy.packing is not None
+        lengths, labels = (None if packs else lengths_of(dataset, policy.length_of)) or (None, None)
         if lengths is None:
-            self._notices.without_lengths(policy)
+            if not packs:
+                self._notices.without_lengths(policy)
         elif self._may_pad(policy):
             self._training = policy.fit(lengths, labels, rows=rows, limit=self._limit())
             self._announce(self._training, "training")
@@ -98,13 +106,64 @@ class TrainerShapes:
             make: makes it; calls `sampler` if transformers chooses one.
 
         Raises:
-            ConfigError: the lengths of a stream are not known.
+            ConfigError: the lengths of a stream are not known, or its documents cannot be packed.
         """
-        self._training = None
-        loader = make()
-        if self._policy is not None and self._training is None:
-            self._fit_training(self._policy, loader)
+        policy, self._training, self._has_loader = self._policy, None, True
+        with ExitStack() as stack:
+            if policy is not None and policy.packing is not None:
+                stack.enter_context(self._packing(policy, policy.packing))
+            loader = make()
+        if policy is not None and self._training is None:
+            self._fit_training(policy, loader)
         return loader
+
+    @contextmanager
+    def _packing(self, policy: ShapePolicy, length: int) -> Iterator[None]:
+        """The loader that is made reads rows of whole documents, each as the trainer's collator makes it."""
+        trainer = self._trainer
+        reason = self._why_not_packed(policy)
+        if reason:
+            raise ConfigError(f"packing={length}: {reason}")
+        before = trainer.train_dataset, trainer.data_collator
+        collator = trainer._get_collator_with_removed_columns(trainer.data_collator, "training")
+        packed = PackedDataset(trainer.train_dataset, length, collator=collator, pad_id=self._pad_id() or 0)
+        if trainer.is_world_process_zero():
+            print(f"shapes of the training: {packed}; 1 graph of each kind of step", file=sys.stderr)
+        trainer.train_dataset, trainer.data_collator = packed, stacked
+        try:
+            yield
+        finally:
+            trainer.train_dataset, trainer.data_collator = before
+
+    def _why_not_packed(self, policy: ShapePolicy) -> str:
+        """Why documents in a row may change each other's losses, in words; empty if they cannot."""
+        trainer, inner = self._trainer, _inner_model(self._trainer)
+        if not _CAUSAL.search(type(inner).__name__) or not type(inner).__module__.startswith("transformers.models."):
+            return f"{type(inner).__name__} is no causal language model of transformers"
+        if self._has_own_loss() and (reason := why_own_loss_may_count(policy)):
+            return reason
+        if trainer.args.use_cache:
+            return "with use_cache=True documents see each other"
+        if (strategy := trainer.args.train_sampling_strategy) not in ("random", "sequential"):
+            return f"train_sampling_strategy={strategy!r} has nothing to go by, since rows have one length"
+        return self._why_length_counts() or why_documents_mix(model_of(trainer))
+
+    def _of_unknown_loader(self, policy: ShapePolicy) -> None:
+        """A step comes, and the user's `get_train_dataloader` has made the loader alone."""
+        self._has_loader = True
+        where = f"{type(self._trainer).__name__}.get_train_dataloader makes the loader alone"
+        if policy.packing is not None:
+            raise ConfigError(
+                f"packing={policy.packing} has no effect: {where}. Call super().get_train_dataloader() there, or give "
+                "it a PackedDataset of xla_adapters.data.packing"
+            )
+        if isinstance(policy.buckets, tuple) and self._may_pad(policy):
+            self._training = Shapes.given(policy)
+        else:
+            self._notices.warn(
+                f"batches of the training keep their lengths: {where}. Call super().get_train_dataloader() there, or "
+                "list the lengths: buckets=[64, 128, ...]"
+            )
 
     def _fit_training(self, policy: ShapePolicy, loader: Any) -> None:
         dataset, sampler = loader.dataset, getattr(getattr(loader, "batch_sampler", None), "sampler", None)
@@ -114,7 +173,7 @@ class TrainerShapes:
                 "last_batch='drop' has no effect with this loader: give it drop_last=True (dataloader_drop_last)"
             )
         is_stream = isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__")
-        if not self._may_pad(policy):
+        if policy.packing is not None or not self._may_pad(policy):
             return
         if isinstance(policy.buckets, tuple) and is_stream:
             self._training = Shapes.given(policy)
@@ -178,6 +237,8 @@ class TrainerShapes:
         """A batch as its step takes it, and what distinguishes its program from those of other lengths, in words."""
         if self._policy is None:
             return inputs, ""
+        if not self._has_loader:
+            self._of_unknown_loader(self._policy)
         inputs, phase, _ = self._shaped(self._training, inputs)
         return self._with_rows(inputs, self._trainer._train_batch_size, trains=True), phase
 
@@ -251,11 +312,14 @@ class TrainerShapes:
     def _why_model_sees(self, model: Any) -> str:
         if _BY_POSITION.search(type(_inner_model(self._trainer)).__name__):
             return "its model chooses among all positions, which sees padding, too"
-        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return self._why_length_counts() or why_padding_may_count(model, self._pad_id())
+
+    def _why_length_counts(self) -> str:
+        if getattr(getattr(model_of(self._trainer), "active_peft_config", None), "is_prompt_learning", False):
             return "its model adds tokens of its own"
         if self._trainer.args.neftune_noise_alpha is not None:
             return "the noise of neftune_noise_alpha depends on the length"
-        return why_padding_may_count(model, self._pad_id())
+        return ""
 
     def _why_rows_count(self, inputs: Mapping[str, Any], *, trains: bool) -> str:
         """Why rows without labels may change a loss; empty if they cannot."""

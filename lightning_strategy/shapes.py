@@ -17,6 +17,7 @@ from xla_adapters.data.shapes import (
     why_own_loss_may_count,
     why_padding_may_count,
 )
+from xla_adapters.errors import ConfigError
 
 
 class LoaderShapes:
@@ -31,6 +32,12 @@ class LoaderShapes:
     """
 
     def __init__(self, policy: ShapePolicy | None, seed: Callable[[], int]) -> None:
+        if policy is not None and policy.packing is not None:
+            raise ConfigError(
+                f"packing={policy.packing}: nobody knows whether your module gives its model the position_ids of a "
+                "row, which keep documents apart. Give your DataLoader a PackedDataset of xla_adapters.data.packing, and "
+                "pass its input_ids, position_ids and labels on to the model"
+            )
         self._policy = policy
         self._seed = seed
         self._notices = ShapeNotices()

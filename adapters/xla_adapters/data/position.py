@@ -61,6 +61,7 @@ class BatchUnit:
             for sampler in arranging
             for number in getattr(sampler, "arranged_by", (getattr(sampler, "batch_size", None),))
         ]
+        sizes += getattr(getattr(loader, "dataset", None), "arranged_by", ())
         split = getattr(batches, "split_batches", False)
         rows = size * (1 if split else processes) if type(plain) is BatchSampler and size else None
         order = tuple(int(found) for found in sizes if found is not None)

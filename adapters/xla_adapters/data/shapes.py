@@ -76,6 +76,9 @@ class ShapePolicy:
         fill: the value of padding in entries of a batch, by name, where it is not known or not `Shapes.padded`'s. A
             value for `"labels"` promises that a loss of your own leaves out such labels, and what the attention mask
             masks. Without that promise batches of such losses keep their lengths.
+        packing: the length, in tokens, of rows into which the documents of a causal language model's training are put
+            together (see `PackedDataset`). The other options then are for the evaluation. In `hf_trainer`; elsewhere
+            make a `PackedDataset`.
 
     Raises:
         ConfigError: a value is not valid, or two options contradict each other.
@@ -87,6 +90,7 @@ class ShapePolicy:
     last_batch: LastBatch = "pad"
     length_of: str = "input_ids"
     fill: Mapping[str, float] = field(default_factory=dict)
+    packing: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("last_batch", self.last_batch, get_args(LastBatch))
@@ -109,6 +113,8 @@ class ShapePolicy:
                 object.__setattr__(self, "buckets", tuple(sorted(set(counts))))
         if not _is_count(self.pad_to_multiple_of):
             raise ConfigError(f"pad_to_multiple_of={self.pad_to_multiple_of!r}: give an integer >= 1")
+        if self.packing is not None and not _is_count(self.packing):
+            raise ConfigError(f"packing={self.packing!r}: give the length of a row in tokens, an integer >= 1")
         if not isinstance(self.max_waste, (int, float)) or not 0 <= self.max_waste < 1:
             raise ConfigError(f"max_waste={self.max_waste!r}: give a share of all elements, from 0 to below 1")
 

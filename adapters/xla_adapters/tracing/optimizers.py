@@ -11,9 +11,8 @@ import torch
 from torch.optim import LBFGS, SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_adapters.errors import EagerOptimizerWarning
+from xla_adapters.errors import EagerOptimizerWarning, UnsupportedOptionError
 from xla_adapters.runtime import Runtime, get_runtime
-from xla_adapters.tracing.optimizer_packages import eager_reason_of
 
 StateInit = Callable[[Optimizer, dict[str, Any], torch.Tensor], dict[str, Any] | None]
 
@@ -24,6 +23,20 @@ _EAGER: dict[type[Optimizer], tuple[str, Callable[[Any], bool]]] = {
         lambda _: True,
     ),
     Muon: ("torch_xla hands its addmm, scaled by beta, to the CPU", lambda _: True),
+}
+# Of other packages, which need not be installed, by the first part of the module's name, as released in 2025.
+_EAGER_CLASSES = {
+    ("grokadamw", "GrokAdamW"): "it keeps its state on the host",
+    ("optimi", "StableAdamW"): "it reads the size of every parameter's update on the host",
+}
+_UNSUPPORTED = {
+    "bitsandbytes": "its kernels are for CUDA and the CPU, and write to their arguments, which no XLA device has",
+    "torchao": "its state is of quantized tensors, whose update it compiles by torch.compile for CUDA and the CPU",
+    "apollo_torch": "it draws its projections with a torch.Generator on the parameters' device, and XLA has none",
+}
+_UNSUPPORTED_CLASSES = {
+    ("lomo_optim", "AdaLomo"): "it asks CUDA for its memory, whatever the parameters' device",
+    ("torch", "SparseAdam"): "it takes sparse gradients only, and those of sparse=True are dense there",
 }
 # Numbers of the update rule. torch's ASGD keeps all of them on the parameter's device, and reads them there.
 _HOST_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
@@ -63,7 +76,7 @@ def eager_reason(optimizer: Optimizer) -> str | None:
         if cls in _EAGER:
             reason, applies = _EAGER[cls]
             return reason if applies(optimizer) else None
-    return eager_reason_of(type(optimizer))
+    return _eager_reason_of(type(optimizer))
 
 
 def stand_in_for(optimizer: Optimizer, **attributes: Any) -> Optimizer:
@@ -263,8 +276,36 @@ def _move_counts_to_host(optimizer: Optimizer, runtime: Runtime) -> None:
         state[key] = host
 
 
+# ---- of other packages ------------------------------------------------------------------------------
+
+
+def _eager_reason_of(cls: type[Optimizer]) -> str | None:
+    """Why optimizers of this class run eagerly; `None` if nothing is known of their package."""
+    return next((_EAGER_CLASSES[name] for name in _names(cls) if name in _EAGER_CLASSES), None)
+
+
+def check_supported(cls: type[Optimizer]) -> None:
+    """Raises if optimizers of this class cannot update parameters on an XLA device.
+
+    Raises:
+        UnsupportedOptionError: with the alternatives.
+    """
+    for package, name in _names(cls):
+        reason = _UNSUPPORTED.get(package) or _UNSUPPORTED_CLASSES.get((package, name))
+        if reason is not None:
+            raise UnsupportedOptionError(
+                f"{name} of {package} cannot update parameters on an XLA device: {reason}. Use an optimizer of "
+                "torch.optim; state takes less memory with transformers' Adafactor, and cut by sharding='fsdp'"
+            )
+
+
+def _names(cls: type) -> list[tuple[str, str]]:
+    return [(base.__module__.partition(".")[0], base.__name__) for base in cls.__mro__]
+
+
 __all__ = [
     "EagerOptimizerWarning",
+    "check_supported",
     "eager_reason",
     "prepare_for_tracing",
     "prime",

@@ -21,8 +21,8 @@ from xla_adapters.errors import IdleOptimizerWarning
 from xla_adapters.lowerings import cumulative_average
 from xla_adapters.runtime import Runtime
 from xla_adapters.tracing.operation_log import OperationLog
-from xla_adapters.tracing.optimizer_packages import check_supported
 from xla_adapters.tracing.optimizers import (
+    check_supported,
     eager_reason,
     is_stand_in,
     needs_no_recording,
