@@ -216,3 +216,8 @@ def test_fabric() -> None:
         assert run(fabric, loader(data, shuffle=True)) == pytest.approx(expected, abs=1e-5)
     finally:
         strategy.teardown()
+
+
+def test_packing_is_left_to_the_dataset() -> None:
+    with pytest.raises(ConfigError, match="Give your DataLoader a PackedDataset"):
+        XLAEagerStrategy(shapes={"packing": 64})
