@@ -35,8 +35,8 @@ class LoaderShapes:
         if policy is not None and policy.packing is not None:
             raise ConfigError(
                 f"packing={policy.packing}: nobody knows whether your module gives its model the position_ids of a "
-                "row, which keep documents apart. Give your DataLoader a PackedDataset (xla_adapters.data.packing), and "
-                "pass its input_ids, position_ids and labels on to the model"
+                "row, which keep documents apart. Give your DataLoader a PackedDataset (xla_adapters.data.packing),"
+                " and pass its input_ids, position_ids and labels on to the model"
             )
         self._policy = policy
         self._seed = seed
