@@ -1,6 +1,7 @@
 """xla-adapters: runs each PyTorch training step as one XLA graph, compiled once and replayed."""
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from xla_adapters.config import XLAConfig
@@ -101,6 +102,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("xla-adapters")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

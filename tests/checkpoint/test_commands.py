@@ -131,7 +131,10 @@ def test_consolidate(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert not (tmp_path / "b.pt").exists()
 
 
-def test_it_starts_without_torch_xla() -> None:
-    code = "import sys, xla_adapters.cli; sys.exit('torch_xla' in sys.modules or 'transformers' in sys.modules)"
+def test_checkpoints_are_listed_without_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys, xla_adapters, xla_adapters.cli; xla_adapters.__version__; "
+        f"xla_adapters.cli.main(['checkpoint', 'list', {str(tmp_path)!r}]); sys.exit('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], timeout=120, env={"PYTHONPATH": ":".join(sys.path)})
     assert done.returncode == 0

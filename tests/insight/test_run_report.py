@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import html
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,6 +118,24 @@ def test_a_run_without_a_step() -> None:
     empty = report(steps={"steps": 0, "slow": []}, curve=[], rates={}, counts={}, compiles=[], programs=[])
     assert "0 steps in" in str(empty)
     assert "No step has ended." in page(empty.as_dict(), [])
+
+
+def test_in_a_notebook_it_is_the_page_and_at_a_prompt_it_is_short() -> None:
+    shown = repr(report(compiles=[EVENT] * 50)).splitlines()
+    assert len(shown) == 15
+    assert shown[0] == "2 steps in 10.0 s"
+    assert shown[-1].startswith("... and ")
+    given = report(plan='a "<b>"')
+    source = re.fullmatch(
+        '<iframe srcdoc="([^"]*)" width="100%" height="600" style="[^"]*"></iframe>', given._repr_html_()
+    )
+    assert source is not None
+    # Each chart has an id of its own.
+    pages = [
+        re.sub("chart-[0-9a-f-]{36}", "", made)
+        for made in (html.unescape(source[1]), page(given.as_dict(), given.curve))
+    ]
+    assert pages[0] == pages[1]
 
 
 def test_the_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import torch
-
 from xla_adapters.checkpoint.commit import TEMPORARY, TRASH, UPLOADING, is_valid
 from xla_adapters.checkpoint.manifest import (
     DAMAGED,
@@ -264,7 +262,9 @@ def to_one_file(checkpoint: Path, target: Path) -> None:
         CheckpointDamagedError: torch cannot read it.
         CheckpointUnsafeError: a file names code.
     """
-    # Late: it takes a second to import.
+    # Late: they take a second to import.
+    import torch
+
     from xla_adapters.sharding.state import load_whole
 
     folder = one_sharded_folder(checkpoint)

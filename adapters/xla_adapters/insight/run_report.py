@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import html
 import os
 import re
 import warnings
@@ -113,6 +114,8 @@ class Preflight(Protocol):
 
 # Rows of a table; of more, the first and a line that says how many are left out.
 _ROWS = 100
+# At most, where a report is the value of a notebook's cell or of a prompt's expression.
+_LINES = 15
 
 
 def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], preflight: Preflight | None = None) -> str:
@@ -235,6 +238,17 @@ class RunReport:
         values["transfers"] = [dataclasses.asdict(item) for item in self.transfers]
         values["programs"] = [dataclasses.asdict(program) for program in self.programs]
         return {**values, "wall_seconds": self.wall_seconds}
+
+    def __repr__(self) -> str:
+        lines = str(self).splitlines()
+        if len(lines) > _LINES:
+            lines[_LINES - 1 :] = [f"... and {len(lines) - _LINES + 1} more lines: print it to see all"]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, for notebooks."""
+        whole = html.escape(page(self.as_dict(), self.curve, self.preflight))
+        return f'<iframe srcdoc="{whole}" width="100%" height="600" style="border: 0"></iframe>'
 
     def write_page(self, path: Path) -> None:
         """Writes the page, whole or not at all; a file that cannot be written is a warning."""
