@@ -405,7 +405,7 @@ class ShardedCheckpoints:
         """As `Trainer._load_optimizer_and_scheduler`. Sharded state is loaded with or without the option, on any number
         of devices."""
         if checkpoint is None or not (Path(checkpoint) / OPTIMIZER_FOLDER).is_dir():
-            with only_values(checkpoint):
+            with uploading(), only_values(checkpoint):
                 self._base._load_optimizer_and_scheduler(checkpoint)
             return
         load_optimizer(model_of(self._trainer), self._optimizer, Path(checkpoint) / OPTIMIZER_FOLDER)

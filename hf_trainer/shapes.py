@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -113,6 +113,7 @@ class TrainerShapes:
             if policy is not None and policy.packing is not None:
                 stack.enter_context(self._packing(policy, policy.packing))
             loader = make()
+            self._check_sampler(loader)
         if policy is not None and self._training is None:
             self._fit_training(policy, loader)
         return loader
@@ -135,15 +136,29 @@ class TrainerShapes:
         finally:
             trainer.train_dataset, trainer.data_collator = before
 
+    def _check_sampler(self, loader: Any) -> None:
+        """Raises if a sampler of the user's has other samples in mind than rows of documents."""
+        rows, sampler = self._trainer.train_dataset, getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+        if not isinstance(rows, PackedDataset) or not isinstance(sampler, Sized) or isinstance(sampler, BucketSampler):
+            return
+        if len(sampler) != len(rows):
+            raise ConfigError(
+                f"packing: the training has {len(rows)} rows of documents, and {type(sampler).__name__} chooses "
+                f"{len(sampler)} samples. Make it of the dataset that _get_train_sampler is given"
+            )
+
     def _why_not_packed(self, policy: ShapePolicy) -> str:
         """Why documents in a row may change each other's losses, in words; empty if they cannot."""
         trainer, inner = self._trainer, _inner_model(self._trainer)
+        if any(base.__module__.startswith("trl.") for base in type(trainer).__mro__):
+            return "trainers of TRL make their batches themselves, and SFTConfig has a packing= of its own"
+        names = ("training_step", "_prepare_inputs", "_prepare_input", "_set_signature_columns_if_needed")
+        if (own := overridden(trainer, names)) is not None:
+            return f"{own} of your own may change a batch (an attention mask lets documents see each other)"
         if not _CAUSAL.search(type(inner).__name__) or not type(inner).__module__.startswith("transformers.models."):
             return f"{type(inner).__name__} is no causal language model of transformers"
         if self._has_own_loss() and (reason := why_own_loss_may_count(policy)):
             return reason
-        if trainer.args.use_cache:
-            return "with use_cache=True documents see each other"
         if (strategy := trainer.args.train_sampling_strategy) not in ("random", "sequential"):
             return f"train_sampling_strategy={strategy!r} has nothing to go by, since rows have one length"
         return self._why_length_counts() or why_documents_mix(model_of(trainer))
@@ -240,7 +255,8 @@ class TrainerShapes:
         if not self._has_loader:
             self._of_unknown_loader(self._policy)
         inputs, phase, _ = self._shaped(self._training, inputs)
-        return self._with_rows(inputs, self._trainer._train_batch_size, trains=True), phase
+        inputs = self._with_rows(inputs, self._trainer._train_batch_size, trains=True)
+        return (inputs if self._policy.packing is None else _of_documents(inputs)), phase
 
     def of_evaluation(self, inputs: Any, *, preprocesses: bool) -> tuple[Any, str, Cut | None]:
         """As `of_training`; and what cuts the results of the step to those of the batch as it was.
@@ -408,6 +424,20 @@ class Cut:
         lengths = self._lengths.get(size, set())
         # Inputs and labels may have been extended to the same length.
         return value[:, : next(iter(lengths))] if len(lengths) == 1 else value
+
+
+def _of_documents(inputs: Any) -> Any:
+    """A packed batch as models of transformers take it to look for documents, whatever their configs say by now.
+
+    Raises:
+        ConfigError: something has changed it.
+    """
+    if "position_ids" not in inputs or inputs.get("attention_mask") is not None:
+        raise ConfigError(
+            "packing: a batch must have position_ids and no attention_mask when its step begins, and has "
+            f"{', '.join(sorted(inputs))}"
+        )
+    return {**inputs, "use_cache": False}
 
 
 def _rows(inputs: Any) -> int:

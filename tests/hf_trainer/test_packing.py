@@ -141,6 +141,32 @@ def opt() -> Any:
     return transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, max_position_embeddings=64))
 
 
+class AddsMask(hf_trainer.Trainer):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs = super()._prepare_inputs(inputs)
+        return {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
+
+
+class SamplesDocuments(hf_trainer.Trainer):
+    def _get_train_sampler(self, *args: Any, **options: Any) -> Any:
+        return torch.utils.data.SubsetRandomSampler(range(10))
+
+
+class DropsPositions(hf_trainer.Trainer):
+    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+        batches, items = super().get_batch_samples(*args, **options)
+        for batch in batches:
+            del batch["position_ids"]
+        return batches, items
+
+
+def llama(**options: Any) -> Any:
+    model = tiny("llama", num_key_value_heads=2)
+    for name, value in options.items():
+        setattr(model.config, name, value)
+    return model
+
+
 @pytest.mark.parametrize(
     ("message", "options"),
     [
@@ -151,7 +177,11 @@ def opt() -> Any:
         ("a stream has no lengths", {"data": Stream()}),
         ("the noise of neftune_noise_alpha", {"args": {"neftune_noise_alpha": 5.0}}),
         ("train_sampling_strategy='group_by_length'", {"args": {"train_sampling_strategy": "group_by_length"}}),
-        ("with use_cache=True documents see each other", {"args": {"use_cache": True}}),
+        ("AddsMask._prepare_inputs of your own may change a batch", {"trainer_class": AddsMask}),
+        ("SubsetRandomSampler chooses 10 samples", {"trainer_class": SamplesDocuments}),
+        ("and has input_ids, labels", {"trainer_class": DropsPositions}),
+        ("attention other than causal", {"model": lambda: llama(is_causal=False)}),
+        ("attn_implementation='mine'", {"model": lambda: llama(_attn_implementation="mine")}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -166,6 +196,28 @@ def test_what_might_be_wrong_is_refused(message: str, options: dict[str, Any]) -
             data_collator=padded,
             shapes=_SHAPES,
         )
+
+
+class SwitchesCacheOn(transformers.TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **options: Any) -> None:
+        model.config.use_cache = True
+
+
+def test_a_cache_does_not_mix_documents() -> None:
+    """Configs have `use_cache=True` by default, which transformers' trainer changes, but not in `model_init`'s models."""
+
+    def fresh() -> Any:
+        return llama()
+
+    args: dict[str, Any] = {"per_device_train_batch_size": 2}
+    expected = reference(llama(), Rows(documents()), args={**args, "remove_unused_columns": False}, data_collator=apart)
+    for model, options in (
+        (None, {"model_init": fresh}),
+        (llama(), {"callbacks": [SwitchesCacheOn()]}),
+        (llama(), {"args": arguments(**args, use_cache=True)}),
+    ):
+        given = {"args": arguments(**args), "data_collator": padded, "shapes": _SHAPES, **options}
+        assert_close(ours(model, documents(), **given).losses, expected.losses, 1e-5)
 
 
 def test_a_promise_lets_own_losses_be_packed() -> None:

@@ -64,8 +64,9 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     """A dataset whose rows are documents of another one, put together by best fit. Each document is in one row.
 
-    A row has `input_ids`, `position_ids` and `labels`, each of `length` int64 numbers. It has no attention mask, which
-    would keep models of transformers from telling documents apart. What is padding at its end has no labels.
+    A row has `input_ids`, `position_ids` and `labels`, each of `length` int64 numbers. What is padding at its end has
+    no labels. In a loop of your own call the model with `model(**batch, use_cache=False)` and no attention mask: with a
+    mask, or a cache (the default of most configs), models of transformers do not look for documents.
 
     Args:
         dataset: of documents that are tokenized: mappings with `input_ids`, and `labels` if these are others.
@@ -175,6 +176,9 @@ def why_documents_mix(module: torch.nn.Module) -> str:
         config = getattr(part, "config", None)
         if getattr(config, "output_router_logits", False):
             return "its loss on the router (output_router_logits) sees padding"
+        attention = getattr(config, "_attn_implementation", None)
+        if attention not in (None, "eager", "sdpa") or getattr(config, "is_causal", True) is False:
+            return f"attention other than causal 'eager' or 'sdpa' was not compared (attn_implementation={attention!r})"
     return ""
 
 
