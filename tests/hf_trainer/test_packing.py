@@ -204,10 +204,12 @@ class SwitchesCacheOn(transformers.TrainerCallback):
 
 
 def test_a_cache_does_not_mix_documents() -> None:
-    """Configs have `use_cache=True` by default, which transformers' trainer changes, but not in `model_init`'s models."""
+    """Configs have `use_cache=True` by default; transformers' trainer changes it, but not that of `model_init`."""
 
     def fresh() -> Any:
-        return llama()
+        # The order of the data is drawn afterwards.
+        with torch.random.fork_rng():
+            return llama()
 
     args: dict[str, Any] = {"per_device_train_batch_size": 2}
     expected = reference(llama(), Rows(documents()), args={**args, "remove_unused_columns": False}, data_collator=apart)
