@@ -112,8 +112,13 @@ def test_accumulation(kind: str) -> None:
     assert [step.executions for step in run.counted] == [3] * 6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "options"), [("hf", {"accumulate": 2}), ("lightning", {"bf16": True})])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param("hf", {"accumulate": 2}, marks=pytest.mark.long),
+        pytest.param("lightning", {"bf16": True}, marks=pytest.mark.slow),
+    ],
+)
 @isolated(timeout=400)
 def test_two_hundred_steps(kind: str, options: dict[str, Any]) -> None:
     count = options.get("accumulate", 1)

@@ -304,7 +304,7 @@ def _instructions(layers: int, folder: Path, *, once: bool) -> int:
     return max(text.count(" = ") for text in texts)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_graph_grows_with_its_layers_and_not_with_their_square(tmp_path: Path) -> None:
     found = {}
     for once in (True, False):

@@ -341,7 +341,7 @@ def _pages_mapped_and_loss() -> tuple[float, float]:
     return statistics.median(mapped[8:]), loss.item()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @NEEDS_GLIBC
 def test_more_than_a_heap_holds_is_not_mapped_anew() -> None:
     whole, loss = run_in_child(_pages_mapped_and_loss, env={"XLA_FLAGS": f"{_FLAG}-1"})

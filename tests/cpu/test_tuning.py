@@ -67,7 +67,7 @@ def _told(tuning: str, folder: Path) -> dict[str, object]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_can_be_left_out(tmp_path: Path) -> None:
     without, usual = _told("0", tmp_path), _told("1", tmp_path)
     assert (without["extensions"], usual["extensions"]) == (0, 1)

@@ -106,16 +106,27 @@ def test_a_kill_and_a_few_bits(name: str, tmp_path: Path, capsys: pytest.Capture
     assert name in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(OURS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name.startswith("hf_trainer") else pytest.mark.slow)
+        for name in OURS
+    ],
+)
 def test_two_kills(name: str, tmp_path: Path) -> None:
     """Of each way to save; `benchmarks.crash` kills more often."""
     result = kills.kill(name, 2, 3, tmp_path)
     assert (result.kills, result.resumed, result.identical, result.errors) == (2, 2, 2, [])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in OURS if "parts" in name or "async" in name])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name.startswith("XLAEagerStrategy") else pytest.mark.slow)
+        for name in OURS
+        if "parts" in name or "async" in name
+    ],
+)
 def test_terminated_and_killed_after_a_grace_period(name: str, tmp_path: Path) -> None:
     result = kills.kill(name, 2, 4, tmp_path, 1.0)
     assert (result.kills, result.resumed, result.identical, result.errors) == (2, 2, 2, [])

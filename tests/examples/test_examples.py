@@ -20,7 +20,7 @@ def test_byte_lm(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-8"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @isolated(timeout=600)
 def test_digits_reach_95_percent() -> None:
     from examples import digits_vit

@@ -74,7 +74,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     return build(compiler, tmp_path_factory.mktemp("xcpu"))
 
 
-@pytest.mark.parametrize("group", ["core", "hf_trainer", pytest.param("lightning_strategy", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "group",
+    ["hf_trainer", *(pytest.param(name, marks=pytest.mark.long) for name in ("core", "lightning_strategy"))],
+)
 def test_trains_on_a_plugin(group: str, environment: Mapping[str, str]) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *SELECTED[group]]
     env = {**os.environ, **environment}
@@ -106,7 +109,7 @@ print(json.dumps([hardware, counts.compiled, counts.loaded, counts.problem]))
 """
 
 
-@pytest.mark.parametrize("hardware", ["XCPU", "TPU"])
+@pytest.mark.parametrize("hardware", [pytest.param("XCPU", marks=pytest.mark.long), "TPU"])
 def test_programs_are_kept_by_default(hardware: str, environment: Mapping[str, str], tmp_path: Path) -> None:
     """Of a registered plugin, and of libtpu, in whose place torch_xla gets the same one."""
     env = {**os.environ, **environment, "XDG_CACHE_HOME": str(tmp_path), "XLA_ADAPTERS_CACHE_DIR": ""}

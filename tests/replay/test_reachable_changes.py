@@ -63,7 +63,7 @@ def test_a_sample_of_changes(file: str) -> None:
 @pytest.mark.parametrize(
     ("file", "part"),
     [
-        pytest.param(file, part, marks=pytest.mark.long if file in _TRAINERS else pytest.mark.slow)
+        pytest.param(file, part, marks=pytest.mark.long if part or file in _TRAINERS else pytest.mark.slow)
         for file in FILES
         for part in range(_PARTS.get(file, 1))
     ],

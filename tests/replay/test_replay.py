@@ -21,9 +21,9 @@ from xla_adapters.replay.capture import CaptureScope
     ("optimizer", "options"),
     [
         (torch.optim.AdamW, {}),
-        pytest.param(torch.optim.AdamW, {"amsgrad": True, "weight_decay": 0.3}, marks=pytest.mark.slow),
+        pytest.param(torch.optim.AdamW, {"amsgrad": True, "weight_decay": 0.3}, marks=pytest.mark.long),
         (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
-        pytest.param(torch.optim.RMSprop, {"momentum": 0.5}, marks=pytest.mark.slow),
+        pytest.param(torch.optim.RMSprop, {"momentum": 0.5}, marks=pytest.mark.long),
         pytest.param(torch.optim.NAdam, {}, marks=pytest.mark.slow),
     ],
     ids=["adamw", "amsgrad", "sgd", "rmsprop", "nadam"],

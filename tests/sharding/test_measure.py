@@ -254,7 +254,7 @@ def test_a_model_that_cannot_travel_is_planned_by_prediction() -> None:
     assert any("compared by prediction: the model cannot be pickled" in message for message in messages)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @isolated
 def test_the_process_that_measures_may_end_early() -> None:
     plans = [recipe(Net(), "dp", 8, 1)]

@@ -36,7 +36,13 @@ _CPU = Topology.preset("cpu")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("llama", "resnet") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+    "name",
+    [
+        name
+        if name in ("llama", "resnet")
+        else pytest.param(name, marks=pytest.mark.long if name in ("t5", "mixtral") else pytest.mark.slow)
+        for name in MODELS
+    ],
 )
 def test_plans(name: str) -> None:
     make, batch = MODELS[name]
