@@ -407,6 +407,8 @@ class ShardedCheckpoints:
         if checkpoint is None or not (Path(checkpoint) / OPTIMIZER_FOLDER).is_dir():
             with uploading(), only_values(checkpoint):
                 self._base._load_optimizer_and_scheduler(checkpoint)
+            # State of another dtype than its parameter's is converted on the device.
+            get_runtime().tracing.flush()
             return
         load_optimizer(model_of(self._trainer), self._optimizer, Path(checkpoint) / OPTIMIZER_FOLDER)
         scheduler: Any = self._trainer.lr_scheduler
