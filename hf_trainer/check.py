@@ -137,7 +137,7 @@ def preflight(
     # Programs are saved of two updates.
     update = args.train_batch_size * args.gradient_accumulation_steps * (1 if save_programs is None else 2)
     samples = {
-        "train": _first(trainer.train_dataset, update),
+        "train": _first(trainer.train_dataset, trainer._xla.shapes.samples_for(update)),
         "evaluation": _first(trainer.eval_dataset, args.eval_batch_size),
     }
     optimizer = getattr(trainer, "optimizer", None)

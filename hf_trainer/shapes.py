@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy
 import torch
 import transformers
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -73,6 +74,18 @@ class TrainerShapes:
         return 0 if self._training is None else self._training.used
 
     # ---- which shapes ----------------------------------------------------------------------------
+
+    def samples_for(self, rows: int) -> int:
+        """How many of the first samples of the training, repeated if need be, make at least so many rows of batches."""
+        policy = self._policy
+        found = (
+            None if policy is None or policy.packing is None else lengths_of(self._trainer.train_dataset, "input_ids")
+        )
+        if policy is None or policy.packing is None or found is None:
+            return rows
+        tokens, wanted = numpy.cumsum(found[0]), rows * policy.packing
+        whole, rest = divmod(wanted, max(1, int(tokens[-1])))
+        return whole * len(tokens) + int(numpy.searchsorted(tokens, rest)) + 1
 
     def sampler(self, dataset: Any, stock: Sampler[int] | None) -> Sampler[int] | None:
         """The sampler of a training: batches of one bucket each, in random order, if the stock one is random."""

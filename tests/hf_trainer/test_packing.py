@@ -198,6 +198,16 @@ def test_what_might_be_wrong_is_refused(message: str, options: dict[str, Any]) -
         )
 
 
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_a_preflight_has_enough_documents(rows: int) -> None:
+    """Of as many rows as a batch has, whatever happens with smaller ones."""
+    data = documents(20)
+    trainer = hf_trainer.Trainer(gpt2(n_positions=64), arguments(), train_dataset=data, shapes=_SHAPES)
+    count = trainer._xla.shapes.samples_for(rows)
+    taken = [data[index % len(data)] for index in range(count)]
+    assert rows <= len(PackedDataset(taken, _LENGTH)) <= rows * 1.4 + 1
+
+
 class SwitchesCacheOn(transformers.TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **options: Any) -> None:
         model.config.use_cache = True
