@@ -117,7 +117,11 @@ def main(given: list[str] | None = None) -> int:
         for name, pairs in found.items()
     ]
     print(report.table(("trainer", "ms a step", "with the loader", "left"), rows))
-    made = report.Report("input_wait", settings={"size": str(size), "steps": options.steps}, results={"pairs": found})
+    made = report.Report(
+        "input_wait",
+        settings={"size": str(size), "steps": options.steps, "rounds": options.rounds},
+        results={"pairs": found},
+    )
     for name in kinds:
         if name != "stock":
             made.target(f"{name}: what is left of a loader's time", left[name], "at most", LIMIT)

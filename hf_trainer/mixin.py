@@ -22,7 +22,7 @@ from xla_adapters.data.shapes import ShapePolicy
 from xla_adapters.insight.run_record import RunStats
 from xla_adapters.insight.run_report import RunReport
 from xla_adapters.insight.times import EVALUATION, INPUT, STEP
-from xla_adapters.runtime.transfers import uploading
+from xla_adapters.runtime.modes import eager
 from xla_adapters.sharding import ShardingConfig, ShardingPlan
 from xla_adapters.utils.unpickling import only_values
 
@@ -206,7 +206,8 @@ class XLATrainerMixin(_Base):
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         self._xla.sharding.accept_dtensors(model)
-        with self._xla.moves.noting(model), uploading():
+        # In eager mode the move would compile a program for each shape.
+        with self._xla.moves.noting(model), eager(False):
             super()._move_model_to_device(model, device)
 
     def _validate_args(self) -> None:

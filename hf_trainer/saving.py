@@ -27,6 +27,7 @@ from hf_trainer.model import ModelSharding, innermost, model_of
 from xla_adapters import get_runtime
 from xla_adapters.checkpoint import snapshot
 from xla_adapters.runtime import patches
+from xla_adapters.runtime.modes import eager
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding.state import load_optimizer, optimizer_state, save_state, write_safetensors
 from xla_adapters.utils.nested_values import identity, tensors_in
@@ -405,10 +406,8 @@ class ShardedCheckpoints:
         """As `Trainer._load_optimizer_and_scheduler`. Sharded state is loaded with or without the option, on any number
         of devices."""
         if checkpoint is None or not (Path(checkpoint) / OPTIMIZER_FOLDER).is_dir():
-            with uploading(), only_values(checkpoint):
+            with eager(False), only_values(checkpoint):
                 self._base._load_optimizer_and_scheduler(checkpoint)
-            # State of another dtype than its parameter's is converted on the device.
-            get_runtime().tracing.flush()
             return
         load_optimizer(model_of(self._trainer), self._optimizer, Path(checkpoint) / OPTIMIZER_FOLDER)
         scheduler: Any = self._trainer.lr_scheduler

@@ -29,6 +29,7 @@ from xla_adapters.data.shapes import (
     with_rows,
 )
 from xla_adapters.errors import ConfigError
+from xla_adapters.utils.host_random import host_random_numbers_kept
 
 # Models of transformers whose losses are means over labels that are not -100, each row by itself.
 _MEANS_OVER_LABELS = re.compile(
@@ -77,14 +78,12 @@ class TrainerShapes:
 
     def samples_for(self, rows: int) -> int:
         """How many of the first samples of the training, repeated if need be, make at least so many rows of batches."""
-        policy = self._policy
-        found = (
-            None if policy is None or policy.packing is None else lengths_of(self._trainer.train_dataset, "input_ids")
-        )
-        if policy is None or policy.packing is None or found is None:
+        packing = None if self._policy is None else self._policy.packing
+        found = None if packing is None else lengths_of(self._trainer.train_dataset, "input_ids")
+        if packing is None or found is None or not sum(found[0]):
             return rows
-        tokens, wanted = numpy.cumsum(found[0]), rows * policy.packing
-        whole, rest = divmod(wanted, max(1, int(tokens[-1])))
+        tokens, wanted = numpy.cumsum(found[0]), rows * packing
+        whole, rest = divmod(wanted, int(tokens[-1]))
         return whole * len(tokens) + int(numpy.searchsorted(tokens, rest)) + 1
 
     def sampler(self, dataset: Any, stock: Sampler[int] | None) -> Sampler[int] | None:
@@ -94,12 +93,13 @@ class TrainerShapes:
             return stock
         args = trainer.args
         rows = int(trainer._train_batch_size or args.train_batch_size) * args.world_size
-        packs = policy.packing is not None
-        lengths, labels = (None if packs else lengths_of(dataset, policy.length_of)) or (None, None)
-        if lengths is None:
-            if not packs:
-                self._notices.without_lengths(policy)
-        elif self._may_pad(policy):
+        lengths: list[int] | None = None
+        labels: list[int] | None = None
+        if policy.packing is None:
+            lengths, labels = lengths_of(dataset, policy.length_of) or (None, None)
+        if lengths is None and policy.packing is None:
+            self._notices.without_lengths(policy)
+        elif lengths is not None and self._may_pad(policy):
             self._training = policy.fit(lengths, labels, rows=rows, limit=self._limit())
             self._announce(self._training, "training")
         shapes = self._training or ShapePolicy(buckets=1).fit([0])
@@ -123,7 +123,7 @@ class TrainerShapes:
         """
         policy, self._training, self._has_loader = self._policy, None, True
         with ExitStack() as stack:
-            if policy is not None and policy.packing is not None:
+            if policy is not None and policy.packing is not None and self._trainer.train_dataset is not None:
                 stack.enter_context(self._packing(policy, policy.packing))
             loader = make()
             self._check_sampler(loader)
@@ -141,6 +141,10 @@ class TrainerShapes:
         before = trainer.train_dataset, trainer.data_collator
         collator = trainer._get_collator_with_removed_columns(trainer.data_collator, "training")
         packed = PackedDataset(trainer.train_dataset, length, collator=collator, pad_id=self._pad_id() or 0)
+        if len(packed):
+            # What cannot be put together is told before the training.
+            with host_random_numbers_kept():
+                packed[0]
         if trainer.is_world_process_zero():
             print(f"shapes of the training: {packed}; 1 graph of each kind of step", file=sys.stderr)
         trainer.train_dataset, trainer.data_collator = packed, stacked
@@ -151,7 +155,9 @@ class TrainerShapes:
 
     def _check_sampler(self, loader: Any) -> None:
         """Raises if a sampler of the user's has other samples in mind than rows of documents."""
-        rows, sampler = self._trainer.train_dataset, getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+        rows, batches = self._trainer.train_dataset, getattr(loader, "batch_sampler", None)
+        # accelerate gives each process its part of another sampler's batches.
+        sampler = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
         if not isinstance(rows, PackedDataset) or not isinstance(sampler, Sized) or isinstance(sampler, BucketSampler):
             return
         if len(sampler) != len(rows):
@@ -182,11 +188,10 @@ class TrainerShapes:
         where = f"{type(self._trainer).__name__}.get_train_dataloader makes the loader alone"
         if policy.packing is not None:
             raise ConfigError(
-                f"packing={policy.packing} has no effect: {where}. Call super().get_train_dataloader() there, or give "
-                "it a PackedDataset of xla_adapters.data.packing"
+                f"packing={policy.packing} has no effect: {where}. Call super().get_train_dataloader() there"
             )
-        if isinstance(policy.buckets, tuple) and self._may_pad(policy):
-            self._training = Shapes.given(policy)
+        if isinstance(policy.buckets, tuple):
+            self._training = Shapes.given(policy) if self._may_pad(policy) else None
         else:
             self._notices.warn(
                 f"batches of the training keep their lengths: {where}. Call super().get_train_dataloader() there, or "

@@ -18,6 +18,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import hf_trainer
+import xla_adapters
 from hf_trainer.patches import as_if_compiling, dense_experts_forward, experts_of_fixed_shape
 from tests.hf_trainer.scenarios import (
     VOCABULARY,
@@ -37,8 +38,10 @@ from tests.hf_trainer.scenarios import (
     without_xla,
 )
 from tests.support import Stream
+from tests.tiny_models import tiny
 from xla_adapters import GraphLimitError
 from xla_adapters.errors import DenseGradientWarning
+from xla_adapters.runtime.transfers import upload_of
 from xla_adapters.sharding import Mesh, template
 from xla_adapters.sharding.planner import Planner, Topology
 
@@ -434,3 +437,16 @@ def test_a_model_that_is_called_outside_of_steps() -> None:
         expected = reference(gpt2(), token_samples(24), args=args, eval_dataset=held_out)
         for name in ("loss", "eval_loss"):
             assert_close(run.logged(name), expected.logged(name))
+
+
+def test_moving_a_model_notes_no_buffers_as_batches() -> None:
+    """In eager mode, too, a move compiles nothing, and what is moved is state."""
+    xla_adapters.initialize()
+    assert xla_adapters.get_runtime().replay_works
+    model = tiny("bert")
+    with xla_adapters.count() as counts:
+        trainer = hf_trainer.Trainer(model, arguments(), train_dataset=vector_samples(4))
+    buffers = [buffer for buffer in trainer.model.buffers() if not buffer.is_floating_point() and buffer.ndim]
+    assert buffers
+    assert all(upload_of(buffer) is None for buffer in buffers)
+    assert counts.eager_compiles == 0

@@ -8,6 +8,8 @@ first token has no label, since no token of the document predicts it.
 from __future__ import annotations
 
 import bisect
+import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,11 +64,13 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 class PackedDataset(Dataset[dict[str, torch.Tensor]]):
-    """A dataset whose rows are documents of another one, put together by best fit. Each document is in one row.
+    """A dataset whose rows are documents of another one, put together by best fit. Each document is in one row; those
+    of less than two tokens, in which nothing is predicted, are in none.
 
     A row has `input_ids`, `position_ids` and `labels`, each of `length` int64 numbers. What is padding at its end has
-    no labels. In a loop of your own call the model with `model(**batch, use_cache=False)` and no attention mask: with a
-    mask, or a cache (the default of most configs), models of transformers do not look for documents.
+    no labels. In a loop of your own ask `why_documents_mix(model)` first, and call the model with
+    `model(**batch, use_cache=False)` and no attention mask: with a mask, or a cache (the default of most configs),
+    models of transformers do not look for documents.
 
     Args:
         dataset: of documents that are tokenized: mappings with `input_ids`, and `labels` if these are others.
@@ -77,7 +81,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
 
     Attributes:
         rows: for each row the numbers of its documents.
-        tokens: of all documents.
+        tokens: in all rows, without padding.
         arranged_by: what the rows depend on, for checkpoints.
 
     Raises:
@@ -108,9 +112,10 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
                 f"the longest, number {lengths.index(longest)}, has {longest} tokens. Cut or split them, or take "
                 f"packing={longest}"
             )
-        self.rows = best_fit(lengths, length)
-        self.tokens = sum(lengths)
-        self.arranged_by = (length, len(self.rows))
+        # Nothing is predicted in a document of one token.
+        self.rows = best_fit([size if size > 1 else 0 for size in lengths], length)
+        self.tokens = sum(lengths[number] for row in self.rows for number in row)
+        self.arranged_by = (length, zlib.crc32(repr(self.rows).encode()))
 
     def __str__(self) -> str:
         documents, tokens = sum(map(len, self.rows)), len(self.rows) * self._length
@@ -143,8 +148,8 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         unknown = sorted(set(values) - {_IDS, _MASK, _LABELS})
         if unknown:
             raise ConfigError(
-                f"packing: document {number} has {', '.join(unknown)}, too, and nobody knows how to put that together: "
-                f"leave out all but {_IDS}, {_MASK} and {_LABELS}"
+                f"packing: document {number} has {', '.join(unknown)}, too. Only {_IDS}, {_MASK} and {_LABELS} can be "
+                "put together: leave out the others"
             )
         parts = {name: torch.as_tensor(value, dtype=torch.int64).flatten() for name, value in values.items()}
         ids = parts[_IDS]
@@ -176,6 +181,8 @@ def why_documents_mix(module: torch.nn.Module) -> str:
         config = getattr(part, "config", None)
         if getattr(config, "output_router_logits", False):
             return "its loss on the router (output_router_logits) sees padding"
+        if re.search("'rope_type': '(dynamic|longrope)'", str(getattr(config, "rope_parameters", ""))):
+            return "its rotary positions (dynamic, longrope) depend on the longest document of a batch"
         attention = getattr(config, "_attn_implementation", None)
         if attention not in (None, "eager", "sdpa") or getattr(config, "is_causal", True) is False:
             return f"attention other than causal 'eager' or 'sdpa' was not compared (attn_implementation={attention!r})"

@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
+from xla_adapters.data.packing import PackedDataset
 from xla_adapters.errors import CheckpointError
 from xla_adapters.utils.host_random import HostRandom, host_random_numbers_kept
 
@@ -61,7 +62,9 @@ class BatchUnit:
             for sampler in arranging
             for number in getattr(sampler, "arranged_by", (getattr(sampler, "batch_size", None),))
         ]
-        sizes += getattr(getattr(loader, "dataset", None), "arranged_by", ())
+        dataset = getattr(loader, "dataset", None)
+        if isinstance(dataset, PackedDataset):
+            sizes += dataset.arranged_by
         split = getattr(batches, "split_batches", False)
         rows = size * (1 if split else processes) if type(plain) is BatchSampler and size else None
         order = tuple(int(found) for found in sizes if found is not None)
