@@ -13,11 +13,11 @@ import torch
 import transformers
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
-from torch.utils.data import RandomSampler, Sampler
+from torch.utils.data import RandomSampler, Sampler, default_collate
 
 from hf_trainer.model import model_of
 from hf_trainer.replay import overridden
-from xla_adapters.data.packing import PackedDataset, stacked, why_documents_mix
+from xla_adapters.data.packing import PackedDataset, why_documents_mix
 from xla_adapters.data.shapes import (
     BucketSampler,
     ShapeNotices,
@@ -80,9 +80,11 @@ class TrainerShapes:
         """How many of the first samples of the training, repeated if need be, make at least so many rows of batches."""
         packing = None if self._policy is None else self._policy.packing
         found = None if packing is None else lengths_of(self._trainer.train_dataset, "input_ids")
-        if packing is None or found is None or not sum(found[0]):
+        # As in a `PackedDataset`, where documents of one token are in no row.
+        sizes = [size if size > 1 else 0 for size in (found or ([], None))[0]]
+        if packing is None or not any(sizes):
             return rows
-        tokens, wanted = numpy.cumsum(found[0]), rows * packing
+        tokens, wanted = numpy.cumsum(sizes), rows * packing
         whole, rest = divmod(wanted, int(tokens[-1]))
         return whole * len(tokens) + int(numpy.searchsorted(tokens, rest)) + 1
 
@@ -147,7 +149,7 @@ class TrainerShapes:
                 packed[0]
         if trainer.is_world_process_zero():
             print(f"shapes of the training: {packed}; 1 graph of each kind of step", file=sys.stderr)
-        trainer.train_dataset, trainer.data_collator = packed, stacked
+        trainer.train_dataset, trainer.data_collator = packed, default_collate
         try:
             yield
         finally:

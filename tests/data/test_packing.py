@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+import xla_adapters
 from tests.data.test_shapes import _config
+from tests.isolation import isolated
 from xla_adapters.data.packing import (
     KEEPING_DOCUMENTS_APART,
     PackedDataset,
     best_fit,
-    stacked,
     why_documents_mix,
 )
 from xla_adapters.data.shapes import NOT_SEEING_PADDING, ShapePolicy
@@ -52,7 +53,7 @@ def test_rows() -> None:
     assert row["position_ids"].tolist() == [0, 1, 2, 3, 0, 1, 0, 0]
     assert row["labels"].tolist() == [-100, 11, 12, 13, -100, 11, -100, -100]
     assert str(packed) == "4 documents in 2 rows of 8 tokens, of which 12.5% is padding"
-    batch = next(iter(DataLoader(packed, batch_size=2, collate_fn=stacked)))
+    batch = next(iter(DataLoader(packed, batch_size=2, shuffle=False)))
     assert {name: tuple(value.shape) for name, value in batch.items()} == {
         "input_ids": (2, 8),
         "position_ids": (2, 8),
@@ -100,6 +101,8 @@ def test_what_cannot_be_packed() -> None:
         PackedDataset([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}], 8)[0]
     with pytest.raises(ConfigError, match="1 tokens longer than a row of 2"):
         PackedDataset([{"input_ids": [1, 1]}], 2, collator=lambda _: {"input_ids": [[1, 2, 3]]})[0]
+    with pytest.raises(ConfigError, match=r"made input_ids of the shape \(2, 2\) of document 0"):
+        PackedDataset([{"input_ids": [1] * 4}], 8, collator=lambda _: {"input_ids": [[1, 2], [3, 4]]})[0]
     with pytest.raises(ConfigError, match="give the length of a row in tokens"):
         ShapePolicy(packing=0)
 
@@ -127,7 +130,7 @@ def test_no_document_sees_another(family: str, attention: str) -> None:
     packed = PackedDataset(documents, 15)
     assert len(packed) == 2
     with torch.no_grad():
-        results = model(**stacked([packed[0], packed[1]]))
+        results = model(**default_collate([packed[0], packed[1]]))
         alone = [model(input_ids=document["input_ids"][None]).logits[0] for document in documents]
     scale = max(float(logits.abs().max()) for logits in alone)
     losses = []
@@ -165,3 +168,51 @@ def test_positions_that_depend_on_the_longest_document_are_refused() -> None:
     for config in (dynamic, longrope):
         model = transformers.AutoModelForCausalLM.from_config(config)
         assert "depend on the longest document" in why_documents_mix(model)
+
+
+@isolated
+def test_a_loop_of_ones_own_trains_as_on_the_cpu_one_by_one() -> None:
+    numbers = torch.Generator().manual_seed(0)
+    sizes = torch.randint(2, 12, (40,), generator=numbers).tolist()
+    documents = [{"input_ids": torch.randint(3, 64, (size,), generator=numbers)} for size in sizes]
+    packed = PackedDataset(documents, 16)
+    config = _config("llama")
+    assert config.use_cache
+
+    def made(device: str) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config).to(device)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    model, optimizer = made("cpu")
+    expected = []
+    for begin in range(0, len(packed) - 1, 2):
+        losses = []
+        for document in (documents[number] for row in packed.rows[begin : begin + 2] for number in row):
+            ids = document["input_ids"][None]
+            losses.append(torch.log_softmax(model(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None]))
+        loss = -torch.cat(losses).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(float(loss))
+
+    xla_adapters.initialize()
+    # It compiles two tiny graphs.
+    assert xla_adapters.get_runtime().replay_works
+    model, optimizer = made("xla")
+
+    @xla_adapters.CompiledStep
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    batches = list(DataLoader(packed, batch_size=2, drop_last=True))
+    assert len(batches) >= 8
+    with xla_adapters.count() as counts:
+        losses = [step(batch) for batch in batches]
+    assert [float(loss) for loss in losses] == pytest.approx(expected, abs=1e-5)
+    assert (counts.compiles, counts.executions) == (1, len(batches))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -151,7 +151,14 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
                 f"packing: document {number} has {', '.join(unknown)}, too. Only {_IDS}, {_MASK} and {_LABELS} can be "
                 "put together: leave out the others"
             )
-        parts = {name: torch.as_tensor(value, dtype=torch.int64).flatten() for name, value in values.items()}
+        parts = {name: torch.as_tensor(value, dtype=torch.int64) for name, value in values.items()}
+        several = [name for name, part in parts.items() if not part.ndim or part.numel() != part.shape[-1]]
+        if several:
+            raise ConfigError(
+                f"packing: the collator made {', '.join(several)} of the shape {tuple(parts[several[0]].shape)} of "
+                f"document {number}: it must be one row"
+            )
+        parts = {name: part.flatten() for name, part in parts.items()}
         ids = parts[_IDS]
         labels = parts.get(_LABELS, ids).clone()
         mask = parts.get(_MASK, torch.ones_like(ids)) != 0
@@ -187,8 +194,3 @@ def why_documents_mix(module: torch.nn.Module) -> str:
         if attention not in (None, "eager", "sdpa") or getattr(config, "is_causal", True) is False:
             return f"attention other than causal 'eager' or 'sdpa' was not compared (attn_implementation={attention!r})"
     return ""
-
-
-def stacked(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A batch of rows of a `PackedDataset`."""
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
