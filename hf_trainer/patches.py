@@ -171,7 +171,7 @@ def _as_it_is(tensor: Any, *args: Any, **kwargs: Any) -> Any:
     return tensor
 
 
-def _reduced_in_one_process(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+def reduced_in_one_process(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """As `accelerate.utils.reduce`, which syncs the device twice."""
     return accelerate.utils.operations.recursively_apply(
         lambda own: own * scale if scale != 1.0 else own.clone(), tensor, error_on_other_type=True
@@ -211,7 +211,7 @@ def trainer_patches() -> Iterator[None]:
             stack.enter_context(replaced(transformers.trainer_pt_utils, "nested_xla_mesh_reduce", mesh_reduce))
             for module in _with_gather_object():
                 stack.enter_context(replaced(module, "gather_object", gather))
-            stack.enter_context(replaced(accelerate.accelerator, "reduce", _reduced_in_one_process))
+            stack.enter_context(replaced(accelerate.accelerator, "reduce", reduced_in_one_process))
             stack.enter_context(replaced(accelerate.accelerator, "pad_across_processes", _as_it_is))
             yield
 

@@ -27,7 +27,6 @@ from lightning_strategy.sharding import (
     AutoShardingOption,
     ModuleSharding,
     ShardingOption,
-    keeping_parameters,
     make_sharding,
     on_host,
 )
@@ -39,7 +38,7 @@ from xla_adapters.errors import BreakKind
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.tracing.optimizers import eager_reason
 from xla_adapters.tracing.step_scope import current_scope
-from xla_adapters.utils.torch_modes import as_if_compiling
+from xla_adapters.utils.torch_modes import as_if_compiling, keeping_parameters
 
 # From `_warn` to the user's line: the method here, the strategy's hook and Fabric's own method lie between.
 _USERS_LINE = 5

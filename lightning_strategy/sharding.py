@@ -56,16 +56,6 @@ def optimizers_following(model: torch.nn.Module | None, optimizers: Iterable[Opt
         optimizer.state.update({successors.get(parameter, parameter): state for parameter, state in states})
 
 
-@contextmanager
-def keeping_parameters() -> Iterator[None]:
-    """Parameters stay the same objects while the body moves a module: torch swaps the new contents into them."""
-    options: Any = torch.__future__
-    with ExitStack() as stack:
-        stack.callback(options.set_swap_module_params_on_conversion, options.get_swap_module_params_on_conversion())
-        options.set_swap_module_params_on_conversion(True)
-        yield
-
-
 class HostCopy(dict[str, Any]):
     """A checkpoint that is a copy already, so that a save in the background need not copy it.
 

@@ -32,6 +32,7 @@ from xla_adapters.tracing.profile_spans import FORWARD, REPLAY
 from xla_adapters.tracing.scope_report import ScopeReport
 from xla_adapters.tracing.scopes import make_scope
 from xla_adapters.tracing.step_profile import StepProfile
+from xla_adapters.tracing.step_scope import StepScope
 from xla_adapters.utils.patching import with_stack_room
 
 
@@ -232,6 +233,15 @@ class StepProgram:
         """
         if isinstance(self._open, (SeparatingScope, PlaceholderCapture)):
             self._open.keep(name, value)
+
+    def end_at_reads(self, end: Callable[[], bool]) -> None:
+        """Lets the open call end where a value is read, if it may: for loops that do not say where a step ends.
+
+        Args:
+            end: closes the call if it may end; returns whether it is closed.
+        """
+        if isinstance(self._open, StepScope):
+            self._open.end_at_reads(end)
 
     def promise(self, name: str) -> Any:
         """In a replayed call: the value that the step returns under a name. Its tensors have values after `close`."""

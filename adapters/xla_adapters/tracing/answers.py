@@ -27,6 +27,9 @@ class Breaks(Protocol):
 
     found: bool
 
+    def ends(self) -> bool:
+        """Ends the step if it may end here; returns whether it has ended."""
+
     def on_read(self, what: str, tensor: torch.Tensor) -> None:
         """A value is about to be read on the host."""
 
@@ -59,7 +62,7 @@ class Answers:
         self.on_host: ReadsOnHost | None = None
         self._keeps_numbers = False
         self.deferred = DeferredNumbers(
-            runtime, lambda tensor: breaks.on_read("a number that the step has not computed yet", tensor)
+            runtime, lambda tensor: breaks.on_read("a number that the step has not computed yet", tensor), breaks.ends
         )
 
     def copied(self, source: HostValue) -> torch.Tensor:
@@ -87,7 +90,8 @@ class Answers:
     def read(self, function: _CALL, what: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of a call that reads the value of a tensor; `NO_ANSWER` if it is not a library's."""
         if not self._reads.is_asked():
-            return NO_ANSWER
+            defers = self._reads.defers_all and function is _Tensor.item and args[0].numel() == 1
+            return NO_ANSWER if not defers or self._breaks.ends() else self.deferred.read(args[0])
         tensor, values = args[0], self._reads.host_values
         known = values.find(tensor)
         logs = self._reads.reader() is not None

@@ -49,6 +49,7 @@ class DeferredNumbers:
     Args:
         runtime: the runtime.
         split: called if a number is needed inside the step; executes what the step has traced so far.
+        ends: called before that; ends the step if it may end there, and returns whether it has ended.
 
     Attributes:
         stacked: one tensor for each dtype, once the step is complete.
@@ -57,8 +58,11 @@ class DeferredNumbers:
 
     kind = "output"
 
-    def __init__(self, runtime: Runtime, split: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self, runtime: Runtime, split: Callable[[torch.Tensor], None], ends: Callable[[], bool] = bool
+    ) -> None:
         self._runtime = runtime
+        self._ends = ends
         self._split: Callable[[torch.Tensor], None] | None = split
         self._phase = _Phase.OPEN
         self._tensors: list[torch.Tensor] = []
@@ -119,13 +123,13 @@ class DeferredNumbers:
 
     def executed(self) -> None:
         """The step was executed: the numbers travel to the host with the next values that do."""
-        self._phase, self._split, self._tensors = _Phase.EXECUTED, None, []
+        self._phase, self._split, self._ends, self._tensors = _Phase.EXECUTED, None, bool, []
         if self.stacked:
             self._runtime.transfers.piggy_back(self.stacked, self._receive)
 
     def discard(self) -> None:
         """The step was discarded: its numbers were never computed."""
-        self._phase, self._split = _Phase.DISCARDED, None
+        self._phase, self._split, self._ends = _Phase.DISCARDED, None, bool
         self._tensors, self.stacked = [], []
 
     def _receive(self, copies: list[torch.Tensor]) -> None:
@@ -147,7 +151,8 @@ class DeferredNumbers:
                     "this number was read in a step that was discarded (an exception, or Ctrl-C, ended it early), so "
                     "it has no value. Use what a step computes only after the step has ended normally."
                 )
-            if self._phase is _Phase.OPEN:
+            # A reference to the tensor would make it an output of a step that ends here.
+            if self.is_open and not self._ends():
                 assert self._split is not None
                 self._split(self._tensors[index])
                 with torch._C.DisableTorchFunction():

@@ -34,6 +34,8 @@ class GraphBreaks:
         flushed: whether part of the graph was executed before the end of the step.
         executing: whether the step itself executes its graph: syncs are no graph breaks meanwhile.
         answers: answers reads of known libraries; None if there are none.
+        end_early: called before what would break the graph; ends the step if it may end there, and returns whether it
+            has ended. None if steps end only where their code ends.
     """
 
     def __init__(self, policy: BreakPolicy, runtime: Runtime) -> None:
@@ -50,6 +52,7 @@ class GraphBreaks:
         self.flushed = False
         self.executing = False
         self.answers: Answers | None = None
+        self.end_early: Callable[[], bool] | None = None
         self._reads: LibraryReads | None = None
 
     def begin(self, undo_logs: Callable[[], Sequence[UndoLog]]) -> None:
@@ -81,6 +84,10 @@ class GraphBreaks:
         self._undo_logs = list
         self.executing = False
 
+    def ends(self) -> bool:
+        """Ends the step if it may end here; returns whether it has ended."""
+        return self.end_early is not None and self.end_early()
+
     def on_read(self, what: str, tensor: torch.Tensor, kind: BreakKind | None = None) -> None:
         """A value is about to be read on the host; executes what is pending if the tensor is.
 
@@ -92,6 +99,8 @@ class GraphBreaks:
         Raises:
             GraphBreakError: the subclass for the kind, under `on_graph_break="error"`.
         """
+        if self.ends():
+            return
         pending = self._runtime.tracing.is_pending(tensor)
         reader = None if self._reads is None else self._reads.reader()
         if reader is None:
@@ -122,6 +131,8 @@ class GraphBreaks:
         Raises:
             GraphBreakError: the subclass for `kind`, under `on_graph_break="error"`.
         """
+        if self.ends():
+            return
         self._policy.meet(kind, what, self._runtime)
         self.found = True
         self.flush()
@@ -135,7 +146,7 @@ class GraphBreaks:
         Raises:
             GraphBreakError: the subclass for the kind, under `on_graph_break="error"`.
         """
-        if self.executing:
+        if self.executing or self.ends():
             return True
         if event is RuntimeEvent.SYNC and self._reads is not None and self._reads.reader() is not None:
             return False

@@ -203,7 +203,7 @@ def explain_difference(before: OperationLog, now: OperationLog) -> Difference | 
     if isinstance(mine, Call) and isinstance(theirs, Call) and _same_place(theirs, mine):
         other_calls = _of_other_calls(before, now, mine) if theirs.numbers == mine.numbers else None
         return other_calls or _of_call(theirs, mine)
-    return _of_order(before, now, theirs, mine) or _of_path(theirs, mine)
+    return _of_total(theirs, mine) or _of_order(before, now, theirs, mine) or _of_path(theirs, mine)
 
 
 def common_length(before: OperationLog, now: OperationLog) -> int:
@@ -416,6 +416,20 @@ def _meets_another(update: Update) -> bool:
     """Whether a learning rate equals a constant, or a number that the update makes of another option."""
     rates = {rate for rate in update.rates if type(rate) in (int, float)}
     return not rates.isdisjoint({*SPECIAL, *(1 - number for number in update.numbers)})
+
+
+def _of_total(theirs: Entry | None, mine: Entry | None) -> Difference | None:
+    """If a tensor was added to a Python number, and is added to a tensor now: the second step of a running total."""
+    if not (isinstance(theirs, Call) and isinstance(mine, Call)) or theirs.line != mine.line:
+        return None
+    if [getattr(call.function, "__name__", "") for call in (theirs, mine)] != ["add", "add_"]:
+        return None
+    return Difference(
+        cause="what is added to is a tensor of an earlier step now; it was a Python number (a running total)",
+        where=line_of(mine),
+        remedy="let it begin as a tensor on the device, torch.zeros((), device=...); or accept one compile",
+        is_harmless=True,
+    )
 
 
 def _of_order(before: OperationLog, now: OperationLog, theirs: Entry | None, mine: Entry | None) -> Difference | None:

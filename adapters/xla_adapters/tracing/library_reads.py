@@ -32,9 +32,11 @@ class LibraryReads:
     Args:
         folders: of the code of libraries that read in order to log. What has no answer is deferred, or splits the step.
         layers: of the code of libraries of layers. What has no answer is met as that of other code.
+        defers_all: whether what other code reads by `.item()` is deferred, too.
     """
 
-    def __init__(self, folders: list[str], layers: list[str] | None = None) -> None:
+    def __init__(self, folders: list[str], layers: list[str] | None = None, *, defers_all: bool = False) -> None:
+        self.defers_all = defers_all
         self._prefixes = _prefixes(folders)
         self._all_prefixes = (*self._prefixes, *_prefixes(layers or []))
         self.host_values = HostValues()
@@ -63,18 +65,21 @@ def _location_in(prefixes: tuple[str, ...]) -> Location | None:
     return None
 
 
-def reads_of_packages(packages: Iterable[str], model: torch.nn.Module | None) -> LibraryReads | None:
+def reads_of_packages(
+    packages: Iterable[str], model: torch.nn.Module | None, *, defers_all: bool = False
+) -> LibraryReads | None:
     """The reads to answer while a model is trained; None if there are none.
 
     Args:
         packages: that read in order to log.
         model: reads by known libraries that its layers come from are answered, too.
+        defers_all: whether what other code reads by `.item()` is deferred, too.
     """
     layers = () if model is None else model.modules()
     of_layers = {type(layer).__module__.partition(".")[0] for layer in layers}.intersection(_OF_LAYERS)
-    if not packages and not of_layers:
+    if not packages and not of_layers and not defers_all:
         return None
-    return LibraryReads(_folders_of(packages), _folders_of(of_layers))
+    return LibraryReads(_folders_of(packages), _folders_of(of_layers), defers_all=defers_all)
 
 
 def _folders_of(packages: Iterable[str]) -> list[str]:

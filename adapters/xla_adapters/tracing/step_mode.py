@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import MethodWrapperType
+from types import MethodType, MethodWrapperType
 from typing import Any
 
 import torch
@@ -160,6 +160,8 @@ class StepMode(TorchFunctionMode):
         answers: Answers | None = None,
     ) -> None:
         super().__init__()
+        while _passing:
+            leave_function_mode(_passing.pop())
         self.undo_log = undo_log
         self._operations = operations
         self._answers = answers
@@ -431,6 +433,23 @@ class StepMode(TorchFunctionMode):
         It is in the stack twice if Ctrl-C came while a backward was leaving it.
         """
         leave_function_mode(self)
+
+    def pass_on(self) -> None:
+        """Passes calls on from now on: the step has ended in one of them, and torch enters its mode again after it.
+
+        The next step's mode removes it.
+        """
+        vars(self)["__torch_function__"] = MethodType(_pass_on, self)
+        _passing.append(self)
+
+
+_passing: list[StepMode] = []
+
+
+def _pass_on(
+    mode: StepMode, func: _CALL, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    return func(*args, **(kwargs or {}))
 
 
 def _is_about_devices(error: RuntimeError) -> bool:

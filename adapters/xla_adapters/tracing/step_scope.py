@@ -447,6 +447,23 @@ class StepScope:
 
     # ---- graph breaks ------------------------------------------------------------------------------
 
+    def end_at_reads(self, end: Callable[[], bool]) -> None:
+        """Lets the step end where a value is read, if it may.
+
+        Args:
+            end: closes the step if it may end; returns whether it is closed.
+        """
+
+        def end_early() -> bool:
+            mode = self._mode
+            if not end():
+                return False
+            if mode is not None:
+                mode.pass_on()
+            return True
+
+        self._breaks.end_early = end_early
+
     def meet_break(self, kind: BreakKind, what: str) -> None:
         """Reports a graph break that the caller is about to cause, and executes what is pending.
 

@@ -348,3 +348,13 @@ def finish_interrupted_exits(error: BaseException) -> None:
                     generator.close()
             traceback = traceback.tb_next
         met = met.__context__
+
+
+@contextmanager
+def keeping_parameters() -> Iterator[None]:
+    """Parameters stay the same objects while the body moves a module: torch swaps the new contents into them."""
+    options: Any = torch.__future__
+    with ExitStack() as stack:
+        stack.callback(options.set_swap_module_params_on_conversion, options.get_swap_module_params_on_conversion())
+        options.set_swap_module_params_on_conversion(True)
+        yield

@@ -1,0 +1,650 @@
+"""`Accelerator`: accelerate's loops on XLA devices. Their steps are found; the loop does not mark them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shutil
+import sys
+import warnings
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate import DistributedType, PartialState
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DynamoBackend, send_to_device
+from torch.utils.data import DataLoader
+
+from hf_trainer.data import DeviceLoader
+from hf_trainer.model import own_scalars
+from hf_trainer.options import check_optimizer, check_runtime, take_options
+from hf_trainer.patches import as_if_compiling, reduced_in_one_process
+from xla_adapters import StepProgram, StepSeed, XLAConfig, get_runtime, in_step, initialize
+from xla_adapters.checkpoint import CheckpointStore, verify
+from xla_adapters.data.batches import example_of
+from xla_adapters.errors import ConfigError, UnsupportedOptionError, XLAAdapterError
+from xla_adapters.runtime.modes import check_mode, eager
+from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
+from xla_adapters.sharding import Sharder, ShardingConfig
+from xla_adapters.tracing.deferred_numbers import make_plain
+from xla_adapters.tracing.discarding import Discarding
+from xla_adapters.tracing.library_reads import answering, reads_of_packages
+from xla_adapters.utils.nested_values import tensors_in
+from xla_adapters.utils.patching import replaced
+from xla_adapters.utils.torch_modes import keeping_parameters, use_no_grad_for_inference_mode
+
+_HINT = " (after optimizer.step(); .item() may come before it, for a value that is only added up or logged)"
+_EVALUATION_HINT = " (a value that is read ends the step of an evaluation)"
+# Of the random numbers on the device.
+_TRAIN, _EVALUATION = 0, 1
+# Beside accelerate's files in a saved state: how many steps there were, on which random numbers depend.
+_STATE_FILE = "xla_adapters.json"
+
+
+class LoopSteps:
+    """The steps of a loop that marks none.
+
+    A step begins where a prepared loader hands out a batch, or else where a prepared model is called. In a training it
+    may end once an optimizer has updated; without `backward` it may end anywhere. It ends where the loop takes the next
+    batch, or reads a value.
+
+    Args:
+        config: the options.
+    """
+
+    def __init__(self, config: XLAConfig) -> None:
+        # Gradients are the loop's: it frees them by `zero_grad`.
+        self.config = replace(config, free_grads=False)
+        self.train = StepProgram("train_step", self.config, hint=_HINT)
+        self.evaluation = StepProgram("eval_step", self.config.without_graph_limits(), hint=_EVALUATION_HINT)
+        # Updates, batches since the last one, and steps of evaluations since then.
+        self.count = self._micro_step = self._evaluated = 0
+        self._seed: int | None = None
+        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._reads: Any = None
+        self._around = ExitStack()
+        self._discarding: Discarding | None = None
+        # What is open, and its number among all that were open.
+        self._open: StepProgram | None = None
+        self._ticket = 0
+        self._batch: Any = None
+        self._of_loader = self._trains = self._computes = self._may_end = False
+        # How often each optimizer has updated in the open step.
+        self._updates: Counter[int] = Counter()
+        # Where a step of an evaluation has ended by a read, its forward may still get a backward.
+        self._split = False
+
+    # ---- what is prepared ------------------------------------------------------------------------
+
+    def note_model(self, model: torch.nn.Module) -> None:
+        """Has calls of a model belong to steps."""
+        self._models.add(model)
+        use_no_grad_for_inference_mode(model)
+        self._reads = reads_of_packages((), torch.nn.ModuleList(self._models), defers_all=True)
+        watch = _ForwardWatch(self)
+        model.register_forward_pre_hook(watch)
+        model.register_forward_hook(watch.after, always_call=True)
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Has updates of an optimizer end steps."""
+        self._optimizers.add(optimizer)
+        optimizer.register_step_post_hook(self._updated)
+
+    # ---- the events of a loop --------------------------------------------------------------------
+
+    def begin(self, batch: Any = None, *, of_loader: bool = False, phase: str = "") -> int:
+        """A batch was handed out, or a model is called without one: opens a step. Returns its number.
+
+        Args:
+            batch: to explain compiles by.
+            of_loader: whether a prepared loader has made it.
+            phase: which part of an accumulation it is.
+        """
+        self.end()
+        trains = torch.is_grad_enabled() and any(model.training for model in self._models)
+        seed = self._next_seed(trains=trains)
+        if not self.config.compiles_step or not (trains or self.config.compile_eval) or in_step():
+            if not in_step():
+                get_runtime().random.set_seed(seed.value())
+            return self._ticket
+        program = self.train if trains else self.evaluation
+        self._discarding = Discarding(program)
+        gradients = "present" if trains and self._gradients_present() else "absent"
+        self._around.enter_context(answering(self._reads))
+        program.open(
+            inputs=batch,
+            phase=(phase or "training") if trains else "evaluation",
+            facts={"gradients": gradients} if trains else {},
+            seed=seed,
+            where=f"step {self.count}",
+        )
+        self._around.enter_context(as_if_compiling())
+        self._open, self._batch, self._of_loader = program, batch, of_loader
+        self._trains, self._computes, self._may_end = trains, False, not trains
+        self._updates.clear()
+        self._ticket += 1
+        ticket = self._ticket
+        program.end_at_reads(lambda: self._ends(ticket))
+        return ticket
+
+    def end(self, ticket: int | None = None) -> None:
+        """Closes the open step, which executes it; one in which nothing was computed is discarded.
+
+        Args:
+            ticket: the number of the step; another one stays open.
+        """
+        program = self._open
+        if program is None or (ticket is not None and ticket != self._ticket):
+            return
+        self._open = None
+        try:
+            if not self._computes and not get_runtime().tracing.pending_count():
+                program.abort()
+                return
+            assert self._discarding is not None
+            with self._discarding:
+                program.close()
+            if program is self.evaluation:
+                self._evaluated += 1
+            elif self._updates:
+                self.count, self._micro_step, self._evaluated = self.count + 1, 0, 0
+            else:
+                self._micro_step += 1
+        finally:
+            self._around.close()
+
+    def _ends(self, ticket: int) -> bool:
+        """A value is read: ends the step if it may end; returns whether it has ended."""
+        if ticket != self._ticket or self._open is None:
+            return True
+        if not self._may_end and (self._computes or get_runtime().tracing.pending_count()):
+            return False
+        self._split = self._open is self.evaluation and self._computes and torch.is_grad_enabled()
+        self.end()
+        return True
+
+    def before_forward(self) -> None:
+        """A prepared model is called."""
+        if self._open is None:
+            if not in_step():
+                self.begin()
+        elif self._is_over():
+            self.begin()
+        if torch.is_grad_enabled() and self._trains:
+            self._may_end = False
+        elif self._trains and not self._computes:
+            # In training mode, without gradients: metrics, or an evaluation that leaves the mode.
+            self._may_end = True
+        self._computes = True
+
+    def _is_over(self) -> bool:
+        """Whether a call of a model begins another step: there is no loader to say so."""
+        if not self._trains:
+            return not self._of_loader and self._computes
+        every = len(self._optimizers) <= len(self._updates) or max(self._updates.values(), default=0) > 1
+        return torch.is_grad_enabled() and bool(self._updates) and every
+
+    @contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """Around a backward."""
+        if self._open is None and not in_step():
+            if self._split:
+                warnings.warn(
+                    "a value was read between forward and backward, and all models were in evaluation mode, in which "
+                    "a read ends the step: forward and backward are executed apart. Call model.train(), and read "
+                    "after optimizer.step()",
+                    stacklevel=4,
+                )
+            self.begin()
+        self._trains, self._may_end, self._computes, self._split = True, False, True, False
+        with self.discarding():
+            yield
+
+    def _updated(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._updates[id(optimizer)] += 1
+        self._computes = self._may_end = True
+
+    @contextmanager
+    def part_of_update(self, phase: str) -> Iterator[None]:
+        """Around the code of one batch of an accumulation, which may end with its last line.
+
+        Args:
+            phase: which part it is.
+        """
+        if self._open is not None and not self._computes and not get_runtime().tracing.pending_count():
+            self.begin(self._batch, of_loader=self._of_loader, phase=phase)
+        with self.discarding():
+            yield
+        self._may_end = True
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Discards the open step if the body raises, and raises the translated error."""
+        try:
+            yield
+        except BaseException as error:
+            self.discard(error)
+            raise
+
+    def discard(self, error: BaseException) -> None:
+        """Discards the open step after an error.
+
+        Raises:
+            XLAAdapterError: the error in words of this package, if there is one.
+        """
+        program, self._open = self._open, None
+        if program is None:
+            return
+        assert self._discarding is not None
+        try:
+            self._discarding.__exit__(type(error), error, error.__traceback__)
+        finally:
+            self._around.close()
+
+    # ---- random numbers --------------------------------------------------------------------------
+
+    def _next_seed(self, *, trains: bool) -> StepSeed:
+        seed = torch.initial_seed()
+        if seed != self._seed:
+            # `set_seed` was called.
+            self._seed, self.count, self._micro_step, self._evaluated = seed, 0, 0, 0
+        stream, micro_step = (_TRAIN, self._micro_step) if trains else (_EVALUATION, self._evaluated)
+        return StepSeed(seed=seed, step=self.count, micro_step=micro_step, stream=stream)
+
+    def state(self) -> dict[str, Any]:
+        """What random numbers of later steps depend on."""
+        return {"steps": self.count, "micro_steps": self._micro_step, "device_seed": get_runtime().random.seed()}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` returned; the random numbers of the host are there already."""
+        self._seed, self._evaluated = torch.initial_seed(), 0
+        self.count, self._micro_step = int(state["steps"]), int(state["micro_steps"])
+        get_runtime().random.set_seed(int(state["device_seed"]))
+
+    def _gradients_present(self) -> bool:
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        return any(parameter.grad is not None for group in groups for parameter in group["params"])
+
+
+class _ForwardWatch:
+    """Tells of calls of one model. A copy of the model has the same one; in another process it does nothing."""
+
+    def __init__(self, steps: LoopSteps | None) -> None:
+        self._steps = steps
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        if self._steps is not None:
+            self._steps.before_forward()
+
+    def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        error = sys.exception() if output is None else None
+        if self._steps is None or error is None:
+            return
+        try:
+            self._steps.discard(error)
+        except XLAAdapterError as translated:
+            # torch raises its own error, whatever a hook does.
+            error.add_note(str(translated))
+
+    def __deepcopy__(self, memo: Any) -> _ForwardWatch:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ForwardWatch, (None,)
+
+
+class StepLoader(DeviceLoader):
+    """A prepared loader: hands out batches on the device, with which steps begin.
+
+    Args:
+        dataloader: accelerate's prepared loader.
+        device: where batches go; None leaves them on the host.
+        steps: of the loop.
+        place: shards a batch on the device.
+    """
+
+    def __init__(
+        self, dataloader: Any, device: torch.device | None, steps: LoopSteps, place: Callable[[Any], Any]
+    ) -> None:
+        super().__init__(dataloader, device or torch.device("cpu"))
+        self._moves, self._steps, self._place = device is not None, steps, place
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.dataloader)
+        ticket = None
+        try:
+            while True:
+                # Before the next batch is read, so that the device computes meanwhile.
+                self._steps.end()
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                if self._moves:
+                    with uploading():
+                        batch = self._place(send_to_device(batch, self.device))
+                ticket = self._steps.begin(batch, of_loader=True)
+                yield batch
+        finally:
+            if ticket is not None:
+                self._steps.end(ticket)
+
+    def of_rest(self, dataloader: Any) -> StepLoader:
+        """The loader of the rest of an epoch."""
+        return StepLoader(dataloader, self.device if self._moves else None, self._steps, self._place)
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator` on XLA devices: a script changes the import, and keeps its loop.
+
+        from hf_trainer.accelerate import Accelerator
+
+        accelerator = Accelerator(mixed_precision="bf16")
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    What the loop computes from a batch to the next one is a step, which is compiled as one graph and executed once. It
+    is executed when the loop takes the next batch, or when it reads a value after `optimizer.step()`. A value that is
+    read before the update is an error with the line, but for `.item()`: that gives a number whose value is known when
+    the step has been executed. In an evaluation (`model.eval()`, or without gradients) a read executes the step.
+
+    From its construction on the process is in eager mode: what no step computes is executed at once.
+
+    Args:
+        args: as for `accelerate.Accelerator`.
+        auto_sharding: shards prepared models over all devices of the process, by the plan with the lowest estimated
+            cost; `prepare` needs to be given the loader together with the model.
+        sharding: how to shard, by name (`"dp"`, `"fsdp"`, `"tp"`, `"2d"`, `"auto"`) or as a `ShardingConfig`.
+        kwargs: as for `accelerate.Accelerator`, and the options of `XLAConfig`. `accumulation`, `free_grads` and
+            `step_replay` have no effect in a loop of your own, and are refused.
+
+    Raises:
+        ConfigError: an option is not valid, or the process has several devices and nothing shards.
+        UnsupportedOptionError: an option cannot work on XLA.
+        RuntimeOrderError: the XLA runtime was started earlier in a mode that does not fit.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        auto_sharding: bool | Mapping[str, Any] | None = None,
+        sharding: str | Mapping[str, Any] | ShardingConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.xla_config = XLAConfig.resolve(None, take_options(kwargs))
+        _check_config(self.xla_config)
+        _check_precision(inspect.signature(accelerate.Accelerator).bind(*args, **kwargs).arguments)
+        self._sharding = ShardingConfig.resolve(auto_sharding=auto_sharding, sharding=sharding)
+        self._sharders: weakref.WeakKeyDictionary[torch.nn.Module, Sharder] = weakref.WeakKeyDictionary()
+        self._lasting = ExitStack()
+        self._place_batch: Callable[[Any], Any] = lambda batch: batch
+        self._example: Callable[[], Any] = lambda: None
+        runtime = get_runtime()
+        runtime.device.use_compile_cache(self.xla_config.cache_dir)
+        runtime.device.initialize(spmd=self._sharding is not None)
+        check_runtime(self._sharding is not None)
+        initialize(eager=self.xla_config.eager_by_default)
+        PartialState().device = runtime.device.torch_device()
+        super().__init__(*args, **kwargs)
+        _check_accelerator(self)
+        for state in (PartialState(), self.state):
+            # accelerate asks torch_xla on TPUs only, and takes -1 elsewhere: then nothing is printed.
+            state.local_process_index = max(0, state.local_process_index)
+        # It leaves bfloat16 to a variable of the environment that torch_xla does not look at any more.
+        self.native_amp = self.native_amp or self.state.mixed_precision == "bf16"
+        self._steps = LoopSteps(self.xla_config)
+
+    # ---- preparation -----------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """As `accelerate.Accelerator.prepare`."""
+        self._steps.end()
+        loaders = [one for one in args if isinstance(one, DataLoader)]
+        if loaders:
+            loader = loaders[0]
+            self._example = lambda: example_of(loader.dataset, loader.batch_size or 1, loader.collate_fn)
+        # In eager mode the move would compile a program for each shape.
+        with keeping_parameters(), eager(False):
+            return super().prepare(*args, **kwargs)
+
+    def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """As `accelerate.Accelerator.prepare_model`."""
+        is_new = model not in self._models
+        with keeping_parameters(), eager(False):
+            prepared: torch.nn.Module = super().prepare_model(model, *args, **kwargs)
+        if is_new:
+            own_scalars(prepared)
+            if self._sharding is not None:
+                self._shard(prepared)
+            self._steps.note_model(prepared)
+        return prepared
+
+    def _shard(self, model: torch.nn.Module) -> None:
+        assert self._sharding is not None
+        sharder = self._sharders[model] = Sharder(self._sharding, self.xla_config)
+        sharder.prepare(model, self._example, around=as_if_compiling)
+        self._lasting.enter_context(sharder.holding(model))
+
+        def place(batch: Any) -> Any:
+            for tensor in tensors_in(batch):
+                sharder.place_batch(tensor)
+            return batch
+
+        self._place_batch = place
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
+        """As `accelerate.Accelerator.prepare_optimizer`.
+
+        Raises:
+            UnsupportedOptionError: the optimizer cannot work on XLA.
+        """
+        is_new = not isinstance(optimizer, AcceleratedOptimizer)
+        check_optimizer(optimizer, None)
+        with eager(False):
+            prepared: AcceleratedOptimizer = super().prepare_optimizer(optimizer, *args, **kwargs)
+        if is_new:
+            self._steps.note_optimizer(prepared.optimizer)
+            step = prepared.step
+
+            def discarding_step(closure: Any = None) -> Any:
+                with self._steps.discarding():
+                    return step(closure)
+
+            prepared.step = discarding_step
+        return prepared
+
+    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None, **kwargs: Any) -> StepLoader:
+        """As `accelerate.Accelerator.prepare_data_loader`."""
+        if isinstance(data_loader, StepLoader):
+            return data_loader
+        places = self.device_placement if device_placement is None else device_placement
+        with _as_on_one_device():
+            prepared = super().prepare_data_loader(data_loader, False, **kwargs)
+        # There are no other processes whose random numbers are to be the same.
+        prepared.rng_types = None
+        return StepLoader(prepared, self.device if places else None, self._steps, lambda one: self._place_batch(one))
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As `accelerate.Accelerator.skip_first_batches`."""
+        with _as_on_one_device():
+            if isinstance(dataloader, StepLoader):
+                return dataloader.of_rest(super().skip_first_batches(dataloader.dataloader, num_batches))
+            return super().skip_first_batches(dataloader, num_batches)
+
+    # ---- the step --------------------------------------------------------------------------------
+
+    @contextmanager
+    def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:
+        """As `accelerate.Accelerator.accumulate`. Each batch is a step."""
+        with super().accumulate(*models):
+            phase = "update" if self.sync_gradients else "accumulate"
+            with self._steps.part_of_update(phase if self.gradient_accumulation_steps > 1 else ""):
+                yield
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As `accelerate.Accelerator.backward`."""
+        with self._steps.differentiating():
+            super().backward(loss, **kwargs)
+
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
+        """As `accelerate.Accelerator.clip_grad_norm_`; returns the norm on the device."""
+        with self._steps.discarding():
+            return super().clip_grad_norm_(*args, **kwargs)
+
+    # ---- what several processes would do together ------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """The tensors themselves, which are those of all devices."""
+        return tensor
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """The values themselves, which are those of all devices."""
+        return input_data
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Copies of the tensors, scaled."""
+        return reduced_in_one_process(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """The tensors themselves: no other process has longer ones."""
+        return tensor
+
+    def wait_for_everyone(self) -> None:
+        """Does nothing: there is one process."""
+
+    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As `accelerate.Accelerator.log`."""
+        if self.trackers:
+            values = {name: make_plain(value) for name, value in values.items()}
+        super().log(values, *args, **kwargs)
+
+    # ---- saving ----------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
+        """As `accelerate.Accelerator.get_state_dict`, on the host."""
+        self._steps.end()
+        state = super().get_state_dict(model, unwrap)
+        return OrderedDict(to_host_in_one_transfer(dict(state)))
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """As `accelerate.Accelerator.save_state`. The folder appears when it is complete, and with checksums.
+
+        Raises:
+            CheckpointWriteError: the storage refused; a former state of this name is still there.
+        """
+        self._steps.end()
+        config = self.project_configuration
+        automatic = config.automatic_checkpoint_naming
+        path = Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}") if automatic else output_dir
+        path = Path(os.path.abspath(path))
+        if automatic and path.exists():
+            raise ConfigError(f"{path} exists: set accelerator.save_iteration to the number of the next checkpoint")
+        with ExitStack() as stack:
+            draft = stack.enter_context(CheckpointStore(path.parent).writing(self._steps.count, name=path.name))
+            stack.enter_context(replaced(config, "automatic_checkpoint_naming", False))
+            super().save_state(str(draft.path), safe_serialization, **kwargs)
+            (draft.path / _STATE_FILE).write_text(json.dumps(self._steps.state()))
+        if automatic and config.total_limit is not None:
+            saved = sorted(path.parent.glob("checkpoint_*"), key=_number)
+            for old in saved[: len(saved) - config.total_limit]:
+                shutil.rmtree(old)
+        return path
+
+    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        """As `accelerate.Accelerator.load_state`. The files are verified first.
+
+        Raises:
+            CheckpointDamagedError: a file is not as it was saved.
+        """
+        self._steps.end()
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            saved = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
+            input_dir = max(saved, key=_number, default=None)
+        if input_dir is not None and Path(input_dir).is_dir():
+            verify(input_dir)
+        with eager(False), uploading():
+            super().load_state(input_dir, *args, **kwargs)
+        for model, sharder in self._sharders.items():
+            sharder.prepare(model, self._example, around=as_if_compiling)
+        state = Path(input_dir, _STATE_FILE)
+        if state.exists():
+            self._steps.resume(json.loads(state.read_text()))
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As `accelerate.Accelerator.free_memory`."""
+        self._steps.end()
+        self._lasting.close()
+        return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        """As `accelerate.Accelerator.end_training`."""
+        self._steps.end()
+        super().end_training()
+
+
+def _number(path: Path) -> int:
+    return int(path.name.rpartition("_")[2])
+
+
+@contextmanager
+def _as_on_one_device() -> Iterator[None]:
+    """accelerate prepares loaders as for the CPU: in the same order, and without copies of batches by threads."""
+    with replaced(PartialState(), "distributed_type", DistributedType.NO):
+        yield
+
+
+def _check_config(config: XLAConfig) -> None:
+    check_mode(config.xla_mode)
+    given = {
+        "accumulation": config.accumulation == "unrolled",
+        "free_grads": config.free_grads is True,
+        "step_replay": config.step_replay is True,
+        "xla_mode": config.xla_mode in ("lazy", "eager+dynamo"),
+    }
+    for name in (name for name, is_given in given.items() if is_given):
+        raise UnsupportedOptionError(
+            f"{name}={getattr(config, name)!r} with Accelerator: the loop is yours, and its code runs at each batch; "
+            "leave the option out"
+        )
+
+
+def _check_precision(arguments: Mapping[str, Any]) -> None:
+    # Before accelerate keeps it for the whole process.
+    precision = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if str(precision) not in ("no", "bf16"):
+        raise UnsupportedOptionError(
+            f"mixed_precision={str(precision)!r}: XLA devices compute in bfloat16; use mixed_precision='bf16'"
+        )
+
+
+def _check_accelerator(accelerator: Accelerator) -> None:
+    state, device = accelerator.state, get_runtime().device
+    if state.distributed_type not in (DistributedType.XLA, DistributedType.NO) or os.environ.get("ACCELERATE_USE_FSDP"):
+        raise UnsupportedOptionError(
+            f"{state.distributed_type}: this Accelerator shards by itself; leave plugins and their environment "
+            "variables out, and say Accelerator(sharding='fsdp')"
+        )
+    if device.world_size() > 1 or accelerator.num_processes > 1:
+        raise UnsupportedOptionError("several processes were launched, and this version trains in one")
+    if accelerator.device.type != device.torch_device().type:
+        raise UnsupportedOptionError(
+            f"the device is {accelerator.device}: leave cpu=True out (PJRT_DEVICE=CPU runs XLA on the CPU), or use "
+            "accelerate.Accelerator on the plain CPU"
+        )
+    if state.dynamo_plugin.backend is not DynamoBackend.NO:
+        raise UnsupportedOptionError(
+            f"dynamo_backend={state.dynamo_plugin.backend.value!r}: the step is compiled by XLA already; leave it out"
+        )
