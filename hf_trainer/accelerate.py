@@ -9,7 +9,7 @@ import shutil
 import sys
 import warnings
 import weakref
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -30,13 +30,14 @@ from hf_trainer.patches import as_if_compiling, reduced_in_one_process
 from xla_adapters import StepProgram, StepSeed, XLAConfig, get_runtime, in_step, initialize
 from xla_adapters.checkpoint import CheckpointStore, verify
 from xla_adapters.data.batches import example_of
-from xla_adapters.errors import ConfigError, UnsupportedOptionError, XLAAdapterError
+from xla_adapters.errors import ConfigError, UnsupportedOptionError
 from xla_adapters.runtime.modes import check_mode, eager
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.sharding import Sharder, ShardingConfig
 from xla_adapters.tracing.deferred_numbers import make_plain
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.tracing.library_reads import answering, reads_of_packages
+from xla_adapters.utils.location import stack_frames
 from xla_adapters.utils.nested_values import tensors_in
 from xla_adapters.utils.patching import replaced
 from xla_adapters.utils.torch_modes import keeping_parameters, use_no_grad_for_inference_mode
@@ -47,6 +48,7 @@ _EVALUATION_HINT = " (a value that is read ends the step of an evaluation)"
 _TRAIN, _EVALUATION = 0, 1
 # Beside accelerate's files in a saved state: how many steps there were, on which random numbers depend.
 _STATE_FILE = "xla_adapters.json"
+_CALL = torch.nn.Module._call_impl.__code__
 
 
 class LoopSteps:
@@ -78,8 +80,12 @@ class LoopSteps:
         self._ticket = 0
         self._batch: Any = None
         self._of_loader = self._trains = self._computes = self._may_end = False
-        # How often each optimizer has updated in the open step.
-        self._updates: Counter[int] = Counter()
+        # The optimizers that have updated in the open step, and those that update what was called in it.
+        self._updates: set[int] = set()
+        self._called: set[int] = set()
+        self._updated_by: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.WeakKeyDictionary()
+        # Calls of models that have not returned, and whether the last read was an error.
+        self._depth, self._failed = 0, False
         # Where a step of an evaluation has ended by a read, its forward may still get a backward.
         self._split = False
 
@@ -92,11 +98,12 @@ class LoopSteps:
         self._reads = reads_of_packages((), torch.nn.ModuleList(self._models), defers_all=True)
         watch = _ForwardWatch(self)
         model.register_forward_pre_hook(watch)
-        model.register_forward_hook(watch.after, always_call=True)
+        model.register_forward_hook(watch.after)
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Has updates of an optimizer end steps."""
         self._optimizers.add(optimizer)
+        self._updated_by.clear()
         optimizer.register_step_post_hook(self._updated)
 
     # ---- the events of a loop --------------------------------------------------------------------
@@ -130,14 +137,14 @@ class LoopSteps:
         self._around.enter_context(as_if_compiling())
         self._open, self._batch, self._of_loader = program, batch, of_loader
         self._trains, self._computes, self._may_end = trains, False, not trains
-        self._updates.clear()
+        self._updates, self._called, self._depth, self._failed = set(), set(), 0, False
         self._ticket += 1
         ticket = self._ticket
         program.end_at_reads(lambda: self._ends(ticket))
         return ticket
 
     def end(self, ticket: int | None = None) -> None:
-        """Closes the open step, which executes it; one in which nothing was computed is discarded.
+        """Closes the open step, which executes it; one that has failed, or computed nothing, is discarded.
 
         Args:
             ticket: the number of the step; another one stays open.
@@ -145,20 +152,29 @@ class LoopSteps:
         program = self._open
         if program is None or (ticket is not None and ticket != self._ticket):
             return
+        if self._depth or self._failed or (not self._computes and not get_runtime().tracing.pending_count()):
+            self.abort()
+            return
         self._open = None
         try:
-            if not self._computes and not get_runtime().tracing.pending_count():
-                program.abort()
-                return
             assert self._discarding is not None
             with self._discarding:
                 program.close()
-            if program is self.evaluation:
-                self._evaluated += 1
-            elif self._updates:
+            if self._updates:
                 self.count, self._micro_step, self._evaluated = self.count + 1, 0, 0
+            elif program is self.evaluation:
+                self._evaluated += 1
             else:
                 self._micro_step += 1
+        finally:
+            self._around.close()
+
+    def abort(self) -> None:
+        """Discards the open step."""
+        program, self._open = self._open, None
+        try:
+            if program is not None:
+                program.abort()
         finally:
             self._around.close()
 
@@ -166,19 +182,24 @@ class LoopSteps:
         """A value is read: ends the step if it may end; returns whether it has ended."""
         if ticket != self._ticket or self._open is None:
             return True
+        if self._has_failed():
+            self.abort()
+            return True
         if not self._may_end and (self._computes or get_runtime().tracing.pending_count()):
+            # If the loop goes on after the error, it goes on with the step.
+            self._failed = self.config.on_graph_break == "error"
             return False
         self._split = self._open is self.evaluation and self._computes and torch.is_grad_enabled()
         self.end()
         return True
 
-    def before_forward(self) -> None:
+    def before_forward(self, model: torch.nn.Module) -> None:
         """A prepared model is called."""
-        if self._open is None:
-            if not in_step():
-                self.begin()
-        elif self._is_over():
+        if (self._open is None and not in_step()) or (self._open is not None and self._is_over(model)):
             self.begin()
+        self._called |= self._updating(model)
+        self._failed = False
+        self._depth += 1
         if torch.is_grad_enabled() and self._trains:
             self._may_end = False
         elif self._trains and not self._computes:
@@ -186,12 +207,29 @@ class LoopSteps:
             self._may_end = True
         self._computes = True
 
-    def _is_over(self) -> bool:
-        """Whether a call of a model begins another step: there is no loader to say so."""
+    def after_forward(self) -> None:
+        """A prepared model has returned."""
+        self._depth = max(0, self._depth - 1)
+
+    def _has_failed(self) -> bool:
+        """Whether a call of a prepared model did not return. Hooks are not told of errors in a step."""
+        return self._depth > 0 and not any(frame.f_code is _CALL for frame in stack_frames(sys._getframe(1)))
+
+    def _is_over(self, model: torch.nn.Module) -> bool:
+        """Whether the call of a model begins another step than the open one.
+
+        In a training it does if all that was called before, and the model, has been updated since.
+        """
         if not self._trains:
             return not self._of_loader and self._computes
-        every = len(self._optimizers) <= len(self._updates) or max(self._updates.values(), default=0) > 1
-        return torch.is_grad_enabled() and bool(self._updates) and every
+        return torch.is_grad_enabled() and bool(self._updates) and self._called | self._updating(model) <= self._updates
+
+    def _updating(self, model: torch.nn.Module) -> set[int]:
+        """The optimizers that update a model, by their `id`."""
+        if model not in self._updated_by:
+            owners = {id(parameter): id(one) for one in self._optimizers for parameter in _parameters_of(one)}
+            self._updated_by[model] = {owners[id(one)] for one in model.parameters() if id(one) in owners}
+        return self._updated_by[model]
 
     @contextmanager
     def differentiating(self) -> Iterator[None]:
@@ -205,13 +243,15 @@ class LoopSteps:
                     stacklevel=4,
                 )
             self.begin()
-        self._trains, self._may_end, self._computes, self._split = True, False, True, False
+        self._trains = self._computes = True
+        self._may_end = self._split = self._failed = False
         with self.discarding():
             yield
 
     def _updated(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._updates[id(optimizer)] += 1
+        self._updates.add(id(optimizer))
         self._computes = self._may_end = True
+        self._failed = False
 
     @contextmanager
     def part_of_update(self, phase: str) -> Iterator[None]:
@@ -271,8 +311,11 @@ class LoopSteps:
         get_runtime().random.set_seed(int(state["device_seed"]))
 
     def _gradients_present(self) -> bool:
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        return any(parameter.grad is not None for group in groups for parameter in group["params"])
+        return any(parameter.grad is not None for one in self._optimizers for parameter in _parameters_of(one))
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 class _ForwardWatch:
@@ -283,17 +326,12 @@ class _ForwardWatch:
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         if self._steps is not None:
-            self._steps.before_forward()
+            self._steps.before_forward(module)
 
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        error = sys.exception() if output is None else None
-        if self._steps is None or error is None:
-            return
-        try:
-            self._steps.discard(error)
-        except XLAAdapterError as translated:
-            # torch raises its own error, whatever a hook does.
-            error.add_note(str(translated))
+        """The model has returned."""
+        if self._steps is not None:
+            self._steps.after_forward()
 
     def __deepcopy__(self, memo: Any) -> _ForwardWatch:
         return self
@@ -343,7 +381,7 @@ class StepLoader(DeviceLoader):
         return StepLoader(dataloader, self.device if self._moves else None, self._steps, self._place)
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """`accelerate.Accelerator` on XLA devices: a script changes the import, and keeps its loop.
 
         from hf_trainer.accelerate import Accelerator
@@ -386,7 +424,7 @@ class Accelerator(accelerate.Accelerator):
     ) -> None:
         self.xla_config = XLAConfig.resolve(None, take_options(kwargs))
         _check_config(self.xla_config)
-        _check_precision(inspect.signature(accelerate.Accelerator).bind(*args, **kwargs).arguments)
+        _check_arguments(inspect.signature(accelerate.Accelerator).bind(*args, **kwargs).arguments)
         self._sharding = ShardingConfig.resolve(auto_sharding=auto_sharding, sharding=sharding)
         self._sharders: weakref.WeakKeyDictionary[torch.nn.Module, Sharder] = weakref.WeakKeyDictionary()
         self._lasting = ExitStack()
@@ -404,7 +442,8 @@ class Accelerator(accelerate.Accelerator):
             # accelerate asks torch_xla on TPUs only, and takes -1 elsewhere: then nothing is printed.
             state.local_process_index = max(0, state.local_process_index)
         # It leaves bfloat16 to a variable of the environment that torch_xla does not look at any more.
-        self.native_amp = self.native_amp or self.state.mixed_precision == "bf16"
+        if self.state.mixed_precision == "bf16":
+            self.native_amp = True
         self._steps = LoopSteps(self.xla_config)
 
     # ---- preparation -----------------------------------------------------------------------------
@@ -621,8 +660,12 @@ def _check_config(config: XLAConfig) -> None:
         )
 
 
-def _check_precision(arguments: Mapping[str, Any]) -> None:
-    # Before accelerate keeps it for the whole process.
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    # Before accelerate keeps them for the whole process.
+    if arguments.get("cpu"):
+        raise UnsupportedOptionError(
+            "cpu=True: leave it out (PJRT_DEVICE=CPU runs XLA on the CPU), or use accelerate's own Accelerator"
+        )
     precision = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if str(precision) not in ("no", "bf16"):
         raise UnsupportedOptionError(
@@ -639,11 +682,6 @@ def _check_accelerator(accelerator: Accelerator) -> None:
         )
     if device.world_size() > 1 or accelerator.num_processes > 1:
         raise UnsupportedOptionError("several processes were launched, and this version trains in one")
-    if accelerator.device.type != device.torch_device().type:
-        raise UnsupportedOptionError(
-            f"the device is {accelerator.device}: leave cpu=True out (PJRT_DEVICE=CPU runs XLA on the CPU), or use "
-            "accelerate.Accelerator on the plain CPU"
-        )
     if state.dynamo_plugin.backend is not DynamoBackend.NO:
         raise UnsupportedOptionError(
             f"dynamo_backend={state.dynamo_plugin.backend.value!r}: the step is compiled by XLA already; leave it out"
