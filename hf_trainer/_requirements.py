@@ -2,5 +2,23 @@
 
 from importlib.util import find_spec
 
-if missing := [name for name in ("transformers", "accelerate") if find_spec(name) is None]:
-    raise ImportError(f"hf_trainer needs {' and '.join(missing)}; install them with: pip install 'xla-adapters[hf]'")
+
+def require(module: str, extra: str, **libraries: str) -> None:
+    """Raises if a library that a module imports is missing.
+
+    Args:
+        module: the module.
+        extra: of this package, which installs the libraries.
+        libraries: by the name of the import what to call them, with the versions that are tested.
+
+    Raises:
+        ImportError: names what is missing, and the command that installs it.
+    """
+    if missing := [what for name, what in libraries.items() if find_spec(name) is None]:
+        raise ImportError(
+            f"{module} needs {' and '.join(missing)}; install {'them' if missing[1:] else 'it'} with: "
+            f"pip install 'xla-adapters[{extra}]'"
+        )
+
+
+require("hf_trainer", "hf", transformers="transformers", accelerate="accelerate")

@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from hf_trainer.data import Inputs
 from hf_trainer.generation import GENERATION, compiled_forward, compiled_generation, generate
-from hf_trainer.trl import SCORES
+from hf_trainer.replay import SCORES
 from xla_adapters import StepProgram, get_runtime
 from xla_adapters.loop.steps import StepDriver
 from xla_adapters.runtime.modes import eager

@@ -86,9 +86,10 @@ class XLATrainerMixin(_Base):
             shapes=shapes,
         )
         self._xla = Bridge(self, super(), options)
-        given = kwargs.get("args", args[1] if len(args) > 1 else None)
-        if given is not None:
-            check_arguments(given, self.xla_config)
+        for given in (*args, kwargs.get("args")):
+            # Not always the second one: TRL's DPO has a reference before it.
+            if isinstance(given, TrainingArguments):
+                check_arguments(given, self.xla_config)
         check_optimizer((kwargs.get("optimizers") or (None, None))[0], kwargs.get("optimizer_cls_and_kwargs"))
         with trainer_patches():
             super().__init__(*args, **kwargs)

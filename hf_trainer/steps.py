@@ -20,9 +20,19 @@ from hf_trainer.generation import GENERATION, compiled_generation
 from hf_trainer.libraries import generates_batches, generating, generating_apart, libraries_of, prepared, reads_answered
 from hf_trainer.model import ModelSharding, model_of
 from hf_trainer.patches import as_if_compiling, correct_process_index, losses_not_filtered, trainer_patches
-from hf_trainer.replay import ReplayedLoss, call_spec, obstacle_around, obstacle_within, overridden, step_code
+from hf_trainer.replay import (
+    ReplayedLoss,
+    add_metrics,
+    appends_metrics,
+    call_spec,
+    metrics_added,
+    metrics_obstacle,
+    obstacle_around,
+    obstacle_within,
+    overridden,
+    step_code,
+)
 from hf_trainer.shapes import TrainerShapes
-from hf_trainer.trl import add_metrics, appends_metrics, metrics_added, metrics_obstacle
 from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.data.batches import token_count
 from xla_adapters.insight.run_record import RunRecord

@@ -1,4 +1,4 @@
-"""What replays of TRL's steps rely on: `hf_trainer/trl.py` was written for the code that is installed."""
+"""What replays of TRL's steps rely on: `hf_trainer/replay.py` was written for the code that is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hf_trainer.trl import METHODS, READ_TRAINERS, SCORES
+from hf_trainer.replay import READ_TRAINERS, SCORES, TRL_METHODS
 from xla_adapters.replay.safety.trusted import READ_VERSIONS
 
 trl = pytest.importorskip("trl")
@@ -49,7 +49,7 @@ def test_a_step_appends_numbers_and_nothing_else(cls: Any) -> None:
     generates = hasattr(cls, SCORES)
     around = _AROUND_GRPO if generates else ("maybe_activation_offload_context", "super", "training_step")
     assert set(vars(cls)["training_step"].__code__.co_names) == set(around)
-    code = "\n".join(textwrap.dedent(inspect.getsource(vars(cls)[name])) for name in METHODS if name in vars(cls))
+    code = "\n".join(textwrap.dedent(inspect.getsource(vars(cls)[name])) for name in TRL_METHODS if name in vars(cls))
     nodes = list(ast.walk(ast.parse(code)))
     targets = [target for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
     targets += [node.target for node in nodes if isinstance(node, ast.AugAssign)]
@@ -64,7 +64,7 @@ def test_a_step_appends_numbers_and_nothing_else(cls: Any) -> None:
     }
     # Each method that it calls on the trainer is one that is looked at.
     methods = {name for name, _ in inspect.getmembers(cls, inspect.isfunction) if f"self.{name}(" in code}
-    assert methods <= {*METHODS, "compute_loss_func"}
+    assert methods <= {*TRL_METHODS, "compute_loss_func"}
     made = inspect.getsource(cls.__init__)
     assert 'self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}' in made
     assert "self._total_train_tokens = 0" in made

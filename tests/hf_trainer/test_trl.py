@@ -39,26 +39,8 @@ from xla_adapters.replay.safety import trusted
 pytestmark = pytest.mark.isolated
 
 trl = pytest.importorskip("trl")
-
-
-class SFT(XLATrainerMixin, trl.SFTTrainer):
-    pass
-
-
-class DPO(XLATrainerMixin, trl.DPOTrainer):
-    pass
-
-
-class Reward(XLATrainerMixin, trl.RewardTrainer):
-    pass
-
-
-class KTO(XLATrainerMixin, trl.KTOTrainer):
-    pass
-
-
-class GRPO(XLATrainerMixin, trl.GRPOTrainer):
-    pass
+ready = pytest.importorskip("hf_trainer.trl")
+SFT, DPO, Reward, KTO, GRPO = (getattr(ready, f"{name}Trainer") for name in ("SFT", "DPO", "Reward", "KTO", "GRPO"))
 
 
 class RLOO(XLATrainerMixin, trl.RLOOTrainer):
