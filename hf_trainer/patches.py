@@ -21,7 +21,7 @@ import torch
 import transformers.trainer
 import transformers.trainer_pt_utils
 from accelerate import PartialState
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_trainer.data import DeviceLoader, skip_first_batches
@@ -140,15 +140,16 @@ def loader_patches() -> Iterator[None]:
 
 
 @contextmanager
-def losses_not_filtered(args: TrainingArguments) -> Iterator[None]:
-    """The loop does not read each loss to look for NaN, which it never does with torch_xla.
+def losses_not_filtered(trainer: Trainer) -> Iterator[None]:
+    """The loop does not read each loss to look for NaN, which that of transformers never does with torch_xla.
 
     Args:
-        args: `logging_nan_inf_filter` is False inside the context.
+        trainer: `logging_nan_inf_filter` of its arguments is False inside the context, with TorchTPU, and if it is one
+            of sentence-transformers, which reads each part of the loss.
     """
     with ExitStack() as stack:
-        if torch_tpu_is_used():
-            stack.enter_context(replaced(args, "logging_nan_inf_filter", False))
+        if torch_tpu_is_used() or hasattr(trainer, "track_loss_components"):
+            stack.enter_context(replaced(trainer.args, "logging_nan_inf_filter", False))
         yield
 
 

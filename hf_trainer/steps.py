@@ -186,9 +186,8 @@ class TrainingSteps:
     @contextmanager
     def loop(self) -> Iterator[None]:
         """Around the training loop: an error discards the open step, and no loss is left out of the sum."""
-        args = self._trainer.args
-        self._filters = args.logging_nan_inf_filter
-        with losses_not_filtered(args), self._steps.discarding():
+        self._filters = self._trainer.args.logging_nan_inf_filter
+        with losses_not_filtered(self._trainer), self._steps.discarding():
             yield
 
     # ---- what the loop calls ---------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The command `xla-adapters`: plans and compiles trainings, manages checkpoints, explains errors, checks scripts."""
+"""The command `xla-adapters`: plans, compiles and runs trainings, manages checkpoints, checks scripts."""
 
 from __future__ import annotations
 
@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
             commands.add_check,
             "run the first steps of a script on CPU devices, and report what XLA makes slow or refuses",
         ),
+        ("train", commands.add_train, "trains by a recipe: a YAML file of task, model, data and options"),
         ("doctor", commands.add_doctor, "versions, devices, known traps, and a short test of each feature"),
         ("explain", _add_explain, "what an error or a warning means, and what to do"),
     ):

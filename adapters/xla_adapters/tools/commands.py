@@ -1,4 +1,4 @@
-"""The commands `cache`, `check`, `doctor` and `preflight`: their options, and what they print and write.
+"""The commands `cache`, `check`, `doctor`, `preflight` and `train`: their options, and what they print and write.
 
 Each `add_*` gives a parser the options of a command, and names the function that runs it.
 """
@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from xla_adapters.tools.preflight_report import PreflightReport
     from xla_adapters.tools.tpu_compiler import Target
 
+# Of entry points: what trains by a recipe.
+_TRAIN = "xla_adapters.train"
 _UNITS = "KMGT"
 _OUTPUT = "show what the script prints"
 
@@ -281,6 +284,35 @@ def _preflight_model(options: argparse.Namespace, target: Target, schemes: tuple
         timeout=options.timeout,
         alternatives=not options.no_alternatives,
     )
+
+
+# ---- train ------------------------------------------------------------------------------------------
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    """`train`."""
+    parser.description = (
+        "Trains by a recipe: a YAML file that names a task, a model, a dataset, training arguments and options. What the "
+        "command line says replaces what the file says. docs/guides/recipes.md explains the keys; examples/recipes has "
+        "a recipe for each task."
+    )
+    parser.usage = "xla-adapters train RECIPE [--key=value ...]\n       xla-adapters train RECIPE --help"
+    parser.set_defaults(run=_run_train)
+    parser.add_argument("recipe", help="a YAML file")
+    parser.add_argument(
+        "overrides", nargs=argparse.REMAINDER, help="--key=value; --help after the recipe lists all keys of its task"
+    )
+
+
+def _run_train(options: argparse.Namespace) -> int:
+    found = list(entry_points(group=_TRAIN))
+    if not found:
+        raise ConfigError("train: no installed package trains by recipes; reinstall xla-adapters")
+    try:
+        run = found[0].load()
+    except ImportError as error:
+        raise ConfigError(f"train: {error}") from error
+    return int(run(options.recipe, options.overrides))
 
 
 # ---- cache ----------------------------------------------------------------------------------------

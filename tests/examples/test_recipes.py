@@ -1,0 +1,232 @@
+"""Each recipe trains, at a small size: one execution per step, and a resumed run computes what the whole one does."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from scipy.io import wavfile
+from sklearn.datasets import load_digits
+from tokenizers import ByteLevelBPETokenizer, processors
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    ViTImageProcessor,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    set_seed,
+)
+
+from hf_trainer import recipes
+from tests.architecture import ROOT
+from tests.hf_trainer.scenarios import CountEachStep
+from tests.isolation import isolated, run_in_child
+from xla_adapters import ConfigError, cli
+from xla_adapters.tools import commands
+
+datasets = pytest.importorskip("datasets")
+pytest.importorskip("trl")
+pytest.importorskip("sentence_transformers")
+
+_RECIPES = ROOT / "examples" / "recipes"
+_STEPS, _SAVED, _VOCABULARY = 8, 4, 320
+_TINY: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_COUNTED = ("python", "numpy", "torch", "tensor", "graph", "step")
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Of the sources of Python's standard library."""
+    sources = [Path(sysconfig.get_path("stdlib")) / name for name in ("argparse.py", "bisect.py")]
+    trained = ByteLevelBPETokenizer()
+    trained.train([str(path) for path in sources], vocab_size=_VOCABULARY, special_tokens=["<pad>", "<bos>", "<eos>"])
+    trained.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 2)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=trained._tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _lines(name: str, make: Callable[[int], dict[str, Any]], count: int = 32) -> None:
+    Path(name).write_text("".join(json.dumps(make(index)) + "\n" for index in range(count)))
+
+
+def _decoder() -> None:
+    tokenizer = _tokenizer(Path("model"))
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), **_TINY, num_key_value_heads=1, pad_token_id=0, bos_token_id=1, eos_token_id=2
+    )
+    set_seed(0)
+    LlamaForCausalLM(config).save_pretrained("model")
+
+
+def _encoder(kind: Any) -> None:
+    tokenizer = _tokenizer(Path("model"))
+    set_seed(0)
+    kind(BertConfig(vocab_size=len(tokenizer), **_TINY, pad_token_id=0)).save_pretrained("model")
+
+
+def _causal_lm() -> dict[str, Any]:
+    _tokenizer(Path("tokenizer"))
+    Path("data").mkdir()
+    for name in ("bisect", "keyword", "stat"):
+        shutil.copy(Path(sysconfig.get_path("stdlib")) / f"{name}.py", f"data/{name}.txt")
+    return {"model_config": {**_TINY, "num_key_value_heads": 1}, "max_length": 32}
+
+
+def _sft_lora() -> dict[str, Any]:
+    _decoder()
+    _lines("data.jsonl", lambda index: {"id": index, "prompt": f"the {_COUNTED[index % 6]}", "completion": " is red"})
+    return {"max_length": 32, "pad_to_multiple_of": 32}
+
+
+def _dpo() -> dict[str, Any]:
+    _decoder()
+    _lines(
+        "data.jsonl",
+        lambda index: {"prompt": f"the {_COUNTED[index % 6]}", "chosen": " is red", "rejected": " was blue"},
+    )
+    return {"max_length": 32, "pad_to_multiple_of": 32, "gradient_accumulation_steps": 1}
+
+
+def _classification() -> dict[str, Any]:
+    _encoder(BertForSequenceClassification)
+    for name, count in (("train", 48), ("test", 8)):
+        rows = [f"the {_COUNTED[index % 6]} {index},{('warm', 'cold')[index % 2]}" for index in range(count)]
+        Path(f"{name}.csv").write_text("\n".join(["body,kind", *rows]))
+    return {"columns": ["body", "kind"], "max_length": 32, "eval_strategy": "steps", "eval_steps": 4}
+
+
+def _seq2seq() -> dict[str, Any]:
+    _tokenizer(Path("tokenizer"))
+    _lines("train.jsonl", lambda index: {"source": f"{_COUNTED[index % 6]} {index}", "target": _COUNTED[index % 6]}, 64)
+    small = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    return {"model_config": small, "max_length": 16}
+
+
+def _vit() -> dict[str, Any]:
+    digits = load_digits()
+    for index, (pixels, digit) in enumerate(zip(digits.images[:80], digits.target, strict=False)):
+        folder = Path("images") / ("test" if index % 8 == 0 else "train") / str(digit)
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((pixels * 15).astype(np.uint8)).save(folder / f"{index}.png")
+    side = {"height": 8, "width": 8}
+    ViTImageProcessor(size=side, image_mean=[0.5], image_std=[0.5]).save_pretrained("processor")
+    small = {**_TINY, "image_size": 8, "patch_size": 4, "num_channels": 1}
+    return {"model_config": small, "eval_strategy": "steps", "eval_steps": 4}
+
+
+def _whisper() -> dict[str, Any]:
+    tokenizer = _tokenizer(Path("model"))
+    WhisperFeatureExtractor(feature_size=8, chunk_length=1).save_pretrained("model")
+    attention = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 16}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = WhisperConfig(
+        **{"vocab_size": len(tokenizer), "num_mel_bins": 8, "max_source_positions": 50, "max_target_positions": 16},
+        **{**attention, **layers, **special, "suppress_tokens": None, "begin_suppress_tokens": None},
+    )
+    set_seed(0)
+    WhisperForConditionalGeneration(config).save_pretrained("model")
+    for index in range(16):
+        pitch = 200 * (1 + index % 4)
+        wave = np.sin(2 * np.pi * pitch * np.arange(8000) / 16000)
+        wavfile.write(f"{index}.wav", 16000, (wave * 20000).astype(np.int16))
+    _lines("sounds.jsonl", lambda index: {"audio": f"{index}.wav", "text": _COUNTED[index % 4]}, 16)
+    return {"max_length": 8}
+
+
+def _sentence_transformers() -> dict[str, Any]:
+    _encoder(BertModel)
+    _lines("pairs.jsonl", lambda index: {"anchor": f"q{index:02}", "positive": f"answer {index:02}"})
+    return {"max_length": 16, "per_device_train_batch_size": 8}
+
+
+# What prepares a folder for each recipe, and how many graphs its training steps are.
+_CASES: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {
+    "causal_lm": (_causal_lm, 1),
+    "sft_lora": (_sft_lora, 1),
+    "dpo": (_dpo, 1),
+    "classification": (_classification, 1),
+    "seq2seq": (_seq2seq, 1),
+    "vit": (_vit, 1),
+    "whisper": (_whisper, 1),
+    "sentence_transformers": (_sentence_transformers, 1),
+}
+
+
+def _words(options: dict[str, Any]) -> list[str]:
+    words = []
+    for key, value in options.items():
+        words += [f"--{key}", *value] if isinstance(value, list) else [f"--{key}={json.dumps(value).strip(chr(34))}"]
+    return words
+
+
+def _trained(folder: Path, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    os.chdir(folder)
+    datasets.config.HF_DATASETS_CACHE = folder / "cache"
+    counting = CountEachStep()
+    recipes.XLAStatsCallback = lambda: counting  # type: ignore[assignment, misc]
+    trainer = recipes.train(str(_RECIPES / f"{name}.yaml"), _words(options))
+    return {
+        "executions": [step.executions for step in counting.steps],
+        "compiles": [step.compiles for step in counting.steps],
+        "losses": {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry},
+        "evaluations": [entry["eval_accuracy"] for entry in trainer.state.log_history if "eval_accuracy" in entry],
+        "files": sorted(path.name for path in Path("out").iterdir()),
+    }
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_a_recipe(name: str, tmp_path: Path) -> None:
+    prepare, graphs = _CASES[name]
+
+    def prepared() -> dict[str, Any]:
+        os.chdir(tmp_path)
+        return prepare()
+
+    usual = {"max_steps": _STEPS, "save_strategy": "steps", "save_steps": _SAVED, "logging_steps": 1, "bf16": False}
+    usual |= {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "warmup_steps": 0,
+        "disable_tqdm": True,
+    }
+    options = {"learning_rate": 1e-2, **usual, **run_in_child(prepared)}
+    whole = run_in_child(functools.partial(_trained, tmp_path, name, options))
+    assert whole["executions"] == [1] * _STEPS
+    assert sum(whole["compiles"]) == graphs
+    losses = whole["losses"]
+    assert losses[_STEPS] < losses[1]
+    assert {"checkpoint-4", "checkpoint-8"} <= set(whole["files"])
+    assert bool(whole["evaluations"]) == ("eval_steps" in options)
+
+    shutil.rmtree(tmp_path / "out" / "checkpoint-8")
+    resumed = run_in_child(functools.partial(_trained, tmp_path, name, {**options, "resume_from_checkpoint": True}))
+    later = {step: loss for step, loss in losses.items() if step > _SAVED}
+    assert {step: loss for step, loss in resumed["losses"].items() if step > _SAVED} == later
+    assert len(resumed["executions"]) == _STEPS - _SAVED
+
+
+def test_each_recipe_is_tried_and_each_task_has_one() -> None:
+    found = {path.stem: yaml.safe_load(path.read_text())["task"] for path in _RECIPES.glob("*.yaml")}
+    assert found.keys() == _CASES.keys()
+    assert set(found.values()) == set(recipes.TASKS)
