@@ -279,19 +279,21 @@ class _Job:
             ConfigError: one of them is missing.
         """
         there, given = self.train.column_names, self.recipe.columns
-        fitting = [names for names in alternatives if given is None or len(names) == len(given)]
         if given is None:
-            given = next((list(names) for names in fitting if set(names) <= set(there)), None)
-            fitting = [tuple(given)] if given else []
-        wanted = " or ".join(", ".join(names) for names in alternatives)
-        missing = [name for name in given or () if name not in there]
-        if missing or not (given and fitting):
+            given = next(
+                (list(names) for names in alternatives if set(names) <= set(there)), [] if alternatives else there
+            )
+        is_known = not alternatives or tuple(given) in alternatives
+        wanted = given if is_known else next((names for names in alternatives if len(names) == len(given)), ())
+        missing = [name for name in given if name not in there]
+        if missing or not wanted:
+            reads = " or ".join(", ".join(names) for names in alternatives) or "the texts of its loss"
             raise self.error(
                 "columns",
-                f"{self.recipe.task} reads {wanted or 'one column for each text'}; the dataset has {', '.join(there)}"
+                f"{self.recipe.task} reads {reads}; the dataset has {', '.join(there)}"
                 f"{f', and no {missing[0]}' if missing else ''}. Name them in this order: columns: [...]",
             )
-        names = dict(zip(given, fitting[0], strict=True))
+        names = dict(zip(given, wanted, strict=True))
         self.change(lambda data: data.select_columns(given).rename_columns(names))
 
     def load(self, auto: str) -> Any:
@@ -321,9 +323,10 @@ class _Job:
         loader, config = getattr(transformers, auto), transformers.AutoConfig
         with _about(f"{self.file}: {'model' if recipe.model else 'model_type'}"):
             kind = recipe.model_type or config.from_pretrained(recipe.model).model_type
-            known = dir(config.for_model(kind))
+            # T5 has no attribute for the first token of the decoder until it is set.
+            known = [*dir(config.for_model(kind)), "decoder_start_token_id"]
             _check_keys(f"{self.file}: model_config", f"value of {kind}", given, known)
-            values = {name: value for name, value in values.items() if name in known} | given
+            values |= given
             if recipe.model is None:
                 return loader.from_config(config.for_model(kind, **values))
             return loader.from_pretrained(
@@ -394,7 +397,11 @@ def _causal_lm(job: _Job) -> dict[str, Any]:
 
 
 def _sft(job: _Job) -> dict[str, Any]:
+    from datasets import Value
+
     tokenizer = job.load("AutoTokenizer")
+    if not isinstance(job.train.features.get("text", Value("string")), Value):
+        job.change(lambda data: data.rename_column("text", "messages"))
     model = job.model("AutoModelForCausalLM", tokenizer)
     return {"model": model, "processing_class": tokenizer, "peft_config": job.adapter("CAUSAL_LM")}
 
@@ -517,7 +524,7 @@ def _sentence_transformers(job: _Job) -> dict[str, Any]:
 TASKS = {
     "causal-lm": Task((("text",),), _causal_lm),
     "sft": Task(
-        (("messages",), ("text",), ("prompt", "completion")), _sft, "hf_trainer.trl:SFTTrainer", "trl:SFTConfig", ()
+        (("text",), ("messages",), ("prompt", "completion")), _sft, "hf_trainer.trl:SFTTrainer", "trl:SFTConfig", ()
     ),
     "dpo": Task(
         (("prompt", "chosen", "rejected"), ("chosen", "rejected")),

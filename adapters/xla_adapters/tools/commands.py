@@ -292,9 +292,9 @@ def _preflight_model(options: argparse.Namespace, target: Target, schemes: tuple
 def add_train(parser: argparse.ArgumentParser) -> None:
     """`train`."""
     parser.description = (
-        "Trains by a recipe: a YAML file that names a task, a model, a dataset, training arguments and options. What the "
-        "command line says replaces what the file says. docs/guides/recipes.md explains the keys; examples/recipes has "
-        "a recipe for each task."
+        "Trains by a recipe: a YAML file that names a task, a model, a dataset, training arguments and options. Keys "
+        "on the command line replace those of the file. docs/guides/recipes.md explains them; examples/recipes has a "
+        "recipe for each task."
     )
     parser.usage = "xla-adapters train RECIPE [--key=value ...]\n       xla-adapters train RECIPE --help"
     parser.set_defaults(run=_run_train)
