@@ -109,6 +109,8 @@ def train(file: str, overrides: Sequence[str] = ()) -> Any:
     task, recipe, xla, args, more = _parsed(file, overrides)
     set_seed(args.seed)
     job = _Job(file, recipe, args, xla, more, *_datasets(file, recipe))
+    if job.evaluation is None and args.eval_strategy != "no":
+        raise job.error("eval_strategy", f"{args.eval_strategy.value} needs eval_files or eval_split")
     job.name_columns(task.columns)
     options = task.prepare(job)
     trainer = _class(task.trainer)(
@@ -195,8 +197,6 @@ def _about(where: str) -> Iterator[None]:
     """Errors of libraries inside the context are those of a recipe: says which key they are about."""
     try:
         yield
-    except ConfigError:
-        raise
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{where}: {error}") from error
 
@@ -321,12 +321,14 @@ class _Job:
             special = ("pad_token_id", "bos_token_id", "eos_token_id")
             values |= {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in special}}
         loader, config = getattr(transformers, auto), transformers.AutoConfig
-        with _about(f"{self.file}: {'model' if recipe.model else 'model_type'}"):
+        where = f"{self.file}: {'model' if recipe.model else 'model_type'}"
+        with _about(where):
             kind = recipe.model_type or config.from_pretrained(recipe.model).model_type
             # T5 has no attribute for the first token of the decoder until it is set.
             known = [*dir(config.for_model(kind)), "decoder_start_token_id"]
-            _check_keys(f"{self.file}: model_config", f"value of {kind}", given, known)
-            values |= given
+        _check_keys(f"{self.file}: model_config", f"value of {kind}", given, known)
+        values |= given
+        with _about(where):
             if recipe.model is None:
                 return loader.from_config(config.for_model(kind, **values))
             return loader.from_pretrained(

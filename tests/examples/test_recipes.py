@@ -6,8 +6,12 @@ import functools
 import json
 import os
 import shutil
+import subprocess
+import sys
 import sysconfig
+import tomllib
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +39,9 @@ from transformers import (
 from hf_trainer import recipes
 from tests.architecture import ROOT
 from tests.hf_trainer.scenarios import CountEachStep
-from tests.isolation import run_in_child
+from tests.isolation import isolated, run_in_child
+from xla_adapters import ConfigError, cli
+from xla_adapters.tools import commands
 
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("trl")
@@ -231,3 +237,117 @@ def test_each_recipe_is_tried_and_each_task_has_one() -> None:
     found = {path.stem: yaml.safe_load(path.read_text())["task"] for path in _RECIPES.glob("*.yaml")}
     assert found.keys() == _CASES.keys()
     assert set(found.values()) == set(recipes.TASKS)
+
+
+_CLASSIFICATION: dict[str, Any] = {
+    **{"task": "classification", "model": "model", "dataset": "csv", "data_files": ["train.csv"]},
+    **{"columns": ["body", "kind"], "output_dir": "out", "max_steps": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "message"),
+    [
+        ({"learning_rat": 1}, [], "there is no key 'learning_rat'; is it learning_rate"),
+        ({}, ["--shape=auto"], "the command line: there is no key 'shape'; is it shapes"),
+        ({}, ["--beta=1"], "the command line: there is no key 'beta'"),
+        ({"task": "dop"}, [], "task: 'dop' is none of causal-lm, sft, dpo"),
+        ({"max_steps": "many"}, [], r"recipe.yaml: argument --max_steps.*: invalid int value: 'many'"),
+        ({"eval_strategy": "steps"}, [], "eval_strategy: steps needs eval_files or eval_split"),
+        ({"sharding": "fdsp"}, [], "recipe.yaml: .*fdsp"),
+        ({"dataset": None}, [], "dataset: give json"),
+        ({"dataset": "josn"}, [], "dataset: 'josn' cannot be loaded"),
+        ({}, ["--data_files", "train.csv", "tets.csv"], "data_files: there is no 'tets.csv' in /"),
+        ({"data_dir": "nowhere"}, [], "data_dir: there is no 'nowhere'"),
+        ({"split": "test"}, [], "split: the dataset has no 'test'; it has train"),
+        (
+            {"columns": None},
+            [],
+            r"columns: classification reads text, text_pair, label or text, label; .* has body",
+        ),
+        ({"columns": ["body", "knd"]}, [], "has body, kind, number, and no knd. Name them in this order"),
+        ({"columns": ["body"]}, [], "columns: classification reads"),
+        ({"model": None}, ["--processor=model"], "model: give a folder or a name on the hub; or model_type"),
+        ({"model": "nowhere"}, [], "recipe.yaml: model: "),
+        ({"model": None, "model_type": "brt", "processor": "model"}, [], "recipe.yaml: model_type: .*brt"),
+        ({"model": None, "model_type": "bert"}, [], "processor: a model from scratch has none"),
+        (
+            {"model_config": {"hidden_sise": 8}},
+            [],
+            "model_config: there is no value of bert 'hidden_sise'; is it hid",
+        ),
+        ({}, ["--model_config=[8]"], r"model_config: \[8\] is no mapping"),
+        ({}, ["--model_config={"], "model_config: '{' is no mapping, and no JSON"),
+        ({"lora": {"rank": 8}}, [], "lora: there is no value 'rank'"),
+        ({"lora": {"r": 8, "target_modules": ["nothing"]}}, [], "recipe.yaml: lora: No modules"),
+        ({"columns": ["kind", "number"]}, [], "labels are texts or numbers of classes, and not 0.5"),
+        (
+            {"task": "sentence-transformers", "loss": "NegativesRankingLoss"},
+            [],
+            "no loss 'NegativesRankingLoss'; is",
+        ),
+        ({"task": "causal-lm", "columns": ["body"], "max_length": 9999}, [], "max_length: the texts are shorter than"),
+    ],
+)
+@isolated
+def test_a_mistake_names_the_key(
+    change: dict[str, Any], overrides: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    _encoder(BertForSequenceClassification)
+    Path("train.csv").write_text("body,kind,number\na,warm,0.5\nb,cold,1.5\n")
+    Path("recipe.yaml").write_text(yaml.safe_dump({**_CLASSIFICATION, **change}))
+    with pytest.raises(ConfigError, match=message):
+        recipes.train("recipe.yaml", overrides)
+
+
+@isolated
+def test_what_yaml_reads_as_something_else(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    values = {**_CLASSIFICATION, "eval_files": [], "shapes": {"buckets": 3}, "eval_steps": None, "bf16": False}
+    file.write_text(yaml.safe_dump(values) + "save_strategy: no\nlearning_rate: 1e-3\n")
+    _, recipe, xla, args, texts = recipes._parsed(str(file), ["--max_steps=7", "--columns", "a", "b", "--bf16"])
+    assert (args.save_strategy, args.learning_rate, args.max_steps, args.bf16) == ("no", 1e-3, 7, True)
+    assert (recipe.columns, recipe.eval_files, xla.shapes) == (["a", "b"], [], '{"buckets": 3}')
+    assert texts.max_length == 512
+
+
+@isolated
+def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        recipes.train(str(tmp_path / "none.yaml"))
+    for text in ("a: [", "- a"):
+        (tmp_path / "recipe.yaml").write_text(text)
+        with pytest.raises(ConfigError, match="recipe"):
+            recipes.train(str(tmp_path / "recipe.yaml"))
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    given = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["xla_adapters.train"]
+    ((name, value),) = given.items()
+    entry = EntryPoint(name, value, "xla_adapters.train")
+    assert entry.load() is recipes.main
+    monkeypatch.setattr(commands, "entry_points", lambda group: [entry])
+    calls: list[Any] = []
+    monkeypatch.setattr(recipes, "main", lambda *args: calls.append(args) or 3)
+    assert cli.main(["train", "recipe.yaml", "--max_steps=3", "--help"]) == 3
+    assert calls == [("recipe.yaml", ["--max_steps=3", "--help"])]
+    monkeypatch.setattr(commands, "entry_points", lambda group: [])
+    assert cli.main(["train", "recipe.yaml"]) == 2
+    assert "reinstall xla-adapters" in capsys.readouterr().err
+
+
+def test_all_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        recipes.train(str(_RECIPES / "dpo.yaml"), ["--help"])
+    assert ended.value.code == 0
+    listed = capsys.readouterr().out
+    assert all(f"--{key} " in listed for key in ("beta", "lora", "model_type", "sharding", "max_steps"))
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys, xla_adapters.cli as cli\ntry: cli.main(['train', '--help'])\nexcept SystemExit: pass\n"
+    done = subprocess.run([sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)"], timeout=100)
+    assert done.returncode == 0
