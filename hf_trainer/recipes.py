@@ -123,6 +123,8 @@ def train(file: str, overrides: Sequence[str] = ()) -> Any:
     )
     resume = {"true": True, "false": False, None: None}
     trainer.train(resume.get(args.resume_from_checkpoint, args.resume_from_checkpoint))
+    if job.evaluation is not None and args.eval_strategy == "no":
+        trainer.evaluate()
     trainer.save_model()
     for processor in job.processors:
         processor.save_pretrained(args.output_dir)
@@ -395,7 +397,7 @@ def _causal_lm(job: _Job) -> dict[str, Any]:
     if not len(job.train):
         raise job.error("max_length", f"the texts are shorter than one row of {length} tokens")
     model = job.adapted(job.model("AutoModelForCausalLM", tokenizer), "CAUSAL_LM")
-    return {"model": model, "data_collator": transformers.default_data_collator}
+    return {"model": model, "processing_class": tokenizer, "data_collator": transformers.default_data_collator}
 
 
 def _sft(job: _Job) -> dict[str, Any]:

@@ -187,6 +187,18 @@ def _words(options: dict[str, Any]) -> list[str]:
     return words
 
 
+_SHORT: dict[str, Any] = {
+    **{"max_steps": _STEPS, "save_strategy": "steps", "save_steps": _SAVED, "logging_steps": 1, "bf16": False},
+    **{"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "warmup_steps": 0, "disable_tqdm": True},
+    **{"learning_rate": 1e-2},
+}
+
+
+def _prepared(folder: Path, name: str) -> dict[str, Any]:
+    os.chdir(folder)
+    return {**_SHORT, **_CASES[name][0]()}
+
+
 def _trained(folder: Path, name: str, options: dict[str, Any]) -> dict[str, Any]:
     os.chdir(folder)
     datasets.config.HF_DATASETS_CACHE = folder / "cache"
@@ -204,23 +216,10 @@ def _trained(folder: Path, name: str, options: dict[str, Any]) -> dict[str, Any]
 
 @pytest.mark.parametrize("name", _CASES)
 def test_a_recipe(name: str, tmp_path: Path) -> None:
-    prepare, graphs = _CASES[name]
-
-    def prepared() -> dict[str, Any]:
-        os.chdir(tmp_path)
-        return prepare()
-
-    usual = {"max_steps": _STEPS, "save_strategy": "steps", "save_steps": _SAVED, "logging_steps": 1, "bf16": False}
-    usual |= {
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "warmup_steps": 0,
-        "disable_tqdm": True,
-    }
-    options = {"learning_rate": 1e-2, **usual, **run_in_child(prepared)}
+    options = run_in_child(functools.partial(_prepared, tmp_path, name))
     whole = run_in_child(functools.partial(_trained, tmp_path, name, options))
     assert whole["executions"] == [1] * _STEPS
-    assert sum(whole["compiles"]) == graphs
+    assert sum(whole["compiles"]) == _CASES[name][1]
     losses = whole["losses"]
     assert sum(losses[step] for step in (10, 11, 12)) < sum(losses[step] for step in (1, 2, 3))
     assert {"checkpoint-6", "checkpoint-12"} <= set(whole["files"])
@@ -231,6 +230,23 @@ def test_a_recipe(name: str, tmp_path: Path) -> None:
     later = {step: loss for step, loss in losses.items() if step > _SAVED}
     assert {step: loss for step, loss in resumed["losses"].items() if step > _SAVED} == later
     assert len(resumed["executions"]) == _STEPS - _SAVED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _CASES)
+def test_a_recipe_with_an_adapter(name: str, tmp_path: Path) -> None:
+    options = run_in_child(functools.partial(_prepared, tmp_path, name))
+    targets = {"seq2seq": ["q", "v"], "whisper": ["q_proj", "v_proj"], "vit": ["q_proj", "v_proj"]}
+    lora = {"r": 2, "target_modules": targets.get(name, "all-linear")}
+    trained = run_in_child(functools.partial(_trained, tmp_path, name, {**options, "max_steps": 3, "lora": lora}))
+    assert trained["executions"] == [1] * 3
+    assert "adapter_model.safetensors" in trained["files"]
+
+
+def test_a_recipe_on_several_devices(tmp_path: Path) -> None:
+    options = run_in_child(functools.partial(_prepared, tmp_path, "causal_lm")) | {"max_steps": 3, "sharding": "fsdp"}
+    trained = run_in_child(functools.partial(_trained, tmp_path, "causal_lm", options), env={"CPU_NUM_DEVICES": "8"})
+    assert trained["executions"] == [1] * 3
 
 
 def test_each_recipe_is_tried_and_each_task_has_one() -> None:
