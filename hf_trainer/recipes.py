@@ -148,7 +148,7 @@ def _parsed(file: str, overrides: Sequence[str]) -> tuple[Task, Recipe, XLAArgum
     if name not in TASKS:
         raise ConfigError(f"{file}: task: {name!r} is none of {', '.join(TASKS)}")
     task = TASKS[name]
-    kinds = (Recipe, XLAArguments, _class(task.arguments), *task.keys)
+    kinds: tuple[Any, ...] = (Recipe, XLAArguments, _class(task.arguments), *task.keys)
     parser = _Parser(kinds, prog=f"xla-adapters train {file}", allow_abbrev=False)
     actions: dict[str, Any] = {}
     for action in parser._actions:
@@ -158,15 +158,15 @@ def _parsed(file: str, overrides: Sequence[str]) -> tuple[Task, Recipe, XLAArgum
     given = [word for key, value in values.items() for word in _words(key, value, actions[key])]
     parsed, rest = parser.parse_known_args([*given, *overrides])
     _check_keys("the command line", "key", [word.partition("=")[0].lstrip("-") for word in rest], actions)
-    found = []
+    found: list[Any] = []
     for kind in kinds:
-        names = [one.name for one in dataclasses.fields(kind) if one.init]
-        if kind is kinds[2] and found[1].to_sharding() is not None:
+        if len(found) == 2 and found[1].to_sharding() is not None:
             # Training arguments start the runtime.
             xla_adapters.initialize(spmd=True)
         with _about(file):
-            found.append(kind(**{one: getattr(parsed, one) for one in names}))
-    return (task, *found[:3], found[3] if found[3:] else None)
+            found.append(kind(**{one.name: getattr(parsed, one.name) for one in dataclasses.fields(kind) if one.init}))
+    recipe, xla, args, *more = found
+    return task, recipe, xla, args, more[0] if more else None
 
 
 def _words(key: str, value: Any, action: argparse.Action) -> list[str]:
@@ -316,13 +316,14 @@ class _Job:
             tokenizer: a model from scratch has its vocabulary.
             values: of its config, beside those of the recipe.
         """
-        recipe, given = self.recipe, self.mapping("model_config")
+        given, recipe = self.mapping("model_config"), self.recipe
         if (recipe.model is None) == (recipe.model_type is None):
             raise self.error("model", "give a folder or a name on the hub; or model_type, to train from scratch")
         if recipe.model_type is not None and tokenizer is not None:
             special = ("pad_token_id", "bos_token_id", "eos_token_id")
             values |= {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in special}}
-        loader, config = getattr(transformers, auto), transformers.AutoConfig
+        loader: Any = getattr(transformers, auto)
+        config: Any = transformers.AutoConfig
         where = f"{self.file}: {'model' if recipe.model else 'model_type'}"
         with _about(where):
             kind = recipe.model_type or config.from_pretrained(recipe.model).model_type

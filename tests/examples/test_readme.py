@@ -32,7 +32,6 @@ _NOT_RUN = {
     "docs/guides/preflight.md": 2,
     "docs/guides/warm_start.md": 3,
     "docs/install.md": 1,
-    "docs/quickstart/lightning.md": 1,
     "docs/reference/cli.md": 3,
     "docs/results/performance.md": 1,
     "docs/results/preflight.md": 1,
@@ -42,6 +41,7 @@ _NOT_RUN = {
 _NEEDS = {
     "docs/guides/diffusers.md": "diffusers",
     "docs/guides/peft.md": "peft",
+    "docs/guides/recipes.md": "datasets",
     "docs/guides/sentence_transformers.md": "sentence_transformers",
     "docs/guides/timm.md": "timm",
     "docs/guides/trl.md": "trl",
@@ -65,13 +65,19 @@ def _blocks(page: str) -> list[Block]:
 
 
 def _program(page: str) -> str:
-    """The blocks as one program; the commands of a shell block are calls of the command line."""
+    """The blocks as one program; commands of a shell block are calls of the command line, and YAML is a file.
+
+    Its first line is a comment with the name of the file.
+    """
     parts = []
     for block in _blocks(page):
         if block.not_run is not None:
             continue
         if block.language == "python":
             parts.append(block.text)
+        elif block.language == "yaml":
+            file = block.text.partition("\n")[0].removeprefix("# ")
+            parts.append(f"import pathlib\npathlib.Path({file!r}).write_text({block.text!r})")
         elif block.language == "sh":
             for line in block.text.splitlines():
                 command, *arguments = shlex.split(line, comments=True)
@@ -111,7 +117,7 @@ def test_blocks_that_are_not_run_are_counted() -> None:
 
 def test_every_block_is_of_a_kind_that_is_looked_at() -> None:
     for page, path in PAGES.items():
-        assert {block.language for block in _blocks(page)} <= {"python", "sh", "diff"}, page
+        assert {block.language for block in _blocks(page)} <= {"python", "sh", "diff", "yaml"}, page
         text = path.read_text()
         assert len(re.findall(r"(?m)^\s*```", text)) == 2 * len(_FENCE.findall(text)), page
 

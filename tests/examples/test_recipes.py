@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -247,6 +248,40 @@ def test_a_recipe_on_several_devices(tmp_path: Path) -> None:
     options = run_in_child(functools.partial(_prepared, tmp_path, "causal_lm")) | {"max_steps": 3, "sharding": "fsdp"}
     trained = run_in_child(functools.partial(_trained, tmp_path, "causal_lm", options), env={"CPU_NUM_DEVICES": "8"})
     assert trained["executions"] == [1] * 3
+
+
+def test_documents_are_packed(tmp_path: Path) -> None:
+    options = run_in_child(functools.partial(_prepared, tmp_path, "causal_lm"))
+    options |= {"max_steps": 3, "max_length": 64, "shapes": {"packing": 64}, "per_device_train_batch_size": 2}
+    trained = run_in_child(functools.partial(_trained, tmp_path, "causal_lm", options))
+    assert (trained["executions"], sum(trained["compiles"])) == ([1] * 3, 1)
+
+
+def test_a_column_of_messages(tmp_path: Path) -> None:
+    def prepared() -> dict[str, Any]:
+        options = _prepared(tmp_path, "sft_lora")
+        tokenizer = PreTrainedTokenizerFast.from_pretrained("model")
+        tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{% endfor %}"
+        tokenizer.save_pretrained("model")
+        turns = (("user", "what is it"), ("assistant", "a graph"))
+        _lines("data.jsonl", lambda index: {"chat": [{"role": role, "content": content} for role, content in turns]})
+        return {**options, "max_steps": 2, "columns": ["chat"]}
+
+    trained = run_in_child(functools.partial(_trained, tmp_path, "sft_lora", run_in_child(prepared)))
+    assert trained["executions"] == [1, 1]
+
+
+def test_sounds(tmp_path: Path) -> None:
+    job: Any = SimpleNamespace(file="recipe.yaml", error=lambda key, message: ConfigError(f"{key}: {message}"))
+    samples = np.array([[16384, 0], [-16384, 16384]], np.int16)
+    wavfile.write(tmp_path / "stereo.wav", 8000, samples)
+    np.testing.assert_allclose(recipes._sound(job, str(tmp_path / "stereo.wav"), 8000), [0.25, 0.0], atol=1e-4)
+    decoded = {"array": [0.5, -0.5], "sampling_rate": 16000}
+    np.testing.assert_allclose(recipes._sound(job, decoded, 16000), [0.5, -0.5])
+    with pytest.raises(ConfigError, match="16000 samples per second, and the feature extractor wants 8000"):
+        recipes._sound(job, decoded, 8000)
+    with pytest.raises(ConfigError, match=r"audio: nowhere.wav"):
+        recipes._sound(job, "nowhere.wav", 8000)
 
 
 def test_each_recipe_is_tried_and_each_task_has_one() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import Strategy
 
@@ -300,6 +301,13 @@ def test_strategy_by_class_with_options(tmp_path: Path) -> None:
         tmp_path, "--trainer.strategy=lightning_strategy.XLAEagerStrategy", "--trainer.strategy.max_graphs=3"
     )
     assert ours.trainer.strategy.xla_config.max_graphs == 3
+
+
+def test_strategy_by_class_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "train.yaml"
+    strategy = {"class_path": "lightning_strategy.XLAEagerStrategy", "init_args": {"max_graphs": 3}}
+    file.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    assert assert_one_graph_per_step(tmp_path, f"--config={file}").trainer.strategy.xla_config.max_graphs == 3
 
 
 def test_saved_configuration_trains_again(tmp_path: Path) -> None:
