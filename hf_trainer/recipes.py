@@ -149,7 +149,8 @@ def _parsed(file: str, overrides: Sequence[str]) -> tuple[Task, Recipe, XLAArgum
         raise ConfigError(f"{file}: task: {name!r} is none of {', '.join(TASKS)}")
     task = TASKS[name]
     kinds: tuple[Any, ...] = (Recipe, XLAArguments, _class(task.arguments), *task.keys)
-    parser = _Parser(kinds, prog=f"xla-adapters train {file}", allow_abbrev=False)
+    program = f"xla-adapters train {file}"
+    parser = _Parser(kinds, prog=program, usage=f"{program} [--key=value ...]", allow_abbrev=False)
     actions: dict[str, Any] = {}
     for action in parser._actions:
         actions.setdefault(action.dest, action)

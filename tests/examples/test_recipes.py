@@ -189,7 +189,7 @@ def _words(options: dict[str, Any]) -> list[str]:
 
 
 _SHORT: dict[str, Any] = {
-    **{"max_steps": _STEPS, "save_strategy": "steps", "save_steps": _SAVED, "logging_steps": 1, "bf16": False},
+    **{"max_steps": _STEPS, "save_strategy": "steps", "save_steps": _SAVED, "logging_steps": 1},
     **{"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "warmup_steps": 0, "disable_tqdm": True},
     **{"learning_rate": 1e-2},
 }
