@@ -121,8 +121,8 @@ def train(file: str, overrides: Sequence[str] = ()) -> Any:
         callbacks=[XLAStatsCallback()],
         **options,
     )
-    resume = {"true": True, "false": False, None: None}
-    trainer.train(resume.get(args.resume_from_checkpoint, args.resume_from_checkpoint))
+    resume = args.resume_from_checkpoint
+    trainer.train({"true": True, "false": False}.get(str(resume).lower(), resume))
     if job.evaluation is not None and args.eval_strategy == "no":
         trainer.evaluate()
     trainer.save_model()
@@ -158,7 +158,10 @@ def _parsed(file: str, overrides: Sequence[str]) -> tuple[Task, Recipe, XLAArgum
     parser.set_defaults(**{key: value for key, value in values.items() if value is None or value == []})
     given = [word for key, value in values.items() for word in _words(key, value, actions[key])]
     parsed, rest = parser.parse_known_args([*given, *overrides])
-    _check_keys("the command line", "key", [word.partition("=")[0].lstrip("-") for word in rest], actions)
+    for word in rest:
+        if word.startswith("--"):
+            _check_keys("the command line", "key", [word[2:].partition("=")[0]], actions)
+        raise ConfigError(f"the command line: {word!r} is not understood; write --key=value")
     found: list[Any] = []
     for kind in kinds:
         if len(found) == 2 and found[1].to_sharding() is not None:

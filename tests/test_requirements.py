@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import tomllib
 
 import pytest
 
+from hf_trainer import _requirements
 from tests.architecture import ROOT
 
 
@@ -17,8 +19,6 @@ from tests.architecture import ROOT
     [
         ("hf_trainer", "transformers", "xla-adapters[hf]"),
         ("hf_trainer", "accelerate", "xla-adapters[hf]"),
-        ("hf_trainer.trl", "trl", "xla-adapters[ecosystem]"),
-        ("hf_trainer.sentence_transformers", "sentence_transformers", "xla-adapters[ecosystem]"),
         ("lightning_strategy", "lightning", "xla-adapters[lightning]"),
     ],
 )
@@ -32,6 +32,19 @@ def test_the_extra_is_named(package: str, missing: str, extra: str) -> None:
     )
     assert done.returncode == 1
     assert f"pip install '{extra}'" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("module", "said"), [("trl", "TRL 1.16"), ("sentence_transformers", "sentence-transformers 6.2")]
+)
+def test_the_extra_of_a_library_is_named(module: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_requirements, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, f"hf_trainer.{module}", raising=False)
+    with pytest.raises(ImportError) as raised:
+        importlib.import_module(f"hf_trainer.{module}")
+    assert str(raised.value) == (
+        f"hf_trainer.{module} needs {said}; install it with: pip install 'xla-adapters[ecosystem]'"
+    )
 
 
 def test_the_versions_that_are_named_are_those_of_the_extra() -> None:

@@ -252,7 +252,13 @@ def test_a_recipe_on_several_devices(tmp_path: Path) -> None:
 
 def test_documents_are_packed(tmp_path: Path) -> None:
     options = run_in_child(functools.partial(_prepared, tmp_path, "causal_lm"))
-    options |= {"max_steps": 3, "max_length": 64, "shapes": {"packing": 64}, "per_device_train_batch_size": 2}
+    options |= {
+        "max_steps": 3,
+        "max_length": 64,
+        "shapes": {"packing": 64},
+        "resume_from_checkpoint": False,
+        "per_device_train_batch_size": 2,
+    }
     trained = run_in_child(functools.partial(_trained, tmp_path, "causal_lm", options))
     assert (trained["executions"], sum(trained["compiles"])) == ([1] * 3, 1)
 
@@ -301,6 +307,7 @@ _CLASSIFICATION: dict[str, Any] = {
     [
         ({"learning_rat": 1}, [], "there is no key 'learning_rat'; is it learning_rate"),
         ({}, ["--shape=auto"], "the command line: there is no key 'shape'; is it shapes"),
+        ({}, ["max_steps=3"], "the command line: 'max_steps=3' is not understood; write --key=value"),
         ({}, ["--beta=1"], "the command line: there is no key 'beta'"),
         ({"task": "dop"}, [], "task: 'dop' is none of causal-lm, sft, dpo"),
         ({"max_steps": "many"}, [], r"recipe.yaml: argument --max_steps.*: invalid int value: 'many'"),
