@@ -44,7 +44,7 @@ class Recipe:
     task: str = _key("What is trained.", "")
     model: str | None = _key("A folder or a name on the hub, for from_pretrained.")
     model_type: str | None = _key("Instead of model: the type of a model that is trained from scratch, e.g. llama.")
-    model_config: str | None = _key("Values of the model's config, as a mapping.")
+    model_config: str | None = _key("Values of the model's config, as a mapping. dtype is float32 if it is not there.")
     processor: str | None = _key("Folder or name of the tokenizer, image processor or feature extractor (the model's).")
     dataset: str | None = _key("json, csv, text, parquet or imagefolder with files, or a name on the hub.")
     dataset_config: str | None = _key("The configuration of a dataset that has several.")
@@ -339,7 +339,11 @@ class _Job:
             if recipe.model is None:
                 return loader.from_config(config.for_model(kind, **values))
             return loader.from_pretrained(
-                recipe.model, config=config.from_pretrained(recipe.model, **values), ignore_mismatched_sizes=True
+                recipe.model,
+                config=config.from_pretrained(recipe.model, **values),
+                dtype=values.get("dtype", "float32"),
+                # A classifier of other classes gets a new head.
+                ignore_mismatched_sizes="id2label" in values,
             )
 
     def adapter(self, task_type: str | None = None) -> Any:

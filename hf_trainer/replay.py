@@ -1,4 +1,4 @@
-"""Replayed steps in HF's loops: which steps may be replayed, their `CallSpec`, and the user code in them."""
+"""Replayed steps in HF's loops: which may be replayed, their `CallSpec`, the user code in them, and TRL's metrics."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 from scipy.io import wavfile
@@ -370,6 +371,21 @@ def test_what_yaml_reads_as_something_else(tmp_path: Path) -> None:
     assert (args.save_strategy, args.learning_rate, args.max_steps, args.bf16) == ("no", 1e-3, 7, True)
     assert (recipe.columns, recipe.eval_files, xla.shapes) == (["a", "b"], [], '{"buckets": 3}')
     assert texts.max_length == 512
+
+
+@isolated
+def test_a_model_is_loaded_as_the_recipe_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    BertModel(BertConfig(vocab_size=32, **_TINY)).bfloat16().save_pretrained("model")
+
+    def loaded(**config: Any) -> Any:
+        recipe = recipes.Recipe(model="model", model_config=json.dumps(config))
+        job = recipes._Job("recipe.yaml", recipe, None, recipes.XLAArguments(), None, None, None)
+        return job.model("AutoModelForSequenceClassification", id2label={0: "a", 1: "b", 2: "c"})
+
+    model = loaded(hidden_dropout_prob=0.25)
+    assert (model.dtype, model.classifier.out_features, model.dropout.p) == (torch.float32, 3, 0.25)
+    assert loaded(dtype="bfloat16").dtype is torch.bfloat16
 
 
 @isolated
