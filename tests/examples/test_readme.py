@@ -16,6 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import datasets
 import pytest
 
 from tests.isolation import outcome_of
@@ -147,6 +148,8 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
 
     def run() -> None:
         os.chdir(tmp_path)
+        # Where what a page loads from files is kept.
+        datasets.config.HF_DATASETS_CACHE = tmp_path / "cache"
         for _ in range(2 if page in _RESUMED else 1):
             runpy.run_path("program.py", run_name="__main__")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -45,7 +46,6 @@ from tests.isolation import isolated, run_in_child
 from xla_adapters import ConfigError, cli
 from xla_adapters.tools import commands
 
-datasets = pytest.importorskip("datasets")
 pytest.importorskip("trl")
 pytest.importorskip("sentence_transformers")
 
@@ -354,7 +354,6 @@ def test_a_mistake_names_the_key(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     _encoder(BertForSequenceClassification)
     Path("train.csv").write_text("body,kind,number\na,warm,0.5\nb,cold,1.5\n")
     Path("recipe.yaml").write_text(yaml.safe_dump({**_CLASSIFICATION, **change}))
