@@ -148,7 +148,10 @@ def _parsed(file: str, overrides: Sequence[str]) -> tuple[Task, Recipe, XLAArgum
     if name not in TASKS:
         raise ConfigError(f"{file}: task: {name!r} is none of {', '.join(TASKS)}")
     task = TASKS[name]
-    kinds: tuple[Any, ...] = (Recipe, XLAArguments, _class(task.arguments), *task.keys)
+    with _about(f"{file}: task"):
+        # If the library is missing, the trainer's module says what to install.
+        _, arguments = _class(task.trainer), _class(task.arguments)
+    kinds: tuple[Any, ...] = (Recipe, XLAArguments, arguments, *task.keys)
     program = f"xla-adapters train {file}"
     parser = _Parser(kinds, prog=program, usage=f"{program} [--key=value ...]", allow_abbrev=False)
     actions: dict[str, Any] = {}
@@ -203,7 +206,7 @@ def _about(where: str) -> Iterator[None]:
     """Errors of libraries inside the context are those of a recipe: says which key they are about."""
     try:
         yield
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
@@ -217,7 +220,8 @@ def _class(path: str) -> Any:
 
 def _datasets(file: str, recipe: Recipe) -> tuple[Any, Any]:
     """The datasets to train and to evaluate with; None if it is not evaluated."""
-    require("a recipe", "ecosystem", datasets="datasets")
+    with _about(f"{file}: dataset"):
+        require("a recipe", "ecosystem", datasets="datasets")
     from datasets import exceptions, load_dataset
 
     if recipe.dataset is None:
@@ -231,7 +235,8 @@ def _datasets(file: str, recipe: Recipe) -> tuple[Any, Any]:
     try:
         found = load_dataset(recipe.dataset, recipe.dataset_config, data_files=named or None, data_dir=recipe.data_dir)
     except (OSError, ValueError, exceptions.DatasetsError) as error:
-        raise ConfigError(f"{file}: dataset: {recipe.dataset!r} cannot be loaded: {error}") from error
+        what = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+        raise ConfigError(f"{file}: dataset: {recipe.dataset!r} cannot be loaded: {what}") from error
     chosen = {"split": recipe.split, "eval_split": recipe.eval_split or ("eval" if recipe.eval_files else None)}
     for key, split in chosen.items():
         if split is not None and split not in found:
@@ -300,7 +305,8 @@ class _Job:
                 f"{f', and no {missing[0]}' if missing else ''}. Name them in this order: columns: [...]",
             )
         names = dict(zip(given, wanted, strict=True))
-        self.change(lambda data: data.select_columns(given).rename_columns(names))
+        with _about(f"{self.file}: columns"):
+            self.change(lambda data: data.select_columns(given).rename_columns(names))
 
     def load(self, auto: str) -> Any:
         """A tokenizer, image processor or feature extractor, by the name of its class."""
@@ -351,7 +357,8 @@ class _Job:
         values = self.mapping("lora")
         if not values:
             return None
-        require("lora", "ecosystem", peft="PEFT 0.21")
+        with _about(self.file):
+            require("lora", "ecosystem", peft="PEFT 0.21")
         from peft import LoraConfig
 
         _check_keys(f"{self.file}: lora", "value", values, [one.name for one in dataclasses.fields(LoraConfig)])
@@ -510,7 +517,6 @@ def _sound(job: _Job, value: Any, wanted: int) -> Any:
 
 
 def _sentence_transformers(job: _Job) -> dict[str, Any]:
-    require("sentence-transformers", "ecosystem", sentence_transformers="sentence-transformers 6.2")
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import losses
     from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator

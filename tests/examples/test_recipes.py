@@ -39,7 +39,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_trainer import recipes
+from hf_trainer import _requirements, recipes
 from tests.architecture import ROOT
 from tests.hf_trainer.scenarios import CountEachStep
 from tests.isolation import isolated, run_in_child
@@ -325,6 +325,7 @@ _CLASSIFICATION: dict[str, Any] = {
             r"columns: classification reads text, text_pair, label or text, label; .* has body",
         ),
         ({"columns": ["body", "knd"]}, [], "has body, kind, number, and no knd. Name them in this order"),
+        ({}, ["--eval_files", "other.csv"], "(?s)recipe.yaml: dataset: 'csv' cannot be loaded: .*kind"),
         ({"columns": ["body"]}, [], "columns: classification reads"),
         ({"model": None}, ["--processor=model"], "model: give a folder or a name on the hub; or model_type"),
         ({"model": "nowhere"}, [], "recipe.yaml: model: "),
@@ -356,9 +357,20 @@ def test_a_mistake_names_the_key(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     _encoder(BertForSequenceClassification)
     Path("train.csv").write_text("body,kind,number\na,warm,0.5\nb,cold,1.5\n")
+    Path("other.csv").write_text("body,sort,number\na,warm,0.5\n")
     Path("recipe.yaml").write_text(yaml.safe_dump({**_CLASSIFICATION, **change}))
     with pytest.raises(ConfigError, match=message):
         recipes.train("recipe.yaml", overrides)
+
+
+@isolated
+def test_a_library_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_requirements, "find_spec", lambda name: None)
+    sys.modules.pop("hf_trainer.trl", None)
+    with pytest.raises(ConfigError, match=r"dpo.yaml: task: hf_trainer.trl needs TRL 1.16; install it with"):
+        recipes.train(str(_RECIPES / "dpo.yaml"))
+    with pytest.raises(ConfigError, match=r"vit.yaml: dataset: a recipe needs datasets; install it with"):
+        recipes.train(str(_RECIPES / "vit.yaml"))
 
 
 @isolated
