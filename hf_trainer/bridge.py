@@ -151,7 +151,7 @@ class Bridge:
         save_pretrained_from_device()
         hold_jit_checkpoint(trainer.callback_handler.callbacks)
         self.steps = make_steps(options.config, trainer.args)
-        self.session = Session(trainer, self.steps, self.sharding)
+        self.session = Session(trainer, self.steps, self.sharding, self.moves)
         self.training = TrainingSteps(trainer, base, self.steps, self.inputs, self.record, self.shapes)
         self.evaluation = Evaluation(trainer, base, self.steps, self.inputs, self.session, self.shapes)
         self.checkpoints.steps = self.steps
@@ -233,6 +233,7 @@ class Bridge:
         """The model and the optimizer exist; the weights may come from a checkpoint."""
         # `model_init` has made another one since the session began.
         self.session.prepare_model()
+        self.moves.note(model_of(self._trainer))
         self.record.model_is_made(model_of(self._trainer))
         self.sharding.training_begins()
         if self.checkpoints.resumed_from is not None:

@@ -207,13 +207,15 @@ class XLATrainerMixin(_Base):
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         self._xla.sharding.accept_dtensors(model)
+        self._xla.moves.note(model)
         # In eager mode the move would compile a program for each shape.
-        with self._xla.moves.noting(model), eager(False):
+        with eager(False):
             super()._move_model_to_device(model, device)
 
     def _validate_args(self) -> None:
         # transformers refuses an optimizer whose parameters are on another device than the model.
-        self._xla.moves.follow(self.optimizer)
+        if self.model is not None:
+            self._xla.moves.follow(self.model, self.optimizer)
         super()._validate_args()
 
     # ---- the training step -----------------------------------------------------------------------

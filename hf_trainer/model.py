@@ -134,30 +134,37 @@ def register_transformers_optimizers() -> None:
 
 
 class ParameterMoves:
-    """The parameters that were replaced when a model was moved to the device.
+    """The parameters that were replaced when a model was moved.
 
     torch does so if the two devices have different kinds of tensors. An optimizer made before has the old ones.
     """
 
     def __init__(self) -> None:
-        # Old and new ones. Weak references, so that the host's copy of a model without optimizer is freed.
-        self._moved: list[tuple[weakref.ref[torch.nn.Parameter], weakref.ref[torch.nn.Parameter]]] = []
+        # Weak references, so that the host's copy of a model without optimizer is freed.
+        self._known: list[tuple[str, weakref.ref[torch.nn.Parameter]]] = []
 
-    @contextmanager
-    def noting(self, model: torch.nn.Module) -> Iterator[None]:
-        """Around the move of a model."""
-        before = [(name, weakref.ref(value)) for name, value in model.named_parameters(remove_duplicate=False)]
-        yield
-        after = dict(model.named_parameters(remove_duplicate=False))
-        self._moved += [(old, weakref.ref(after[name])) for name, old in before if name in after and old() is not None]
+    def note(self, model: torch.nn.Module) -> None:
+        """Notes the parameters that an optimizer may have: before the model is moved, and when a training begins."""
+        self._known += [(name, weakref.ref(value)) for name, value in model.named_parameters(remove_duplicate=False)]
 
-    def follow(self, optimizer: Any) -> None:
-        """Lets an optimizer update the moved parameters. The moves so far are forgotten."""
-        pairs = [(old(), new()) for old, new in self._moved]
+    def follow(self, model: torch.nn.Module, optimizer: Any) -> None:
+        """Lets an optimizer update the model's parameters in place of those noted before."""
+        now = dict(model.named_parameters(remove_duplicate=False))
+        pairs = [(old(), now.get(name)) for name, old in self._known]
         moved = {old: new for old, new in pairs if old is not None and new is not None and old is not new}
-        self._moved.clear()
+        self._known.clear()
+        self.note(model)
         if moved and isinstance(optimizer, torch.optim.Optimizer):
             follow_moved_parameters(optimizer, moved)
+
+    def bring_back(self, trainer: transformers.Trainer) -> None:
+        """Moves a model to the device that was moved away from it since the last run (`model.cpu()`)."""
+        model, device = trainer.model, trainer.args.device
+        if not isinstance(model, torch.nn.Module):
+            return
+        if trainer.place_model_on_device and any(value.device != device for value in model.parameters()):
+            trainer._move_model_to_device(model, device)
+        self.follow(model, innermost(trainer.optimizer))
 
 
 def model_of(trainer: transformers.Trainer) -> torch.nn.Module:

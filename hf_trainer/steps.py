@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from hf_trainer.data import Inputs, count_tokens
 from hf_trainer.generation import GENERATION, compiled_generation
 from hf_trainer.libraries import generates_batches, generating, generating_apart, libraries_of, prepared, reads_answered
-from hf_trainer.model import ModelSharding, model_of
+from hf_trainer.model import ModelSharding, ParameterMoves, model_of
 from hf_trainer.patches import as_if_compiling, correct_process_index, losses_not_filtered, trainer_patches
 from hf_trainer.replay import (
     ReplayedLoss,
@@ -96,11 +96,15 @@ class Session:
         trainer: the trainer.
         steps: discards steps that are still open at the end.
         sharding: of the trainer's model.
+        moves: of the trainer's model.
     """
 
-    def __init__(self, trainer: transformers.Trainer, steps: StepDriver, sharding: ModelSharding) -> None:
+    def __init__(
+        self, trainer: transformers.Trainer, steps: StepDriver, sharding: ModelSharding, moves: ParameterMoves
+    ) -> None:
         self._trainer = trainer
         self._steps = steps
+        self._moves = moves
         self._sharding = sharding
         self._is_running = False
         self._prepared: torch.nn.Module | None = None
@@ -119,6 +123,7 @@ class Session:
             stack.enter_context(trainer_patches())
             stack.enter_context(reads_answered(self._trainer))
             stack.enter_context(around_run(self._steps.config))
+            self._moves.bring_back(self._trainer)
             stack.enter_context(self._sharding.applied())
             stack.callback(setattr, self, "_prepared", None)
             stack.enter_context(self._compiled)

@@ -190,6 +190,31 @@ def test_an_optimizer_that_was_made_before_the_model_is_moved(has_state: bool) -
     run.assert_one_graph(4)
 
 
+@pytest.mark.parametrize("moves_back", [False, True])
+def test_training_again_after_the_model_was_moved_to_the_host(moves_back: bool) -> None:
+    with on_cpu(gpt2(), token_samples(16)) as stock:
+        for _ in range(3):
+            stock.train()
+    trainer = hf_trainer.Trainer(gpt2(), arguments(), train_dataset=token_samples(16), eval_dataset=token_samples(4))
+    model: Any = trainer.model
+    trainer.train()
+    model.cpu()
+    trainer.evaluate()
+    assert model.device.type == DEVICE
+    trainer.train()
+    model.cpu()
+    if moves_back:
+        model.to(DEVICE)
+        model.tie_weights()
+    trainer.train()
+    assert model.device.type == DEVICE
+    assert {id(value) for value in model.parameters()} == {
+        id(value) for group in trainer.optimizer.param_groups for value in group["params"]
+    }
+    losses = [[entry["loss"] for entry in each.state.log_history if "loss" in entry] for each in (trainer, stock)]
+    assert_close(*losses)
+
+
 def test_the_filter_of_losses_says_why_it_does_nothing() -> None:
     class Nan(Classifier):
         def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
