@@ -1,6 +1,8 @@
-"""Says which extra is missing, where the import of a framework would only say which module is."""
+"""What must be done before the frameworks are imported. Says which extra is missing: their import would name a module."""
 
 from importlib.util import find_spec
+
+from xla_adapters.runtime import get_runtime
 
 
 def require(module: str, extra: str, **libraries: str) -> None:
@@ -22,3 +24,5 @@ def require(module: str, extra: str, **libraries: str) -> None:
 
 
 require("hf_trainer", "hf", transformers="transformers", accelerate="accelerate")
+# transformers imports torch_xla, too. Only before that is known which handlers the root logger has without it.
+get_runtime()

@@ -28,9 +28,9 @@ class XLAStatsCallback(L.Callback):
     """Logs compiles, executions and speed of training steps, and prints a summary when the training ends.
 
     Every `log_every_n_steps` optimizer steps it logs to all loggers of the Trainer. The values are about the time since
-    the last log, with everything that ran in it: `xla/compiles`, `xla/executions`, `xla/executions_per_step`, and,
-    without the time spent compiling, `xla/seconds_per_step` and `xla/tokens_per_second` (or `xla/samples_per_second`,
-    if the batches have no `input_ids`). It waits for the device only then.
+    the last log, with everything that ran in it: `xla/compiles`, `xla/executions`, `xla/executions_per_step`, and
+    `xla/seconds_per_step` and `xla/tokens_per_second` (or `xla/samples_per_second`, if the batches have no `input_ids`)
+    as in the report of the run. It waits for the device only then.
 
     Attributes:
         stats: the numbers of the whole training.
@@ -44,6 +44,9 @@ class XLAStatsCallback(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begins to count."""
         self._first_step = self._logged_at = trainer.global_step
+        report = getattr(trainer.strategy, "_report", None)
+        # Of other strategies nothing divides the time.
+        self.stats.wall = report.clock if isinstance(report, FitReport) else None
         self.stats.start()
 
     def on_train_batch_end(

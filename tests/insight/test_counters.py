@@ -13,7 +13,8 @@ import torch
 import xla_adapters
 from tests.isolation import ChildFailed, isolated, run_in_child
 from xla_adapters.data.batches import sample_count, token_count
-from xla_adapters.insight.run_record import NAME, EventFile, RunStats
+from xla_adapters.insight.run_record import NAME, EventFile, RunRecord, RunStats
+from xla_adapters.insight.times import COMPILE, EVALUATION, INPUT, SAVE, STEP, WallClock
 
 
 @isolated
@@ -88,6 +89,24 @@ def test_run_stats_of_a_lap_are_those_since_the_last_one() -> None:
     assert laps[1]["samples_per_second"] == pytest.approx(4e-6, rel=1e-3)
     stats.stop()
     assert stats.as_dict()["executions"] == 4
+
+
+@isolated
+def test_rates_are_of_the_time_that_the_report_has_for_steps() -> None:
+    now = [0.0]
+    stats = RunStats(clock=lambda: now[0])
+    record = RunRecord(stats)
+    record.clock = stats.wall = WallClock(lambda: now[0])
+    record.clock.start(STEP)
+    stats.start()
+    for kind, seconds in ((STEP, 8.0), (COMPILE, 16.0), (EVALUATION, 32.0), (SAVE, 64.0), (INPUT, 2.0)):
+        with record.clock.during(kind):
+            now[0] += seconds
+    stats.count_batch(tokens=40)
+    stats.count_step()
+    assert stats.lap()["tokens_per_second"] == record.report().rates["tokens_per_second"] == 4
+    stats.stop()
+    assert stats.as_dict()["tokens_per_second"] == 4
 
 
 @isolated

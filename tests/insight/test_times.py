@@ -122,6 +122,19 @@ def test_the_curve_keeps_the_slowest_of_each_group() -> None:
     assert {point["median"] for point in curve} == {1.25}
 
 
+def test_the_curve_leaves_out_steps_that_compiled() -> None:
+    time = Time()
+    clock = WallClock(time)
+    clock.start(STEP)
+    times = StepTimes(clock)
+    for compiling in (True, False, False, True, False):
+        time.now += 1
+        if compiling:
+            clock.move(0.5, COMPILE)
+        times.step_ended()
+    assert [point["step"] for point in times.curve()] == [2, 3, 5]
+
+
 def test_a_run_with_many_slow_steps_keeps_the_slowest() -> None:
     run = Run()
     for _ in range(8):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +61,31 @@ def test_one_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         runtime.make_runtime("torch_tpu")
     with pytest.raises(ConfigError, match="valid values: 'torch_xla', 'torch_tpu'"):
         runtime.make_runtime("jax")
+
+
+# ---- the root logger ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "kept"),
+    [
+        ("import torch_xla", 0),
+        ("logging.basicConfig(); root.addHandler(logging.NullHandler())", 2),
+    ],
+)
+def test_the_root_logger_has_no_handler_of_torch_xla(before: str, kept: int) -> None:
+    program = f"""
+import logging
+root = logging.getLogger()
+{before}
+import xla_adapters
+xla_adapters.initialize()
+import torch_xla.core.xla_model as xm
+xm.rendezvous("as accelerate calls it")
+print(len(root.handlers))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == [str(kept)], ran.stderr
 
 
 # ---- what must come first -------------------------------------------------------------------------

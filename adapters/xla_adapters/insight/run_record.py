@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from xla_adapters.insight.run_report import Preflight, RunReport, StepSummary
-from xla_adapters.insight.times import COMPILE, INPUT, KINDS, OTHER, SAVE, STEP, StepTimes, WallClock
+from xla_adapters.insight.times import COMPILE, INPUT, KINDS, OTHER, SAVE, STEP, StepTimes, WallClock, stepping
 from xla_adapters.insight.transfer_lines import TransferLines
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import Metrics, get_runtime
@@ -131,18 +131,22 @@ class RunStats:
 
     Args:
         clock: returns monotonic seconds; replaced in tests.
+        wall: divides the wall time of the training; None or one that does not run: only compiles are left out of rates.
 
     Attributes:
         steps, samples, tokens: counted so far.
         seconds: elapsed time; set by `stop()`.
+        stepping: the part of it that rates are of.
         before, after: the device counters at `start()` and `stop()`.
     """
 
     clock: Callable[[], float] = time.perf_counter
+    wall: WallClock | None = field(default=None, repr=False)
     steps: int = 0
     samples: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    stepping: float = 0.0
     before: Metrics | None = field(default=None, repr=False)
     after: Metrics | None = field(default=None, repr=False)
     _started: float = 0.0
@@ -168,20 +172,26 @@ class RunStats:
         """Stops counting; waits for the device."""
         self.after = get_runtime().counters.metrics()
         self.seconds = self.clock() - self._started
+        if self.wall is not None and self.wall.is_running:
+            self.stepping = stepping(self.wall.update())
+        elif self.before is not None:
+            self.stepping = self.seconds - self.after.since(self.before)["compile_seconds"]
 
     def lap(self) -> dict[str, float]:
         """As `as_dict`, since the last `lap()` or since `start()`; waits for the device."""
-        now = replace(self, after=get_runtime().counters.metrics(), seconds=self.clock() - self._started, _last=None)
+        now = replace(self, _last=None)
+        now.stop()
         last, self._last = self._last or RunStats(after=self.before), now
-        counted = {name: getattr(now, name) - getattr(last, name) for name in ("steps", "samples", "tokens", "seconds")}
+        names = ("steps", "samples", "tokens", "seconds", "stepping")
+        counted = {name: getattr(now, name) - getattr(last, name) for name in names}
         return RunStats(before=last.after, after=now.after, **counted).as_dict()
 
     def as_dict(self) -> dict[str, float]:
-        """The totals by name. Rates per second exclude the time spent compiling. Empty before `stop()`."""
+        """The totals by name. Rates are per second of `stepping`. Empty before `stop()`."""
         if self.before is None or self.after is None:
             return {}
         counts = self.after.since(self.before)
-        running = max(self.seconds - counts["compile_seconds"], 1e-9)
+        running = max(self.stepping, 1e-9)
         return {
             "steps": float(self.steps),
             **{
@@ -226,8 +236,6 @@ class RunStats:
 
 
 PAGE = "xla-report.html"
-# Not in the time that steps compute in.
-_NOT_STEPPING = {name for name in KINDS if name in ("setup", "compile", "evaluation", "saves")}
 
 
 class _SoFar(NamedTuple):
@@ -247,7 +255,7 @@ class RunRecord:
     An adapter switches `clock` where the loop begins something else, and calls the methods below.
 
     Args:
-        stats: the adapter counts steps, samples and tokens there.
+        stats: the adapter counts steps, samples and tokens there. Its rates are of the time of `clock`.
         enabled: False notes compiles only.
 
     Attributes:
@@ -266,6 +274,7 @@ class RunRecord:
         self.clock = WallClock()
         self.times = StepTimes(self.clock)
         self.stats = stats
+        stats.wall = self.clock
         self.events: list[CompileEvent] = []
         self.checkpoints: list[dict[str, Any]] = []
         self.transfers = TransferLines()
@@ -406,24 +415,24 @@ class RunRecord:
         self._logged = now
         seconds = [after - before for after, before in zip(now.seconds, last.seconds, strict=True)]
         wall = sum(seconds)
-        stepping = wall - sum(part for part, name in zip(seconds, KINDS, strict=True) if name in _NOT_STEPPING)
+        running = stepping(seconds)
         steps, samples, tokens = now.steps - last.steps, now.samples - last.samples, now.tokens - last.tokens
-        if wall <= 0 or stepping <= 0 or not steps:
+        if wall <= 0 or running <= 0 or not steps:
             return {}
         found = {
             "goodput": seconds[STEP] / wall,
             "input_wait": seconds[INPUT] / wall,
             "compiles": float(now.compiles - last.compiles),
             "compile_seconds": seconds[COMPILE],
-            "seconds_per_step": stepping / steps,
+            "seconds_per_step": running / steps,
         }
         if tokens:
-            found["tokens_per_second"] = tokens / stepping
+            found["tokens_per_second"] = tokens / running
         elif samples:
-            found["samples_per_second"] = samples / stepping
+            found["samples_per_second"] = samples / running
         peak = peak_flops()
         if peak is not None:
-            found["mfu"] = (now.flops - last.flops) / stepping / peak
+            found["mfu"] = (now.flops - last.flops) / running / peak
         return found
 
     def report(self) -> RunReport:
@@ -462,17 +471,17 @@ class RunRecord:
         return {name: found[name] for name in found if name not in ("compile_seconds", "eager_compiles")}
 
     def _rates(self, wall: dict[str, float]) -> dict[str, float | None]:
-        stepping = sum(seconds for name, seconds in wall.items() if name not in _NOT_STEPPING)
+        running = stepping(list(wall.values()))
         total = sum(wall.values())
-        if not self.stats.steps or stepping <= 0:
+        if not self.stats.steps or running <= 0:
             return {}
-        flops = (self._flops() - self._flops_before) / stepping
+        flops = (self._flops() - self._flops_before) / running
         known = not any(program.without_flops for program in self._training())
         peak = peak_flops()
         rates: dict[str, float | None] = {
             "goodput": wall["steps"] / total,
-            "steps_per_second": self.stats.steps / stepping,
+            "steps_per_second": self.stats.steps / running,
             "flops_per_second": flops if known else None,
             "mfu": flops / peak if known and peak is not None else None,
         }
-        return {**rates, **self.stats.throughput(stepping)}
+        return {**rates, **self.stats.throughput(running)}

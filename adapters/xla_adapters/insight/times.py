@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -29,6 +29,18 @@ KINDS: Final = (
     "saves",
     "callbacks",
 )
+
+
+_NOT_STEPPING = frozenset({SETUP, COMPILE, EVALUATION, SAVE})
+
+
+def stepping(seconds: Sequence[float]) -> float:
+    """The time that all rates per second are of: without set-up, compiles and loads of programs, evaluations, saves.
+
+    Args:
+        seconds: for each of `KINDS`.
+    """
+    return sum(part for kind, part in enumerate(seconds) if kind not in _NOT_STEPPING)
 
 
 class WallClock:
@@ -156,9 +168,10 @@ class StepTimes:
     Attributes:
         seconds: of each step.
         slow: the slow steps, in order.
+        compiled: the numbers of the steps that compiled or loaded a program.
     """
 
-    __slots__ = ("_before", "_clock", "_ended", "_limit", "seconds", "slow")
+    __slots__ = ("_before", "_clock", "_ended", "_limit", "compiled", "seconds", "slow")
 
     def __init__(self, clock: WallClock) -> None:
         self._clock = clock
@@ -168,6 +181,7 @@ class StepTimes:
         """Starts from zero; the first step begins."""
         self.seconds = array("d")
         self.slow: list[SlowStep] = []
+        self.compiled: set[int] = set()
         self._limit = 0.0
         self.begin()
 
@@ -183,6 +197,8 @@ class StepTimes:
         passed = ended - self._ended
         if passed > self._limit:
             self._note_slow(passed, now)
+        if now[COMPILE] > self._before[COMPILE]:
+            self.compiled.add(len(self.seconds) + 1)
         self._before, self._ended = now[:], ended
         self.seconds.append(passed)
         if len(self.seconds) % _WINDOW == 0 or len(self.seconds) == _FIRST:
@@ -209,12 +225,16 @@ class StepTimes:
         return {name: ordered[round(place * last)] for name, place in places.items()}
 
     def curve(self, points: int = 400) -> list[dict[str, float]]:
-        """The steps in at most so many groups: the number of each group's first step, its median and its slowest."""
-        size = max(1, -(-len(self.seconds) // points))
+        """The steps in at most so many groups: the number of each group's first step, its median and its slowest.
+
+        Steps that compiled or loaded a program are left out.
+        """
+        steps = [(number, took) for number, took in enumerate(self.seconds, 1) if number not in self.compiled]
+        size = max(1, -(-len(steps) // points))
         found = []
-        for first in range(0, len(self.seconds), size):
-            group = sorted(self.seconds[first : first + size])
-            found.append({"step": first + 1, "median": group[len(group) // 2], "slowest": group[-1]})
+        for first in range(0, len(steps), size):
+            group = sorted(took for _, took in steps[first : first + size])
+            found.append({"step": steps[first][0], "median": group[len(group) // 2], "slowest": group[-1]})
         return found
 
     def as_dict(self) -> dict[str, Any]:

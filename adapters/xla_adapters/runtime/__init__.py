@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copyreg
+import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -71,8 +73,29 @@ def make_runtime(name: str) -> Runtime:
     if name == "torch_tpu":
         from xla_adapters.runtime.torch_tpu.runtime import make_runtime as make
     else:
-        from xla_adapters.runtime.torch_xla.runtime import make_runtime as make
+        with _without_root_handler():
+            from xla_adapters.runtime.torch_xla.runtime import make_runtime as make
     return make()
+
+
+@contextmanager
+def _without_root_handler() -> Iterator[None]:
+    """Removes the handler that the import of torch_xla gives the root logger (by `logging.basicConfig()`).
+
+    With it loggers that have a handler (Lightning's) say everything twice, and `basicConfig` of the program does
+    nothing. accelerate may have imported torch_xla before; then the handler is known by its format.
+    """
+    root = logging.getLogger()
+    kept = list(root.handlers)
+    if "torch_xla" in sys.modules and root.level == logging.WARNING:
+        kept = [handler for handler in kept if not _is_of_basic_config(handler)]
+    yield
+    root.handlers[:] = [handler for handler in root.handlers if handler in kept]
+
+
+def _is_of_basic_config(handler: logging.Handler) -> bool:
+    formatter = handler.formatter
+    return type(handler) is logging.StreamHandler and formatter is not None and formatter._fmt == logging.BASIC_FORMAT
 
 
 def get_runtime() -> Runtime:

@@ -7,6 +7,8 @@
 - Lightning asks torch_xla for the number of TPUs when a Trainer is made. torch_xla multiplies the chips with the cores
   of each, and looks up the cores also where there is no chip: it asks a metadata server, or raises TypeError in a
   process that has imported jax (which sets `TPU_SKIP_MDS_QUERY`).
+
+Replaced as it is imported: how it warns.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any
 
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
 from torch._functorch import eager_transforms
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
@@ -115,3 +119,18 @@ def count_tpus_without_asking() -> None:
 
 def _count() -> int:
     return _stock_count() if _tpu.num_available_chips() else 0
+
+
+# ---- warnings -------------------------------------------------------------------------------------
+
+
+def warn_by_its_logger() -> None:
+    """From now on torch_xla logs by its own logger, and does not warn that accelerate and transformers call it.
+
+    The functions of the module `logging` give the root logger a handler if it has none. The two functions are
+    deprecated, in the last release of torch_xla; who trains cannot change that the libraries call them.
+    """
+    xm.logging = xr.logging = torch_xla.logger
+    for name in ("xla_device", "mark_step"):
+        function = getattr(xm, name)
+        setattr(xm, name, getattr(function, "__wrapped__", function))

@@ -18,6 +18,7 @@ from xla_adapters.runtime.torch_xla.custom_kernels import XLACustomKernels
 from xla_adapters.runtime.torch_xla.device import XLADevice
 from xla_adapters.runtime.torch_xla.executables import XLAExecutables
 from xla_adapters.runtime.torch_xla.lazy_tensors import XLALazyTensors
+from xla_adapters.runtime.torch_xla.patches import warn_by_its_logger
 from xla_adapters.runtime.torch_xla.random_numbers import XLARandom
 from xla_adapters.runtime.torch_xla.shared_buffers import XLASharedBuffers
 from xla_adapters.runtime.torch_xla.spmd import XLASpmd
@@ -43,6 +44,7 @@ _TYPES = {
 
 def make_runtime() -> Runtime:
     """The runtime of this process; starts nothing yet."""
+    warn_by_its_logger()
     device, counters = XLADevice(), XLACounters()
     tracing = XLATracing(device)
     transfers = XLATransfers(device, tracing)
