@@ -23,6 +23,7 @@ from xla_adapters import (
     XLAConfig,
     replay_safe,
 )
+from xla_adapters.replay.guards.part import Part
 from xla_adapters.runtime.modes import eager
 
 pytestmark = pytest.mark.isolated
@@ -565,3 +566,22 @@ def test_a_helper_that_counts(replay: bool | str, replays: int) -> None:
     assert step.replays == replays
     assert counted == [8 - replays]
     assert sum(event.graphs for event in step.program.events) == 1
+
+
+def test_a_reason_names_the_functions_and_objects_that_differ() -> None:
+    owner: dict[str, Any] = {"act": _own_forward, "kind": nn.ReLU, "held": object()}
+
+    def reason(**change: Any) -> str:
+        part = Part(owner, "model", tuple(owner), len(owner))
+        before = dict(owner)
+        owner.update(change)
+        found = part.difference()
+        owner.update(before)
+        assert found is not None
+        return found
+
+    line, file = _own_forward.__code__.co_firstlineno, re.escape(__file__)
+    assert re.fullmatch(rf"model\.act: _own_forward \({file}:{line}\) -> _builtin \({file}:\d+\)", reason(act=_builtin))
+    assert reason(kind=nn.GELU).endswith("activation.ReLU -> torch.nn.modules.activation.GELU")
+    assert re.fullmatch(r"model\.held: a object at 0x\w+ -> another at 0x\w+", reason(held=object()))
+    assert reason(act=None).endswith(" -> None")

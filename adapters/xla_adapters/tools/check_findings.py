@@ -221,8 +221,6 @@ def _batches(facts: Facts) -> Iterator[Finding]:
 def _dtypes(facts: Facts) -> Iterator[Finding]:
     for use in facts.dtypes:
         times = f" and {use.count - 1} results after it" if use.count > 1 and use.place.line else ""
-        if use.dtype == "int64":
-            continue
         what = {
             "float64": "a TPU has no float64 units: it is many times as slow",
             "float16": "a TPU computes in bfloat16; float16 overflows at 65504 and needs loss scaling",
@@ -234,14 +232,6 @@ def _dtypes(facts: Facts) -> Iterator[Finding]:
             place=use.place,
             to_do=to_do,
             patch=patch,
-        )
-    wide = [use.what for use in facts.dtypes if use.dtype == "int64"]
-    if wide:
-        yield Finding(
-            kind="on a TPU",
-            title=f"int64 in {', '.join(wide)}: usual for indices and labels; a TPU has 32-bit integer units, and "
-            "computes wider integers in several parts",
-            is_problem=False,
         )
 
 

@@ -276,7 +276,7 @@ class Watch:
         wanted = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
         for name, form in signature.inputs:
             dtype = form.rpartition(" ")[2]
-            if dtype in wanted or dtype == "int64":
+            if dtype in wanted:
                 self._note_dtype(dtype, f"the batch ({name})", Place())
         for entry in operations.entries:
             if isinstance(entry, Call) and isinstance(entry.form, tuple) and len(entry.form) == 3:

@@ -225,8 +225,12 @@ def skipping_saves(folder: Path, skip: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
+# Folders of caches and settings of libraries (matplotlib's fonts), beside those of the user.
+_CACHES = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "HF_HOME", "TORCH_HOME")
+
+
 class FilesWritten:
-    """The files that Python code opens for writing outside of the folder for temporary files, from now on.
+    """The files that Python code opens for writing outside of folders for temporary files and caches, from now on.
 
     A hook cannot be removed from a process (`sys.addaudithook`), so it belongs in one of its own.
 
@@ -237,7 +241,9 @@ class FilesWritten:
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
         self._seen: set[str] = set()
-        self._ignored = (tempfile.gettempdir() + os.sep, "/dev/", "/proc/", "/sys/")
+        caches = [os.environ.get(name, "") for name in _CACHES]
+        ignored = (tempfile.gettempdir(), "~/.cache", "~/.config", *filter(None, caches), "/dev", "/proc", "/sys")
+        self._ignored = tuple(str(Path(folder).expanduser().absolute()) + os.sep for folder in ignored)
         sys.addaudithook(self._on_event)
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -245,12 +251,12 @@ class FilesWritten:
             path, mode, flags = arguments
             writes = any(letter in mode for letter in "wax+") if mode else flags & (os.O_WRONLY | os.O_RDWR)
         elif event == "os.mkdir":
-            path, writes = arguments[0], True
+            path, writes = arguments[0], not os.path.exists(arguments[0])
         else:
             return
         if not writes or isinstance(path, int) or len(self._seen) >= _MOST:
             return
         full = str(Path(os.fsdecode(path)).absolute())
-        if not (full in self._seen or full.startswith(self._ignored) or "__pycache__" in full):
+        if not (full in self._seen or (full + os.sep).startswith(self._ignored) or "__pycache__" in full):
             self._seen.add(full)
             self._note(full)

@@ -142,12 +142,28 @@ def _changed(path: str, name: Any, noted: Any, present: Any) -> str:
         return f"{_GROUPS[group]} {name} of {owner} was replaced"
     if name == "training":
         return f"{path} went to {'eval' if noted else 'train'} mode"
-    return f"{path}.{name}: {said(noted)} -> {said(present)}"
+    return f"{path}.{name}: {difference(noted, present)}"
+
+
+def difference(noted: Any, present: Any) -> str:
+    """Two objects for a message, by their addresses too if their texts are the same."""
+    before, now = said(noted), said(present)
+    if before == now:
+        before, now = f"{before} at {id(noted):#x}", f"another at {id(present):#x}"
+    return f"{before} -> {now}"
 
 
 def said(value: Any) -> str:
     """The text of a value for a message."""
     if value is ABSENT:
         return "nothing"
+    if is_simple(value):
+        return f"{value!r:.60}"
     # The repr of a tensor reads from the device; that of other objects may run user code.
-    return f"{value!r:.60}" if is_simple(value) else f"a {type(value).__name__}"
+    value = value.__func__ if isinstance(value, types.MethodType) else value
+    if isinstance(value, types.FunctionType):
+        code = value.__code__
+        return f"{value.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
+    if isinstance(value, (type, types.BuiltinFunctionType)):
+        return f"{value.__module__}.{value.__qualname__}"
+    return f"a {type(value).__name__}"
