@@ -1,4 +1,4 @@
-"""What must be done before the frameworks are imported. Says which extra is missing: their import would name a module."""
+"""Done before the frameworks are imported: says which extra is missing, where their import would name a module."""
 
 from importlib.util import find_spec
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from tests.architecture import ROOT
 from tests.isolation import run_in_child
+from xla_adapters import ConfigError, runtime
 from xla_adapters.cli import main
 from xla_adapters.tools import check_report, user_script
 from xla_adapters.tools.check_facts import Facts, StepFacts
@@ -68,6 +70,10 @@ for (batch,) in DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=8):
     print(loss.item())
 torch.save({"loss": loss.cpu()}, "loss.pt")
 open("log.txt", "w").write("done")
+import os
+os.makedirs("cache/fonts")
+open("cache/fonts/list.json", "w").write("{}")
+os.makedirs("cache", exist_ok=True)
 """
 )
 _TRANSFORMERS = """
@@ -132,6 +138,9 @@ def _checked(folder: Path, text: str, steps: int = 6) -> tuple[CheckReport, list
     def check() -> Facts:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(present)
+            patch.setenv("MPLCONFIGDIR", str(present / "cache"))
+            # Not where the test's own folder is.
+            patch.setattr(tempfile, "tempdir", str(scratch))
             patch.setattr(
                 user_script,
                 "entry_points",
@@ -179,9 +188,21 @@ def test_a_clean_script_has_no_problems_and_saves_nothing(tmp_path: Path) -> Non
     assert report.status == CLEAN, report.text()
     step = report.facts.steps["train"]
     assert (step.calls, step.replays, step.usual_executions) == (8, 6, 1), step.reasons
-    # The file that it opens by itself is written, and told; a temporary folder is not looked at.
-    assert files == ["log.txt", "train.py"]
+    # The file that it opens by itself is written, and told; folders of caches are not looked at.
+    assert files == ["cache", "log.txt", "train.py"]
+    assert [Path(file).name for file in report.facts.written if "run" in Path(file).parts] == ["log.txt"]
     assert [text.partition(" ")[0] for text in report.facts.skipped] == ["loss.pt"]
+
+
+def test_without_a_runtime_it_says_so_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runtime, "_runtime", None)
+    monkeypatch.setattr(runtime, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="neither torch_xla nor torch_tpu is installed"):
+        check_script(["train.py"])
+    assert main(["check", str(_SCRIPTS / "three_faults.py")]) == FAILED
+    assert capsys.readouterr().err.splitlines()[-1].startswith("xla-adapters: neither torch_xla nor torch_tpu")
 
 
 def test_a_stock_trainer_of_transformers_is_checked_with_our_steps(tmp_path: Path) -> None:

@@ -181,3 +181,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (values["status"], values["system"]["hardware"]) == (0, "CPU")
     assert {test["state"] for test in values["tests"]} == {"ok"}
     assert {test["name"] for test in values["tests"]} == TRIALS.keys()
+
+
+@pytest.mark.usefixtures("_in_a_fork")
+def test_without_a_runtime_it_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_runtime", None)
+    monkeypatch.setattr(runtime, "find_spec", lambda name: None)
+    text = doctor.examine().text()
+    assert "neither torch_xla nor torch_tpu is installed: pip install" in text
+    assert "Traceback" not in text
+    assert "output of the test" not in text

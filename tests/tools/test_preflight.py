@@ -16,12 +16,12 @@ import torch
 
 from tests.isolation import isolated
 from tests.tools.trainings import LOOP, TOO_LARGE, needs_libtpu
-from xla_adapters import cli
+from xla_adapters import ConfigError, cli
 from xla_adapters.cli import main
 from xla_adapters.hlo.cost import Cost
 from xla_adapters.insight.run_report import page as report_page
 from xla_adapters.tools import preflight
-from xla_adapters.tools.preflight import report_traced
+from xla_adapters.tools.preflight import StepOptions, report_traced
 from xla_adapters.tools.preflight_report import PreflightReport, StepReport
 from xla_adapters.tools.step_capture import TracedStep
 from xla_adapters.tools.tpu_compiler import INSTALL, DeviceMemory, Target
@@ -58,7 +58,22 @@ def test_a_graph_that_is_refused_is_the_verdict() -> None:
     assert PreflightReport(what="", topology="", graphs=(larger, refused)).status == 1
     failed = PreflightReport(what="", topology="", problem="ValueError: no (train.py:3)")
     assert failed.verdict == "NOT COMPILED: ValueError: no (train.py:3)"
-    assert (failed.fits, failed.status, failed.needed_bytes) == (False, 2, 0)
+    assert (failed.fits, failed.status, failed.needed_bytes) == (None, 2, 0)
+    assert (refused.fits, PreflightReport(what="", topology="", graphs=(larger, refused)).fits) == (None, False)
+
+
+def test_a_model_of_which_no_plan_fits_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(load: Any, options: StepOptions, *others: Any) -> PreflightReport:
+        if options.sharding == "auto":
+            raise ConfigError("memory_budget=1 bytes per device is too little")
+        step = StepReport(step=str(options.sharding), topology="v5e:1x1", problem="ran out", out_of_memory=True)
+        return PreflightReport(what="net", topology="v5e:1x1", graphs=(step,))
+
+    monkeypatch.setattr(preflight, "_preflight_model", compiled)
+    found = preflight.preflight_model(lambda *_: None, StepOptions(name="net", rows=4), Target.parse("v5e:1x1"))  # type: ignore[arg-type,return-value]
+    assert (found.fits, found.status) == (False, 1)
+    assert "too little" in found.text()
+    assert "None of these fits" in found.text()
 
 
 def test_pages_have_the_graphs_and_no_markup_of_the_script() -> None:
@@ -94,7 +109,7 @@ def test_without_libtpu_there_is_an_estimate_and_the_install_line(monkeypatch: p
     assert INSTALL in missing
     step = TracedStep(module=b"", names={}, seconds=1.0, argument_bytes=3_000_000)
     found = report_traced("train.py", target, Traced(steps=[step]), timeout=1, missing=missing)
-    assert (found.fits, found.status) == (False, 2)
+    assert (found.fits, found.status) == (None, 2)
     text = found.text()
     assert INSTALL in text
     assert "training step    3.00 MB       3e+12" in text

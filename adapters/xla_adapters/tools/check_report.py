@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from xla_adapters.runtime import runtime_name
 from xla_adapters.tools.check_facts import Facts
 from xla_adapters.tools.check_findings import Finding, findings
 from xla_adapters.tools.check_watch import check_requested
@@ -58,7 +59,11 @@ def check_script(
         timeout: seconds after which it is ended.
         devices: how many CPU devices it sees.
         shows_output: whether what it prints is shown.
+
+    Raises:
+        ConfigError: no runtime is installed.
     """
+    runtime_name()
     flags = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
     ended = ask(
         check_requested,

@@ -266,7 +266,7 @@ class Examination:
             f"  {outcome.state.replace('failed', 'FAILED'):8}{outcome.name:20}{outcome.seconds:5.1f} s  {outcome.text}"
             for outcome in self.outcomes
         ]
-        for outcome in self.failed:
+        for outcome in (outcome for outcome in self.failed if outcome.output):
             lines += ["", f"output of the test {outcome.name!r}"]
             lines += [f"  | {line}" for line in outcome.output.splitlines()]
         lines += ["", "in a bug report: all of this, what you ran, the whole error with its traceback; for a slow step"]
@@ -313,9 +313,9 @@ def run(names: Sequence[str]) -> Iterator[Outcome]:
         environment = {**os.environ, "PYTHONPATH": python_path()}
         ended = ask(try_requested, json.dumps(names).encode(), environment=environment, timeout=600)
         output = ended.printed[-_KEPT_OUTPUT:]
-        if not ended.answers:
+        text = ended.answers[0].decode() if ended.answers else f"the process of the tests {ended.how}"
+        if text:
             seconds = time.perf_counter() - began
-            text = f"the process of the tests {ended.how}"
             yield Outcome(name="import", state="failed", text=text, seconds=seconds, output=output)
             return
         found = [Outcome(**json.loads(answer)) for answer in ended.answers[1:]]
@@ -329,13 +329,18 @@ def run(names: Sequence[str]) -> Iterator[Outcome]:
 
 
 def try_requested(asked: Asked) -> None:
-    """What the process does: answers once when it has imported the runtime, and then for each test."""
+    """What the process does: answers once when it has imported the runtime, or why not, and then for each test."""
     # The collector would look again and again at what the import makes, a seventh of its time.
     gc.disable()
+    from xla_adapters.errors import ConfigError
     from xla_adapters.runtime import get_runtime
     from xla_adapters.tools.doctor_trials import TRIALS, Skipped
 
-    get_runtime()
+    try:
+        get_runtime()
+    except ConfigError as error:
+        asked.answer(str(error).partition("\n")[0].encode())
+        return
     gc.enable()
     asked.answer(b"")
     for name in json.loads(asked.request):

@@ -183,7 +183,9 @@ def _preflight(
 ) -> PreflightReport:
     folder = None if saves_to is None else check_saving(target, saves_to)
     missing = _missing_compiler(target)
-    (traced,) = trace_in_process(request, target.devices, timeout=timeout, shows_output=shows_output)
+    # A trainer that does not shard refuses several devices; what is said of the slice is more to the point.
+    devices = 1 if request.training is not None and not request.spmd else target.devices
+    (traced,) = trace_in_process(request, devices, timeout=timeout, shows_output=shows_output)
     report = report_traced(what, target, traced, timeout=timeout, missing=missing)
     if folder is None:
         return report
@@ -385,7 +387,15 @@ def preflight_model(
     """
     if (options.sharding != "auto" or options.mesh is not None) and not can_shard():
         raise UnsupportedOptionError(_NO_SHARDING)
-    report = _preflight_model(load, options, target, timeout)
+    try:
+        report = _preflight_model(load, options, target, timeout)
+    except ConfigError as error:
+        if options.sharding != "auto":
+            raise
+        # By the planner's estimate no plan fits. Of the one that keeps least on each device the compiler says why.
+        options = dataclasses.replace(options, sharding="fsdp", mesh=None)
+        report = _preflight_model(load, options, target, timeout)
+        report = dataclasses.replace(report, notes=(*report.notes, f"sharding fsdp, since auto has no plan: {error}"))
     if not alternatives or not any(graph.out_of_memory for graph in report.graphs):
         return report
     return dataclasses.replace(report, attempts=tuple(_attempts(load, options, target, timeout)))
@@ -416,7 +426,7 @@ def _attempts(load: Load, options: StepOptions, target: Target, timeout: float) 
             found = _preflight_model(load, variant, target, timeout)
         except ConfigError as error:
             # The model has no gradient checkpointing, or the batch does not divide.
-            yield Attempt(change=change, fits=False, problem=str(error))
+            yield Attempt(change=change, fits=None, problem=str(error))
             continue
         options = variant
         problem = found.problem or next((graph.problem for graph in found.graphs), "")

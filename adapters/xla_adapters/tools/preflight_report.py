@@ -57,13 +57,13 @@ class Attempt:
 
     Attributes:
         change: what is different from the step that was asked for.
-        fits: whether it does.
+        fits: whether it does; None if that is not known.
         needed_bytes: of a device's memory; 0 if not known.
         problem: why there is no program, if there is none.
     """
 
     change: str
-    fits: bool
+    fits: bool | None
     needed_bytes: int = 0
     problem: str = ""
 
@@ -110,16 +110,11 @@ class StepReport:
     compile_seconds: float = 0.0
 
     @property
-    def fits(self) -> bool:
-        """Whether there is a program, and it fits the memory of a device."""
-        return self.memory is not None and self.needed_bytes <= self.hbm_bytes
-
-    @property
-    def status(self) -> int:
-        """Exit status: 0 it fits, 1 it does not, 2 it cannot be said."""
-        if self.fits:
-            return 0
-        return 1 if self.memory is not None or self.out_of_memory else 2
+    def fits(self) -> bool | None:
+        """Whether it fits the memory of a device; None if that is not known: there is no program."""
+        if self.memory is not None:
+            return self.needed_bytes <= self.hbm_bytes
+        return False if self.out_of_memory else None
 
     @property
     def wire_bytes(self) -> float:
@@ -296,19 +291,22 @@ class PreflightReport:
         return max((self._needed(graph, max(held, default=0)) for graph in self.graphs), default=0)
 
     @property
-    def fits(self) -> bool:
-        """Whether all graphs were compiled, and fit the memory of a device beside the state of the training."""
-        compiled = bool(self.graphs) and not self.problem and all(graph.fits for graph in self.graphs)
-        return compiled and self.needed_bytes <= self.graphs[0].hbm_bytes
+    def fits(self) -> bool | None:
+        """Whether all graphs fit the memory of a device beside the state of the training; None if that is not known."""
+        if any(graph.fits is False for graph in self.graphs):
+            return False
+        if not self.graphs or any(graph.memory is None for graph in self.graphs):
+            return None
+        if self.needed_bytes > self.graphs[0].hbm_bytes:
+            return False
+        return None if self.problem else True
 
     @property
     def status(self) -> int:
         """Exit status: 0 it fits, 1 it does not, 2 it cannot be said, or not all programs were saved."""
         if self.fits:
             return 0 if self.programs is None or self.programs.is_complete else 2
-        too_large = any(graph.status == 1 for graph in self.graphs)
-        known = bool(self.graphs) and all(graph.memory is not None for graph in self.graphs)
-        return 1 if too_large or (known and self.needed_bytes > self.graphs[0].hbm_bytes) else 2
+        return 2 if self.fits is None else 1
 
     def as_values(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -410,7 +408,7 @@ class PreflightReport:
         rows = [
             [
                 item.change,
-                "fits" if item.fits else "does not fit" if item.needed_bytes or not item.problem else "no program",
+                {True: "fits", False: "does not fit", None: "no program"}[item.fits],
                 human_bytes(item.needed_bytes) if item.needed_bytes else "-",
                 item.problem.partition("\n")[0][:200] if not item.needed_bytes else "",
             ]
