@@ -263,3 +263,19 @@ def test_ctc(in_step: bool, form: str, lengths: str) -> None:
         assert (counters.executions, counters.transfers_to_host) == (1, 0)
     for actual, expected in zip(found, losses("cpu"), strict=True):
         torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("layer", "given"),
+    [
+        (nn.Embedding(4, 2), torch.zeros(2, 3, dtype=torch.long)),
+        (nn.Linear(4, 2), torch.zeros(3, 4)),
+        (nn.Sequential(nn.Linear(4, 2, bias=False)), torch.zeros(2, 3, 4)),
+    ],
+)
+def test_an_input_on_the_host_is_named_with_the_line(layer: nn.Module, given: torch.Tensor) -> None:
+    xla_adapters.initialize()
+    layer.to("xla")
+    with pytest.raises(HostTensorError, match=r"a model on xla:0\n  where: .*test_layers.py:\d+\n.*\.to\('xla:0'\)"):
+        layer(given)
+    assert layer(given.to("xla")).device.type == "xla"

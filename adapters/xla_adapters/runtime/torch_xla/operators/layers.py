@@ -24,6 +24,7 @@ from torch.nn import functional
 from xla_adapters.errors import HostTensorError
 from xla_adapters.runtime.torch_xla.operators.registration import Kernels
 from xla_adapters.runtime.torch_xla.patches import computes_at_once, loop
+from xla_adapters.utils.location import line_of_user
 
 _Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # Along a dimension.
@@ -505,6 +506,26 @@ def _ctc_loss_backward(
     return torch.where((paths.frame < paths.frames)[..., None], gradient, 0.0)
 
 
+# ---- inputs on the host ---------------------------------------------------------------------------
+
+
+def _naming_host_inputs(stock: Callable[..., _Tensor], *args: Any, **kwargs: Any) -> _Tensor:
+    """A kernel with which models begin: torch_xla says of an input on the host which type it expected, no more."""
+    try:
+        return stock(*args, **kwargs)
+    except RuntimeError as error:
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        host = next((tensor for tensor in tensors if tensor.device.type == "cpu"), None)
+        device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+        if host is None or device is None:
+            raise
+        raise HostTensorError(
+            f"a tensor on the host ({str(host.dtype).removeprefix('torch.')}{list(host.shape)}) meets the weights of a "
+            f"model on {device}\n  where: {line_of_user()}\n  what to do: move the tensor with "
+            f".to({str(device)!r}), or .to(model.device) of a model of transformers; or the model with model.cpu()"
+        ) from error
+
+
 KERNELS = Kernels(
     differentiable={
         "_pack_padded_sequence": _pack,
@@ -540,5 +561,6 @@ KERNELS = Kernels(
         "_linalg_svd": _singular_values,
         # Their first argument is torch_xla's kernel.
         "baddbmm": _batched_products,
+        **dict.fromkeys(("embedding", "addmm", "mm"), _naming_host_inputs),
     },
 )
