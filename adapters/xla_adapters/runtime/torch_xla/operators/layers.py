@@ -22,6 +22,7 @@ import torch
 from torch.nn import functional
 
 from xla_adapters.errors import HostTensorError
+from xla_adapters.open_step import in_step
 from xla_adapters.runtime.torch_xla.operators.registration import Kernels
 from xla_adapters.runtime.torch_xla.patches import computes_at_once, loop
 from xla_adapters.utils.location import line_of_user
@@ -517,7 +518,8 @@ def _naming_host_inputs(stock: Callable[..., _Tensor], *args: Any, **kwargs: Any
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         host = next((tensor for tensor in tensors if tensor.device.type == "cpu"), None)
         device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
-        if host is None or device is None:
+        # A step names the argument.
+        if host is None or device is None or in_step():
             raise
         raise HostTensorError(
             f"a tensor on the host ({str(host.dtype).removeprefix('torch.')}{list(host.shape)}) meets the weights of a "
