@@ -163,6 +163,7 @@ class StepMode(TorchFunctionMode):
         while _passing:
             leave_function_mode(_passing.pop())
         self.undo_log = undo_log
+        self.passes_on = False
         self._operations = operations
         self._answers = answers
         self._indices = IndexCheck(notes=answers is None)
@@ -439,6 +440,7 @@ class StepMode(TorchFunctionMode):
 
         The next step's mode removes it.
         """
+        self.passes_on = True
         vars(self)["__torch_function__"] = MethodType(_pass_on, self)
         _passing.append(self)
 

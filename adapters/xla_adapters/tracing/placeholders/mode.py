@@ -123,6 +123,8 @@ class PlaceholderMode(StepMode):
         answer = self._check(func, args, kwargs)
         if answer is not NO_ANSWER:
             return answer
+        if self.passes_on:
+            return func(*args, **kwargs)
         self._adopt(args)
         self._adopt(kwargs.values())
         written = None
