@@ -49,6 +49,7 @@ from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.checkpoint import CheckpointConfig, snapshot
 from xla_adapters.config import XLAOptions
 from xla_adapters.data.shapes import ShapePolicy
+from xla_adapters.errors import hide_own_frames
 from xla_adapters.insight.run_report import RunReport
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding import accept_placements
@@ -403,6 +404,7 @@ class XLAEagerStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: ignore[
         if self._run is not None:
             self._run.steps.abort()
             self._report.record.failed(exception)
+        hide_own_frames(exception)
         super().on_exception(exception)
 
     # ---- training ------------------------------------------------------------------------------

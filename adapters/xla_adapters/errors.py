@@ -9,14 +9,43 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
+import sys
+import sysconfig
 import warnings
+from collections.abc import Iterable
 from enum import StrEnum
+from itertools import chain
+from traceback import walk_stack, walk_tb
+from types import FrameType
 
 # What tracing a user's model may raise; each means that the model cannot be traced in this way.
 MODEL_FAILURES = (
     *(RuntimeError, TypeError, ValueError, AttributeError),
     *(LookupError, AssertionError, ArithmeticError, ImportError),
 )
+
+
+_OWN_PACKAGES = ("xla_adapters", "hf_trainer", "lightning_strategy")
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Has IPython and pytest leave the frames of this package out of the traceback of an error of the user's code.
+
+    A traceback through a Trainer has some ten of them. Both tools leave out frames with a local variable
+    `__tracebackhide__`; JAX marks its frames in the same way.
+    """
+    _hide(chain(walk_tb(error.__traceback__), walk_stack(sys._getframe(1))), libraries=False)
+
+
+def _hide(frames: Iterable[tuple[FrameType, int]], *, libraries: bool) -> None:
+    for frame, _ in frames:
+        code = frame.f_code
+        hides = str(frame.f_globals.get("__name__")).partition(".")[0] in _OWN_PACKAGES
+        hides = hides or (libraries and code.co_filename.startswith(_LIBRARIES))
+        # The locals of a module or class are its attributes.
+        if hides and code.co_flags & inspect.CO_OPTIMIZED:
+            frame.f_locals["__tracebackhide__"] = True
 
 
 class XLAAdapterError(Exception):
@@ -29,6 +58,8 @@ class XLAAdapterError(Exception):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         named = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)
+        # The message names the user's line.
+        _hide(walk_stack(sys._getframe(1)), libraries=True)
         self.add_note(f"more: xla-adapters explain {named.__name__} (or docs/reference/errors.md)")
 
 
@@ -50,14 +81,23 @@ class UnsupportedOptionError(ConfigError):
     """
 
 
+_IN_A_NOTEBOOK = "In a notebook: restart the kernel, and run what must come first in its first cell"
+
+
 class RuntimeOrderError(XLAAdapterError, RuntimeError):
     """The XLA runtime was started before something that must come first.
 
     The runtime reads its settings once, when it starts. Moving a tensor to the device starts it, and so does creating
     `transformers.TrainingArguments`.
 
-    What to do: call `xla_adapters.initialize(...)` with the options you need as the first statement of the program.
+    What to do: call `xla_adapters.initialize(...)` with the options you need as the first statement of the program. In
+    a notebook restart the kernel, and make the call in the first cell.
     """
+
+    def __init__(self, message: str) -> None:
+        if "ipykernel" in sys.modules and _IN_A_NOTEBOOK not in message:
+            message = f"{message.removesuffix('.')}. {_IN_A_NOTEBOOK}"
+        super().__init__(message)
 
 
 class GraphLimitError(XLAAdapterError, RuntimeError):

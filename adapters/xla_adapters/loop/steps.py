@@ -13,6 +13,7 @@ import torch
 
 from xla_adapters.checkpoint import Watchdog
 from xla_adapters.config import XLAConfig
+from xla_adapters.errors import hide_own_frames
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import get_runtime
@@ -259,6 +260,9 @@ def around_run(config: XLAConfig) -> Iterator[None]:
     with torch.autograd.set_multithreading_enabled(False), eager(config.eager_by_default):
         try:
             yield
+        except BaseException as error:
+            hide_own_frames(error)
+            raise
         finally:
             release_retired()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from dataclasses import dataclass
 from types import CodeType
 
@@ -11,7 +10,7 @@ from xla_adapters.config import OnGraphBreak
 from xla_adapters.errors import GRAPH_BREAK_ERRORS, BreakKind, GraphBreakError, GraphBreakWarning
 from xla_adapters.runtime import Runtime
 from xla_adapters.tracing.ways_out import way_out
-from xla_adapters.utils.location import Location, current_location, stack_frames
+from xla_adapters.utils.location import Location, current_location, stack_frames, warn_at
 
 _SAVING_FILES = (
     "torch/serialization.py",
@@ -184,7 +183,7 @@ class BreakPolicy:
         if key in _warned:
             return
         _warned.add(key)
-        warnings.warn(self._message(found), GraphBreakWarning, stacklevel=2)
+        warn_at(found.user_line, self._message(found), GraphBreakWarning)
 
     def tell_of_split(self, what: str, location: Location) -> None:
         """Warns once per line that a read of a known library executes the step in two parts; not in mode `"allow"`."""
@@ -193,10 +192,10 @@ class BreakPolicy:
             return
         _warned.add(key)
         message = (
-            f"{location.filename}:{location.lineno} in {location.function} ({what}) decides by a value that the step "
+            f"{location.place} in {location.function} ({what}) decides by a value that the step "
             f"{self.step_name!r} computes: the step is executed in two parts there (told once)"
         )
-        warnings.warn(message, GraphBreakWarning, stacklevel=2)
+        warn_at(location, message, GraphBreakWarning)
 
     def _message(self, found: Break) -> str:
         cost = _READY_COST if found.ready else _COSTS[found.kind]

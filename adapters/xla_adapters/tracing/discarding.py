@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Protocol
 
+from xla_adapters.errors import hide_own_frames
 from xla_adapters.tracing.claim import open_step
 from xla_adapters.tracing.interrupts import at_edge
 from xla_adapters.utils.patching import with_stack_room
@@ -51,4 +52,5 @@ class Discarding:
             # The step around this one may have ended before it (a generator that is suspended inside a step).
             self._modes.restore(compiling=self._around is open_step())
         if translated is not None:
+            hide_own_frames(error)
             raise translated from error

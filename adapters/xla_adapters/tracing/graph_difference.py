@@ -14,7 +14,7 @@ import torch
 from xla_adapters.runtime import get_runtime
 from xla_adapters.tracing.list_updates import LISTED
 from xla_adapters.tracing.operation_log import Call, ModuleCall, OperationLog, Update
-from xla_adapters.utils.location import argument_text
+from xla_adapters.utils.location import argument_text, place_text
 
 TENSOR_REMEDY = (
     "make it a tensor in the step (torch.tensor(value, device=x.device)): its value is then an input of the graph"
@@ -90,7 +90,7 @@ def name_of(entry: Call | ModuleCall | Update) -> str:
 def line_of(entry: Call | ModuleCall | Update) -> str:
     """Where, with the text of the line."""
     text = linecache.getline(entry.file, entry.line).strip()
-    return f"{entry.file}:{entry.line}" + (f": {text}" if text else "")
+    return place_text(f"{entry.file}:{entry.line}") + (f": {text}" if text else "")
 
 
 def autocast_of(call: ModuleCall) -> str:

@@ -14,7 +14,7 @@ from xla_adapters.tracing.graph_analysis import GraphAnalyses
 from xla_adapters.tracing.graph_difference import common_length, explain_difference
 from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.scope_report import ScopeReport
-from xla_adapters.utils.location import line_of_user
+from xla_adapters.utils.location import line_of_user, place_text
 
 logger = logging.getLogger("xla_adapters")
 
@@ -108,7 +108,7 @@ class GraphHistory:
         """Why a call compiles, and whether something should be done about it."""
         same_phase = [item for item in reversed(self.known) if item[0].phase == signature.phase]
         if not same_phase:
-            return f"first call of the phase {signature.phase!r}", False
+            return f"first call of the phase {place_text(signature.phase)!r}", False
         nearest = min(
             same_phase, key=lambda item: (len(signature.difference(item[0])), -common_length(item[1], operations))
         )

@@ -42,4 +42,4 @@ def _described(function: Callable[..., Any]) -> str:
     if code is None:
         return name
     place = Location(filename=code.co_filename, lineno=code.co_firstlineno, function=name, is_user_code=True)
-    return f"{name} ({place.filename}:{place.lineno})"
+    return f"{name} ({place.place})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from xla_adapters.errors import EagerOptimizerWarning, UnsupportedOptionError
 from xla_adapters.runtime import Runtime, get_runtime
+from xla_adapters.utils.location import current_location, warn_at
 
 StateInit = Callable[[Optimizer, dict[str, Any], torch.Tensor], dict[str, Any] | None]
 
@@ -126,11 +126,7 @@ def warn_eager(optimizer: Optimizer, reason: str, *, with_closure: bool) -> None
         if with_closure
         else "Forward and backward stay one compiled graph; the update is executed operation by operation."
     )
-    warnings.warn(
-        f"{type(optimizer).__name__} runs eagerly: {reason}. {which}",
-        EagerOptimizerWarning,
-        stacklevel=2,
-    )
+    warn_at(current_location(), f"{type(optimizer).__name__} runs eagerly: {reason}. {which}", EagerOptimizerWarning)
 
 
 def prime(optimizer: Optimizer) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -31,7 +30,7 @@ from xla_adapters.tracing.optimizers import (
 )
 from xla_adapters.tracing.profile_spans import OPTIMIZER, SPANS
 from xla_adapters.tracing.undo_log import UndoLog
-from xla_adapters.utils.location import current_location
+from xla_adapters.utils.location import current_location, warn_at
 from xla_adapters.utils.torch_modes import as_if_compiling
 
 
@@ -250,10 +249,10 @@ def _warn_if_idle(optimizer: Optimizer) -> None:
         _idle.add(optimizer)
         name, place = type(optimizer).__name__, current_location()
         where = "" if place is None else f" ({place.called_from or place})"
-        warnings.warn(
+        warn_at(
+            place,
             f"{name}.step() updates nothing: none of its {len(parameters)} parameters has a gradient{where}. If the "
             f"model was moved (model.to(...)) after the optimizer was made, its parameters are others now: make the "
             f"{name} after the last move",
             IdleOptimizerWarning,
-            stacklevel=2,
         )

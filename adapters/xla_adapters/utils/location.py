@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import linecache
+import re
 import sys
 import sysconfig
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +19,8 @@ import torch
 _OWN_FOLDER = str(Path(__file__).resolve().parents[1])
 _STDLIB = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 _SITE = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-# File names of code that was typed into an interpreter or a notebook.
-_TYPED_IN = ("<stdin>", "<ipython-input-")
+# File names of code that was typed into an interpreter or a notebook; the last ones are those of %%time and %%timeit.
+TYPED_IN = ("<stdin>", "<python-input-", "<ipython-input-", "<timed ", "<magic-timeit")
 # Packages through which a read passes on its way down; the cause is never there.
 _PLUMBING = ("torch", "torch_xla", "torch_tpu", "numpy", "_pytest", "pluggy", "accelerate", "safetensors")
 _plumbing_prefixes: list[str] = [f"{site}/{package}/" for site in _SITE for package in _PLUMBING]
@@ -31,6 +33,32 @@ def hide_folder(folder: str | Path) -> None:
     """Hides the files below `folder` from reported locations, as those of this package (the adapters call it)."""
     _framework_prefixes.append(str(Path(folder).resolve()) + "/")
     plumbing_files.clear()
+
+
+def place_text(place: str) -> str:
+    """How messages name a line: `file:line`, and `Cell In[3], line 4` for the code of a notebook's cell.
+
+    Args:
+        place: `file:line`. Any other text is returned as it is.
+    """
+    filename, _, lineno = place.rpartition(":")
+    cell = _cell_of(filename)
+    return f"{cell}, line {lineno}" if cell else place
+
+
+def _cell_of(filename: str) -> str:
+    """The cell of a notebook whose code has this file name, which is that of no file; empty if there is none.
+
+    IPython knows which cell that is. If the same code ran several times, the last cell is named.
+    """
+    if filename.startswith("<timed "):
+        return "below %%time"
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    named = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(filename)
+    if named is None and (typed := re.match(r"<ipython-input-(\d+)-", filename)):
+        # IPython before 8.
+        named = "Cell", f"In[{typed[1]}]"
+    return " ".join(named) if named is not None else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +83,13 @@ class Location:
         """The text of the line, stripped (empty if the file cannot be read)."""
         return linecache.getline(self.filename, self.lineno).strip()
 
+    @property
+    def place(self) -> str:
+        """File and line, as messages name them."""
+        return place_text(f"{self.filename}:{self.lineno}")
+
     def __str__(self) -> str:
-        text = f"{self.filename}:{self.lineno}" + (f" in {self.function}" if self.function else "")
+        text = self.place + (f" in {self.function}" if self.function.strip("<>") not in ("", "module") else "")
         if self.source:
             text += f": {self.source}"
         if self.called_from is not None:
@@ -64,12 +97,27 @@ class Location:
         return text
 
 
-def _is_made_up(filename: str) -> bool:
-    return filename.startswith("<") and not filename.startswith(_TYPED_IN)
+def warn_at(place: Location | None, message: str, category: type[Warning]) -> None:
+    """Warns as `warnings.warn` does, of a line of the user's code instead of one of this package.
+
+    Args:
+        place: the line; None if it is not known.
+        message, category: as for `warnings.warn`.
+    """
+    place = place and (place.called_from or place)
+    if place is None:
+        warnings.warn(message, category, stacklevel=3)
+    else:
+        warnings.warn_explicit(message, category, _cell_of(place.filename) or place.filename, place.lineno)
+
+
+def is_made_up(filename: str) -> bool:
+    """Whether a file name is that of generated code (`<string>`)."""
+    return filename.startswith("<") and not filename.startswith(TYPED_IN)
 
 
 def _is_library(filename: str) -> bool:
-    return _is_made_up(filename) or filename.startswith(_SITE) or filename.startswith(_STDLIB)
+    return is_made_up(filename) or filename.startswith(_SITE) or filename.startswith(_STDLIB)
 
 
 # What `is_plumbing` has answered so far, by file.
@@ -87,7 +135,7 @@ def is_plumbing(filename: str) -> bool:
 def _is_plumbing(filename: str) -> bool:
     if filename.startswith(tuple(_framework_prefixes)) or filename.startswith(tuple(_plumbing_prefixes)):
         return True
-    return _is_made_up(filename) or (filename.startswith(_STDLIB) and not filename.startswith(_SITE))
+    return is_made_up(filename) or (filename.startswith(_STDLIB) and not filename.startswith(_SITE))
 
 
 def _locate(frames: Iterable[tuple[CodeType, int]]) -> Location | None:
@@ -142,7 +190,7 @@ def line_of_user() -> str:
     found = current_location()
     if found is not None and found.called_from is not None:
         found = found.called_from
-    return f"{found.filename}:{found.lineno}" if found is not None and found.is_user_code else ""
+    return found.place if found is not None and found.is_user_code else ""
 
 
 def current_location() -> Location | None:
@@ -176,9 +224,9 @@ def described(error: BaseException) -> str:
     found = _locate(reversed(frames))
     where = found.called_from or found if found is not None else None
     text = f"{type(error).__name__}: {str(error).strip()}".removesuffix(": ")
-    if where is None or f"{where.filename}:{where.lineno}" in text:
+    if where is None or where.place in text:
         return text
-    return f"{text} ({where.filename}:{where.lineno})"
+    return f"{text} ({where.place})"
 
 
 def argument_text(file: str, line: int, function: Callable[..., Any], index: int) -> str:

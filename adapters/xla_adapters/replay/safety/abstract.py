@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from xla_adapters.utils.location import place_text
+
 
 class Unsafe(Exception):
     """The code does something that a replay would skip or get wrong; the message says what, with file and line."""
@@ -149,7 +151,8 @@ class At:
 
     def unsafe(self, what: str) -> Unsafe:
         """The error for something that is not known to be safe."""
-        return Unsafe(f"{what} ({self.frame.file}:{self.frame.line + getattr(self.node, 'lineno', 1) - 1})")
+        line = self.frame.line + getattr(self.node, "lineno", 1) - 1
+        return Unsafe(f"{what} ({place_text(f'{self.frame.file}:{line}')})")
 
 
 Returned = Callable[[Any], Iterable[Any]]

@@ -354,7 +354,8 @@ def _source_of(code: types.CodeType, name: str, file: str) -> tuple[ast.Function
         # Not dedented: that would change the text of multi-line strings.
         tree = ast.parse(("if True:\n" if is_indented else "") + "".join(lines))
     except (OSError, TypeError, SyntaxError):
-        raise Unsafe(f"the source of {name} cannot be read") from None
+        advice = "; define it in a cell without %%time" if file.startswith("<timed ") else ""
+        raise Unsafe(f"the source of {name} cannot be read{advice}") from None
     if os.path.exists(file) and os.stat(file).st_mtime > _BEGAN:
         raise Unsafe(f"{file} was written to after this process began: what runs may be something else")
     ast.increment_lineno(tree, -is_indented)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from xla_adapters.utils.location import is_made_up
 from xla_adapters.utils.nested_values import ABSENT
 
 # The forward of their modules depends on its arguments and on the attributes of the modules, which are guarded.
@@ -65,9 +66,9 @@ def _version(name: str) -> str:
 
 
 def is_users_file(filename: str) -> bool:
-    """Whether a file of source code belongs to no trusted package, nor to the standard library, and is a real file."""
+    """Whether a file belongs to no trusted package, nor to the standard library, and its code is no generated one."""
     is_standard = filename.startswith(_STANDARD_LIBRARY) and "-packages/" not in filename
-    return not (is_trusted_file(filename) or is_standard or filename.startswith("<"))
+    return not (is_trusted_file(filename) or is_standard or is_made_up(filename))
 
 
 def is_installed_file(filename: str) -> bool:

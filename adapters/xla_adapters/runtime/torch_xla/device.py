@@ -39,6 +39,8 @@ _C = torch_xla._XLAC
 _CPU_PLUGIN = "xla_plugins.xla_cpu_pjrt"
 # For torch_xla what stands before the underscore is the kind of device.
 _CACHED_CPU = "CPU_CACHED"
+# Variables that torch_xla reads once.
+_READ_AT_START = (xenv.PJRT_DEVICE, "CPU_NUM_DEVICES")
 # Devices whose maxima and minima leave NaN out, unless this flag is set.
 _LOSE_NAN = frozenset({"CPU"})
 _FLAG = "--xla_cpu_enable_fast_min_max"
@@ -83,6 +85,7 @@ class XLADevice:
     def __init__(self) -> None:
         self._initialized = self._has_sync_points = False
         self._device: torch.device | None = None
+        self._started_with: dict[str, str | None] = {}
 
     def prepare(self) -> None:
         """See `Device`; sets `XLA_FLAGS`, which is logged."""
@@ -93,6 +96,7 @@ class XLADevice:
         """See `Device`; switches SPMD on first if asked for."""
         if not self._initialized:
             self.prepare()
+        self._check_variables()
         if tuning.asks_for_something or not self._initialized:
             initialize_extensions(self, spmd=spmd, tuning=tuning)
         if self._initialized and (not spmd or xr.is_spmd()):
@@ -129,7 +133,16 @@ class XLADevice:
         run_scans_in_eager_mode()
         count_tpus_without_asking()
         seed_with_torch(had_started=had_started)
+        self._started_with = {name: os.environ.get(name) for name in _READ_AT_START}
         self._initialized = True
+
+    def _check_variables(self) -> None:
+        for name, value in self._started_with.items():
+            if (now := os.environ.get(name)) != value and now is not None:
+                raise RuntimeOrderError(
+                    f"{name} was set to {now!r} after the XLA runtime had started with {value or 'its default'}; it is "
+                    "read only then. Set it in the environment of the program, or before anything uses the device"
+                )
 
     def use_compile_cache(self, cache_dir: CacheDir) -> None:
         """See `Device`; sets `TPU_LIBRARY_PATH` or, of CPU devices, `PJRT_DEVICE` until the runtime has started."""
