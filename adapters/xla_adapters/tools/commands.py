@@ -106,6 +106,11 @@ def command_of(script: Sequence[str], module: Sequence[str] | None, verb: str) -
         raise ConfigError(f"{verb}: give the script to {verb}, or -m and a module")
     if not Path(script[0]).is_file():
         raise ConfigError(f"{verb}: there is no file {script[0]}")
+    if Path(script[0]).suffix == ".ipynb":
+        raise ConfigError(
+            f"{verb}: {script[0]} is a notebook, and this command runs scripts. Write its cells into one (jupyter nbconvert "
+            f"--to script {script[0]}), and leave out lines that begin with % or ! and what needs them"
+        )
     return list(script)
 
 
