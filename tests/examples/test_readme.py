@@ -30,6 +30,7 @@ _NOT_CODE = {"{toctree}", "{eval-rst}"}
 _NOT_RUN = {
     "README.md": 1,
     "docs/guides/check.md": 2,
+    "docs/guides/notebooks.md": 1,
     "docs/guides/preflight.md": 2,
     "docs/guides/warm_start.md": 3,
     "docs/install.md": 1,

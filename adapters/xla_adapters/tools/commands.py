@@ -108,8 +108,8 @@ def command_of(script: Sequence[str], module: Sequence[str] | None, verb: str) -
         raise ConfigError(f"{verb}: there is no file {script[0]}")
     if Path(script[0]).suffix == ".ipynb":
         raise ConfigError(
-            f"{verb}: {script[0]} is a notebook, and this command runs scripts. Write its cells into one (jupyter nbconvert "
-            f"--to script {script[0]}), and leave out lines that begin with % or ! and what needs them"
+            f"{verb}: {script[0]} is a notebook, and this command runs scripts. Write its cells into one (jupyter "
+            f"nbconvert --to script {script[0]}), and leave out lines that begin with % or ! and what needs them"
         )
     return list(script)
 
