@@ -90,8 +90,7 @@ def fit(net=None, batch=8, **options):
     print("LOSSES", net.losses, len(trainer.strategy.xla_report().compiles), "")
     return net
 """
-_READS = """
-class Reading(Trainer):
+_READS = """class Reading(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, **options):
         outputs = model(**inputs)
         print(outputs["loss"].item())
@@ -262,7 +261,7 @@ def test_a_traceback_in_ipython_is_short(tmp_path: Path) -> None:
 
     assert run(_HF) == ""
     text = run(f"{_READS}\nmake(Reading).train()")
-    assert "where: Cell In[2], line 5 in compute_loss" in text
+    assert "where: Cell In[2], line 4 in compute_loss" in text
     assert _lines(text) <= 40, text
     assert "hidden" in text
     # All frames, for who wants them.

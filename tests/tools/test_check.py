@@ -312,7 +312,10 @@ def test_what_follows_is_the_scripts(
 def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check"]) == main(["check", "-m"]) == FAILED
     assert main(["check", str(tmp_path / "none.py")]) == FAILED
+    (tmp_path / "train.ipynb").write_text("{}")
+    assert main(["check", str(tmp_path / "train.ipynb")]) == FAILED
     errors = capsys.readouterr().err
+    assert "is a notebook, and this command runs scripts" in errors
     assert "give the script to check" in errors
     assert "there is no file" in errors
     with pytest.raises(SystemExit):
