@@ -25,6 +25,7 @@ class TPUTransfers:
     def __init__(self, device: Device, counters: TPUCounters) -> None:
         self._device = device
         self._counters = counters
+        self._waiting: list[tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], None]]] = []
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Transfers`."""
@@ -37,17 +38,21 @@ class TPUTransfers:
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See `Transfers`."""
+        self.deliver_piggy_backed()
         if any(self._device.owns(tensor) for tensor in tensors):
             self._counters.to_host += 1
             tell_copy(tensors)
         return [tensor.detach().to("cpu") for tensor in tensors]
 
     def piggy_back(self, tensors: Sequence[torch.Tensor], receive: Callable[[list[torch.Tensor]], None]) -> None:
-        """See `Transfers`; copies at once."""
-        receive(self.to_host(tensors))
+        """See `Transfers`."""
+        self._waiting.append((list(tensors), receive))
 
     def deliver_piggy_backed(self) -> None:
-        """See `Transfers`; nothing waits."""
+        """See `Transfers`."""
+        waiting, self._waiting = self._waiting, []
+        for tensors, receive in waiting:
+            receive(self.to_host(tensors))
 
 
 # ---- values ---------------------------------------------------------------------------------------
