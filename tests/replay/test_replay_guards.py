@@ -7,6 +7,7 @@ import random
 import re
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -543,6 +544,18 @@ def test_a_method_that_was_typed_in() -> None:
     names["given"] = 2.0
     assert [step(torch.ones(2, 4)).item() for _ in range(5)] == [2 * loss for loss in first]
     assert list(step.reasons) == ["given changed"]
+
+
+def test_a_cell_that_a_debugger_has_written_to_a_file(tmp_path: Path) -> None:
+    """What runs is what IPython keeps; the file is newer than the process, as if it had been edited."""
+    text, file = "def loss(inputs):\n    return (inputs * 2).sum()\n", tmp_path / "345.py"
+    file.write_text(text)
+    linecache.cache[str(file)] = (len(text), None, text.splitlines(True), str(file))
+    names: dict[str, Any] = {}
+    exec(compile(text, str(file), "exec"), names)
+    step = CompiledStep(names["loss"])
+    assert [step(torch.ones(2, 4)).item() for _ in range(5)] == [16.0] * 5
+    assert step.replays == 3
 
 
 @pytest.mark.parametrize(("replay", "replays"), [("auto", 0), (True, 6)])

@@ -133,6 +133,8 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
         ("/tmp/ipykernel_12/345.py:4", "Cell In[7], line 4"),
         # Of IPython 7.
         ("<ipython-input-3-0123456789ab>:2", "Cell In[3], line 2"),
+        # Of Colab.
+        ("/tmp/ipython-input-3-1234567890.py:2", "Cell In[3], line 2"),
         ("<timed exec>:5", "below %%time, line 5"),
         ("/home/me/train.py:9", "/home/me/train.py:9"),
         ("update", "update"),

@@ -55,8 +55,8 @@ def _cell_of(filename: str) -> str:
         return "below %%time"
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     named = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(filename)
-    if named is None and (typed := re.match(r"<ipython-input-(\d+)-", filename)):
-        # IPython before 8.
+    if named is None and (typed := re.match(r"(?:<|/tmp/)ipython-input-(\d+)-", filename)):
+        # IPython before 8, and Colab.
         named = "Cell", f"In[{typed[1]}]"
     return " ".join(named) if named is not None else ""
 
