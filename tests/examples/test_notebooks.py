@@ -86,16 +86,18 @@ def _several(said: str, outputs: list[Any]) -> None:
 
 def _adapted(said: str, outputs: list[Any]) -> None:
     losses = [float(one) for one in re.findall(r"losses \[([\d., ]+)\]", said)[0].split(",")]
-    assert losses[-1] < losses[0]
+    # Of guessing among the characters: 4.6.
+    assert losses[-1] < 3.5
     assert "adapter_model.safetensors" in said
 
 
 def _slow(said: str, outputs: list[Any]) -> None:
-    compiles = [int(one) for one in re.findall(r"6 steps, (\d+) compiles", said)]
-    assert compiles[0] > compiles[1]
-    assert "where: Cell In[6], line 4 in compute_loss: if outputs.loss.item() > 10:" in said
-    assert re.search(r"traced 12 times: .* it sets Counting.tokens \(Cell In\[8\], line 5\)", said)
-    assert "12 calls, 8 replayed" in said or "12 calls, 9 replayed" in said
+    compiles = [int(one) for one in re.findall(r"10 steps, (\d+) compiles", said)]
+    assert compiles[0] > 2
+    assert compiles[1] == 0
+    assert 'where: Cell In[7], line 4 in compute_loss: if outputs["loss"].item() > 10:' in said
+    assert re.search(r"traced 12 times: .* it sets Counting.tokens \(Cell In\[9\], line 5\)", said)
+    assert int(re.findall(r"12 calls, (\d+) replayed", said)[-1]) > 4
 
 
 _CHECKS = {
