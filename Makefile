@@ -71,7 +71,7 @@ ON_BOTH := $(addprefix tests/,tracing/test_exceptions.py tracing/test_rfc_storie
 	replay/test_replay_hidden.py replay/test_replay_reads.py replay/test_replaced_code.py \
 	$(addprefix lightning_strategy/test_,training.py loops.py exceptions.py optimization.py))
 ON_BOTH_APART := $(addprefix tests/,replay/test_reachable_changes.py \
-	$(addprefix hf_trainer/test_,training.py errors_in_steps.py evaluation.py generation.py checkpoints.py index_check.py) \
+	$(addprefix hf_trainer/test_,training.py errors_in_steps.py evaluation.py generation.py checkpoints.py index_check.py accelerate.py) \
 	lightning_strategy/test_checkpoints.py adapters/test_resume.py \
 	$(addprefix adapters/test_saves.py::test_,training_goes_on_while_a_checkpoint_is_written after_steps_and_after_time \
 	a_save_that_fails_in_the_background_is_raised))

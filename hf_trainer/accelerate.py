@@ -51,7 +51,7 @@ _STATE_FILE = "xla_adapters.json"
 _CALL = torch.nn.Module._call_impl.__code__
 
 
-class LoopSteps:
+class ScriptSteps:
     """The steps of a loop that marks none.
 
     A step begins where a prepared loader hands out a batch, or else where a prepared model is called. In a training it
@@ -79,6 +79,8 @@ class LoopSteps:
         self._open: StepProgram | None = None
         self._ticket = 0
         self._batch: Any = None
+        # Tensors that were pending when it was opened.
+        self._pending = 0
         self._of_loader = self._trains = self._computes = self._may_end = False
         # The optimizers that have updated in the open step, and those that update what was called in it.
         self._updates: set[int] = set()
@@ -95,7 +97,9 @@ class LoopSteps:
         """Has calls of a model belong to steps."""
         self._models.add(model)
         use_no_grad_for_inference_mode(model)
-        self._reads = reads_of_packages((), torch.nn.ModuleList(self._models), defers_all=True)
+        # With stand-ins a number that is read has no place in the step's program.
+        defers = not get_runtime().has_placeholders
+        self._reads = reads_of_packages((), torch.nn.ModuleList(self._models), defers_all=defers)
         watch = _ForwardWatch(self)
         model.register_forward_pre_hook(watch)
         model.register_forward_hook(watch.after)
@@ -141,6 +145,7 @@ class LoopSteps:
         self._ticket += 1
         ticket = self._ticket
         program.end_at_reads(lambda: self._ends(ticket))
+        self._pending = get_runtime().tracing.pending_count()
         return ticket
 
     def end(self, ticket: int | None = None) -> None:
@@ -152,7 +157,7 @@ class LoopSteps:
         program = self._open
         if program is None or (ticket is not None and ticket != self._ticket):
             return
-        if self._depth or self._failed or (not self._computes and not get_runtime().tracing.pending_count()):
+        if self._depth or self._failed or self._is_untouched():
             self.abort()
             return
         self._open = None
@@ -168,6 +173,10 @@ class LoopSteps:
                 self._micro_step += 1
         finally:
             self._around.close()
+
+    def _is_untouched(self) -> bool:
+        """Whether nothing was computed in the open step."""
+        return not self._computes and get_runtime().tracing.pending_count() <= self._pending
 
     def abort(self) -> None:
         """Discards the open step."""
@@ -185,7 +194,7 @@ class LoopSteps:
         if self._has_failed():
             self.abort()
             return True
-        if not self._may_end and (self._computes or get_runtime().tracing.pending_count()):
+        if not self._may_end and not self._is_untouched():
             # If the loop goes on after the error, it goes on with the step.
             self._failed = self.config.on_graph_break == "error"
             return False
@@ -260,7 +269,7 @@ class LoopSteps:
         Args:
             phase: which part it is.
         """
-        if self._open is not None and not self._computes and not get_runtime().tracing.pending_count():
+        if self._open is not None and self._is_untouched():
             self.begin(self._batch, of_loader=self._of_loader, phase=phase)
         with self.discarding():
             yield
@@ -321,7 +330,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parame
 class _ForwardWatch:
     """Tells of calls of one model. A copy of the model has the same one; in another process it does nothing."""
 
-    def __init__(self, steps: LoopSteps | None) -> None:
+    def __init__(self, steps: ScriptSteps | None) -> None:
         self._steps = steps
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
@@ -351,7 +360,7 @@ class StepLoader(DeviceLoader):
     """
 
     def __init__(
-        self, dataloader: Any, device: torch.device | None, steps: LoopSteps, place: Callable[[Any], Any]
+        self, dataloader: Any, device: torch.device | None, steps: ScriptSteps, place: Callable[[Any], Any]
     ) -> None:
         super().__init__(dataloader, device or torch.device("cpu"))
         self._moves, self._steps, self._place = device is not None, steps, place
@@ -444,7 +453,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         # It leaves bfloat16 to a variable of the environment that torch_xla does not look at any more.
         if self.state.mixed_precision == "bf16":
             self.native_amp = True
-        self._steps = LoopSteps(self.xla_config)
+        self._steps = ScriptSteps(self.xla_config)
 
     # ---- preparation -----------------------------------------------------------------------------
 

@@ -26,10 +26,9 @@ from xla_adapters import StepProgram, XLAConfig, get_runtime, in_step
 from xla_adapters.errors import CheckpointError
 from xla_adapters.loop.gradients import mentions_gradients, schedule_sees_gradients
 from xla_adapters.loop.replay import allowed
-from xla_adapters.loop.steps import StallWatch, StepDriver
+from xla_adapters.loop.steps import StallWatch, StepDriver, check_loss
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
-from xla_adapters.tracing.loss_check import check_loss
 from xla_adapters.utils.patching import replaced
 from xla_adapters.utils.torch_modes import modules_compiled
 

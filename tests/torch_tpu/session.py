@@ -37,6 +37,8 @@ def is_started() -> bool:
 
 _OPERATOR = "it needs an operator or a kernel that torch_tpu, or the stand-in for a TPU, does not have"
 _LAZY = "it tests lazy tensors, which torch_tpu does not have"
+_NUMBER = "what .item() reads before the update is an error"
+_VIEW = "a view of a weight that is made in a step, and read there, is a part of the step"
 _SPMD = "it tests sharding, which this package does with torch_xla only"
 _DATASETS = "it needs the package datasets, which is not in this environment"
 _ALGORITHM = "torch_tpu draws random numbers with one algorithm only"
@@ -109,6 +111,20 @@ LEFT_OUT: dict[str, str] = {
             *((name, _DATASETS) for name in ("datasets", "streaming datasets")),
             *((name, _HOST) for name in ("drawing", "generator", "several", "accumulated", "sampler of torch")),
             ("collator", _HOST),
+        )
+    },
+    **{
+        f"hf_trainer/test_accelerate.py::test_{name}": reason
+        for name, reason in (
+            ("losses_and_weights_of_the_cpu_in_one_execution_for_each_step[accumulating]", _NUMBER),
+            ("a_number_that_is_read_before_the_update_cannot_decide_it", _NUMBER),
+            ("under_warn_the_step_is_executed_in_two_parts", "on_graph_break='warn' is refused"),
+            ("a_step_that_fails_is_discarded_and_the_loop_may_go_on", _VIEW),
+            ("an_error_in_the_model_discards_the_step[forward]", _VIEW),
+            ("a_read_before_the_backward_in_evaluation_mode_is_told", "a backward of an earlier step is refused"),
+            ("sharded_over_eight_devices[dp]", _SPMD),
+            ("sharded_over_eight_devices[fsdp]", _SPMD),
+            ("several_devices_need_sharding", _SPMD),
         )
     },
     "lightning_strategy/test_training.py::test_language_model_of_huggingface_with_an_attention_mask": _OPERATOR,

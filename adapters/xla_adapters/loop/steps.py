@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 
 from xla_adapters.checkpoint import Watchdog
 from xla_adapters.config import XLAConfig
-from xla_adapters.errors import hide_own_frames
+from xla_adapters.errors import LossError, hide_own_frames
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import get_runtime
@@ -21,6 +22,7 @@ from xla_adapters.runtime.modes import eager
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.tracing.undo_log import release_retired
+from xla_adapters.utils.location import Location
 from xla_adapters.utils.torch_modes import as_if_compiling
 
 # Streams of random numbers.
@@ -300,3 +302,36 @@ class StallWatch:
     def watching(self, what: str) -> AbstractContextManager[None]:
         """Around a step that is one block: raises if it takes longer than the deadline."""
         return self._watchdog.watch(what)
+
+
+def check_loss(loss: object, function: Callable[..., Any]) -> None:
+    """Raises if a loss is not a tensor with one element.
+
+    Args:
+        loss: what the function returned as the loss.
+        function: of the user, for the message.
+
+    Raises:
+        LossError: with what was returned, and the function's file and line.
+    """
+    if isinstance(loss, torch.Tensor):
+        if loss.numel() == 1:
+            return
+        found = f"a tensor of the shape {list(loss.shape)}"
+        advice = "Reduce it to one number: loss.mean()"
+    else:
+        found = "None" if loss is None else f"a {type(loss).__name__}"
+        advice = "Return the loss as a tensor with one element"
+        if loss is None:
+            advice += "; a model of transformers computes it if the batch has labels"
+    raise LossError(f"the loss that {_described(function)} returns is {found}. {advice}")
+
+
+def _described(function: Callable[..., Any]) -> str:
+    plain: Any = inspect.unwrap(function)
+    plain = getattr(plain, "__func__", plain)
+    name, code = getattr(plain, "__qualname__", type(plain).__qualname__), getattr(plain, "__code__", None)
+    if code is None:
+        return name
+    place = Location(filename=code.co_filename, lineno=code.co_firstlineno, function=name, is_user_code=True)
+    return f"{name} ({place.place})"

@@ -36,10 +36,9 @@ from xla_adapters.tracing.graph_limit import check_pending_graph
 from xla_adapters.tracing.interrupts import InterruptGuard, at_edge
 from xla_adapters.tracing.list_updates import ListUpdates, updates_of_lists
 from xla_adapters.tracing.operation_log import OperationLog
-from xla_adapters.tracing.own_buffers import note_updated, own_buffers_for_update
 from xla_adapters.tracing.scope_report import NOTHING_COMPILED, CompileMeter, ScopeReport
 from xla_adapters.tracing.step_mode import StepMode
-from xla_adapters.tracing.undo_log import UndoLog
+from xla_adapters.tracing.undo_log import UndoLog, note_updated, own_buffers_for_update
 from xla_adapters.tracing.updates import ModuleGuard, UpdateGuard
 from xla_adapters.utils.patching import with_stack_room
 from xla_adapters.utils.torch_modes import as_in_one_graph, inference_mode_as_no_grad, without_dispatch_modes

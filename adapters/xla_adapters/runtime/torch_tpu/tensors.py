@@ -8,6 +8,7 @@ import torch
 from torch_tpu._internal.compile import tpu_torch_compile as _compiler
 from torch_tpu._internal.utils import hardware as _hardware
 
+from xla_adapters.open_step import in_step
 from xla_adapters.runtime.interface import Device
 from xla_adapters.runtime.interface.tensors import tell_copy
 from xla_adapters.runtime.torch_tpu.counters import TPUCounters
@@ -15,7 +16,7 @@ from xla_adapters.runtime.torch_tpu.tracing import TPUTracing
 
 
 class TPUTransfers:
-    """`Transfers` on TorchTPU. A copy is a buffer of its own at once, so nothing waits to be copied with another.
+    """`Transfers` on TorchTPU. Tensors are copied one by one, and inside a step none.
 
     Args:
         device: where tensors are copied to and from.
@@ -38,7 +39,8 @@ class TPUTransfers:
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See `Transfers`."""
-        self.deliver_piggy_backed()
+        if not in_step():
+            self.deliver_piggy_backed()
         if any(self._device.owns(tensor) for tensor in tensors):
             self._counters.to_host += 1
             tell_copy(tensors)

@@ -511,7 +511,7 @@ def _ctc_loss_backward(
 
 
 def _naming_host_inputs(stock: Callable[..., _Tensor], *args: Any, **kwargs: Any) -> _Tensor:
-    """A kernel with which models of texts begin: torch_xla says of an input on the host which type it expected, no more."""
+    """A kernel with which models of texts begin. Of an input on the host torch_xla only says which type it expected."""
     try:
         return stock(*args, **kwargs)
     except RuntimeError as error:
