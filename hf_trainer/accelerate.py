@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import json
 import os
@@ -42,7 +43,10 @@ from xla_adapters.utils.nested_values import tensors_in
 from xla_adapters.utils.patching import replaced
 from xla_adapters.utils.torch_modes import keeping_parameters, use_no_grad_for_inference_mode
 
-_HINT = " (after optimizer.step(); .item() may come before it, for a value that is only added up or logged)"
+_HINT = (
+    " (after optimizer.step(), or behind `with accelerator.accumulate(model)`; .item() may come before it, for a value "
+    "that is only added up or logged)"
+)
 _EVALUATION_HINT = " (a value that is read ends the step of an evaluation)"
 # Of the random numbers on the device.
 _TRAIN, _EVALUATION = 0, 1
@@ -88,6 +92,8 @@ class ScriptSteps:
         self._updated_by: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.WeakKeyDictionary()
         # Calls of models that have not returned, and whether the last read was an error.
         self._depth, self._failed = 0, False
+        # A loader that is still held then would close it when the runtime is gone.
+        atexit.register(_abort, weakref.ref(self))
         # Where a step of an evaluation has ended by a read, its forward may still get a backward.
         self._split = False
 
@@ -126,6 +132,7 @@ class ScriptSteps:
         if not self.config.compiles_step or not (trains or self.config.compile_eval) or in_step():
             if not in_step():
                 get_runtime().random.set_seed(seed.value())
+                self._micro_step, self._evaluated = self._micro_step + trains, self._evaluated + (not trains)
             return self._ticket
         program = self.train if trains else self.evaluation
         self._discarding = Discarding(program)
@@ -207,7 +214,7 @@ class ScriptSteps:
         if (self._open is None and not in_step()) or (self._open is not None and self._is_over(model)):
             self.begin()
         self._called |= self._updating(model)
-        self._failed = False
+        self._notice_errors()
         self._depth += 1
         if torch.is_grad_enabled() and self._trains:
             self._may_end = False
@@ -219,6 +226,12 @@ class ScriptSteps:
     def after_forward(self) -> None:
         """A prepared model has returned."""
         self._depth = max(0, self._depth - 1)
+
+    def _notice_errors(self) -> None:
+        """The loop goes on with the step: it has caught the errors so far."""
+        self._failed = False
+        if self._has_failed():
+            self._depth = 0
 
     def _has_failed(self) -> bool:
         """Whether a call of a prepared model did not return. Hooks are not told of errors in a step."""
@@ -252,15 +265,18 @@ class ScriptSteps:
                     stacklevel=4,
                 )
             self.begin()
+        self._notice_errors()
         self._trains = self._computes = True
-        self._may_end = self._split = self._failed = False
+        self._may_end = self._split = False
         with self.discarding():
             yield
 
     def _updated(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._notice_errors()
+        if self._open is None:
+            self.count, self._micro_step, self._evaluated = self.count + 1, 0, 0
         self._updates.add(id(optimizer))
         self._computes = self._may_end = True
-        self._failed = False
 
     @contextmanager
     def part_of_update(self, phase: str) -> Iterator[None]:
@@ -323,6 +339,12 @@ class ScriptSteps:
         return any(parameter.grad is not None for one in self._optimizers for parameter in _parameters_of(one))
 
 
+def _abort(found: weakref.ref[ScriptSteps]) -> None:
+    steps = found()
+    if steps is not None:
+        steps.abort()
+
+
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
@@ -366,6 +388,7 @@ class StepLoader(DeviceLoader):
         self._moves, self._steps, self._place = device is not None, steps, place
 
     def __iter__(self) -> Iterator[Any]:
+        self._steps.end()
         batches = iter(self.dataloader)
         ticket = None
         try:

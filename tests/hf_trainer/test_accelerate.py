@@ -305,6 +305,18 @@ def test_an_error_in_the_model_discards_the_step(part: str) -> None:
 
 
 @isolated
+def test_an_error_of_a_model_that_the_loop_catches_loses_no_update() -> None:
+    setup = Setup(Accelerator())
+    for batch in setup.loader:
+        before = setup.model[0].weight.clone()
+        with pytest.raises(RuntimeError):
+            setup.model(batch["x"][:, :3])
+        setup.update(setup.loss(batch))
+        assert not torch.equal(before.cpu(), setup.model[0].weight.cpu())
+    assert setup.accelerator._steps.count == 6
+
+
+@isolated
 def test_leaving_the_loop_early_keeps_what_was_done() -> None:
     setup = Setup(Accelerator())
     for batch in setup.loader:
@@ -532,6 +544,23 @@ def test_sharded_over_eight_devices(scheme: str) -> None:
 def test_several_devices_need_sharding() -> None:
     with pytest.raises(ConfigError, match="sharding='fsdp'"):
         Accelerator()
+
+
+@isolated
+@pytest.mark.parametrize("mode", ["eager", "eager+compile"])
+def test_each_step_has_random_numbers_of_its_own(mode: Any) -> None:
+    accelerator = Accelerator(xla_mode=mode)
+    drop, weight = nn.Dropout(0.5), nn.Parameter(torch.ones(64))
+    model = nn.Module()
+    model.weight, model.forward = weight, lambda x: drop(x * model.weight)  # type: ignore[method-assign]
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    seen = set()
+    for _ in range(4):
+        dropped = model(torch.ones(64, device=accelerator.device))
+        accelerator.backward(dropped.sum())
+        optimizer.step()
+        seen.add(tuple(dropped.tolist()))
+    assert len(seen) == 4
 
 
 @isolated
