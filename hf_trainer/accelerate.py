@@ -596,6 +596,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def wait_for_everyone(self) -> None:
         """Does nothing: there is one process."""
 
+    def set_trigger(self) -> None:
+        """As `accelerate.Accelerator.set_trigger`, on the host."""
+        self.flag_tensor = torch.tensor(1)
+
+    def check_trigger(self) -> bool:
+        """As `accelerate.Accelerator.check_trigger`, without a read in the step."""
+        is_set, self.flag_tensor = self.flag_tensor is not None, None
+        return is_set
+
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As `accelerate.Accelerator.log`."""
         if self.trackers:

@@ -332,6 +332,24 @@ def test_leaving_the_loop_early_keeps_what_was_done() -> None:
 
 
 @isolated
+def test_accumulation_by_hand_and_a_trigger() -> None:
+    setup = Setup(Accelerator())
+    triggered = []
+    for index, batch in enumerate(setup.loader):
+        loss = setup.loss(batch)
+        setup.accelerator.backward(loss / 3)
+        if index % 3 == 2:
+            setup.optimizer.step()
+            setup.optimizer.zero_grad()
+        if index == 3:
+            setup.accelerator.set_trigger()
+        triggered.append(setup.accelerator.check_trigger())
+    assert triggered == [index == 3 for index in range(6)]
+    steps = setup.accelerator._steps
+    assert (steps.train.calls, steps.count) == (6, 2)
+
+
+@isolated
 def test_batches_that_nothing_is_computed_with_are_no_steps() -> None:
     setup = Setup(Accelerator())
     rows = sum(len(batch["x"]) for batch in setup.loader)
