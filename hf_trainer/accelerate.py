@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
-import accelerate
+import accelerate.accelerator
 import torch
 from accelerate import DistributedType, PartialState
 from accelerate.optimizer import AcceleratedOptimizer
@@ -35,7 +36,7 @@ from xla_adapters.errors import ConfigError, UnsupportedOptionError
 from xla_adapters.runtime.modes import check_mode, eager
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.sharding import Sharder, ShardingConfig
-from xla_adapters.tracing.deferred_numbers import make_plain
+from xla_adapters.tracing.deferred_numbers import DeferredNumber, make_plain
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.tracing.library_reads import answering, reads_of_packages
 from xla_adapters.utils.location import stack_frames
@@ -151,7 +152,7 @@ class ScriptSteps:
         self._updates, self._called, self._depth, self._failed = set(), set(), 0, False
         self._ticket += 1
         ticket = self._ticket
-        program.end_at_reads(lambda: self._ends(ticket))
+        program.end_at_reads(lambda is_error: self._ends(ticket, is_error))
         self._pending = get_runtime().tracing.pending_count()
         return ticket
 
@@ -164,7 +165,8 @@ class ScriptSteps:
         program = self._open
         if program is None or (ticket is not None and ticket != self._ticket):
             return
-        if self._depth or self._failed or self._is_untouched():
+        # If the loop goes on after an error of this package, it has caught it.
+        if self._depth or (self._failed and ticket is not None) or self._is_untouched():
             self.abort()
             return
         self._open = None
@@ -194,16 +196,25 @@ class ScriptSteps:
         finally:
             self._around.close()
 
-    def _ends(self, ticket: int) -> bool:
-        """A value is read: ends the step if it may end; returns whether it has ended."""
+    def _ends(self, ticket: int, is_error: bool) -> bool:
+        """A value is read: ends the step if it may end; returns whether it has ended.
+
+        Args:
+            ticket: the number of the step.
+            is_error: whether the read is one, since the step may not end.
+        """
         if ticket != self._ticket or self._open is None:
             return True
+        if is_error:
+            # A loop over a loader may catch the error, and go on with the step. Without one nothing would end it.
+            self._failed = True
+            if not self._of_loader:
+                self.abort()
+            return False
         if self._has_failed():
             self.abort()
             return True
         if not self._may_end and not self._is_untouched():
-            # If the loop goes on after the error, it goes on with the step.
-            self._failed = self.config.on_graph_break == "error"
             return False
         self._split = self._open is self.evaluation and self._computes and torch.is_grad_enabled()
         self.end()
@@ -447,6 +458,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         RuntimeOrderError: the XLA runtime was started earlier in a mode that does not fit.
     """
 
+    flag_tensor: torch.Tensor | None
+
     def __init__(
         self,
         *args: Any,
@@ -477,6 +490,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.state.mixed_precision == "bf16":
             self.native_amp = True
         self._steps = ScriptSteps(self.xla_config)
+        # What could not be logged yet.
+        self._logs: list[tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = []
 
     # ---- preparation -----------------------------------------------------------------------------
 
@@ -530,11 +545,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self._steps.note_optimizer(prepared.optimizer)
             step = prepared.step
 
-            def discarding_step(closure: Any = None) -> Any:
+            def discarding_step(optimizer: AcceleratedOptimizer, closure: Any = None) -> Any:
                 with self._steps.discarding():
                     return step(closure)
 
-            prepared.step = discarding_step
+            # A method: schedules of torch count its calls.
+            prepared.step = MethodType(discarding_step, prepared)
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None, **kwargs: Any) -> StepLoader:
@@ -542,7 +558,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if isinstance(data_loader, StepLoader):
             return data_loader
         places = self.device_placement if device_placement is None else device_placement
-        with _as_on_one_device():
+        # One process has nobody to dispatch batches to.
+        with _as_on_one_device(), replaced(self.dataloader_config, "dispatch_batches", False):
             prepared = super().prepare_data_loader(data_loader, False, **kwargs)
         # There are no other processes whose random numbers are to be the same.
         prepared.rng_types = None
@@ -582,8 +599,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return tensor
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The values themselves, which are those of all devices."""
-        return input_data
+        """The values themselves, which are those of all devices; of the last batch as many as it has rows."""
+        with replaced(accelerate.accelerator, "gather_object", lambda values: values):
+            return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Copies of the tensors, scaled."""
@@ -606,10 +624,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return is_set
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As `accelerate.Accelerator.log`."""
+        """As `accelerate.Accelerator.log`. With numbers that the open step computes it waits for the step's end."""
         if self.trackers:
-            values = {name: make_plain(value) for name, value in values.items()}
-        super().log(values, *args, **kwargs)
+            self._logs.append((dict(values), args, kwargs))
+            self._log_known()
+
+    def _log_known(self) -> None:
+        """Logs what waits, in its order, up to the first number that an open step computes."""
+        while self._logs:
+            values, args, kwargs = self._logs[0]
+            if any(isinstance(value, DeferredNumber) and value.is_open() for value in values.values()):
+                return
+            self._logs.pop(0)
+            super().log({name: make_plain(value) for name, value in values.items()}, *args, **kwargs)
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -672,6 +699,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def end_training(self) -> None:
         """As `accelerate.Accelerator.end_training`."""
         self._steps.end()
+        self._log_known()
         super().end_training()
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
@@ -183,6 +184,48 @@ def without_a_loader(accelerator: Any) -> tuple[list[float], Any]:
     return [loss.item() for loss in seen], setup.weights
 
 
+def accumulating_by_hand(accelerator: Any) -> tuple[list[float], Any]:
+    """The loss is read, as a number, where no update follows."""
+    setup, seen = Setup(accelerator), []
+    for index, batch in enumerate(setup.loader):
+        loss = setup.loss(batch)
+        accelerator.backward(loss / 2)
+        seen.append(loss.item())
+        if index % 2:
+            setup.optimizer.step()
+            setup.optimizer.zero_grad()
+    return [float(number) for number in seen], setup.weights
+
+
+def without_an_optimizer(accelerator: Any) -> tuple[list[float], Any]:
+    """The loop updates the weights itself, and reads the loss as a number."""
+    setup, seen = Setup(accelerator), []
+    parameters = list(setup.model.parameters())
+    for batch in setup.loader:
+        loss = setup.loss(batch)
+        gradients = torch.autograd.grad(loss, parameters)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter -= 0.1 * gradient
+        seen.append(loss.item())
+    return [float(number) for number in seen], setup.weights
+
+
+def with_perplexity(accelerator: Any) -> tuple[list[float], Any]:
+    """As transformers' scripts: losses of an evaluation whose last batch is smaller; a schedule of the optimizer."""
+    setup, losses = Setup(accelerator), []
+    schedule = torch.optim.lr_scheduler.StepLR(setup.optimizer, 2)
+    for batch in setup.loader:
+        setup.update(setup.loss(batch))
+        schedule.step()
+    setup.model.eval()
+    for batch in setup.evaluation:
+        with torch.no_grad():
+            loss = setup.loss(batch)
+        losses.append(accelerator.gather_for_metrics(loss.repeat(BATCH)))
+    return torch.cat(losses).tolist(), setup.weights
+
+
 # Executions for each: a step for each batch, and in `with_metrics` for each of the evaluation and its comparison.
 LOOPS: dict[Callable[[Any], Any], int] = {
     with_metrics: 12 + 6,
@@ -190,6 +233,9 @@ LOOPS: dict[Callable[[Any], Any], int] = {
     accumulating: 7,
     adversarial: 6,
     without_a_loader: 6,
+    accumulating_by_hand: 6,
+    without_an_optimizer: 6,
+    with_perplexity: 6 + 3,
 }
 
 
@@ -218,7 +264,7 @@ def test_losses_and_weights_of_the_cpu_in_one_execution_for_each_step(loop: Call
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
     assert steps == LOOPS[loop]
     # The second time nothing compiles.
-    assert (graphs, new_graphs, compiles) == (3 if loop is accumulating else 1, 0, 0)
+    assert (graphs, new_graphs, compiles) == ({accumulating: 3, accumulating_by_hand: 2}.get(loop, 1), 0, 0)
 
 
 # ---- where steps begin and end ----------------------------------------------------------------------
@@ -314,6 +360,64 @@ def test_an_error_of_a_model_that_the_loop_catches_loses_no_update() -> None:
         setup.update(setup.loss(batch))
         assert not torch.equal(before.cpu(), setup.model[0].weight.cpu())
     assert setup.accelerator._steps.count == 6
+
+
+@isolated
+def test_a_loop_that_catches_the_error_of_a_read_loses_nothing() -> None:
+    setup = Setup(Accelerator())
+    for batch in setup.loader:
+        loss = setup.loss(batch)
+        setup.accelerator.backward(loss)
+        with pytest.raises(TensorReadError):
+            float(loss)
+    gradients = [parameter.grad for parameter in setup.model.parameters()]
+    assert all(gradient is not None and gradient.abs().sum().item() > 0 for gradient in gradients)
+    assert setup.accelerator._steps.train.calls == 6
+
+
+@isolated
+def test_without_a_loader_an_error_leaves_no_step_open() -> None:
+    setup = Setup(Accelerator())
+    x = torch.ones(2, FEATURES, device=setup.accelerator.device)
+    with pytest.raises(TensorReadError):
+        setup.model(x).sum().cpu()
+    assert not xla_adapters.in_step()
+    assert (x * 2).sum().item() == 4 * FEATURES
+    Setup(setup.accelerator)
+
+
+@isolated
+def test_numbers_of_the_open_step_are_logged_when_it_has_ended(tmp_path: Path) -> None:
+    logged = []
+
+    class Tracker(GeneralTracker):  # type: ignore[misc]
+        name, requires_logging_directory, tracker = "own", False, None
+
+        def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+            assert all(type(value) in (int, float) for value in values.values())
+            logged.append((step, values))
+
+    setup = Setup(Accelerator(log_with=Tracker()))
+    setup.accelerator.init_trackers("project")
+    losses = []
+    for index, batch in enumerate(setup.loader):
+        loss = setup.loss(batch)
+        setup.accelerator.log({"loss": loss.item()}, step=index)
+        setup.update(loss)
+        losses.append(loss.item())
+    setup.accelerator.end_training()
+    assert logged == [(index, {"loss": loss}) for index, loss in enumerate(losses)]
+
+
+@isolated
+def test_batches_that_are_dispatched_and_lookups_by_keyword() -> None:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    setup = Setup(accelerator)
+    for batch in setup.loader:
+        logits = setup.model(batch["x"])
+        chosen = torch.take_along_dim(input=logits, indices=batch["y"][:, None], dim=1)
+        setup.update(chosen.sum() + torch.gather(input=logits, dim=1, index=batch["y"][:, None]).sum())
+    assert accelerator._steps.train.calls == 6
 
 
 @isolated

@@ -234,11 +234,11 @@ class StepProgram:
         if isinstance(self._open, (SeparatingScope, PlaceholderCapture)):
             self._open.keep(name, value)
 
-    def end_at_reads(self, end: Callable[[], bool]) -> None:
+    def end_at_reads(self, end: Callable[[bool], bool]) -> None:
         """Lets the open call end where a value is read, if it may: for loops that do not say where a step ends.
 
         Args:
-            end: closes the call if it may end; returns whether it is closed.
+            end: see `StepScope.end_at_reads`.
         """
         if isinstance(self._open, StepScope):
             self._open.end_at_reads(end)

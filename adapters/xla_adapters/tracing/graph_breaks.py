@@ -35,7 +35,7 @@ class GraphBreaks:
         executing: whether the step itself executes its graph: syncs are no graph breaks meanwhile.
         answers: answers reads of known libraries; None if there are none.
         end_early: called before what would break the graph; ends the step if it may end there, and returns whether it
-            has ended. None if steps end only where their code ends.
+            has ended. Called with True where the break is an error. None if steps end only where their code ends.
     """
 
     def __init__(self, policy: BreakPolicy, runtime: Runtime) -> None:
@@ -52,7 +52,7 @@ class GraphBreaks:
         self.flushed = False
         self.executing = False
         self.answers: Answers | None = None
-        self.end_early: Callable[[], bool] | None = None
+        self.end_early: Callable[[bool], bool] | None = None
         self._reads: LibraryReads | None = None
 
     def begin(self, undo_logs: Callable[[], Sequence[UndoLog]]) -> None:
@@ -86,7 +86,15 @@ class GraphBreaks:
 
     def ends(self) -> bool:
         """Ends the step if it may end here; returns whether it has ended."""
-        return self.end_early is not None and self.end_early()
+        return self.end_early is not None and self.end_early(False)
+
+    def _meet(self, kind: BreakKind, what: str, *, ready: bool = False) -> None:
+        try:
+            self._policy.meet(kind, what, self._runtime, ready=ready)
+        except GraphBreakError:
+            if self.end_early is not None:
+                self.end_early(True)
+            raise
 
     def on_read(self, what: str, tensor: torch.Tensor, kind: BreakKind | None = None) -> None:
         """A value is about to be read on the host; executes what is pending if the tensor is.
@@ -104,7 +112,7 @@ class GraphBreaks:
         pending = self._runtime.tracing.is_pending(tensor)
         reader = None if self._reads is None else self._reads.reader()
         if reader is None:
-            self._policy.meet(classify_read() if kind is None else kind, what, self._runtime, ready=not pending)
+            self._meet(classify_read() if kind is None else kind, what, ready=not pending)
         elif pending:
             self._policy.tell_of_split(what, reader)
         # Reads made of several operations execute more than what is flushed here; that is reported already.
@@ -133,7 +141,7 @@ class GraphBreaks:
         """
         if self.ends():
             return
-        self._policy.meet(kind, what, self._runtime)
+        self._meet(kind, what)
         self.found = True
         self.flush()
 
@@ -161,7 +169,7 @@ class GraphBreaks:
                 kind = BreakKind.DEVICE_SYNC
             elif kind is BreakKind.PROFILER_SCOPE:
                 what = "a profiler scope that syncs the device when it closes (StepTrace)"
-            self._policy.meet(kind, what, self._runtime)
+            self._meet(kind, what)
             if event is RuntimeEvent.SYNC:
                 self.flush()
         return True

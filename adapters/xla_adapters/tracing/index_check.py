@@ -155,7 +155,7 @@ def _of_margin(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:
 
 
 def _along_dimension(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:
-    values, dim = args[0], _argument(args, kwargs, 1, "dim")
+    values, dim = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "dim")
     return [(_argument(args, kwargs, 2, "index"), 0, values.shape[dim] if values.ndim else 1, None)]
 
 
@@ -165,13 +165,13 @@ def _from_the_end_too(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Look
 
 
 def _take(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:
-    size = args[0].numel()
+    size = _argument(args, kwargs, 0, "input").numel()
     return [(_argument(args, kwargs, 1, "index"), -size, size, None)]
 
 
 def _take_along(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:
-    dim = _argument(args, kwargs, 2, "dim")
-    size = args[0].numel() if dim is None else args[0].shape[dim]
+    values, dim = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 2, "dim")
+    size = values.numel() if dim is None else values.shape[dim]
     return [(_argument(args, kwargs, 1, "indices"), 0, size, None)]
 
 
@@ -188,12 +188,12 @@ def _item(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:
 
 
 def _put(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:
-    return _item((args[0], tuple(_argument(args, kwargs, 1, "indices"))), {})
+    return _item((_argument(args, kwargs, 0, "input"), tuple(_argument(args, kwargs, 1, "indices"))), {})
 
 
 def _one_hot(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:
     classes = _argument(args, kwargs, 1, "num_classes", -1)
-    return [(args[0], 0, classes, None)] if classes > 0 else []
+    return [(_argument(args, kwargs, 0, "tensor"), 0, classes, None)] if classes > 0 else []
 
 
 def _ctc(args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Lookup]:

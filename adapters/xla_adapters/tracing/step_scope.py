@@ -446,20 +446,20 @@ class StepScope:
 
     # ---- graph breaks ------------------------------------------------------------------------------
 
-    def end_at_reads(self, end: Callable[[], bool]) -> None:
+    def end_at_reads(self, end: Callable[[bool], bool]) -> None:
         """Lets the step end where a value is read, if it may.
 
         Args:
-            end: closes the step if it may end; returns whether it is closed.
+            end: closes the step if it may end; returns whether it is closed. Called with True where the read is an
+                error.
         """
 
-        def end_early() -> bool:
+        def end_early(is_error: bool) -> bool:
             mode = self._mode
-            if not end():
-                return False
-            if mode is not None:
+            has_ended = end(is_error)
+            if mode is not None and not self._is_open:
                 mode.pass_on()
-            return True
+            return has_ended
 
         self._breaks.end_early = end_early
 
