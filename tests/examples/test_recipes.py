@@ -196,6 +196,10 @@ _SHORT: dict[str, Any] = {
 }
 
 
+# The others are slow.
+_QUICK = ("causal_lm", "classification")
+
+
 def _prepared(folder: Path, name: str) -> dict[str, Any]:
     os.chdir(folder)
     return {**_SHORT, **_CASES[name][0]()}
@@ -216,7 +220,9 @@ def _trained(folder: Path, name: str, options: dict[str, Any]) -> dict[str, Any]
     }
 
 
-@pytest.mark.parametrize("name", _CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in _CASES]
+)
 def test_a_recipe(name: str, tmp_path: Path) -> None:
     options = run_in_child(functools.partial(_prepared, tmp_path, name))
     whole = run_in_child(functools.partial(_trained, tmp_path, name, options))

@@ -32,6 +32,8 @@ _BY_TRL = {
 _SENTENCES = ("SentenceTransformerTrainer", "CrossEncoderTrainer", "SparseEncoderTrainer")
 _ALL = [("trl", name) for name in _BY_TRL] + [("sentence_transformers", name) for name in _SENTENCES]
 _each = pytest.mark.parametrize(("library", "name"), _ALL, ids=[name for _, name in _ALL])
+# Those of which both trainings take some seconds.
+_QUICK = ("SFTTrainer", "SentenceTransformerTrainer", "SparseEncoderTrainer")
 _STEPS = 6
 # Why steps are traced each time.
 _TRACED = {
@@ -113,7 +115,10 @@ def _trained(make: Callable[[], Any], library: str) -> dict[str, Any]:
     }
 
 
-@_each
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [pytest.param(library, name, id=name, marks=() if name in _QUICK else pytest.mark.slow) for library, name in _ALL],
+)
 def test_it_trains_as_a_subclass_by_hand(library: str, name: str) -> None:
     ready, by_hand = (
         run_in_child(functools.partial(_trained, functools.partial(make, library, name), library))
