@@ -269,8 +269,7 @@ def test_ctc(in_step: bool, form: str, lengths: str) -> None:
     ("layer", "given"),
     [
         (nn.Embedding(4, 2), torch.zeros(2, 3, dtype=torch.long)),
-        (nn.Linear(4, 2), torch.zeros(3, 4)),
-        (nn.Sequential(nn.Linear(4, 2, bias=False)), torch.zeros(2, 3, 4)),
+        (nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2)), torch.zeros(2, 3, dtype=torch.int32)),
     ],
 )
 def test_an_input_on_the_host_is_named_with_the_line(layer: nn.Module, given: torch.Tensor) -> None:

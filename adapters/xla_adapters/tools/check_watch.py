@@ -119,6 +119,7 @@ class Watch:
             (GraphHistory, "ended", self._note_end),
             (OperationLog, "device_call", self._operation),
             (warnings, "warn", self._warn),
+            (warnings, "warn_explicit", self._warn_explicit),
         ]
         with wrapped(*around):
             yield
@@ -211,15 +212,25 @@ class Watch:
         def noted(
             message: Any, category: type[Warning] | None = None, stacklevel: int = 1, source: Any = None, **options: Any
         ) -> None:
-            kind = type(message) if isinstance(message, Warning) else category
-            if kind is not None and kind.__module__ == errors.__name__:
-                text = str(message)
-                told = Told(category=kind.__name__, message=text, place=Place.named_in(text))
-                if told not in self.facts.told:
-                    self.facts.told.append(told)
+            self._note_warning(message, category)
             warn(message, category, stacklevel=stacklevel + 1, source=source, **options)
 
         return noted
+
+    def _warn_explicit(self, warn: Callable[..., None]) -> Callable[..., None]:
+        def noted(message: Any, category: type[Warning], *args: Any, **options: Any) -> None:
+            self._note_warning(message, category)
+            warn(message, category, *args, **options)
+
+        return noted
+
+    def _note_warning(self, message: Any, category: type[Warning] | None) -> None:
+        kind = type(message) if isinstance(message, Warning) else category
+        if kind is not None and kind.__module__ == errors.__name__:
+            text = str(message)
+            told = Told(category=kind.__name__, message=text, place=Place.named_in(text))
+            if told not in self.facts.told:
+                self.facts.told.append(told)
 
     # ---- what is noted ---------------------------------------------------------------------------
 
