@@ -28,10 +28,9 @@ from xla_adapters.runtime.rng import StepSeed, apply_process_options
 from xla_adapters.runtime.transfers import name_tensors
 from xla_adapters.tracing.compile_events import CompileEvent
 from xla_adapters.tracing.graph_history import CallNumber, GraphHistory, StepSignature
-from xla_adapters.tracing.profile_spans import FORWARD, REPLAY
 from xla_adapters.tracing.scope_report import ScopeReport
 from xla_adapters.tracing.scopes import make_scope
-from xla_adapters.tracing.step_profile import StepProfile
+from xla_adapters.tracing.step_profile import FORWARD, REPLAY, StepProfile
 from xla_adapters.tracing.step_scope import StepScope
 from xla_adapters.utils.patching import with_stack_room
 

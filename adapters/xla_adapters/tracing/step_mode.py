@@ -26,7 +26,7 @@ from xla_adapters.tracing.answers import NO_ANSWER, Answers
 from xla_adapters.tracing.index_check import LOOKUPS, IndexCheck
 from xla_adapters.tracing.operands import PRODUCTS, host_tensor_error, refuse_mixed_dtypes
 from xla_adapters.tracing.operation_log import OperationLog, next_node
-from xla_adapters.tracing.profile_spans import BACKWARD, SPANS
+from xla_adapters.tracing.step_profile import BACKWARD, SPANS
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.torch_modes import device_type, is_fake, leave_function_mode
 

@@ -28,7 +28,7 @@ from xla_adapters.tracing.optimizers import (
     prepare_for_tracing,
     warn_eager,
 )
-from xla_adapters.tracing.profile_spans import OPTIMIZER, SPANS
+from xla_adapters.tracing.step_profile import OPTIMIZER, SPANS
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.location import current_location, warn_at
 from xla_adapters.utils.torch_modes import as_if_compiling
