@@ -116,7 +116,11 @@ LEFT_OUT: dict[str, str] = {
     **{
         f"hf_trainer/test_accelerate.py::test_{name}": reason
         for name, reason in (
-            ("losses_and_weights_of_the_cpu_in_one_execution_for_each_step[accumulating]", _NUMBER),
+            *(
+                (f"losses_and_weights_of_the_cpu_in_one_execution_for_each_step[{loop}]", _NUMBER)
+                for loop in ("accumulating", "accumulating_by_hand", "without_an_optimizer")
+            ),
+            ("numbers_of_the_open_step_are_logged_when_it_has_ended", _NUMBER),
             ("a_number_that_is_read_before_the_update_cannot_decide_it", _NUMBER),
             ("under_warn_the_step_is_executed_in_two_parts", "on_graph_break='warn' is refused"),
             ("a_step_that_fails_is_discarded_and_the_loop_may_go_on", _VIEW),
