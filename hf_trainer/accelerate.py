@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import shutil
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -324,15 +323,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         path = Path(os.path.abspath(path))
         if automatic and path.exists():
             raise ConfigError(f"{path} exists: set accelerator.save_iteration to the number of the next checkpoint")
+        store = CheckpointStore(path.parent)
         with ExitStack() as stack:
-            draft = stack.enter_context(CheckpointStore(path.parent).writing(self._steps.count, name=path.name))
+            draft = stack.enter_context(store.writing(self._steps.count, name=path.name))
             stack.enter_context(replaced(config, "automatic_checkpoint_naming", False))
             super().save_state(str(draft.path), safe_serialization, **kwargs)
             (draft.path / _STATE_FILE).write_text(json.dumps(self._steps.state()))
         if automatic and config.total_limit is not None:
             saved = sorted(path.parent.glob("checkpoint_*"), key=_number)
             for old in saved[: len(saved) - config.total_limit]:
-                shutil.rmtree(old)
+                store.remove(old.name)
         return path
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -357,7 +357,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def free_memory(self, *objects: Any) -> Any:
         """As `accelerate.Accelerator.free_memory`."""
-        self._steps.end()
+        self._steps.forget()
         self._lasting.close()
         return super().free_memory(*objects)
 
@@ -409,10 +409,12 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
 
 def _check_accelerator(accelerator: Accelerator) -> None:
     state, device = accelerator.state, get_runtime().device
-    if state.distributed_type not in (DistributedType.XLA, DistributedType.NO) or os.environ.get("ACCELERATE_USE_FSDP"):
+    uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if uses_fsdp or state.distributed_type not in (DistributedType.XLA, DistributedType.NO):
+        name = "FSDP" if uses_fsdp else state.distributed_type.value
         raise UnsupportedOptionError(
-            f"{state.distributed_type}: this Accelerator shards by itself; leave plugins and their environment "
-            "variables out, and say Accelerator(sharding='fsdp')"
+            f"{name}: this Accelerator shards by itself; leave plugins and their environment variables out, and say "
+            "Accelerator(sharding='fsdp')"
         )
     if device.world_size() > 1 or accelerator.num_processes > 1:
         raise UnsupportedOptionError("several processes were launched, and this version trains in one")

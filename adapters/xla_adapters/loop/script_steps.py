@@ -98,6 +98,12 @@ class ScriptSteps:
         self._updated_by.clear()
         optimizer.register_step_post_hook(self._updated)
 
+    def forget(self) -> None:
+        """Models and optimizers so far are those of a training that is over."""
+        self.end()
+        self._models.clear()
+        self._optimizers.clear()
+
     # ---- the events of a loop --------------------------------------------------------------------
 
     def begin(self, batch: Any = None, *, of_loader: bool = False, phase: str = "") -> int:
@@ -138,16 +144,16 @@ class ScriptSteps:
         return ticket
 
     def end(self, ticket: int | None = None) -> None:
-        """Closes the open step, which executes it; one that has failed, or computed nothing, is discarded.
+        """Closes the open step, which executes it; one that computed nothing is discarded.
 
         Args:
-            ticket: the number of the step; another one stays open.
+            ticket: the number of the step, if its loop is left: it is discarded after an error. Another one stays open.
         """
         program = self._open
         if program is None or (ticket is not None and ticket != self._ticket):
             return
-        # If the loop goes on after an error of this package, it has caught it.
-        if self._depth or (self._failed and ticket is not None) or self._is_untouched():
+        # If the loop goes on after an error, it has caught it, and keeps what it has computed.
+        if ((self._depth or self._failed) and ticket is not None) or self._is_untouched():
             self.abort()
             return
         self._open = None
@@ -275,9 +281,9 @@ class ScriptSteps:
         """Around the code of one batch of an accumulation, which may end with its last line.
 
         Args:
-            phase: which part it is.
+            phase: which part it is; empty if there is one.
         """
-        if self._open is not None and self._is_untouched():
+        if phase and self._open is not None and self._is_untouched():
             self.begin(self._batch, of_loader=self._of_loader, phase=phase)
         with self.discarding():
             yield
