@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -28,6 +29,7 @@ from xla_adapters.loop.steps import StallWatch, StepDriver
 from xla_adapters.runtime.modes import check_mode
 from xla_adapters.runtime.rng import use_random_algorithm
 from xla_adapters.sharding import Sharder
+from xla_adapters.sharding.data_parallel import launched_ranks
 
 _Event = Callable[[TrainerControl], None]
 
@@ -112,8 +114,10 @@ class Bridge:
         self._trainer = trainer
         self._base = base
         get_runtime().device.use_compile_cache(options.config.cache_dir)
+        ranks = launched_ranks(options.sharding, options.config)
         # Sharding selects SPMD, which must be done before the runtime starts.
-        sharder = None if options.sharding is None else Sharder(options.sharding, options.config)
+        shards = ranks is None and options.sharding is not None
+        sharder = Sharder(options.sharding, options.config) if shards else None  # type: ignore[arg-type]
         get_runtime().device.initialize()
         check_mode(options.config.xla_mode)
         check_runtime(sharder is not None)
@@ -121,7 +125,9 @@ class Bridge:
         self._random_algorithm = use_random_algorithm(options.config)
         self.run_stats = RunStats()
         self.record = RunRecord(self.run_stats, enabled=options.xla_report)
-        self.sharding = ModelSharding(trainer, sharder)
+        self.sharding = ModelSharding(trainer, sharder, ranks)
+        if ranks is not None and options.checkpoint.stall_deadline is not None:
+            ranks.ranks.deadline = options.checkpoint.stall_deadline
         self.moves = ParameterMoves()
         self.inputs = Inputs(trainer, base, sharder)
         self.shapes = TrainerShapes(trainer, options.shapes)
@@ -142,7 +148,7 @@ class Bridge:
         check_checkpoint_options(
             options.checkpoint,
             safe=options.safe_checkpoints,
-            processes=trainer.args.world_size,
+            processes=1 if self.sharding.ranks is not None else trainer.args.world_size,
             in_parts=self.sharding.saves_shards,
             limit=trainer.args.save_total_limit,
         )
@@ -150,9 +156,15 @@ class Bridge:
         initialize(eager=options.config.eager_by_default)
         save_pretrained_from_device()
         hold_jit_checkpoint(trainer.callback_handler.callbacks)
+        if self.sharding.ranks is not None:
+            # Otherwise accelerate would wrap the model in torch's DistributedDataParallel.
+            accelerator: Any = trainer.accelerator
+            accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
         self.steps = make_steps(options.config, trainer.args)
         self.session = Session(trainer, self.steps, self.sharding, self.moves)
-        self.training = TrainingSteps(trainer, base, self.steps, self.inputs, self.record, self.shapes)
+        self.training = TrainingSteps(
+            trainer, base, self.steps, self.inputs, self.record, self.shapes, self.sharding.ranks
+        )
         self.evaluation = Evaluation(trainer, base, self.steps, self.inputs, self.session, self.shapes)
         self.checkpoints.steps = self.steps
         surround(
@@ -199,6 +211,8 @@ class Bridge:
             self.run_stats.start()
             stack.callback(self.run_stats.stop)
             yield stack.enter_context(self.checkpoints.training(resume_from))
+            if self.sharding.ranks is not None:
+                self.sharding.ranks.ranks.ends(f"train(), after {trainer.state.global_step} steps")
 
     def training_loop(self) -> AbstractContextManager[object]:
         """Around the training loop: an error discards the open step, and ends the watch over it."""

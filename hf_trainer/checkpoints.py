@@ -18,9 +18,11 @@ from transformers import TrainerControl
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint
 
+from hf_trainer.data import is_one_of_several
 from hf_trainer.options import TrainerOptions
 from hf_trainer.resume import save_rest
 from hf_trainer.saving import DeferredWrites, deferring
+from xla_adapters import get_runtime
 from xla_adapters.checkpoint import (
     IF_ON_PURPOSE,
     MANIFEST,
@@ -29,6 +31,7 @@ from xla_adapters.checkpoint import (
     CheckpointConfig,
     CheckpointStore,
     CheckpointWarning,
+    TorchGroup,
     Watchdog,
     naming_failed_writes,
     refuse_inside_step,
@@ -85,11 +88,13 @@ class CheckpointStores:
         self._options = options
         self._devices = devices
         self._random_algorithm = random_algorithm
+        ranks = get_runtime().device.ranks
+        self._group = None if ranks is None else TorchGroup(ranks.for_saving)
 
     @property
     def are_used(self) -> bool:
         """Whether checkpoints are committed and verified. Several processes would each commit a draft of their own."""
-        return self._options.safe_checkpoints and self._trainer.args.world_size == 1
+        return self._options.safe_checkpoints and not is_one_of_several(self._trainer)
 
     @property
     def asynchronous(self) -> bool:
@@ -212,6 +217,7 @@ class CheckpointStores:
             protected=protected,
             distributions=_DISTRIBUTIONS,
             devices=self._devices,
+            group=self._group,
             watchdog=Watchdog(self._options.checkpoint.stall_deadline),
             trust_files=self._options.checkpoint.trust_files,
         )
@@ -354,7 +360,7 @@ class SafeCheckpoints:
         self._trainer.state.best_model_checkpoint = best
         if self._trainer.args.should_save:
             self._trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-            save_rest(self._trainer, folder)
+        save_rest(self._trainer, folder)
 
     def _save_in_background(
         self, saver: AsyncSaver, store: CheckpointStore, name: str, model: Any, trial: Any, best: str | None
@@ -467,7 +473,7 @@ class SafeCheckpoints:
         """
         self.settle()
         args, best = self._trainer.args, self._trainer.state.best_model_checkpoint
-        if not (self._stores.are_used and args.should_save and best is not None and args.save_total_limit == 1):
+        if not (self._stores.are_used and best is not None and args.save_total_limit == 1):
             return
         root = self._trainer._get_output_dir(trial)
         store = self._stores.of(root)

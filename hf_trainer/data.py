@@ -23,6 +23,7 @@ from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding import Sharder
 from xla_adapters.utils.host_random import HostRandom
 from xla_adapters.utils.nested_values import replaced
+from xla_adapters.utils.patching import replaced as replaced_attribute
 
 
 class DataPosition:
@@ -288,9 +289,17 @@ class Inputs:
         on_host = batch_samples and not any(
             isinstance(value, torch.Tensor) and get_runtime().device.owns(value) for value in _values(batch_samples[0])
         )
-        if on_host and self._trainer.args.world_size == 1:
+        if on_host and not is_one_of_several(self._trainer):
             device = torch.device("cpu")
-        return self._base._get_num_items_in_batch(batch_samples, device)
+        ranks = get_runtime().device.ranks
+        if ranks is None:
+            return self._base._get_num_items_in_batch(batch_samples, device)
+
+        def total(count: torch.Tensor) -> torch.Tensor:
+            return torch.tensor(int(ranks.total(int(count), "the items of the next batches")), device=count.device)
+
+        with replaced_attribute(self._trainer.accelerator, "gather", total):
+            return self._base._get_num_items_in_batch(batch_samples, device)
 
     def item_count_on_device(self, items: Any) -> Any:
         """The count on the device, if it is a tensor."""
@@ -298,6 +307,14 @@ class Inputs:
             return items
         with uploading():
             return items.to(self._trainer.args.device)
+
+
+def is_one_of_several(trainer: transformers.Trainer) -> bool:
+    """Whether transformers and accelerate gather the values of other processes on the device, as with torch_xla.
+
+    Ranks do so on the host, where the values come to in one transfer.
+    """
+    return trainer.args.world_size > 1 and get_runtime().device.ranks is None
 
 
 def _values(batch: Any) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from xla_adapters import XLAConfig, get_runtime, register_eager_optimizer, regis
 from xla_adapters.data.batches import example_of
 from xla_adapters.errors import ConfigError, UnsupportedOptionError
 from xla_adapters.sharding import Sharder, ShardingPlan, accept_placements
+from xla_adapters.sharding.data_parallel import DataParallel
 from xla_adapters.sharding.state import names_of_updated
 
 _Choice = tuple[Any, dict[str, Any]]
@@ -229,11 +230,15 @@ class ModelSharding:
     Args:
         trainer: the trainer.
         sharder: makes and applies the plan; None on one device, where most methods do nothing.
+        ranks: trains together with other processes instead.
     """
 
-    def __init__(self, trainer: transformers.Trainer, sharder: Sharder | None) -> None:
+    def __init__(
+        self, trainer: transformers.Trainer, sharder: Sharder | None, ranks: DataParallel | None = None
+    ) -> None:
         self._trainer = trainer
         self._sharder = sharder
+        self.ranks = ranks
         self._applied = ExitStack()
         self._applied_to: torch.nn.Module | None = None
         # Names of parameters that the user's model had as DTensors.
@@ -257,6 +262,8 @@ class ModelSharding:
     @property
     def devices(self) -> int:
         """How many devices train together."""
+        if self.ranks is not None:
+            return self.ranks.ranks.size
         return 1 if self._sharder is None else self._sharder.devices
 
     @property
@@ -266,12 +273,16 @@ class ModelSharding:
 
     def accept_dtensors(self, model: torch.nn.Module) -> None:
         """Takes over the placements of the user's DTensors, before the model moves to the device."""
+        if self.ranks is not None:
+            self.ranks.prepare(model)
         if self._sharder is not None:
             self._former_dtensors += accept_placements(model)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Around a run: parameters are sharded, and intermediate values constrained, by the plan."""
+        if self.ranks is not None:
+            self.apply()
         if self._sharder is None:
             yield
             return
@@ -285,6 +296,8 @@ class ModelSharding:
     def apply(self) -> None:
         """Shards the model: at the start of a run, and after its weights were loaded."""
         trainer, model = self._trainer, self._trainer.model
+        if self.ranks is not None and isinstance(model, torch.nn.Module):
+            self.ranks.prepare(model)
         if self._sharder is None or not isinstance(model, torch.nn.Module):
             # Without a model `train` makes one by `model_init`, which is sharded when the training begins.
             return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +21,8 @@ import accelerate.utils.operations
 import torch
 import transformers.trainer
 import transformers.trainer_pt_utils
-from accelerate import PartialState
+from accelerate import DistributedType, PartialState
+from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -109,6 +111,14 @@ def give_device_to_accelerate(args: TrainingArguments) -> None:
         return
     # Not that of the arguments: of arguments from another process it is a copy.
     state = PartialState()
+    ranks = get_runtime().device.ranks
+    if ranks is not None:
+        # The kind whose values accelerate exchanges by gloo.
+        kind = {"distributed_type": DistributedType.MULTI_CPU, "backend": "gloo", "num_processes": ranks.size}
+        index = {"process_index": ranks.rank, "local_process_index": int(os.environ.get("LOCAL_RANK", ranks.rank))}
+        for shared in (PartialState._shared_state, AcceleratorState._shared_state):
+            if shared:
+                shared.update(kind, **index)
     if state.device == args.device:
         return
     _say(state.device, args.device)
@@ -187,6 +197,7 @@ def trainer_patches() -> Iterator[None]:
     - In one process, gathers return their argument. Unpatched, each logged loss is pickled through a rendezvous
       (10 operations, 7 transfers), and objects that are no tensors are refused. Reductions return a copy. Nothing is
       padded to the shapes of other processes.
+    - See `numbers_of_ranks`.
     - `is_lomo_available` and `torch.cuda.is_available` are looked up once per run. Unpatched, optimizers search for
       the package and for CUDA's library in each step.
     """
@@ -198,7 +209,8 @@ def trainer_patches() -> Iterator[None]:
         replaced(torch.cuda, "is_available", functools.cache(torch.cuda.is_available)),
     ):
         if get_runtime().device.world_size() > 1:
-            yield
+            with numbers_of_ranks():
+                yield
             return
 
         def gather(tensors: Any) -> Any:
@@ -215,6 +227,30 @@ def trainer_patches() -> Iterator[None]:
             stack.enter_context(replaced(accelerate.accelerator, "reduce", reduced_in_one_process))
             stack.enter_context(replaced(accelerate.accelerator, "pad_across_processes", _as_it_is))
             yield
+
+
+@contextmanager
+def numbers_of_ranks() -> Iterator[None]:
+    """Ranks exchange the loss to log, and their floating point operations, with their own messages.
+
+    transformers would do the latter on the device, and neither would hear of a rank that has failed.
+    """
+    ranks = get_runtime().device.ranks
+    if ranks is None:
+        yield
+        return
+
+    def gather_loss(loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(ranks.total(float(loss), "the loss to log") / ranks.size)
+
+    def gather_operations(scalars: list[int], *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(ranks.total(sum(scalars), "floating point operations"))
+
+    with (
+        replaced(transformers.trainer, "nested_gather", gather_loss),
+        replaced(transformers.trainer, "distributed_broadcast_scalars", gather_operations),
+    ):
+        yield
 
 
 def _with_gather_object() -> list[ModuleType]:

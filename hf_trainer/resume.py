@@ -22,17 +22,18 @@ EXACT_RESUME = "xla_adapters.trainer.pt"
 
 
 def save_rest(trainer: transformers.Trainer, folder: Path) -> None:
-    """Writes this state of a training into the folder of a checkpoint, as `EXACT_RESUME`."""
+    """Writes this state of a training into the folder of a checkpoint, as `EXACT_RESUME`; each rank its own."""
+    ranks = get_runtime().device.ranks
     logged, total = trainer._globalstep_last_logged, 0.0
     if logged != trainer.state.global_step:
         (loss,) = get_runtime().transfers.to_host([trainer._tr_loss])
-        total = loss.item()
+        total = (loss if ranks is None else ranks.mean(loss)).item()
     loader = trainer.callback_handler.train_dataloader
     data = loader.position.state(loader) if isinstance(loader, DeviceLoader) else None
     rest = {"loss_sum": total, "logged_at_step": logged, "step": trainer.state.global_step, "data": data}
     if torch_tpu_is_used():
         rest["device_random"] = get_runtime().random.seed()
-    torch.save(rest, folder / EXACT_RESUME)
+    torch.save(rest, folder / _name(0 if ranks is None else ranks.rank))
 
 
 def restore_rest(trainer: transformers.Trainer, folder: Path) -> None:
@@ -54,8 +55,16 @@ def restore_rest(trainer: transformers.Trainer, folder: Path) -> None:
     trainer._total_loss_scalar -= saved["loss_sum"]
 
 
+def _name(rank: int) -> str:
+    return EXACT_RESUME if not rank else f"{rank}.{EXACT_RESUME}"
+
+
 def _read(folder: Path) -> dict[str, Any] | None:
-    path = folder / EXACT_RESUME
+    ranks = get_runtime().device.ranks
+    path = folder / _name(0 if ranks is None else ranks.rank)
+    if not path.is_file():
+        # That of the first rank: there were fewer.
+        path = folder / EXACT_RESUME
     if not path.is_file():
         return None
     saved: dict[str, Any] = load_values(path)

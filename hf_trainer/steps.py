@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.optimization import GreedyLR
 from transformers.trainer_pt_utils import find_batch_size
 
-from hf_trainer.data import Inputs, count_tokens
+from hf_trainer.data import Inputs, count_tokens, is_one_of_several
 from hf_trainer.generation import GENERATION, compiled_generation
 from hf_trainer.libraries import generates_batches, generating, generating_apart, libraries_of, prepared, reads_answered
 from hf_trainer.model import ModelSharding, ParameterMoves, model_of
@@ -41,6 +41,7 @@ from xla_adapters.loop.gradients import schedule_sees_gradients
 from xla_adapters.loop.steps import StepDriver, around_run, check_loss
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.safety import is_trusted
+from xla_adapters.sharding.data_parallel import DataParallel
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.utils.patching import replaced
 from xla_adapters.utils.torch_modes import modules_compiled, use_no_grad_for_inference_mode
@@ -160,6 +161,7 @@ class TrainingSteps:
         inputs: moves batches to the device.
         record: counts steps, samples and tokens, and is told that results are waited for.
         shapes: gives batches few shapes.
+        ranks: trains together with other processes.
     """
 
     def __init__(
@@ -170,7 +172,9 @@ class TrainingSteps:
         inputs: Inputs,
         record: RunRecord,
         shapes: TrainerShapes,
+        ranks: DataParallel | None,
     ) -> None:
+        self._ranks = ranks
         self._trainer = trainer
         self._base = base
         self._steps = steps
@@ -250,6 +254,9 @@ class TrainingSteps:
             stack.enter_context(as_if_compiling())
             stack.enter_context(checked_loss(trainer))
             stack.enter_context(generating_apart(trainer, steps))
+            if self._ranks is not None:
+                last = trainer.accelerator.gradient_state.sync_gradients
+                stack.enter_context(self._ranks.without_exchange(not last))
             if generated:
                 stack.enter_context(prepared(trainer))
             added = (
@@ -293,7 +300,7 @@ class TrainingSteps:
         """As `Trainer._maybe_log_save_evaluate`. Loss and gradient norm come to the host in one transfer."""
         trainer = self._trainer
         logs = trainer.control.should_log and trainer.state.global_step > trainer._globalstep_last_logged
-        if not logs or trainer.args.world_size > 1:
+        if not logs or is_one_of_several(trainer):
             self._base._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
             return
         with self._record.clock.during(STEP):
@@ -331,8 +338,9 @@ class TrainingSteps:
         kind = str(trainer.args.include_num_input_tokens_seen)
         if kind == "no":
             return
-        if trainer.args.world_size == 1 and overridden(trainer, ("_track_num_input_tokens",)) is None:
-            trainer.state.num_input_tokens_seen += count_tokens(inputs, trainer.model, trainer.processing_class, kind)
+        if not is_one_of_several(trainer) and overridden(trainer, ("_track_num_input_tokens",)) is None:
+            seen = count_tokens(inputs, trainer.model, trainer.processing_class, kind)
+            trainer.state.num_input_tokens_seen += seen if self._ranks is None else sum(self._ranks.ranks.gather(seen))
             return
         self._uncounted.append(inputs)
         if not self._steps.is_open:
@@ -447,7 +455,7 @@ class Evaluation:
         """As `Trainer.evaluation_loop`. The results of each batch come to the host in one transfer."""
         trainer = self._trainer
         with self._session.running():
-            if trainer.args.world_size > 1:
+            if is_one_of_several(trainer):
                 return self._base.evaluation_loop(*args, **kwargs)
             with (
                 self._preprocessing_in_step(),
@@ -533,7 +541,7 @@ class Evaluation:
                     if notes and step.is_replaying:
                         add_metrics(self._trainer, mode, step.promise("metrics"))
                     results: tuple[Any, Any, Any] = step.outputs(compute)
-        if self._trainer.args.world_size == 1:
+        if not is_one_of_several(self._trainer):
             results = to_host_in_one_transfer(results)
         return results if cut is None else cut(results)
 

@@ -22,7 +22,7 @@ from lightning_strategy import sharded_checkpoints as sharded
 from lightning_strategy.checkpoints import EXACT_STATE, XLAEagerCheckpointIO, show_differences
 from lightning_strategy.connector import FabricPlugins, StrategyHooks, XLAPrecisionFlag
 from lightning_strategy.fabric_steps import FabricStep, FabricSteps, begin_launch, end_launch, made_or_applied
-from lightning_strategy.refusals import check_fabric_config, check_fused, check_placed, start_runtime
+from lightning_strategy.refusals import check_fabric_config, check_fused, check_placed, refuse_ranks, start_runtime
 from lightning_strategy.sharding import (
     AutoShardingOption,
     ModuleSharding,
@@ -301,7 +301,8 @@ class XLAEagerFabricStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: i
         self.checkpoint_config = CheckpointConfig()
         name = type(self).__name__
         self._plugins = FabricPlugins(name, precision)
-        self._sharding = make_sharding(name, self.xla_config, auto_sharding=auto_sharding, sharding=sharding)
+        refuse_ranks(name)
+        self._sharding, _ = make_sharding(name, self.xla_config, auto_sharding=auto_sharding, sharding=sharding)
         start_runtime(name, self.xla_config, shards=self._sharding is not None)
         self._runtime = get_runtime()
         self._steps = FabricSteps(self.xla_config, self._sharding, ShapePolicy.resolve(shapes))

@@ -100,6 +100,13 @@ def check_devices(devices: Any, strategy: str) -> None:
                 f"devices={devices!r} and {strategy}: it shards over a mesh of all {number} devices of the process; "
                 f"leave devices out, or give devices={number}"
             )
+    elif runtime.device.ranks is not None:
+        number = runtime.device.ranks.size
+        if devices not in (*_ALL_DEVICES, number, str(number)):
+            raise ConfigError(
+                f"devices={devices!r} and {strategy}: {number} processes were launched, with a device each; leave "
+                f"devices out, or give devices={number}"
+            )
     elif devices not in _ONE_DEVICE:
         raise UnsupportedOptionError(
             f"devices={devices!r} and {strategy}: without sharding one process trains on one device; leave devices "
@@ -108,13 +115,14 @@ def check_devices(devices: Any, strategy: str) -> None:
         )
 
 
-def start_runtime(strategy: str, config: XLAConfig, *, shards: bool) -> None:
+def start_runtime(strategy: str, config: XLAConfig, *, shards: bool, ranks: bool = False) -> None:
     """Starts the XLA runtime and makes the process eager; raises where the strategy does not work.
 
     Args:
         strategy: its name, for messages.
         config: its options; by them operations outside of steps execute at once, from now on.
         shards: whether it shards.
+        ranks: whether it trains together with other processes.
 
     Raises:
         RuntimeOrderError: the process runs under SPMD, and the strategy does not shard.
@@ -130,11 +138,26 @@ def start_runtime(strategy: str, config: XLAConfig, *, shards: bool) -> None:
             "of the devices would compute the same. Give it auto_sharding=True or sharding=, or use it in a process of "
             "its own, without xr.use_spmd() or xla_adapters.initialize(spmd=True)"
         )
-    if runtime.device.world_size() > 1:
+    if runtime.device.world_size() > 1 and not ranks:
         raise UnsupportedOptionError(
             f"{strategy}: {runtime.device.world_size()} processes were launched, and this version trains in one"
         )
     initialize(eager=config.eager_by_default)
+
+
+def refuse_ranks(strategy: str) -> None:
+    """Raises if several processes were launched, each with one device.
+
+    Raises:
+        UnsupportedOptionError: with the alternative.
+    """
+    launched = get_runtime().device.launched()
+    if launched > 1:
+        raise UnsupportedOptionError(
+            f"{strategy}: {launched} processes were launched, and with Fabric each would train for itself, on the same "
+            "samples as the others. Use Lightning's Trainer with XLAEagerStrategy(), or a loop of your own with "
+            "xla_adapters.distribute_module; or start the script without torchrun"
+        )
 
 
 def check_fabric_config(config: XLAConfig) -> None:

@@ -23,7 +23,7 @@ from lightning_strategy.refusals import check_nesting, check_trainer
 from lightning_strategy.replay import ReplayRules
 from lightning_strategy.report import FitReport
 from lightning_strategy.shapes import LoaderShapes
-from lightning_strategy.sharding import ModuleSharding
+from lightning_strategy.sharding import ModuleSharding, as_one_of
 from lightning_strategy.steps import (
     GRADIENTS,
     LoopSteps,
@@ -39,6 +39,7 @@ from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.errors import BreakKind
 from xla_adapters.loop.steps import StallWatch, StepDriver, around_run
+from xla_adapters.sharding.data_parallel import DataParallel
 from xla_adapters.tracing.library_reads import answering, reads_of_packages
 from xla_adapters.tracing.step_scope import current_scope
 from xla_adapters.utils.patching import replaced
@@ -91,6 +92,7 @@ class Run:
         checkpoint: when to save, and what takes too long.
         report: notes where the time goes; by default none is noted.
         shapes: gives batches few shapes; by default they stay as they are.
+        ranks: trains together with other processes.
 
     Attributes:
         config: the options.
@@ -109,6 +111,7 @@ class Run:
         checkpoint: CheckpointConfig | None = None,
         report: FitReport | None = None,
         shapes: LoaderShapes | None = None,
+        ranks: DataParallel | None = None,
     ) -> None:
         self.config = config
         self._trainer = trainer
@@ -131,8 +134,11 @@ class Run:
             after_discard=self.metrics.after_discard,
         )
         self.stalls = StallWatch(self._checkpoint.stall_deadline)
+        self._ranks = ranks
+        if ranks is not None and self._checkpoint.stall_deadline is not None:
+            ranks.ranks.deadline = self._checkpoint.stall_deadline
         shapes = shapes if shapes is not None else LoaderShapes(None, base_seed)
-        self.batches = LoopSteps(trainer, self.steps, sharding, self.stalls, shapes)
+        self.batches = LoopSteps(trainer, self.steps, sharding, self.stalls, shapes, ranks)
 
     @property
     def _module(self) -> LightningModule:
@@ -170,7 +176,9 @@ class Run:
         lasting.enter_context(flops_of_devices())
         lasting.enter_context(self.metrics.patched())
         lasting.enter_context(averaging_in_one_graph(self.config))
-        lasting.enter_context(backward_in_step(self._trainer, self.steps))
+        lasting.enter_context(backward_in_step(self._trainer, self.steps, self._ranks))
+        if self._ranks is not None:
+            lasting.enter_context(as_one_of(self._ranks.ranks, self._trainer))
         saves = SavingCallback(self._checkpoint)
         lasting.callback(saves.close)
         lasting.enter_context(self.data.followed())

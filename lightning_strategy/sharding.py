@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,16 +16,19 @@ import lightning.pytorch.loops.prediction_loop
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities import CombinedLoader, find_shared_parameters, set_shared_parameters
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from xla_adapters import XLAConfig, get_runtime
+from xla_adapters import XLAConfig, get_runtime, in_step
 from xla_adapters.data.batches import example_of, sample_count
 from xla_adapters.errors import ConfigError, RuntimeOrderError
+from xla_adapters.runtime.ranks import Ranks
 from xla_adapters.runtime.transfers import to_host_in_one_transfer
 from xla_adapters.sharding import Sharder, ShardingConfig, ShardingPlan
+from xla_adapters.sharding.data_parallel import DataParallel, gathered_in_step, launched_ranks, reduced_in_step
 from xla_adapters.utils.host_random import host_random_numbers_kept
 from xla_adapters.utils.nested_values import identity
 from xla_adapters.utils.patching import replaced
@@ -232,8 +236,9 @@ class ModuleSharding:
 
 def make_sharding(
     strategy: str, config: XLAConfig, *, auto_sharding: AutoShardingOption, sharding: ShardingOption
-) -> ModuleSharding | None:
-    """The sharding that a strategy's options ask for, None if none; starts the XLA runtime under SPMD if any.
+) -> tuple[ModuleSharding | None, DataParallel | None]:
+    """The sharding that a strategy's options ask for, None if none; starts the XLA runtime under SPMD if any. And what
+    trains together with other processes, None in one process.
 
     Args:
         strategy: its name, for messages.
@@ -246,10 +251,12 @@ def make_sharding(
         RuntimeOrderError: the runtime was started without SPMD before.
     """
     resolved = ShardingConfig.resolve(auto_sharding=auto_sharding, sharding=sharding)
+    if (ranks := launched_ranks(resolved, config)) is not None:
+        return None, ranks
     if resolved is None:
-        return None
+        return None, None
     try:
-        return ModuleSharding(resolved, config)
+        return ModuleSharding(resolved, config), None
     except RuntimeOrderError as error:
         raise RuntimeOrderError(
             f"{strategy} with sharding was created after the XLA runtime had started without SPMD (a tensor, a model "
@@ -257,6 +264,101 @@ def make_sharding(
             "strategy first, before anything is moved to the XLA device, or call xla_adapters.initialize(spmd=True) at "
             "the start of the program"
         ) from error
+
+
+@contextmanager
+def as_one_of(ranks: Ranks, trainer: Trainer) -> Iterator[None]:
+    """Until the exit, the Trainer gives loaders a sampler for the rank's part, and looks for signals on the host.
+
+    Lightning asks parallel strategies only for the former. The latter it does before each batch, by a broadcast on the
+    device that it reads, and of the first rank's signals only.
+    """
+    stock: Any = Trainer.distributed_sampler_kwargs
+    loop: Any = type(trainer.fit_loop.epoch_loop)
+
+    def kwargs(self: Trainer) -> Any:
+        return trainer.strategy.distributed_sampler_kwargs if self is trainer else stock.fget(self)  # type: ignore[attr-defined]
+
+    def look_for_signals(self: Any) -> None:
+        if ranks.total(bool(getattr(trainer, "received_sigterm", False)), "the signals before a batch"):
+            raise SIGTERMException
+
+    with (
+        replaced(Trainer, "distributed_sampler_kwargs", property(kwargs)),
+        replaced(loop, "_broadcast_sigterm_tensor", look_for_signals),
+    ):
+        yield
+
+
+class RankHooks:
+    """The hooks of a strategy with which ranks exchange values; in one process they return what they are given.
+
+    Attributes:
+        global_rank, local_rank, world_size: as of Lightning's strategies.
+    """
+
+    global_rank: int
+    local_rank: int
+    world_size: int
+    _ranks: DataParallel | None
+
+    def _take_rank(self) -> None:
+        """Sets the attributes, once the ranks have met."""
+        if self._ranks is not None:
+            ranks = self._ranks.ranks
+            self.global_rank, self.world_size = ranks.rank, ranks.size
+            self.local_rank = int(os.environ.get("LOCAL_RANK", ranks.rank))
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the rank that writes and logs."""
+        return self.global_rank == 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether each rank gets a part of the data by a sampler of its own."""
+        return self._ranks is not None
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """For `DistributedSampler`."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """As `Strategy.barrier`."""
+        if self._ranks is not None:
+            self._ranks.ranks.wait()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """As `Strategy.broadcast`."""
+        return obj if self._ranks is None else self._ranks.ranks.gather(obj)[src]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean", *args: Any, **kwargs: Any) -> Any:
+        """As `Strategy.reduce`. In a step it is a part of the step's program."""
+        if self._ranks is None:
+            return tensor
+        value = tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(tensor)
+        name = (reduce_op if isinstance(reduce_op, str) else reduce_op.name).lower().removeprefix("redoptype.")
+        if in_step() and get_runtime().device.owns(value):
+            return reduced_in_step(value, name)
+        (host,) = get_runtime().transfers.to_host([value])
+        values = torch.stack(self._ranks.ranks.gather(host))
+        if name in ("mean", "avg"):
+            host = values.float().mean(0).to(host.dtype) if host.is_floating_point() else values.float().mean(0)
+        elif name == "sum":
+            host = values.sum(0)
+        else:
+            host = {"max": values.amax, "min": values.amin, "product": values.prod}[name](0)
+        return host.to(value.device)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """As `Strategy.all_gather`: the tensors of all ranks, stacked. In a step it is a part of the step's program."""
+        if self._ranks is None:
+            return tensor
+        if in_step() and get_runtime().device.owns(tensor):
+            return gathered_in_step(tensor, sync_grads)
+        (host,) = get_runtime().transfers.to_host([tensor])
+        return torch.stack(self._ranks.ranks.gather(host)).to(tensor.device)
 
 
 def plan_of(sharding: ModuleSharding | None, strategy: str) -> ShardingPlan:

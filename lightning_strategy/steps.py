@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from xla_adapters.loop.replay import allowed
 from xla_adapters.loop.steps import StallWatch, StepDriver, check_loss
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
+from xla_adapters.sharding.data_parallel import DataParallel
 from xla_adapters.utils.patching import replaced
 from xla_adapters.utils.torch_modes import modules_compiled
 
@@ -209,6 +210,7 @@ class LoopSteps(Callback):
         sharding: of the strategy, if it shards.
         stalls: watches that no batch of an evaluation takes too long.
         shapes: gives batches few shapes.
+        ranks: trains together with other processes.
     """
 
     def __init__(
@@ -218,7 +220,9 @@ class LoopSteps(Callback):
         sharding: ModuleSharding | None,
         stalls: StallWatch,
         shapes: LoaderShapes,
+        ranks: DataParallel | None = None,
     ) -> None:
+        self._ranks = ranks
         self._trainer = trainer
         self._config = driver.config
         self._driver = driver
@@ -341,6 +345,11 @@ class LoopSteps(Callback):
     def _where(self, batch_idx: int) -> str:
         return f"batch {batch_idx} of epoch {self._trainer.current_epoch}"
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Waits for the other ranks, which must have taken as many steps."""
+        if self._ranks is not None:
+            self._ranks.ranks.ends(f"fit(), after {trainer.global_step} steps")
+
     # ---- evaluation ----------------------------------------------------------------------------
 
     @contextmanager
@@ -427,7 +436,7 @@ def callbacks_around(trainer: Trainer, first: Callback, last: Callback) -> Itera
 
 
 @contextmanager
-def backward_in_step(trainer: Trainer, steps: StepDriver) -> Iterator[None]:
+def backward_in_step(trainer: Trainer, steps: StepDriver, ranks: DataParallel | None) -> Iterator[None]:
     """Until the exit, a loop's backward discards the step if it raises, and raises the translated error.
 
     The strategy has no `backward` of its own: a spy in place of `Strategy.backward` would call it, and it the spy.
@@ -435,6 +444,7 @@ def backward_in_step(trainer: Trainer, steps: StepDriver) -> Iterator[None]:
     Args:
         trainer: whose loop it is. With manual optimization the backward is a part of `training_step`.
         steps: of the run.
+        ranks: exchanges the gradients of the last batch of an update.
 
     Raises:
         LossError: in the backward, `training_step` returned a loss that is not one number.
@@ -454,7 +464,8 @@ def backward_in_step(trainer: Trainer, steps: StepDriver) -> Iterator[None]:
             # A backward of the user's may take whatever it likes.
             if type(module).backward is LightningModule.backward:
                 check_loss(loss, module.training_step)
-            with steps.computing():
+            is_last = not trainer.fit_loop._should_accumulate()
+            with steps.computing(), nullcontext() if ranks is None else ranks.without_exchange(not is_last):
                 backward(loss)
 
         return computed

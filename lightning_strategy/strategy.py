@@ -36,6 +36,7 @@ from lightning_strategy.sharding import (
     AutoShardingOption,
     HostCopy,
     ModuleSharding,
+    RankHooks,
     ShardingOption,
     bring_to_host,
     keeping_ties,
@@ -192,7 +193,7 @@ class TrainerCheckpoints:
             show_differences(self._loaded_from, self._settings(), self._sharding)
 
 
-class XLAEagerStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: ignore[misc]
+class XLAEagerStrategy(StrategyHooks, RankHooks, SingleDeviceXLAStrategy):  # type: ignore[misc]
     """Trains a LightningModule on the PJRT device of the process.
 
     Everything runs eagerly, except steps: each training, validation, test or predict step is compiled as one graph and
@@ -246,10 +247,11 @@ class XLAEagerStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: ignore[
         self.xla_config = XLAConfig.resolve(config, options)
         name = type(self).__name__
         self._plugins = TrainerPlugins(name, precision)
-        self._sharding = make_sharding(name, self.xla_config, auto_sharding=auto_sharding, sharding=sharding)
+        made = make_sharding(name, self.xla_config, auto_sharding=auto_sharding, sharding=sharding)
+        self._sharding, self._ranks = made
         saves_shards = self._sharding is not None and self._sharding.saves_shards
         check_options(name, self.checkpoint_config, sharded=saves_shards)
-        start_runtime(name, self.xla_config, shards=self._sharding is not None)
+        start_runtime(name, self.xla_config, shards=self._sharding is not None, ranks=self._ranks is not None)
         self._runtime = get_runtime()
         if self.xla_config.may_replay:
             # The self-test compiles. Do it now, and not during a run.
@@ -259,6 +261,7 @@ class XLAEagerStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: ignore[
         self._shapes = LoaderShapes(ShapePolicy.resolve(shapes), base_seed)
         self._checkpoints = TrainerCheckpoints(self, self.xla_config, self.checkpoint_config, self._sharding)
         SingleDeviceStrategy.__init__(self, device=self._runtime.device.torch_device(), checkpoint_io=checkpoint_io)
+        self._take_rank()
         self._plugins.adopt()
 
     # ---- what the Trainer asks for when it is constructed --------------------------------------
@@ -345,7 +348,8 @@ class XLAEagerStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: ignore[
             self._shapes.begin()
             trainer = self.lightning_module.trainer
             config = config_of_run(trainer, self.xla_config)
-            self._run = Run(trainer, config, self._sharding, self.checkpoint_config, self._report, self._shapes)
+            parts = self._sharding, self.checkpoint_config, self._report, self._shapes, self._ranks
+            self._run = Run(trainer, config, *parts)
             self._run.begin()
 
     def setup(self, trainer: Trainer) -> None:
@@ -371,8 +375,12 @@ class XLAEagerStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: ignore[
         assert self.model is not None
         if self._sharding is not None:
             accept_placements(self.model)
+        if self._ranks is not None:
+            self._ranks.prepare(self.model)
         with keeping_ties(self.model), uploading():
             self.model.to(self.root_device)
+        if self._ranks is not None:
+            self._ranks.prepare(self.model)
         if self._sharding is not None:
             assert self.lightning_module is not None
             prepare_for_run(self._sharding, self.lightning_module)
@@ -404,6 +412,8 @@ class XLAEagerStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: ignore[
         if self._run is not None:
             self._run.steps.abort()
             self._report.record.failed(exception)
+        if self._ranks is not None:
+            self._ranks.ranks.failed(exception)
         hide_own_frames(exception)
         super().on_exception(exception)
 

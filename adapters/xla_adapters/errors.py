@@ -186,6 +186,17 @@ class DeviceOutOfMemoryError(XLAAdapterError, RuntimeError):
         )
 
 
+class RankError(XLAAdapterError, RuntimeError):
+    """Processes that train together (ranks) no longer do the same, or one of them is gone.
+
+    Each rank must take the same steps, with the same code, on batches of the same shape. The step was not launched:
+    parameters and optimizer state are as before it. On the device the ranks would wait for each other forever.
+
+    What to do: what the message says; it names what this rank does, and what the other one does, or the error that the
+    other one has raised. Then start all ranks again, and resume from the newest checkpoint.
+    """
+
+
 class DiscardedTensorError(XLAAdapterError, RuntimeError):
     """A tensor was used that has no value: a discarded step made it, or code changed it that the step cannot record.
 

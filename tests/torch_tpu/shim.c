@@ -6,7 +6,7 @@
 //   the question. There is one kind, "device".
 //
 // It counts what passes through, for `stand_in.counts()`, and has launches fail as on a device without free memory, for
-// `stand_in.fail_launch()`.
+// `stand_in.fail_launch()`. Several processes can be the ranks of one training; see `shim_ranks.h`.
 //
 // The header may be older than both sides, so nothing here depends on the size that it gives a struct.
 
@@ -20,6 +20,8 @@
 #include "pjrt_c_api.h"
 
 static const PJRT_Api* target;
+
+#include "shim_ranks.h"
 
 atomic_long shim_compiles, shim_executions, shim_transfers_to_device, shim_transfers_to_host;
 // The launch that fails: 1 is the next one; 0 is none.
@@ -45,6 +47,15 @@ static PJRT_Error* execute(PJRT_LoadedExecutable_Execute_Args* args) {
     return full;
   }
   atomic_fetch_add(&shim_executions, 1);
+  if (ranks > 1) {
+    PJRT_LoadedExecutable_AddressableDevices_Args over = {
+        .struct_size = PJRT_LoadedExecutable_AddressableDevices_Args_STRUCT_SIZE,
+        .executable = args->executable,
+    };
+    must(target->PJRT_LoadedExecutable_AddressableDevices(&over), "the devices of an executable");
+    if (over.num_addressable_devices > 1)
+      return execute_together(args, over.addressable_devices, over.num_addressable_devices);
+  }
   return target->PJRT_LoadedExecutable_Execute(args);
 }
 
@@ -63,14 +74,30 @@ static PJRT_Error* error_code(PJRT_Error_GetCode_Args* args) {
   return error;
 }
 
+// What `GetPjrtApi` returns.
+static PJRT_Api* api;
+
 static PJRT_Error* create_client(PJRT_Client_Create_Args* args) {
   const PJRT_NamedValue* callers = args->create_options;
   size_t count = args->num_options;
-  args->create_options = NULL;
-  args->num_options = 0;
+  join_ranks();
+  const PJRT_NamedValue devices = {
+      .struct_size = PJRT_NamedValue_STRUCT_SIZE,
+      .name = "cpu_device_count",
+      .name_size = strlen("cpu_device_count"),
+      .type = PJRT_NamedValue_kInt64,
+      .int64_value = ranks,
+      .value_size = 1,
+  };
+  args->create_options = ranks > 1 ? &devices : NULL;
+  args->num_options = ranks > 1;
   PJRT_Error* error = target->PJRT_Client_Create(args);
   args->create_options = callers;
   args->num_options = count;
+  if (!error && ranks > 1) {
+    note_devices(args->client);
+    show_one_device(api);
+  }
   return error;
 }
 
@@ -112,7 +139,6 @@ static PJRT_Error* output_memory_kinds(PJRT_Executable_OutputMemoryKinds_Args* a
 }
 
 const PJRT_Api* GetPjrtApi(void) {
-  static PJRT_Api* api;
   if (api) return api;
   void* library = dlopen(TARGET, RTLD_NOW | RTLD_LOCAL);
   const PJRT_Api* (*get)(void) = library ? (const PJRT_Api* (*)(void))dlsym(library, "GetPjrtApi") : NULL;

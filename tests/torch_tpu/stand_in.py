@@ -114,5 +114,5 @@ def start() -> None:
         import torch_tpu._loader
         from torch_tpu._internal.utils import hardware
 
-        hardware.get_tpu_device_count = lambda: 1
+        hardware.get_tpu_device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch_tpu._loader.load()

@@ -26,15 +26,21 @@ class ScheduledSaves:
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
+        # Signals and clocks of ranks differ.
+        asks = config.save_on == "preemption" or config.every is not None
+        self._ranks = get_runtime().device.ranks if asks else None
+        self._ends = False
         self._preemption = Preemption(config, also=get_runtime().device.preemption_sync_point())
-        self._schedule = SaveSchedule(config, preemption=self._preemption)
+        self._schedule = SaveSchedule(config, preemption=self._preemption, group=self._ranks)
 
     def receiving_signals(self) -> AbstractContextManager[object]:
         """Around a training: signals are noted under `save_on="preemption"`."""
         return self._preemption if self._config.save_on == "preemption" else nullcontext()
 
     def are_due(self, step: int) -> bool:
-        """Whether to save after this step."""
+        """Whether to save after this step. All ranks ask after each step."""
+        if self._ranks is not None:
+            self._ends = any(self._ranks.gather(self._preemption.requested))
         return self._schedule.due(step) is not None
 
     def saved(self, step: int) -> None:
@@ -44,7 +50,7 @@ class ScheduledSaves:
     @property
     def end_is_near(self) -> bool:
         """Whether a signal asked for the end of the training."""
-        return self._preemption.requested
+        return self._preemption.requested if self._ranks is None else self._ends
 
     @property
     def exit_code(self) -> int:
@@ -53,7 +59,11 @@ class ScheduledSaves:
 
     def can_still_save(self, step: int) -> bool:
         """Whether the training is to end, and there is time left for a save."""
-        return self._preemption.can_still_save(step)
+        can_save = self._preemption.can_still_save(step)
+        if self._ranks is None or not self._ends:
+            return can_save
+        # A rank that no signal has reached does not know how much time is left.
+        return all(self._ranks.gather(can_save or not self._preemption.requested))
 
     def save_before_end(self, step: int, save: Callable[[], object] | None, settle: Callable[[], object]) -> None:
         """Saves for the last time.
@@ -121,11 +131,12 @@ def warn_of_differences(
         distributions: whose versions are compared, beside the core's own.
         devices: of this run.
     """
+    ranks = get_runtime().device.ranks
     lines = differences(
         checkpoint.manifest,
         settings=settings,
         distributions=distributions,
-        world={"processes": 1, "devices": devices},
+        world={"processes": 1 if ranks is None else ranks.size, "devices": devices},
         ignore=[f"xla.{name}" for name in REMOVED_OPTIONS],
     )
     warn_of_lines(checkpoint, lines)

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Protocol
 
 from xla_adapters.errors import hide_own_frames
+from xla_adapters.runtime import get_runtime
 from xla_adapters.tracing.claim import open_step
 from xla_adapters.tracing.interrupts import at_edge
 from xla_adapters.utils.patching import with_stack_room
@@ -44,13 +45,18 @@ class Discarding:
     ) -> None:
         if error is None:
             return
+        ranks = get_runtime().device.ranks
         translated = self._steps.translate(error)
+        if translated is None and ranks is not None:
+            translated = ranks.lost_by(error)
         finish_interrupted_exits(error)
         try:
             self._steps.abort()
         finally:
             # The step around this one may have ended before it (a generator that is suspended inside a step).
             self._modes.restore(compiling=self._around is open_step())
+        if ranks is not None:
+            ranks.failed(error if translated is None else translated)
         if translated is not None:
             hide_own_frames(error)
             raise translated from error

@@ -51,6 +51,10 @@ class StepSignature:
         """Describes a call with this batch: any nesting of dicts, lists and tensors."""
         return cls(phase=phase, inputs=tuple(_describe("", inputs)), facts=tuple(facts.items()))
 
+    def __str__(self) -> str:
+        inputs = ", ".join(f"{name or 'input'}: {what}" for name, what in self.inputs[:4])
+        return self.phase + (f", with {inputs}" if inputs else "")
+
     def difference(self, other: StepSignature) -> list[str]:
         """How this differs from an earlier signature, in words."""
         changes = []

@@ -192,6 +192,7 @@ class PlaceholderCapture(PlaceholderScope):
             snapshot=snapshot,
             attributes=attributes,
             rebound={slot.key for slot, _ in places},
+            told_ranks=self.told_ranks,
             forms={index: (program.results[index].shape, program.results[index].dtype) for index in returned},
         )
 

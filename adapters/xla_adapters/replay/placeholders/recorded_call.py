@@ -55,6 +55,7 @@ class RecordedCall:
         attributes: plain attributes of other objects that it changes.
         rebound: keys of the slots that get another tensor, not another value.
         forms: shape and dtype of those results that the step returns.
+        told_ranks: what other ranks are told before each launch; empty if the program does without them.
         unrepeatable: what this call did that a replay cannot do; empty if nothing.
         run: the executable; set when the call was executed.
         flops: of the program; not known.
@@ -75,6 +76,7 @@ class RecordedCall:
     attributes: list[HostChange]
     rebound: set[tuple[str, int, str | int]]
     forms: dict[int, tuple[torch.Size, torch.dtype]]
+    told_ranks: str = ""
     unrepeatable: str = ""
     run: Run | None = None
     flops: int | None = None
@@ -252,6 +254,9 @@ class PreparedProgram:
 
     def run(self, tensors: CallTensors, numbers: list[float], runtime: Runtime) -> Sequence[torch.Tensor]:
         """Runs the program; returns its results."""
+        ranks = runtime.device.ranks
+        if ranks is not None and self.call.told_ranks:
+            ranks.launches(self.call.program, numbers, self.call.told_ranks)
         if numbers != self._numbers:
             self._numbers, self._uploads = numbers, uploaded_numbers(numbers, self.call.chunks, runtime)
         inputs = self._inputs.tensors(tensors)

@@ -10,6 +10,7 @@ import torch
 
 from xla_adapters.config import CacheDir
 from xla_adapters.runtime.compile_cache import CacheCounts
+from xla_adapters.runtime.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +90,18 @@ class Device(Protocol):
     def memory_info(self) -> dict[str, float]:
         """Bytes of the device's memory by name (`bytes_used`, ...); empty if the device does not tell."""
 
+    def launched(self) -> int:
+        """How many processes a launcher (torchrun) has started, as far as this runtime has a device for each; or 1."""
+
     def world_size(self) -> int:
         """How many replicas train, each in a process of its own; 1 under SPMD."""
 
     def process_index(self) -> int:
         """Which replica this process is, from 0."""
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes that train together, one device each; None if there is one, or under SPMD."""
 
     def preemption_sync_point(self) -> Callable[[int], bool] | None:
         """A function that says of a step whether all processes must save after it, because one will be ended.

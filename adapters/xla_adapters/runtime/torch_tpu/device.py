@@ -29,8 +29,10 @@ from xla_adapters.runtime.compile_cache import (
     use_compile_cache,
 )
 from xla_adapters.runtime.interface.device import DEFAULT_TUNING, Tuning
+from xla_adapters.runtime.ranks import Ranks, exchange_on_host
 from xla_adapters.runtime.patches import keep_parameters_when_moved
 from xla_adapters.runtime.torch_tpu.operators import mend_operators, part_copies
+from xla_adapters.runtime.torch_tpu.scans import mend_scans
 
 TYPE = "tpu"
 # Whose private names are known; see `tests/torch_tpu`.
@@ -151,6 +153,7 @@ class TPUDevice:
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
+        self._ranks: Ranks | None = None
 
     def prepare(self) -> None:
         """See `Device`."""
@@ -158,18 +161,15 @@ class TPUDevice:
 
     def initialize(self, *, spmd: bool = False, tuning: Tuning = DEFAULT_TUNING) -> None:
         """See `Device`."""
-        if spmd:
-            raise UnsupportedOptionError(
-                "spmd=True (sharding): with torch_tpu each process has one device, and this package shards with "
-                "torch_xla only; leave it out, or install torch_xla"
-            )
         if tuning.asks_for_something:
             raise ConfigError(
                 f"initialize(fast_compile={tuning.fast_compile!r}, keep_memory={tuning.keep_memory!r}): both are for "
                 "CPU devices of torch_xla, and torch_tpu has none; leave them out"
             )
-        self._check_processes()
+        if not spmd and self._ranks is None:
+            self._check_processes()
         if self._device is not None:
+            self._join(spmd)
             return
         self.prepare()
         _loader.load()
@@ -190,17 +190,34 @@ class TPUDevice:
             if was_used:
                 part_copies()
         self._device = torch.device(TYPE, 0)
+        self._join(spmd)
+
+    def _join(self, spmd: bool) -> None:
+        """Joins the other processes that were launched, if several devices are to be used."""
+        if spmd and self._ranks is None and self.launched() > 1:
+            if not torch.distributed.is_initialized():
+                torch.distributed.init_process_group(f"cpu:gloo,{TYPE}:tpu_dist")
+            exchange_on_host()
+            self._ranks = Ranks()
+            if unknown_version() is None:
+                mend_scans()
+
+    def launched(self) -> int:
+        """See `Device`."""
+        # torchrun tells its processes by the variable, whether or not they have joined a group.
+        variable = os.environ.get("WORLD_SIZE", "")
+        return max(self.world_size(), int(variable) if variable.isdigit() else 1)
 
     def _check_processes(self) -> None:
         """Raises if several processes were launched, of which each would train by itself, on the same samples."""
-        # torchrun tells its processes by the variable, whether or not they have joined a group.
-        variable = os.environ.get("WORLD_SIZE", "")
-        launched = max(self.world_size(), int(variable) if variable.isdigit() else 1)
+        launched = self.launched()
         if launched > 1:
+            variable = os.environ.get("WORLD_SIZE", "is not set")
             raise UnsupportedOptionError(
-                f"{launched} processes were launched (WORLD_SIZE={variable or 'is not set'}): with TorchTPU this "
-                "package trains on one device in one process, and several would train on the same samples without any "
-                "exchange. Start the script without torchrun or accelerate launch; torch_xla trains on several devices"
+                f"{launched} processes were launched (WORLD_SIZE={variable}), and this one would train for itself, on "
+                "the same samples as the others. Call xla_adapters.initialize(spmd=True) first, and "
+                "distribute_module(model, partition_fn='dp') for a loop of your own; or start the script without "
+                "torchrun or accelerate launch"
             )
 
     def use_compile_cache(self, cache_dir: CacheDir) -> None:
@@ -253,6 +270,11 @@ class TPUDevice:
         """See `Device`."""
         distributed = torch.distributed
         return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """See `Device`."""
+        return self._ranks
 
     def preemption_sync_point(self) -> Callable[[int], bool] | None:
         """See `Device`."""

@@ -231,6 +231,10 @@ class XLADevice:
             return {}
         return {name: float(value) for name, value in info.items()}
 
+    def launched(self) -> int:
+        """See `Device`; a process drives all devices, by SPMD."""
+        return 1
+
     def world_size(self) -> int:
         """See `Device`."""
         return int(xr.world_size())
@@ -238,6 +242,11 @@ class XLADevice:
     def process_index(self) -> int:
         """See `Device`."""
         return int(xr.global_ordinal())
+
+    @property
+    def ranks(self) -> None:
+        """See `Device`; a process drives all devices, by SPMD."""
+        return None
 
     def preemption_sync_point(self) -> Callable[[int], bool] | None:
         """See `Device`; only processes on TPUs have one."""

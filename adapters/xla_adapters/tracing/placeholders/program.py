@@ -17,6 +17,8 @@ from xla_adapters.runtime.interface.placeholders import Run
 _ARGUMENT = re.compile(r"%arg(\d+)\b")
 # Executables kept; the one that was not used for longest is dropped.
 _KEPT = 256
+# What ranks do together; all must launch such a program.
+_TOGETHER = re.compile(r"stablehlo\.(?:all_|reduce_scatter|collective_)")
 _RETURN = re.compile(r"^ {4}return (.*) : ", re.MULTILINE)
 
 
@@ -46,6 +48,11 @@ class Program:
     def key(self) -> str:
         """Equal for equal programs."""
         return hashlib.sha256(f"{self.changed} {self.text}".encode()).hexdigest()
+
+    @cached_property
+    def has_collectives(self) -> bool:
+        """Whether it computes with values of other ranks."""
+        return _TOGETHER.search(self.text) is not None
 
     def compiled(self, name: str) -> Run:
         """The executable.

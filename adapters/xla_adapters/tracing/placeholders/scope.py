@@ -49,6 +49,8 @@ class PlaceholderScope(StepScope):
         self._singles: list[tuple[dict[str, Any], Any]] = []
         self._stream_before: torch.Tensor | None = None
         self._host_before: torch.Tensor | None = None
+        # What the other ranks were told of the program; empty if it does without them.
+        self.told_ranks = ""
 
     @property
     def adopted(self) -> Sequence[Adopted]:
@@ -155,6 +157,7 @@ class PlaceholderScope(StepScope):
                 self._ran(trace, program)
                 return NOTHING_COMPILED
             check_graph(self.name, self.config, call, self.history, program.key)
+            self._tell_ranks(trace, program)
             self._before_run(trace, program)
             with compile_progress(self.name, self.history, call):
                 run = program.compiled(self.name)
@@ -164,6 +167,12 @@ class PlaceholderScope(StepScope):
             trace.settle(program, results)
             self._ran(trace, program)
         return meter.report(self.operations)
+
+    def _tell_ranks(self, trace: Trace, program: Program) -> None:
+        ranks = self._runtime.device.ranks
+        if ranks is not None and program.has_collectives:
+            self.told_ranks = f"the step {self.name!r} ({self.signature})"
+            ranks.launches(program.key, trace.numbers.values, self.told_ranks)
 
     def _before_run(self, trace: Trace, program: Program) -> None:
         """Called when the call is traced and not executed yet."""

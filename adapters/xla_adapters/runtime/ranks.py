@@ -1,0 +1,294 @@
+"""`Ranks`: processes that train together, each with one device, as `torchrun` starts them.
+
+Each rank runs the same program on its own part of the batch. A rank that launches another program than the others
+would have all of them wait forever in a collective. So before each launch ranks tell each other on the host, through
+gloo, what they are about to launch. The device works on earlier steps meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from xla_adapters.errors import RankError, XLAAdapterError
+from xla_adapters.utils.location import described
+
+# That of torch.distributed.
+DEFAULT_DEADLINE = timedelta(minutes=30)
+# How long a rank that fails waits for the others to hear of it.
+_GOODBYE = timedelta(seconds=5)
+_LAUNCH, _ERROR, _END, _SUM = range(4)
+_KINDS = {_LAUNCH: "launches", _ERROR: "failed", _END: "has ended", _SUM: "adds up"}
+# What is done, the program, its numbers, and how long the text is.
+_HEAD = struct.Struct("<B32s16sH")
+_SIZE = 640
+
+
+@dataclass(frozen=True)
+class _Message:
+    """What a rank tells the others.
+
+    Attributes:
+        kind: whether it launches a program, has failed, or has ended.
+        program: names the program.
+        numbers: names the numbers that the program is given.
+        text: in words.
+    """
+
+    kind: int
+    program: bytes = b""
+    numbers: bytes = b""
+    text: str = ""
+
+    def packed(self) -> torch.Tensor:
+        """As bytes of a fixed size."""
+        text = self.text.encode()[: _SIZE - _HEAD.size]
+        packed = _HEAD.pack(self.kind, self.program, self.numbers, len(text)) + text
+        return torch.frombuffer(bytearray(packed.ljust(_SIZE, b"\0")), dtype=torch.uint8)
+
+    @classmethod
+    def unpacked(cls, packed: torch.Tensor) -> _Message:
+        """From its bytes."""
+        data = packed.numpy().tobytes()
+        kind, program, numbers, length = _HEAD.unpack_from(data)
+        return cls(kind, program, numbers, data[_HEAD.size : _HEAD.size + length].decode(errors="ignore"))
+
+    def agrees(self, other: _Message) -> bool:
+        """Whether two ranks do the same."""
+        mine, theirs = (self.program, self.numbers), (other.program, other.numbers)
+        return self.kind == other.kind and (self.kind != _LAUNCH or mine == theirs)
+
+
+class Ranks:
+    """The ranks of this training.
+
+    Attributes:
+        rank: of this process, from 0.
+        size: number of ranks.
+        deadline: how long a rank waits for the others.
+        for_saving: a group of torch that only a save, perhaps in the background, uses.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.deadline = DEFAULT_DEADLINE
+        # Of their own: what a program does with the default group does not get between.
+        self._messages = dist.new_group(backend="gloo")
+        self._values = dist.new_group(backend="gloo")
+        self.for_saving: Any = dist.new_group(backend="gloo")
+        self._is_over = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes files and logs."""
+        return self.rank == 0
+
+    # ---- values on the host ----------------------------------------------------------------------
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order. All ranks call it.
+
+        Args:
+            value: can be pickled.
+
+        Raises:
+            RankError: a rank is gone, or does not come within the deadline.
+        """
+        values: list[Any] = [None] * self.size
+        self._waiting(lambda: dist.all_gather_object(values, value, group=self._values), "a value of each rank")
+        return values
+
+    def first(self, value: Any) -> Any:
+        """The value of the first rank. All ranks call it."""
+        values = [value]
+        self._waiting(
+            lambda: dist.broadcast_object_list(values, src=0, group=self._values), "a value of the first rank"
+        )
+        return values[0]
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over the ranks of a tensor on the host."""
+        total = value.detach().clone()
+        self._waiting(lambda: dist.all_reduce(total, group=self._values), "a mean over the ranks")
+        return total / self.size
+
+    def wait(self) -> None:
+        """Waits until all ranks have come here."""
+        self.gather(None)
+
+    def same_values(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Gives tensors on the host the values of the first rank; returns whether they had them already.
+
+        Args:
+            tensors: of the same shapes on each rank, in the same order; changed in place.
+        """
+        sums = [_checksum(tensor) for tensor in tensors]
+        first = self.first(sums)
+        if len(first) != len(sums):
+            raise RankError(
+                f"rank {self.rank} has a model of {len(sums)} tensors, and rank 0 one of {len(first)}: all ranks must "
+                "make the same model"
+            )
+        if all(self.gather(first == sums)):
+            return True
+        for tensor in tensors:
+            values = tensor.detach().contiguous()
+            self._waiting(lambda values=values: dist.broadcast(values, 0, group=self._values), "the first rank's model")
+            with torch.no_grad():
+                tensor.copy_(values)
+        return False
+
+    def _waiting(self, call: Callable[[], Any], what: str) -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            raise self._lost(f"waits for {what}") from error
+
+    # ---- launches --------------------------------------------------------------------------------
+
+    def launches(self, program: str, numbers: Sequence[float], text: str) -> None:
+        """Waits until all ranks are about to launch the same program with collectives.
+
+        Args:
+            program: names it.
+            numbers: that it is given, which must be the same on all ranks.
+            text: which one it is, in words.
+
+        Raises:
+            RankError: another rank does something else; says what.
+        """
+        named = hashlib.sha256(program.encode()).digest()
+        given = hashlib.blake2b(struct.pack(f"<{len(numbers)}d", *numbers), digest_size=16).digest()
+        shown = ", ".join(f"{number:g}" for number in list(dict.fromkeys(numbers))[:6])
+        told = f"{text}, with the numbers {shown}" if numbers else text
+        self._exchange(_Message(_LAUNCH, named, given, told), self.deadline)
+
+    def total(self, value: float, text: str) -> float:
+        """The sum over the ranks of a number of each step; tells an error of another rank at once.
+
+        Args:
+            value: of this rank.
+            text: what it is, in words.
+
+        Raises:
+            RankError: another rank does something else; says what.
+        """
+        messages = self._exchange(_Message(_SUM, numbers=struct.pack("<d8x", value), text=text), self.deadline)
+        return sum(struct.unpack_from("<d", message.numbers)[0] for message in messages)
+
+    def failed(self, error: BaseException) -> None:
+        """Tells the other ranks that a step of this one, or what was around it, has raised an error."""
+        if self._is_over or not isinstance(error, Exception) or _was_told(error):
+            return
+        vars(error)["told_to_ranks"] = True
+        # The others have failed, too, or are gone; or they are busy, and hear of it when this process has ended.
+        with contextlib.suppress(RankError):
+            self._exchange(_Message(_ERROR, text=described(error)), _GOODBYE)
+
+    def ends(self, text: str) -> None:
+        """Waits until all ranks have come here, and launch nothing more for now.
+
+        Args:
+            text: what has ended, in words.
+
+        Raises:
+            RankError: another rank goes on.
+        """
+        self._exchange(_Message(_END, text=text), self.deadline)
+
+    def _exchange(self, mine: _Message, deadline: timedelta) -> list[_Message]:
+        """The messages of all ranks, which must agree with that of this one."""
+        if self._is_over:
+            raise self._lost(mine.text)
+        packed = [torch.empty(_SIZE, dtype=torch.uint8) for _ in range(self.size)]
+        try:
+            dist.all_gather(packed, mine.packed(), group=self._messages, async_op=True).wait(deadline)
+        except RuntimeError as error:
+            raise self._lost(mine.text) from error
+        messages = list(map(_Message.unpacked, packed))
+        other = next((rank for rank, message in enumerate(messages) if not mine.agrees(message)), None)
+        if other is not None:
+            raise _told(RankError(_difference(self.rank, mine, other, messages[other])))
+        return messages
+
+    def lost_by(self, error: BaseException) -> RankError | None:
+        """The error to raise in place of one that gloo has raised in code of others; None for another kind."""
+        gone = ("closed by peer", "Connection reset", "Timed out waiting", "Broken pipe")
+        if isinstance(error, RuntimeError) and "gloo" in str(error) and any(text in str(error) for text in gone):
+            return self._lost("exchanges values on the host")
+        return None
+
+    def _lost(self, what: str) -> RankError:
+        self._is_over = True
+        return _told(
+            RankError(
+                f"rank {self.rank} ({what}) has lost another rank: it has ended, was killed, or did not come within "
+                f"{self.deadline}. Its own output says why; start all ranks again, and resume from the newest "
+                "checkpoint"
+            )
+        )
+
+
+def exchange_on_host() -> None:
+    """Lets the default group exchange tensors on the host, too: accelerate makes it for those of the device alone."""
+    world: Any = dist.group.WORLD
+    cpu = torch.device("cpu")
+    if cpu not in world._device_types:
+        name, gloo = world.group_name, cast(Any, dist.new_group(backend="gloo"))
+        world._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, gloo._get_backend(cpu))
+        # Otherwise it has that of gloo's group, by which functional collectives find it.
+        world._set_group_name(name)
+
+
+def _difference(index: int, mine: _Message, other: int, theirs: _Message) -> str:
+    """How two ranks differ, in words."""
+    if theirs.kind == _ERROR or mine.kind == _ERROR:
+        failed, said = (other, theirs) if theirs.kind == _ERROR else (index, mine)
+        return f"rank {failed} has failed, and rank {other if failed == index else index} has not: {said.text}"
+    if mine.kind != theirs.kind:
+        return (
+            f"rank {index} {_KINDS[mine.kind]}: {mine.text}. Rank {other} {_KINDS[theirs.kind]}: {theirs.text}. All "
+            "ranks must take the same number of steps: give each the same number of batches"
+        )
+    if mine.program == theirs.program:
+        return (
+            f"rank {index} launches {mine.text}, and rank {other} {theirs.text}: the numbers must be the same on all "
+            "ranks (a learning rate, say). Compute them from what all ranks know"
+        )
+    return (
+        f"rank {index} launches {mine.text}, and rank {other} {theirs.text}: these are different programs, and each "
+        "would wait forever for the other. All ranks must run the same code on batches of the same shape; look for a "
+        "condition on the rank, and pad batches to one length (max_length, or pad_to_multiple_of)"
+    )
+
+
+def _checksum(tensor: torch.Tensor) -> tuple[Any, ...]:
+    value = tensor.detach().contiguous()
+    whole = value.numel() * value.element_size() // 8
+    flat = value.view(-1).view(torch.uint8)
+    words, rest = flat[: whole * 8].view(torch.int64), flat[whole * 8 :]
+    # The order counts: twice the same values in other places are another sum.
+    weighted = (words * torch.arange(1, whole + 1)).sum().item() if whole else 0
+    return tuple(tensor.shape), str(tensor.dtype), weighted, rest.tolist()
+
+
+def _told(error: RankError) -> RankError:
+    vars(error)["told_to_ranks"] = True
+    return error
+
+
+def _was_told(error: BaseException | None) -> bool:
+    """Whether the other ranks know of an error already, or of the one that it was raised for."""
+    while error is not None:
+        if "told_to_ranks" in vars(error):
+            return True
+        error = error.__cause__ if isinstance(error, XLAAdapterError) else None
+    return False

@@ -1,0 +1,226 @@
+"""`DataParallel`: ranks train one model, each on its own part of the batch, and average the gradients in the step.
+
+A rank computes the gradients of its own rows. At the end of a backward they are replaced by their mean over all ranks:
+collectives in the step's program. From there on every rank does the same, so that weights and optimizer states stay
+equal. Source: torch's DistributedDataParallel (Li et al. 2020), whose semantics these are; it wraps the module, and
+sends buckets from hooks while the backward runs, which a compiled program does by itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.distributed import _functional_collectives as collectives
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from xla_adapters.config import XLAConfig
+from xla_adapters.errors import UnsupportedOptionError
+from xla_adapters.runtime import get_runtime
+from xla_adapters.sharding.config import ShardingConfig
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+# Elements. Smaller gradients travel together; larger ones by themselves, since joining them copies them.
+_TOGETHER_BELOW = 1 << 18
+
+
+def mean_over_ranks(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The means over all ranks of tensors on the device, summed in float32 if they have half its bits.
+
+    Args:
+        tensors: of the same shapes and dtypes on each rank, in the same order.
+    """
+    means: list[torch.Tensor | None] = [None] * len(tensors)
+    small: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() < _TOGETHER_BELOW:
+            small.setdefault(tensor.dtype, []).append(index)
+        else:
+            means[index] = _mean(tensor)
+    for indices in small.values():
+        joined = _mean(torch.cat([tensors[index].reshape(-1) for index in indices]))
+        parts = joined.split([tensors[index].numel() for index in indices])
+        for index, part in zip(indices, parts, strict=True):
+            means[index] = part.view(tensors[index].shape)
+    return [mean for mean in means if mean is not None]
+
+
+def reduced_in_step(tensor: torch.Tensor, operation: str) -> torch.Tensor:
+    """A tensor on the device, reduced over all ranks.
+
+    Args:
+        tensor: of the same shape on each rank.
+        operation: `mean` or `avg`, `sum`, `max`, `min` or `product`.
+    """
+    if operation in ("mean", "avg"):
+        return _mean(tensor if tensor.is_floating_point() else tensor.float())
+    return collectives.all_reduce(tensor, operation, _world()) + 0
+
+
+def gathered_in_step(tensor: torch.Tensor, with_gradients: bool) -> torch.Tensor:
+    """The tensors of all ranks, stacked.
+
+    Args:
+        tensor: on the device, of the same shape on each rank.
+        with_gradients: whether the gradients that the other ranks compute for it are added to its own.
+    """
+    gather = collectives.all_gather_tensor_autograd if with_gradients else collectives.all_gather_tensor
+    with torch.set_grad_enabled(with_gradients and torch.is_grad_enabled()):
+        return gather(tensor.unsqueeze(0).contiguous(), 0, _world()) + 0
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _mean(tensor: torch.Tensor) -> torch.Tensor:
+    precise = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    total = collectives.all_reduce(precise, "sum", _world())
+    return (total / dist.get_world_size()).to(tensor.dtype)
+
+
+def _only_tensors(hook: _Hook) -> _Hook:
+    """Marks a hook whose Python a replay may leave out: it computes with tensors alone."""
+    vars(hook)["only_tensors"] = True
+    return hook
+
+
+def launched_ranks(config: ShardingConfig | None, steps: XLAConfig) -> DataParallel | None:
+    """What trains on the ranks that a launcher has started; None if there is one process, or it drives all devices.
+
+    Args:
+        config: the options for sharding; None is data parallel training, as a launcher means it.
+        steps: the options of the training steps.
+
+    Raises:
+        UnsupportedOptionError: ranks cannot do what the options ask for.
+    """
+    if get_runtime().device.launched() < 2:
+        return None
+    asked = ShardingConfig(scheme="dp") if config is None else config
+    if asked != ShardingConfig(scheme="dp"):
+        raise UnsupportedOptionError(
+            f"sharding={asked.scheme if config == ShardingConfig(scheme=asked.scheme) else config!r}: several "
+            f"processes with one device each ({get_runtime().name}) train data parallel, with the whole model on each: "
+            "use sharding='dp'"
+        )
+    if not steps.compiles_step:
+        raise UnsupportedOptionError(
+            f"xla_mode={steps.xla_mode!r} in several processes: they exchange gradients in compiled steps only; leave "
+            "xla_mode out"
+        )
+    return DataParallel()
+
+
+class DataParallel:
+    """Averages the gradients of a model over the ranks at the end of each backward. Joins the ranks when it is made.
+
+    It changes nothing if gradients are averaged once more, so that an accumulation is right, too: the mean of an
+    average and of what a rank has added to it. `without_exchange` saves that work.
+
+    Batch norm computes with the statistics of a rank's own rows; its running statistics are averaged with the
+    gradients.
+
+    Attributes:
+        ranks: that train together.
+    """
+
+    def __init__(self) -> None:
+        device = get_runtime().device
+        device.initialize(spmd=True)
+        assert device.ranks is not None
+        self.ranks = device.ranks
+        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        # By `id`: tensors are compared by their values.
+        self._hooked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._touched: list[torch.Tensor] = []
+        self._is_queued = self._is_held = False
+
+    def __deepcopy__(self, memo: object) -> DataParallel:
+        """A copy of a model has the same hooks."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """In another process models are not averaged yet."""
+        return DataParallel, ()
+
+    def prepare(self, model: torch.nn.Module) -> None:
+        """Has the gradients of a model averaged from now on; can be called again.
+
+        Args:
+            model: gets the values that it has on the first rank, if it is still on the host.
+        """
+        if model not in self._models:
+            tensors = [*model.parameters(), *model.buffers()]
+            self.ranks.same_values([tensor.data for tensor in tensors if tensor.device.type == "cpu"])
+            self._models.add(model)
+            model.register_forward_pre_hook(self._before_forward)
+        self._hook(model)
+
+    @contextmanager
+    def without_exchange(self, without: bool = True) -> Iterator[None]:
+        """In the body gradients stay as a rank has computed them; the next backward outside averages them all.
+
+        Args:
+            without: False changes nothing.
+        """
+        before, self._is_held = self._is_held, self._is_held or without
+        try:
+            yield
+        finally:
+            self._is_held = before
+
+    def forget(self) -> None:
+        """A step was discarded, in the middle of a backward perhaps."""
+        self._touched.clear()
+        self._is_queued = False
+
+    # ---- in a step -------------------------------------------------------------------------------
+
+    @_only_tensors
+    def _before_forward(self, model: torch.nn.Module, args: Any) -> None:
+        # Parameters that were frozen when the model was prepared.
+        self._hook(model)
+
+    def _hook(self, model: torch.nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.requires_grad and self._hooked.get(id(parameter)) is not parameter:
+                self._hooked[id(parameter)] = parameter
+                parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    @_only_tensors
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        self._touched.append(parameter)
+        if not self._is_queued:
+            self._is_queued = True
+            Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined]
+
+    @_only_tensors
+    def _backward_ended(self) -> None:
+        self._is_queued = False
+        if self._is_held:
+            return
+        touched, self._touched = self._touched, []
+        once = {id(parameter): parameter for parameter in touched}
+        values = [parameter.grad for parameter in once.values() if parameter.grad is not None]
+        values += self._running_statistics()
+        with torch.no_grad():
+            for value, mean in zip(values, mean_over_ranks(values), strict=True):
+                value.copy_(mean)
+
+    def _running_statistics(self) -> list[torch.Tensor]:
+        norms = [
+            module
+            for model in self._models
+            for module in model.modules()
+            if isinstance(module, _BatchNorm) and module.training and module.track_running_stats
+        ]
+        buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
+        return [buffer for buffer in buffers if buffer is not None and get_runtime().device.owns(buffer)]
