@@ -406,8 +406,7 @@ class ShardedCheckpoints:
         """As `Trainer._load_optimizer_and_scheduler`. Sharded state is loaded with or without the option, on any number
         of devices."""
         if checkpoint is None or not (Path(checkpoint) / OPTIMIZER_FOLDER).is_dir():
-            # For several processes transformers loads to the device, where torch takes the number of the rank for it.
-            with eager(False), only_values(checkpoint, to_host=self._sharding.ranks is not None):
+            with eager(False), only_values(checkpoint):
                 self._base._load_optimizer_and_scheduler(checkpoint)
             return
         load_optimizer(model_of(self._trainer), self._optimizer, Path(checkpoint) / OPTIMIZER_FOLDER)

@@ -41,8 +41,8 @@ from xla_adapters.loop.gradients import schedule_sees_gradients
 from xla_adapters.loop.steps import StepDriver, around_run, check_loss
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.safety import is_trusted
-from xla_adapters.sharding.data_parallel import DataParallel
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
+from xla_adapters.sharding.data_parallel import DataParallel
 from xla_adapters.utils.patching import replaced
 from xla_adapters.utils.torch_modes import modules_compiled, use_no_grad_for_inference_mode
 

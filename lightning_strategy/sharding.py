@@ -16,8 +16,8 @@ import lightning.pytorch.loops.prediction_loop
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities import CombinedLoader, find_shared_parameters, set_shared_parameters
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -348,7 +348,7 @@ class RankHooks:
         elif name == "sum":
             host = values.sum(0)
         else:
-            host = {"max": values.amax, "min": values.amin, "product": values.prod}[name](0)
+            host = values.prod(0) if name == "product" else values.amax(0) if name == "max" else values.amin(0)
         return host.to(value.device)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:

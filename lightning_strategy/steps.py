@@ -345,11 +345,6 @@ class LoopSteps(Callback):
     def _where(self, batch_idx: int) -> str:
         return f"batch {batch_idx} of epoch {self._trainer.current_epoch}"
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Waits for the other ranks, which must have taken as many steps."""
-        if self._ranks is not None:
-            self._ranks.ranks.ends(f"fit(), after {trainer.global_step} steps")
-
     # ---- evaluation ----------------------------------------------------------------------------
 
     @contextmanager
@@ -402,8 +397,10 @@ class LoopSteps(Callback):
         self._driver.end(replays=False)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """As at the end of an epoch; no further batch is loaded."""
+        """As at the end of an epoch; no further batch is loaded, and all ranks must have taken as many steps."""
         self._stalls.stop()
+        if self._ranks is not None:
+            self._ranks.ranks.ends(f"fit(), after {self._trainer.global_step} steps")
         self._driver.end(replays=False)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

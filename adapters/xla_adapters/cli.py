@@ -93,6 +93,11 @@ def _parser() -> argparse.ArgumentParser:
             commands.add_check,
             "run the first steps of a script on CPU devices, and report what XLA makes slow or refuses",
         ),
+        (
+            "launch",
+            commands.add_launch,
+            "starts a script once for each chip (TorchTPU); the processes train together",
+        ),
         ("train", commands.add_train, "trains by a recipe: a YAML file of task, model, data and options"),
         ("doctor", commands.add_doctor, "versions, devices, known traps, and a short test of each feature"),
         ("explain", _add_explain, "what an error or a warning means, and what to do"),

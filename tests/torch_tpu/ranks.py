@@ -60,9 +60,7 @@ def outcomes_on_ranks(
         started: list[children.Child] = []
         try:
             for number in range(count):
-                started.append(
-                    children.Child(function, {**variables, "RANK": str(number), "LOCAL_RANK": str(number)})
-                )
+                started.append(children.Child(function, {**variables, "RANK": str(number), "LOCAL_RANK": str(number)}))
             _wait(started, timeout, meanwhile)
         finally:
             for child in started:

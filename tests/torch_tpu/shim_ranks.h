@@ -275,6 +275,11 @@ static PJRT_Error* is_addressable(PJRT_Device_IsAddressable_Args* args) {
   return NULL;
 }
 
+static PJRT_Error* local_hardware_id(PJRT_Device_LocalHardwareId_Args* args) {
+  args->local_hardware_id = 0;
+  return NULL;
+}
+
 static PJRT_Error* process_index(PJRT_Client_ProcessIndex_Args* args) {
   args->process_index = rank;
   return NULL;
@@ -291,6 +296,7 @@ static void show_one_device(PJRT_Api* api) {
   api->PJRT_Client_AddressableDevices = addressable_devices;
   api->PJRT_LoadedExecutable_AddressableDevices = devices_of;
   api->PJRT_Device_IsAddressable = is_addressable;
+  api->PJRT_Device_LocalHardwareId = local_hardware_id;
   api->PJRT_Client_ProcessIndex = process_index;
   api->PJRT_DeviceDescription_ProcessIndex = process_index_of;
 }

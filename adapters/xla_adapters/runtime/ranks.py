@@ -8,6 +8,7 @@ gloo, what they are about to launch. The device works on earlier steps meanwhile
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
@@ -25,8 +26,14 @@ from xla_adapters.utils.location import described
 DEFAULT_DEADLINE = timedelta(minutes=30)
 # How long a rank that fails waits for the others to hear of it.
 _GOODBYE = timedelta(seconds=5)
-_LAUNCH, _ERROR, _END, _SUM = range(4)
-_KINDS = {_LAUNCH: "launches", _ERROR: "failed", _END: "has ended", _SUM: "adds up"}
+_LAUNCH, _ERROR, _END, _SUM, _VALUE = range(5)
+_KINDS = {
+    _LAUNCH: "launches",
+    _ERROR: "has failed",
+    _END: "has ended",
+    _SUM: "adds up",
+    _VALUE: "exchanges",
+}
 # What is done, the program, its numbers, and how long the text is.
 _HEAD = struct.Struct("<B32s16sH")
 _SIZE = 640
@@ -141,16 +148,18 @@ class Ranks:
             return True
         for tensor in tensors:
             values = tensor.detach().contiguous()
-            self._waiting(lambda values=values: dist.broadcast(values, 0, group=self._values), "the first rank's model")
+            self._waiting(functools.partial(dist.broadcast, values, 0, group=self._values), "the first rank's model")
             with torch.no_grad():
                 tensor.copy_(values)
         return False
 
     def _waiting(self, call: Callable[[], Any], what: str) -> None:
+        # So that an error of another rank is heard of.
+        self._exchange(_Message(_VALUE, text=what), self.deadline)
         try:
             call()
         except RuntimeError as error:
-            raise self._lost(f"waits for {what}") from error
+            raise self._lost(f"exchanges {what}") from error
 
     # ---- launches --------------------------------------------------------------------------------
 
@@ -182,7 +191,8 @@ class Ranks:
             RankError: another rank does something else; says what.
         """
         messages = self._exchange(_Message(_SUM, numbers=struct.pack("<d8x", value), text=text), self.deadline)
-        return sum(struct.unpack_from("<d", message.numbers)[0] for message in messages)
+        values: list[float] = [struct.unpack_from("<d", message.numbers)[0] for message in messages]
+        return sum(values)
 
     def failed(self, error: BaseException) -> None:
         """Tells the other ranks that a step of this one, or what was around it, has raised an error."""
@@ -256,7 +266,7 @@ def _difference(index: int, mine: _Message, other: int, theirs: _Message) -> str
     if mine.kind != theirs.kind:
         return (
             f"rank {index} {_KINDS[mine.kind]}: {mine.text}. Rank {other} {_KINDS[theirs.kind]}: {theirs.text}. All "
-            "ranks must take the same number of steps: give each the same number of batches"
+            "ranks must take the same steps, and as many: give each the same number of batches"
         )
     if mine.program == theirs.program:
         return (

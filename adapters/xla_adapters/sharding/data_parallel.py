@@ -8,6 +8,7 @@ sends buckets from hooks while the backward runs, which a compiled program does 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.runtime import get_runtime
 from xla_adapters.sharding.config import ShardingConfig
 
+_log = logging.getLogger(__name__)
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 # Elements. Smaller gradients travel together; larger ones by themselves, since joining them copies them.
 _TOGETHER_BELOW = 1 << 18
@@ -59,7 +61,8 @@ def reduced_in_step(tensor: torch.Tensor, operation: str) -> torch.Tensor:
     """
     if operation in ("mean", "avg"):
         return _mean(tensor if tensor.is_floating_point() else tensor.float())
-    return collectives.all_reduce(tensor, operation, _world()) + 0
+    reduced: torch.Tensor = collectives.all_reduce(tensor, operation, _world()) + 0
+    return reduced
 
 
 def gathered_in_step(tensor: torch.Tensor, with_gradients: bool) -> torch.Tensor:
@@ -71,7 +74,8 @@ def gathered_in_step(tensor: torch.Tensor, with_gradients: bool) -> torch.Tensor
     """
     gather = collectives.all_gather_tensor_autograd if with_gradients else collectives.all_gather_tensor
     with torch.set_grad_enabled(with_gradients and torch.is_grad_enabled()):
-        return gather(tensor.unsqueeze(0).contiguous(), 0, _world()) + 0
+        gathered: torch.Tensor = gather(tensor.unsqueeze(0).contiguous(), 0, _world()) + 0
+    return gathered
 
 
 def _world() -> dist.ProcessGroup:
@@ -104,19 +108,29 @@ def launched_ranks(config: ShardingConfig | None, steps: XLAConfig) -> DataParal
     """
     if get_runtime().device.launched() < 2:
         return None
-    asked = ShardingConfig(scheme="dp") if config is None else config
-    if asked != ShardingConfig(scheme="dp"):
-        raise UnsupportedOptionError(
-            f"sharding={asked.scheme if config == ShardingConfig(scheme=asked.scheme) else config!r}: several "
-            f"processes with one device each ({get_runtime().name}) train data parallel, with the whole model on each: "
-            "use sharding='dp'"
-        )
+    check_scheme(config)
     if not steps.compiles_step:
         raise UnsupportedOptionError(
             f"xla_mode={steps.xla_mode!r} in several processes: they exchange gradients in compiled steps only; leave "
             "xla_mode out"
         )
     return DataParallel()
+
+
+def check_scheme(config: ShardingConfig | None) -> None:
+    """Raises if ranks cannot do what options for sharding ask for; says what `"auto"` is.
+
+    Raises:
+        UnsupportedOptionError: they ask for another scheme than data parallel training.
+    """
+    if config == ShardingConfig():
+        _log.info("sharding='auto' in several processes is 'dp': each has the whole model, and a part of each batch")
+    elif config not in (None, ShardingConfig(scheme="dp")):
+        asked = repr(config.scheme) if config == ShardingConfig(scheme=config.scheme) else config
+        raise UnsupportedOptionError(
+            f"sharding={asked}: several processes with one device each ({get_runtime().name}) train data parallel, "
+            "with the whole model on each: use sharding='dp', or shard with torch_xla"
+        )
 
 
 class DataParallel:
@@ -200,7 +214,7 @@ class DataParallel:
         self._touched.append(parameter)
         if not self._is_queued:
             self._is_queued = True
-            Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._backward_ended)
 
     @_only_tensors
     def _backward_ended(self) -> None:

@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree
 
-from xla_adapters.errors import ConfigError
+from xla_adapters.errors import ConfigError, UnsupportedOptionError
 from xla_adapters.runtime import Runtime, TileAssignment, get_runtime
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding.config import Scheme, ShardingConfig
+from xla_adapters.sharding.data_parallel import DataParallel, check_scheme
 from xla_adapters.sharding.mesh import DATA, DimSpec, Mesh, Spec, tiles_of
 from xla_adapters.sharding.placement import Placement
 from xla_adapters.sharding.plan import ShardingPlan
@@ -136,6 +137,8 @@ AUTO = "AUTO"
 PartitionFn = Callable[[str, torch.nn.Module, DeviceMesh], None]
 
 _placements: weakref.WeakKeyDictionary[torch.nn.Module, Placement] = weakref.WeakKeyDictionary()
+# Those that ranks train together.
+_over: weakref.WeakKeyDictionary[torch.nn.Module, DataParallel] = weakref.WeakKeyDictionary()
 
 
 def distribute_module(
@@ -167,6 +170,10 @@ def distribute_module(
         output_fn: called with (module, outputs, mesh) after each forward; returns the outputs, or None.
         example: a batch as the model will be called (a tensor, a dict, a tuple); `"AUTO"` plans for it.
 
+    With TorchTPU each process has one device. Processes that `xla-adapters launch` has started train data parallel
+    (`"dp"`, `"AUTO"`): each has the whole module, is called with its own part of the batch, and the gradients are
+    averaged at the end of each backward.
+
     Returns:
         The module; `plan_of(module)` is its plan.
 
@@ -175,7 +182,7 @@ def distribute_module(
             the module was distributed before.
         RuntimeOrderError: the runtime was started without SPMD before.
     """
-    if module in _placements:
+    if module in _placements or module in _over:
         raise ConfigError("distribute_module was called on this module before; call it once")
     for name, function in (("input_fn", input_fn), ("output_fn", output_fn)):
         if function is not None and len(inspect.signature(function).parameters) != 3:
@@ -183,6 +190,8 @@ def distribute_module(
     runtime = get_runtime()
     runtime.device.initialize(spmd=True)
     mesh = _own_mesh(device_mesh, runtime.device.count())
+    if runtime.device.ranks is not None:
+        return _over_ranks(module, partition_fn, mesh, input_fn or output_fn)
     if partition_fn is None or callable(partition_fn):
         placement = Placement(_partitioned(module, mesh, device_mesh, partition_fn, runtime), runtime)
     else:
@@ -195,6 +204,22 @@ def distribute_module(
     placement.move_model(module)
     _placements[module] = placement
     _hook(module, placement, runtime, device_mesh or placement.plan.mesh, input_fn, output_fn)
+    return module
+
+
+def _over_ranks(module: torch.nn.Module, partition_fn: object, mesh: Mesh | None, function: object) -> torch.nn.Module:
+    """Has ranks train a module together, each with the whole of it and its own part of each batch."""
+    if partition_fn is None or callable(partition_fn) or function is not None or mesh is not None:
+        raise UnsupportedOptionError(
+            "several processes with one device each train data parallel: give distribute_module the module and "
+            "partition_fn='dp', and each rank its own part of the batch"
+        )
+    config = _config(partition_fn, mesh)  # type: ignore[arg-type]
+    check_scheme(config)
+    _over[module] = ranks = DataParallel()
+    ranks.prepare(module)
+    module.to(get_runtime().device.torch_device())
+    ranks.prepare(module)
     return module
 
 
@@ -217,6 +242,11 @@ def place_batch(module: torch.nn.Module, batch: Any) -> Any:
     Raises:
         ConfigError: the module is not distributed.
     """
+    if module in _over:
+        # A rank is given its own part.
+        with uploading():
+            device = get_runtime().device.torch_device()
+            return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
     placement, device = _placement_of(module), get_runtime().device.torch_device()
     # In eager mode a tensor would be uploaded whole before its shards are.
     with uploading():

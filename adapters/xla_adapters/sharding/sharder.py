@@ -115,6 +115,8 @@ class Sharder:
         if steps is not None:
             self._runtime.device.use_compile_cache(steps.cache_dir)
         self._runtime.device.initialize(spmd=True)
+        # Says what the runtime lacks, before anything is made.
+        _ = self._runtime.spmd
         self.devices = self._runtime.device.count()
         config.mesh(self.devices)
         self._placement: Placement | None = None

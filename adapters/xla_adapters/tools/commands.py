@@ -294,6 +294,29 @@ def _preflight_model(options: argparse.Namespace, target: Target, schemes: tuple
 # ---- train ------------------------------------------------------------------------------------------
 
 
+def add_launch(parser: argparse.ArgumentParser) -> None:
+    """`launch`."""
+    parser.description = (
+        "Starts a script once for each TPU chip of this machine, for TorchTPU: the processes train together, data "
+        "parallel. Sets what TorchTPU needs to know of the chips, and runs torchrun. With torch_xla it is not needed: "
+        "there a process drives all chips."
+    )
+    parser.usage = "xla-adapters launch [--processes N] (SCRIPT | -m MODULE) [its arguments ...]"
+    parser.set_defaults(run=_run_launch)
+    parser.add_argument("--processes", type=_positive, help="how many (one for each chip)")
+    _add_script(parser)
+
+
+def _run_launch(options: argparse.Namespace) -> int:
+    from xla_adapters.runtime import get_runtime
+
+    command = command_of(options.script, options.module, "launch")
+    count = get_runtime().device.prepare_launch(options.processes)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    # In place of this process, so that signals get to torchrun, which passes them on.
+    os.execv(sys.executable, [sys.executable, *torchrun, *command])
+
+
 def add_train(parser: argparse.ArgumentParser) -> None:
     """`train`."""
     parser.description = (

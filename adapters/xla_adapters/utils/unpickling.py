@@ -50,12 +50,11 @@ def load_values(source: Any, name: object = None, *, weights_only: bool | None =
 
 
 @contextmanager
-def only_values(name: object, *, to_host: bool = False) -> Iterator[None]:
+def only_values(name: object) -> Iterator[None]:
     """Inside the context `torch.load(weights_only=True)` also reads arrays of numpy, paths, dates and namespaces.
 
     Args:
         name: of the file or folder that is read, for messages.
-        to_host: whether tensors are loaded to the host, whatever the caller says.
 
     Raises:
         CheckpointUnsafeError: (at the exit) torch has refused a file.
@@ -64,7 +63,7 @@ def only_values(name: object, *, to_host: bool = False) -> Iterator[None]:
         # Those that the user allowed stay allowed afterwards.
         allowed = torch.serialization.get_safe_globals()
         missing = [item for item in _harmless() if item not in allowed]
-        with torch.serialization.safe_globals(missing), replaced(torch, "load", _checking(torch.load, to_host)):
+        with torch.serialization.safe_globals(missing), replaced(torch, "load", _checking(torch.load)):
             try:
                 yield
             except CheckpointUnsafeError:
@@ -73,13 +72,11 @@ def only_values(name: object, *, to_host: bool = False) -> Iterator[None]:
                 raise _refused(name, error) from error
 
 
-def _checking(load: Callable[..., Any], to_host: bool) -> Callable[..., Any]:
+def _checking(load: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.load`, that refuses arrays whose bytes numpy would take for addresses of objects."""
 
     @functools.wraps(load)
     def checked(f: Any, *args: Any, weights_only: bool | None = None, **kwargs: Any) -> Any:
-        if to_host:
-            kwargs["map_location"] = "cpu"
         if weights_only is False:
             return load(f, *args, weights_only=False, **kwargs)
         try:

@@ -93,6 +93,19 @@ class Device(Protocol):
     def launched(self) -> int:
         """How many processes a launcher (torchrun) has started, as far as this runtime has a device for each; or 1."""
 
+    def prepare_launch(self, processes: int | None) -> int:
+        """Sets the environment variables that processes need which a launcher is about to start, one for each device.
+
+        Args:
+            processes: how many; None is one for each device of this machine.
+
+        Returns:
+            How many.
+
+        Raises:
+            ConfigError: there are no devices for them, or they need no launcher.
+        """
+
     def world_size(self) -> int:
         """How many replicas train, each in a process of its own; 1 under SPMD."""
 

@@ -129,7 +129,11 @@ class Runtime:
         Raises:
             UnsupportedOptionError: the runtime lacks it.
         """
-        return self._part(self._spmd, "SPMD (one process that drives several devices), which sharding needs")
+        return self._part(
+            self._spmd,
+            "SPMD (one process that drives several devices), which sharding needs: start a process for each device "
+            "with `xla-adapters launch script.py`, and use sharding='dp'",
+        )
 
     @property
     def executables(self) -> Executables:

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch_tpu import _loader
 from torch_tpu._internal.device import _device_ops_backend as _backend
+from torch_tpu._internal.distributed.distributed import set_tpu_launch_env
+from torch_tpu._internal.utils import hardware
 
 from xla_adapters.config import CacheDir
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
@@ -29,8 +31,8 @@ from xla_adapters.runtime.compile_cache import (
     use_compile_cache,
 )
 from xla_adapters.runtime.interface.device import DEFAULT_TUNING, Tuning
-from xla_adapters.runtime.ranks import Ranks, exchange_on_host
 from xla_adapters.runtime.patches import keep_parameters_when_moved
+from xla_adapters.runtime.ranks import Ranks, exchange_on_host
 from xla_adapters.runtime.torch_tpu.operators import mend_operators, part_copies
 from xla_adapters.runtime.torch_tpu.scans import mend_scans
 
@@ -207,6 +209,15 @@ class TPUDevice:
         # torchrun tells its processes by the variable, whether or not they have joined a group.
         variable = os.environ.get("WORLD_SIZE", "")
         return max(self.world_size(), int(variable) if variable.isdigit() else 1)
+
+    def prepare_launch(self, processes: int | None) -> int:
+        """See `Device`; the variables are `TORCH_TPU_SLICEBUILDER_ADDRESSES`, `TORCH_TPU_TOPOLOGY` and the like."""
+        count = hardware.get_tpu_device_count() if processes is None else processes
+        try:
+            set_tpu_launch_env(nproc_per_node=count)
+        except ValueError as error:
+            raise ConfigError(f"launch: TorchTPU finds no chips for {count} processes: {error}") from error
+        return count
 
     def _check_processes(self) -> None:
         """Raises if several processes were launched, of which each would train by itself, on the same samples."""

@@ -235,6 +235,13 @@ class XLADevice:
         """See `Device`; a process drives all devices, by SPMD."""
         return 1
 
+    def prepare_launch(self, processes: int | None) -> int:
+        """See `Device`."""
+        raise ConfigError(
+            "launch: with torch_xla one process drives all devices of a machine. Start the script with python, and "
+            "give the trainer sharding='dp', or auto_sharding=True"
+        )
+
     def world_size(self) -> int:
         """See `Device`."""
         return int(xr.world_size())
