@@ -251,6 +251,17 @@ class Inputs:
         self._base = base
         self._sharder = sharder
         self._on_host = False
+        # The ranks whose items are counted together; None counts those of this process.
+        self._ranks = get_runtime().device.ranks
+
+    @contextmanager
+    def counting_alone(self) -> Iterator[None]:
+        """Until the exit, a batch's items are those of this rank: in an evaluation each rank has losses of its own."""
+        before, self._ranks = self._ranks, None
+        try:
+            yield
+        finally:
+            self._ranks = before
 
     @contextmanager
     def staying_on_host(self, stay: bool) -> Iterator[None]:
@@ -291,11 +302,13 @@ class Inputs:
         )
         if on_host and not is_one_of_several(self._trainer):
             device = torch.device("cpu")
-        ranks = get_runtime().device.ranks
-        if ranks is None:
+        if get_runtime().device.ranks is None:
             return self._base._get_num_items_in_batch(batch_samples, device)
+        ranks = self._ranks
 
         def total(count: torch.Tensor) -> torch.Tensor:
+            if ranks is None:
+                return count
             return torch.tensor(int(ranks.total(int(count), "the items of the next batches")), device=count.device)
 
         with replaced_attribute(self._trainer.accelerator, "gather", total):

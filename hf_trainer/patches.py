@@ -23,6 +23,7 @@ import transformers.trainer
 import transformers.trainer_pt_utils
 from accelerate import DistributedType, PartialState
 from accelerate.state import AcceleratorState
+from torch.overrides import TorchFunctionMode
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -227,6 +228,56 @@ def trainer_patches() -> Iterator[None]:
             stack.enter_context(replaced(accelerate.accelerator, "reduce", reduced_in_one_process))
             stack.enter_context(replaced(accelerate.accelerator, "pad_across_processes", _as_it_is))
             yield
+
+
+class _ScalesByUse(TorchFunctionMode):
+    """Leaves out the factor by which transformers multiplies a rank's loss if the loss is no part of a common mean.
+
+    `Trainer.compute_loss` multiplies by the number of processes what a model has divided by the number of items of all
+    processes. It takes that for granted of each model that takes keyword arguments. The losses of many (BERT, T5) are
+    means over their own rows instead: with N processes of transformers' own trainer (5.23) their losses and gradients
+    are N times too large.
+
+    Args:
+        items: the number of items; None if the loss is one of an evaluation, which is compared with no other rank's.
+    """
+
+    def __init__(self, items: Any) -> None:
+        super().__init__()
+        self._items = items
+        self._are_used = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._items is not None and any(value is self._items for value in (*args, *(kwargs or {}).values())):
+            self._are_used = True
+        # `loss *= ...`
+        is_theirs = sys._getframe(1).f_code is transformers.Trainer.compute_loss.__code__
+        if func is torch.Tensor.mul_ and is_theirs and not self._are_used:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def losses_of_ranks(trainer: Trainer, *, trains: bool) -> Iterator[None]:
+    """Inside the context `trainer.compute_loss` scales its loss as the mean over the rows of all ranks needs it.
+
+    Args:
+        trainer: with all overrides of the user's class.
+        trains: whether the loss is differentiated.
+    """
+    if get_runtime().device.ranks is None:
+        yield
+        return
+    method = trainer.compute_loss
+
+    @functools.wraps(method)
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        items = args[3] if len(args) > 3 else kwargs.get("num_items_in_batch")
+        with _ScalesByUse(items if trains else None):
+            return method(*args, **kwargs)
+
+    with replaced(trainer, "compute_loss", compute_loss):
+        yield
 
 
 @contextmanager

@@ -19,7 +19,13 @@ from hf_trainer.data import Inputs, count_tokens, is_one_of_several
 from hf_trainer.generation import GENERATION, compiled_generation
 from hf_trainer.libraries import generates_batches, generating, generating_apart, libraries_of, prepared, reads_answered
 from hf_trainer.model import ModelSharding, ParameterMoves, model_of
-from hf_trainer.patches import as_if_compiling, correct_process_index, losses_not_filtered, trainer_patches
+from hf_trainer.patches import (
+    as_if_compiling,
+    correct_process_index,
+    losses_not_filtered,
+    losses_of_ranks,
+    trainer_patches,
+)
 from hf_trainer.replay import (
     ReplayedLoss,
     add_metrics,
@@ -253,6 +259,7 @@ class TrainingSteps:
         with ExitStack() as stack:
             stack.enter_context(as_if_compiling())
             stack.enter_context(checked_loss(trainer))
+            stack.enter_context(losses_of_ranks(trainer, trains=True))
             stack.enter_context(generating_apart(trainer, steps))
             if self._ranks is not None:
                 last = trainer.accelerator.gradient_state.sync_gradients
@@ -526,7 +533,11 @@ class Evaluation:
             mode = "train" if model.training else "eval"
 
             def compute() -> tuple[Any, Any, Any]:
-                with metrics_added(self._trainer, mode) if notes else nullcontext() as added:
+                with (
+                    metrics_added(self._trainer, mode) if notes else nullcontext() as added,
+                    losses_of_ranks(self._trainer, trains=False),
+                    self._inputs.counting_alone(),
+                ):
                     loss, logits, labels = self._base.prediction_step(
                         model, inputs, prediction_loss_only, *args, **kwargs
                     )

@@ -156,7 +156,7 @@ def test_state_lives_in_as_many_buffers_as_before() -> None:
     """What a replay writes back is let go of again: the number of live device tensors does not grow."""
     import torch_xla
 
-    from xla_adapters.replay.run_ahead import WRITES_KEPT
+    from xla_adapters.replay.prepared_call import WRITES_KEPT
 
     twin = Twin("auto")
     twin.run(20)

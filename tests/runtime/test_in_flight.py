@@ -11,7 +11,7 @@ import torch
 import xla_adapters
 from tests.isolation import isolated
 from tests.replay.replay_twins import Twin
-from xla_adapters.replay.run_ahead import WRITES_KEPT, RunAhead
+from xla_adapters.replay.prepared_call import WRITES_KEPT, RunAhead
 from xla_adapters.runtime.torch_xla.cached_graphs import EXECUTIONS_KEPT, TakenValues
 
 

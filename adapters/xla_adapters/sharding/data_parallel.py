@@ -86,7 +86,7 @@ def _world() -> dist.ProcessGroup:
 
 def _mean(tensor: torch.Tensor) -> torch.Tensor:
     precise = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-    total = collectives.all_reduce(precise, "sum", _world())
+    total: torch.Tensor = collectives.all_reduce(precise, "sum", _world())
     return (total / dist.get_world_size()).to(tensor.dtype)
 
 
@@ -155,7 +155,9 @@ class DataParallel:
         # By `id`: tensors are compared by their values.
         self._hooked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._touched: list[torch.Tensor] = []
-        self._is_queued = self._is_held = False
+        self._is_held = False
+        # The backward at whose end gradients will be averaged; one that fails does not come to its end.
+        self._queued_for = -1
 
     def __deepcopy__(self, memo: object) -> DataParallel:
         """A copy of a model has the same hooks."""
@@ -191,11 +193,6 @@ class DataParallel:
         finally:
             self._is_held = before
 
-    def forget(self) -> None:
-        """A step was discarded, in the middle of a backward perhaps."""
-        self._touched.clear()
-        self._is_queued = False
-
     # ---- in a step -------------------------------------------------------------------------------
 
     @_only_tensors
@@ -212,13 +209,13 @@ class DataParallel:
     @_only_tensors
     def _accumulated(self, parameter: torch.Tensor) -> None:
         self._touched.append(parameter)
-        if not self._is_queued:
-            self._is_queued = True
+        backward = torch._C._current_graph_task_id()
+        if self._queued_for != backward:
+            self._queued_for = backward
             Variable._execution_engine.queue_callback(self._backward_ended)
 
     @_only_tensors
     def _backward_ended(self) -> None:
-        self._is_queued = False
         if self._is_held:
             return
         touched, self._touched = self._touched, []

@@ -33,8 +33,7 @@ from xla_adapters.runtime.compile_cache import (
 from xla_adapters.runtime.interface.device import DEFAULT_TUNING, Tuning
 from xla_adapters.runtime.patches import keep_parameters_when_moved
 from xla_adapters.runtime.ranks import Ranks, exchange_on_host
-from xla_adapters.runtime.torch_tpu.operators import mend_operators, part_copies
-from xla_adapters.runtime.torch_tpu.scans import mend_scans
+from xla_adapters.runtime.torch_tpu.operators import mend_operators, mend_scans, part_copies
 
 TYPE = "tpu"
 # Whose private names are known; see `tests/torch_tpu`.

@@ -12,7 +12,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.tracing.activation_checkpointing import checkpointing_on_device
 from xla_adapters.tracing.compile_progress import compile_progress
-from xla_adapters.tracing.discarded import DiscardedTensor
 from xla_adapters.tracing.graph_limit import check_graph
 from xla_adapters.tracing.interrupts import at_edge
 from xla_adapters.tracing.placeholders.lifting import Lifting
@@ -21,7 +20,7 @@ from xla_adapters.tracing.placeholders.program import Program
 from xla_adapters.tracing.placeholders.trace import Adopted, Trace
 from xla_adapters.tracing.scope_report import NOTHING_COMPILED, CompileMeter, ScopeReport
 from xla_adapters.tracing.step_scope import StepScope
-from xla_adapters.tracing.undo_log import UndoLog
+from xla_adapters.tracing.undo_log import DiscardedTensor, UndoLog
 from xla_adapters.tracing.updates import ModuleGuard, UpdateGuard
 from xla_adapters.utils.torch_modes import as_in_one_graph, inference_mode_as_no_grad, results_of_transforms
 
