@@ -28,8 +28,7 @@ from xla_adapters.insight.times import CALLBACKS, OTHER
 from xla_adapters.loop.steps import StallWatch, StepDriver
 from xla_adapters.runtime.modes import check_mode
 from xla_adapters.runtime.rng import use_random_algorithm
-from xla_adapters.sharding import Sharder
-from xla_adapters.sharding.data_parallel import launched_ranks
+from xla_adapters.sharding import Sharder, launched_ranks
 
 _Event = Callable[[TrainerControl], None]
 
@@ -114,7 +113,7 @@ class Bridge:
         self._trainer = trainer
         self._base = base
         get_runtime().device.use_compile_cache(options.config.cache_dir)
-        ranks = launched_ranks(options.sharding, options.config)
+        ranks = launched_ranks(options.sharding, options.config, options.shapes)
         # Sharding selects SPMD, which must be done before the runtime starts.
         shards = ranks is None and options.sharding is not None
         sharder = Sharder(options.sharding, options.config) if shards else None  # type: ignore[arg-type]

@@ -20,8 +20,7 @@ from hf_trainer.patches import as_if_compiling
 from xla_adapters import XLAConfig, get_runtime, register_eager_optimizer, register_state_init
 from xla_adapters.data.batches import example_of
 from xla_adapters.errors import ConfigError, UnsupportedOptionError
-from xla_adapters.sharding import Sharder, ShardingPlan, accept_placements
-from xla_adapters.sharding.data_parallel import DataParallel
+from xla_adapters.sharding import DataParallel, Sharder, ShardingPlan, accept_placements
 from xla_adapters.sharding.state import names_of_updated
 
 _Choice = tuple[Any, dict[str, Any]]

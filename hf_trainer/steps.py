@@ -48,7 +48,7 @@ from xla_adapters.loop.steps import StepDriver, around_run, check_loss
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.safety import is_trusted
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
-from xla_adapters.sharding.data_parallel import DataParallel
+from xla_adapters.sharding import DataParallel
 from xla_adapters.utils.patching import replaced
 from xla_adapters.utils.torch_modes import modules_compiled, use_no_grad_for_inference_mode
 
@@ -257,13 +257,7 @@ class TrainingSteps:
             with replaced(transformers.Trainer, "training_step", lambda *_: replayed):
                 return self._base.training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
         with ExitStack() as stack:
-            stack.enter_context(as_if_compiling())
-            stack.enter_context(checked_loss(trainer))
-            stack.enter_context(losses_of_ranks(trainer, trains=True))
-            stack.enter_context(generating_apart(trainer, steps))
-            if self._ranks is not None:
-                last = trainer.accelerator.gradient_state.sync_gradients
-                stack.enter_context(self._ranks.without_exchange(not last))
+            stack.enter_context(self._around_training_step())
             if generated:
                 stack.enter_context(prepared(trainer))
             added = (
@@ -277,6 +271,19 @@ class TrainingSteps:
         steps.train.keep("loss", loss)
         steps.train.keep("metrics", added)
         return loss
+
+    @contextmanager
+    def _around_training_step(self) -> Iterator[None]:
+        trainer = self._trainer
+        accumulates = not trainer.accelerator.gradient_state.sync_gradients
+        with (
+            as_if_compiling(),
+            checked_loss(trainer),
+            losses_of_ranks(trainer, trains=True),
+            generating_apart(trainer, self._steps),
+            nullcontext() if self._ranks is None else self._ranks.without_exchange(accumulates),
+        ):
+            yield
 
     def value(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
         """What a method of the base class returns in a step, by a name of its own; not called in replayed steps."""

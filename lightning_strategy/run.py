@@ -39,7 +39,7 @@ from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.errors import BreakKind
 from xla_adapters.loop.steps import StallWatch, StepDriver, around_run
-from xla_adapters.sharding.data_parallel import DataParallel
+from xla_adapters.sharding import DataParallel
 from xla_adapters.tracing.library_reads import answering, reads_of_packages
 from xla_adapters.tracing.step_scope import current_scope
 from xla_adapters.utils.patching import replaced

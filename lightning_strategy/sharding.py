@@ -27,8 +27,15 @@ from xla_adapters.data.batches import example_of, sample_count
 from xla_adapters.errors import ConfigError, RuntimeOrderError
 from xla_adapters.runtime.ranks import Ranks
 from xla_adapters.runtime.transfers import to_host_in_one_transfer
-from xla_adapters.sharding import Sharder, ShardingConfig, ShardingPlan
-from xla_adapters.sharding.data_parallel import DataParallel, gathered_in_step, launched_ranks, reduced_in_step
+from xla_adapters.sharding import (
+    DataParallel,
+    Sharder,
+    ShardingConfig,
+    ShardingPlan,
+    gathered_in_step,
+    launched_ranks,
+    reduced_in_step,
+)
 from xla_adapters.utils.host_random import host_random_numbers_kept
 from xla_adapters.utils.nested_values import identity
 from xla_adapters.utils.patching import replaced
@@ -235,7 +242,12 @@ class ModuleSharding:
 
 
 def make_sharding(
-    strategy: str, config: XLAConfig, *, auto_sharding: AutoShardingOption, sharding: ShardingOption
+    strategy: str,
+    config: XLAConfig,
+    *,
+    auto_sharding: AutoShardingOption,
+    sharding: ShardingOption,
+    shapes: object = None,
 ) -> tuple[ModuleSharding | None, DataParallel | None]:
     """The sharding that a strategy's options ask for, None if none; starts the XLA runtime under SPMD if any. And what
     trains together with other processes, None in one process.
@@ -243,7 +255,7 @@ def make_sharding(
     Args:
         strategy: its name, for messages.
         config: its other options.
-        auto_sharding, sharding: as the user gave them.
+        auto_sharding, sharding, shapes: as the user gave them.
 
     Raises:
         ConfigError: an option is not valid, or does not fit the devices.
@@ -251,7 +263,7 @@ def make_sharding(
         RuntimeOrderError: the runtime was started without SPMD before.
     """
     resolved = ShardingConfig.resolve(auto_sharding=auto_sharding, sharding=sharding)
-    if (ranks := launched_ranks(resolved, config)) is not None:
+    if (ranks := launched_ranks(resolved, config, shapes)) is not None:
         return None, ranks
     if resolved is None:
         return None, None

@@ -29,7 +29,7 @@ from xla_adapters.loop.replay import allowed
 from xla_adapters.loop.steps import StallWatch, StepDriver, check_loss
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
-from xla_adapters.sharding.data_parallel import DataParallel
+from xla_adapters.sharding import DataParallel
 from xla_adapters.utils.patching import replaced
 from xla_adapters.utils.torch_modes import modules_compiled
 

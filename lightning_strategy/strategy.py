@@ -247,7 +247,7 @@ class XLAEagerStrategy(StrategyHooks, RankHooks, SingleDeviceXLAStrategy):  # ty
         self.xla_config = XLAConfig.resolve(config, options)
         name = type(self).__name__
         self._plugins = TrainerPlugins(name, precision)
-        made = make_sharding(name, self.xla_config, auto_sharding=auto_sharding, sharding=sharding)
+        made = make_sharding(name, self.xla_config, auto_sharding=auto_sharding, sharding=sharding, shapes=shapes)
         self._sharding, self._ranks = made
         saves_shards = self._sharding is not None and self._sharding.saves_shards
         check_options(name, self.checkpoint_config, sharded=saves_shards)

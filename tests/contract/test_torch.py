@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch._decomp
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.utils.checkpoint
 import transformers.modeling_utils
@@ -24,6 +25,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch._C import _functorch
 from torch._functorch import eager_transforms, vmap
+from torch.distributed import _functional_collectives
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
@@ -521,3 +523,43 @@ def test_children_are_moved_by_their_own() -> None:
 
     nn.Sequential(Child(1, 1)).to(torch.float64)
     assert len(moved) == 1
+
+
+@isolated
+def test_what_is_queued_runs_once_when_a_backward_ends() -> None:
+    """`Variable._execution_engine.queue_callback`, and `_current_graph_task_id`, which tells backwards apart."""
+    seen: list[tuple[str, int]] = []
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+
+    def accumulated(weight: torch.Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if ("accumulated", task) not in seen:
+            torch.autograd.Variable._execution_engine.queue_callback(
+                lambda: seen.append(("ended", len([weight for weight in weights if weight.grad is not None])))
+            )
+        seen.append(("accumulated", task))
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(accumulated)
+    for _ in range(2):
+        (weights[0] * weights[1]).sum().backward()
+    names, numbers = zip(*seen, strict=True)
+    assert names == ("accumulated", "accumulated", "ended") * 2
+    assert numbers[2] == numbers[5] == 2
+    assert numbers[0] == numbers[1] != numbers[3] == numbers[4]
+    assert torch._C._current_graph_task_id() == -1
+
+
+@isolated
+def test_functional_collectives_return_new_tensors() -> None:
+    """`all_reduce`, `all_gather_tensor` and `all_gather_tensor_autograd`."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    value = torch.ones(2, 3, requires_grad=True)
+    reduced = _functional_collectives.all_reduce(value.detach(), "sum", group)
+    assert torch.equal(reduced + 0, value)
+    assert reduced is not value
+    assert (_functional_collectives.all_gather_tensor(value.detach(), 0, group) + 0).shape == (2, 3)
+    (_functional_collectives.all_gather_tensor_autograd(value, 0, group) * 3).sum().backward()
+    assert value.grad is not None
+    assert value.grad.tolist() == [[3.0] * 3] * 2

@@ -323,3 +323,13 @@ def test_what_the_user_gave_to_fit_is_on_the_stack() -> None:
 def test_who_ends_the_process_for_a_signal() -> None:
     assert issubclass(SIGTERMException, SystemExit)
     assert "execute_jit_checkpoint()" in inspect.getsource(JITCheckpointCallback.on_pre_optimizer_step)
+
+
+def test_the_states_of_accelerate_are_shared() -> None:
+    """`_shared_state` of `PartialState` and `AcceleratorState` hold what each instance shows, by these names."""
+    names = {"num_processes", "process_index", "local_process_index", "distributed_type", "backend"}
+    assert names <= set(accelerate.PartialState._known_attrs)
+    for kind in (accelerate.PartialState, accelerate.state.AcceleratorState):
+        source = inspect.getsource(kind.__init__)
+        assert "self.__dict__ = self._shared_state" in source
+        assert not kind._shared_state

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import os
 
 import pytest
 import torch
 from torch_tpu import _loader
 from torch_tpu._internal.compile import tpu_torch_compile
 from torch_tpu._internal.device import _device_ops_backend
+from torch_tpu._internal.distributed.distributed import set_tpu_launch_env
 from torch_tpu._internal.execution_mode import execution_mode_impl
 from torch_tpu._internal.sync import sync
 from torch_tpu._internal.utils import hardware
@@ -138,3 +140,12 @@ def test_the_present_mode_is_known() -> None:
         assert execution_mode_impl._get_eager_mode() == _RECORD
     finally:
         execution_mode_impl._pop_eager_mode()
+
+
+def test_the_launch_environment_keeps_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`set_tpu_launch_env`."""
+    monkeypatch.setenv("TORCH_TPU_TOPOLOGY", "1,2,1")
+    monkeypatch.delenv("TORCH_TPU_SLICEBUILDER_ADDRESSES", raising=False)
+    set_tpu_launch_env(nproc_per_node=2)
+    assert os.environ["TORCH_TPU_TOPOLOGY"] == "1,2,1"
+    assert os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"].count("localhost:") == 2

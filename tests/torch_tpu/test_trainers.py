@@ -102,24 +102,15 @@ def test_an_accelerator_of_the_program_is_no_obstacle() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        XLAEagerStrategy,
         XLAEagerFabricStrategy,
         lambda: xla_adapters.CompiledStep(lambda value: value + 1)(torch.ones(2)),
         xla_adapters.initialize,
     ],
-    ids=["lightning", "fabric", "own loop", "initialize"],
+    ids=["fabric", "own loop", "initialize"],
 )
 def test_one_of_several_processes_is_refused(make: Callable[[], object]) -> None:
     with pytest.raises(UnsupportedOptionError, match="2 processes were launched"):
         make()
-
-
-def test_a_trainer_of_transformers_in_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable is set late: torch_tpu itself needs more of them to make a model."""
-    model, args = gpt2(), arguments()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UnsupportedOptionError, match="2 processes were launched"):
-        hf_trainer.Trainer(model, args, train_dataset=token_samples(4))
 
 
 @pytest.mark.long

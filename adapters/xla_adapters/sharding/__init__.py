@@ -4,10 +4,13 @@ A `ShardingPlan` (plan.py) says how each tensor is split. It comes from a templa
 (planner/), possibly compared by compiled steps (measure/, automatic.py). `Placement` (placement.py) applies it to a
 model; state/ saves and loads sharded state; report.py, visualize.py and hlo.py show what a plan does.
 
+With TorchTPU a process has one device: there `DataParallel` (data_parallel.py) has several processes train together.
+
 Other rooms import from here, and from the rooms in this one: planner/ (which imports the solver), measure/ and state/.
 """
 
 from xla_adapters.sharding.config import MEASURED_PLANS, Scheme, ShardingConfig, TopologyName
+from xla_adapters.sharding.data_parallel import DataParallel, gathered_in_step, launched_ranks, reduced_in_step
 from xla_adapters.sharding.distribute import accept_placements, distribute_module, place_batch, plan_of
 from xla_adapters.sharding.hlo import HloStats, read_hlo
 from xla_adapters.sharding.mesh import Mesh
@@ -33,6 +36,7 @@ __all__ = [
     "Alternative",
     "Around",
     "CollectiveCost",
+    "DataParallel",
     "HloStats",
     "Measurement",
     "Mesh",
@@ -48,13 +52,16 @@ __all__ = [
     "checkpoint_activations",
     "default_mesh",
     "distribute_module",
+    "gathered_in_step",
     "human_bytes",
     "human_seconds",
+    "launched_ranks",
     "load_model",
     "make_plan",
     "place_batch",
     "plan_of",
     "read_hlo",
+    "reduced_in_step",
     "table",
     "template",
 ]

@@ -96,12 +96,13 @@ def _only_tensors(hook: _Hook) -> _Hook:
     return hook
 
 
-def launched_ranks(config: ShardingConfig | None, steps: XLAConfig) -> DataParallel | None:
+def launched_ranks(config: ShardingConfig | None, steps: XLAConfig, shapes: object) -> DataParallel | None:
     """What trains on the ranks that a launcher has started; None if there is one process, or it drives all devices.
 
     Args:
         config: the options for sharding; None is data parallel training, as a launcher means it.
         steps: the options of the training steps.
+        shapes: those of batches' shapes; None is none.
 
     Raises:
         UnsupportedOptionError: ranks cannot do what the options ask for.
@@ -109,6 +110,11 @@ def launched_ranks(config: ShardingConfig | None, steps: XLAConfig) -> DataParal
     if get_runtime().device.launched() < 2:
         return None
     check_scheme(config)
+    if shapes is not None:
+        raise UnsupportedOptionError(
+            "shapes= in several processes: all need batches of the same shape in each step, and each would choose for "
+            "itself; leave it out, and pad to one length (padding='max_length', or pad_to_multiple_of)"
+        )
     if not steps.compiles_step:
         raise UnsupportedOptionError(
             f"xla_mode={steps.xla_mode!r} in several processes: they exchange gradients in compiled steps only; leave "

@@ -160,7 +160,7 @@ def distribute_module(
     Args:
         module: on the host, or already annotated on the device; changed in place.
         device_mesh: chosen if not given. Its axes must be named `"data"` (the batch) and `"model"` (layers).
-        partition_fn: `"AUTO"` takes the cheapest plan; `"dp"`, `"fsdp"`, `"tp"` and `"2d"` are templates; a
+        partition_fn: `"AUTO"` takes the cheapest plan (with TorchTPU it is `"dp"`, docs/guides/ranks.md); `"dp"`, `"fsdp"`, `"tp"` and `"2d"` are templates; a
             `ShardingConfig` can be either. Parameters that are DTensors or annotated keep their sharding. A function is
             called as torch calls it, with each module's name, the module and the mesh; it shards the module's
             parameters with `distribute_tensor` or `xs.mark_sharding`, and all others are replicated. None replicates
@@ -169,10 +169,6 @@ def distribute_module(
             or None if it annotated them in place.
         output_fn: called with (module, outputs, mesh) after each forward; returns the outputs, or None.
         example: a batch as the model will be called (a tensor, a dict, a tuple); `"AUTO"` plans for it.
-
-    With TorchTPU each process has one device. Processes that `xla-adapters launch` has started train data parallel
-    (`"dp"`, `"AUTO"`): each has the whole module, is called with its own part of the batch, and the gradients are
-    averaged at the end of each backward.
 
     Returns:
         The module; `plan_of(module)` is its plan.

@@ -108,6 +108,7 @@ class PlaceholderCapture(PlaceholderScope):
         try:
             self._check(trace)
             self._outcome = self._recorded(trace, program)
+            self._outcome.told_ranks = self.told_ranks
         except CannotReplay as error:
             self._outcome = error
 
@@ -192,7 +193,6 @@ class PlaceholderCapture(PlaceholderScope):
             snapshot=snapshot,
             attributes=attributes,
             rebound={slot.key for slot, _ in places},
-            told_ranks=self.told_ranks,
             forms={index: (program.results[index].shape, program.results[index].dtype) for index in returned},
         )
 
