@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch.loops.prediction_loop
 import torch
+import torchmetrics.metric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader, find_shared_parameters, set_shared_parameters
@@ -26,7 +27,7 @@ from xla_adapters import XLAConfig, get_runtime, in_step
 from xla_adapters.data.batches import example_of, sample_count
 from xla_adapters.errors import ConfigError, RuntimeOrderError
 from xla_adapters.runtime.ranks import Ranks
-from xla_adapters.runtime.transfers import to_host_in_one_transfer
+from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.sharding import (
     DataParallel,
     Sharder,
@@ -280,10 +281,11 @@ def make_sharding(
 
 @contextmanager
 def as_one_of(ranks: Ranks, trainer: Trainer) -> Iterator[None]:
-    """Until the exit, the Trainer gives loaders a sampler for the rank's part, and looks for signals on the host.
+    """Until the exit, the Trainer gives loaders a sampler for the rank's part, and ranks exchange on the host what no
+    step computes.
 
-    Lightning asks parallel strategies only for the former. The latter it does before each batch, by a broadcast on the
-    device that it reads, and of the first rank's signals only.
+    Lightning asks parallel strategies only for the former. It looks for signals before each batch, by a broadcast on
+    the device that it reads, and of the first rank's signals only. torchmetrics gathers a state by several launches.
     """
     stock: Any = Trainer.distributed_sampler_kwargs
     loop: Any = type(trainer.fit_loop.epoch_loop)
@@ -295,9 +297,20 @@ def as_one_of(ranks: Ranks, trainer: Trainer) -> Iterator[None]:
         if ranks.total(bool(getattr(trainer, "received_sigterm", False)), "the signals before a batch"):
             raise SIGTERMException
 
+    metric: Any = torchmetrics.metric
+    gather_on_device = metric.gather_all_tensors
+
+    def gather(result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        if in_step() or group is not None:
+            return gather_on_device(result, group)
+        (host,) = get_runtime().transfers.to_host([result])
+        with uploading():
+            return [value.to(result.device) for value in ranks.gather(host)]
+
     with (
         replaced(Trainer, "distributed_sampler_kwargs", property(kwargs)),
         replaced(loop, "_broadcast_sigterm_tensor", look_for_signals),
+        replaced(metric, "gather_all_tensors", gather),
     ):
         yield
 

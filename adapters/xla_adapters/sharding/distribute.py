@@ -160,11 +160,11 @@ def distribute_module(
     Args:
         module: on the host, or already annotated on the device; changed in place.
         device_mesh: chosen if not given. Its axes must be named `"data"` (the batch) and `"model"` (layers).
-        partition_fn: `"AUTO"` takes the cheapest plan (with TorchTPU it is `"dp"`, docs/guides/ranks.md); `"dp"`, `"fsdp"`, `"tp"` and `"2d"` are templates; a
-            `ShardingConfig` can be either. Parameters that are DTensors or annotated keep their sharding. A function is
-            called as torch calls it, with each module's name, the module and the mesh; it shards the module's
-            parameters with `distribute_tensor` or `xs.mark_sharding`, and all others are replicated. None replicates
-            everything.
+        partition_fn: `"AUTO"` takes the cheapest plan; `"dp"`, `"fsdp"`, `"tp"` and `"2d"` are templates; a
+            `ShardingConfig` can be either. Ranks of TorchTPU have `"dp"` only. Parameters that are DTensors or
+            annotated keep their sharding. A function is called as torch calls it, with each module's name, the module
+            and the mesh; it shards the module's parameters with `distribute_tensor` or `xs.mark_sharding`, and all
+            others are replicated. None replicates everything.
         input_fn: called with (module, inputs, mesh) before each forward, instead of the splitting; returns the inputs,
             or None if it annotated them in place.
         output_fn: called with (module, outputs, mesh) after each forward; returns the outputs, or None.
