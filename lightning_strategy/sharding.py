@@ -298,7 +298,7 @@ def as_one_of(ranks: Ranks, trainer: Trainer) -> Iterator[None]:
             raise SIGTERMException
 
     metric: Any = torchmetrics.metric
-    gather_on_device = metric.gather_all_tensors
+    gather_on_device: Callable[..., list[torch.Tensor]] = metric.gather_all_tensors
 
     def gather(result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         if in_step() or group is not None:
