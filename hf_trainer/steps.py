@@ -276,6 +276,9 @@ class TrainingSteps:
     def _around_training_step(self) -> Iterator[None]:
         trainer = self._trainer
         accumulates = not trainer.accelerator.gradient_state.sync_gradients
+        if self._ranks is not None:
+            # A callback may have thawed parameters.
+            self._ranks.prepare(model_of(trainer))
         with (
             as_if_compiling(),
             checked_loss(trainer),

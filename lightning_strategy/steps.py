@@ -299,6 +299,9 @@ class LoopSteps(Callback):
             where=self._where(batch_idx),
             replay=self._replay_of_training(batch, (*facts.values(), self._frees_grads)),
         )
+        if self._ranks is not None and not self._driver.train.is_replaying:
+            # A callback may have thawed parameters.
+            self._ranks.prepare(self._module)
 
     def _described(self, batch_idx: int) -> tuple[str, dict[str, Hashable]]:
         """What the step of a batch computes, and what else decides its graph."""

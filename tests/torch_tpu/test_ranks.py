@@ -201,17 +201,34 @@ def test_a_backward_that_fails_leaves_the_next_one_right() -> None:
             assert torch.equal(after_failures[name], value), name
 
 
-def _copied() -> tuple[bool, float]:
+def _forgotten() -> str:
+    model, other = _distributed(_net()), _net().to("tpu")
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.1)
+    with pytest.raises(RankError) as raised, xla_adapters.step():
+        (model(_part(_batches()[0]).to("tpu")) * other(torch.ones(1, 8).to("tpu"))).sum().backward()
+        optimizer.step()
+    return str(raised.value)
+
+
+def test_a_model_that_was_not_distributed_is_no_part_of_an_update() -> None:
+    for said in on_ranks(2, _forgotten):
+        assert said.startswith("SGD is about to update 4 parameters (of the shapes [16, 8], [16], [4, 16])"), said
+
+
+def _copied() -> tuple[bool, bytes]:
     model = _distributed(_net())
     with xla_adapters.step():
         model(_part(_batches()[0]).to("tpu")).sum().backward()
     again = copy.deepcopy(model)
-    loaded = pickle.loads(pickle.dumps(model.cpu()))
-    return all(map(torch.equal, _weights(again).values(), _weights(loaded).values())), len(list(loaded.parameters()))
+    pickled = pickle.dumps(model.cpu())
+    return all(map(torch.equal, _weights(again).values(), _weights(pickle.loads(pickled)).values())), pickled
 
 
 def test_a_model_can_be_copied_and_pickled() -> None:
-    assert on_ranks(2, _copied) == [(True, 4)] * 2
+    (is_same, pickled), _ = on_ranks(2, _copied)
+    assert is_same
+    # In a process that is no rank.
+    assert run_in_child(lambda: list(pickle.loads(pickled)(torch.ones(1, 8)).shape)) == [1, 4]
 
 
 # ---- scans ---------------------------------------------------------------------------------------------

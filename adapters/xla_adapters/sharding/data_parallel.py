@@ -8,6 +8,7 @@ sends buckets from hooks while the backward runs, which a compiled program does 
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +20,13 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed import _functional_collectives as collectives
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from xla_adapters.config import XLAConfig
-from xla_adapters.errors import UnsupportedOptionError
+from xla_adapters.errors import RankError, UnsupportedOptionError
 from xla_adapters.runtime import get_runtime
+from xla_adapters.runtime.ranks import Ranks
+from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding.config import ShardingConfig
 
 _log = logging.getLogger(__name__)
@@ -120,7 +124,8 @@ def launched_ranks(config: ShardingConfig | None, steps: XLAConfig, shapes: obje
             f"xla_mode={steps.xla_mode!r} in several processes: they exchange gradients in compiled steps only; leave "
             "xla_mode out"
         )
-    return DataParallel()
+    get_runtime().device.initialize(spmd=True)
+    return DataParallel.of_process()
 
 
 def check_scheme(config: ShardingConfig | None) -> None:
@@ -140,7 +145,7 @@ def check_scheme(config: ShardingConfig | None) -> None:
 
 
 class DataParallel:
-    """Averages the gradients of a model over the ranks at the end of each backward. Joins the ranks when it is made.
+    """Averages the gradients of a model over the ranks at the end of each backward. One in a process.
 
     It changes nothing if gradients are averaged once more, so that an accumulation is right, too: the mean of an
     average and of what a rank has added to it. `without_exchange` saves that work.
@@ -148,22 +153,33 @@ class DataParallel:
     Batch norm computes with the statistics of a rank's own rows; its running statistics are averaged with the
     gradients.
 
-    Attributes:
-        ranks: that train together.
+    Args:
+        ranks: that train together; None in a process that is none of several.
     """
 
-    def __init__(self) -> None:
-        device = get_runtime().device
-        device.initialize(spmd=True)
-        assert device.ranks is not None
-        self.ranks = device.ranks
-        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+    def __init__(self, ranks: Ranks | None) -> None:
+        self._ranks = ranks
+        # In this order on each rank.
+        self._models: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
         # By `id`: tensors are compared by their values.
         self._hooked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._touched: list[torch.Tensor] = []
         self._is_held = False
         # The backward at whose end gradients will be averaged; one that fails does not come to its end.
         self._queued_for = -1
+        if ranks is not None:
+            register_optimizer_step_pre_hook(self._before_update)
+
+    @classmethod
+    def of_process(cls) -> DataParallel:
+        """That of this process; does nothing where the process is no rank, as for a model that was loaded there."""
+        return _with(get_runtime().device.ranks)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that train together."""
+        assert self._ranks is not None
+        return self._ranks
 
     def __deepcopy__(self, memo: object) -> DataParallel:
         """A copy of a model has the same hooks."""
@@ -171,20 +187,27 @@ class DataParallel:
 
     def __reduce__(self) -> Any:
         """In another process models are not averaged yet."""
-        return DataParallel, ()
+        return DataParallel.of_process, ()
 
     def prepare(self, model: torch.nn.Module) -> None:
         """Has the gradients of a model averaged from now on; can be called again.
 
         Args:
-            model: gets the values that it has on the first rank, if it is still on the host.
+            model: gets the values that it has on the first rank.
         """
         if model not in self._models:
-            tensors = [*model.parameters(), *model.buffers()]
-            self.ranks.same_values([tensor.data for tensor in tensors if tensor.device.type == "cpu"])
-            self._models.add(model)
+            self._take_values_of_first([tensor.data for tensor in (*model.parameters(), *model.buffers())])
+            self._models[model] = None
             model.register_forward_pre_hook(self._before_forward)
         self._hook(model)
+
+    def _take_values_of_first(self, tensors: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            host = get_runtime().transfers.to_host(tensors)
+            if not self.ranks.same_values(host):
+                with uploading():
+                    for tensor, value in zip(tensors, host, strict=True):
+                        tensor.copy_(value)
 
     @contextmanager
     def without_exchange(self, without: bool = True) -> Iterator[None]:
@@ -207,7 +230,7 @@ class DataParallel:
         self._hook(model)
 
     def _hook(self, model: torch.nn.Module) -> None:
-        for parameter in model.parameters():
+        for parameter in () if self._ranks is None else model.parameters():
             if parameter.requires_grad and self._hooked.get(id(parameter)) is not parameter:
                 self._hooked[id(parameter)] = parameter
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
@@ -232,6 +255,24 @@ class DataParallel:
             for value, mean in zip(values, mean_over_ranks(values), strict=True):
                 value.copy_(mean)
 
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Raises if gradients are not averaged: their parameters are in no model that this object knows."""
+        alone = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+            and get_runtime().device.owns(parameter)
+            and self._hooked.get(id(parameter)) is not parameter
+        ]
+        if alone:
+            shapes = ", ".join(str(list(parameter.shape)) for parameter in alone[:3])
+            raise RankError(
+                f"{type(optimizer).__name__} is about to update {len(alone)} parameters (of the shapes {shapes}) whose "
+                "gradients are those of this rank alone, so that the ranks would go apart. They are in no model that "
+                "the trainer trains: give their module to xla_adapters.distribute_module(module, partition_fn='dp')"
+            )
+
     def _running_statistics(self) -> list[torch.Tensor]:
         norms = [
             module
@@ -241,3 +282,8 @@ class DataParallel:
         ]
         buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
         return [buffer for buffer in buffers if buffer is not None and get_runtime().device.owns(buffer)]
+
+
+@functools.cache
+def _with(ranks: Ranks | None) -> DataParallel:
+    return DataParallel(ranks)

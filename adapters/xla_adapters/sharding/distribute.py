@@ -212,7 +212,7 @@ def _over_ranks(module: torch.nn.Module, partition_fn: object, mesh: Mesh | None
         )
     config = _config(partition_fn, mesh)  # type: ignore[arg-type]
     check_scheme(config)
-    _over[module] = ranks = DataParallel()
+    _over[module] = ranks = DataParallel.of_process()
     ranks.prepare(module)
     module.to(get_runtime().device.torch_device())
     ranks.prepare(module)
