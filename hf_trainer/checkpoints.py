@@ -329,6 +329,10 @@ class SafeCheckpoints:
                 self._base._save_checkpoint(model, trial)
             return
         refuse_inside_step(state.global_step)
+        ranks = get_runtime().device.ranks
+        if ranks is not None:
+            # All save, or it is an error.
+            ranks.total(1, f"the save after step {state.global_step}")
         self.settle()
         root = self._base._get_output_dir(trial)
         name, best_before = f"{PREFIX}{state.global_step}", state.best_model_checkpoint

@@ -112,18 +112,46 @@ def give_device_to_accelerate(args: TrainingArguments) -> None:
         return
     # Not that of the arguments: of arguments from another process it is a copy.
     state = PartialState()
-    ranks = get_runtime().device.ranks
-    if ranks is not None:
-        # The kind whose values accelerate exchanges by gloo.
-        kind = {"distributed_type": DistributedType.MULTI_CPU, "backend": "gloo", "num_processes": ranks.size}
-        index = {"process_index": ranks.rank, "local_process_index": int(os.environ.get("LOCAL_RANK", ranks.rank))}
-        for shared in (PartialState._shared_state, AcceleratorState._shared_state):
-            if shared:
-                shared.update(kind, **index)
+    _tell_ranks()
     if state.device == args.device:
         return
     _say(state.device, args.device)
     state.device = args.device
+
+
+def _tell_ranks() -> None:
+    ranks = get_runtime().device.ranks
+    if ranks is None:
+        return
+    # The kind whose values accelerate exchanges by gloo.
+    kind = {"distributed_type": DistributedType.MULTI_CPU, "backend": "gloo", "num_processes": ranks.size}
+    index = {"process_index": ranks.rank, "local_process_index": int(os.environ.get("LOCAL_RANK", ranks.rank))}
+    for shared in (PartialState._shared_state, AcceleratorState._shared_state):
+        if shared:
+            shared.update(kind, **index)
+
+
+def tell_accelerate_of_ranks() -> None:
+    """Has accelerate know the ranks of TorchTPU as soon as it is asked: when `TrainingArguments` are made.
+
+    For the rest of the process, if a launcher has started it. Scripts ask for the index of the process, and let the
+    first one prepare the data (`main_process_first`), before there is a trainer.
+    """
+    if not torch_tpu_is_used() or get_runtime().device.launched() < 2:
+        return
+    stock = PartialState.__init__
+
+    @functools.wraps(stock)
+    def __init__(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+        is_new = not PartialState._shared_state
+        stock(self, cpu, **kwargs)
+        if is_new and not cpu:
+            device = get_runtime().device
+            device.initialize(spmd=True)
+            self.device = device.torch_device()
+            _tell_ranks()
+
+    PartialState.__init__ = __init__
 
 
 @functools.cache

@@ -354,6 +354,13 @@ class RankHooks:
         if self._ranks is not None:
             self._ranks.ranks.wait()
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """As `Strategy.reduce_boolean_decision`: what all ranks decide, or one of them."""
+        if self._ranks is None:
+            return decision
+        votes = self._ranks.ranks.total(bool(decision), "a decision")
+        return votes == self.world_size if all else votes > 0
+
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """As `Strategy.broadcast`."""
         return obj if self._ranks is None else self._ranks.ranks.gather(obj)[src]

@@ -33,7 +33,13 @@ atomic_long shim_fails_at;
     return target->function(args);                                \
   }
 
-COUNTED(PJRT_Client_Compile, shim_compiles)
+static PJRT_Error* compile(PJRT_Client_Compile_Args* args) {
+  atomic_fetch_add(&shim_compiles, 1);
+  PJRT_Error* error = target->PJRT_Client_Compile(args);
+  if (!error && ranks > 1) note_collectives(args->program->code, args->program->code_size, args->executable);
+  return error;
+}
+
 COUNTED(PJRT_Client_BufferFromHostBuffer, shim_transfers_to_device)
 COUNTED(PJRT_Buffer_ToHostBuffer, shim_transfers_to_host)
 
@@ -89,8 +95,8 @@ static PJRT_Error* create_client(PJRT_Client_Create_Args* args) {
       .int64_value = ranks,
       .value_size = 1,
   };
-  args->create_options = ranks > 1 ? &devices : NULL;
-  args->num_options = ranks > 1;
+  args->create_options = &devices;
+  args->num_options = 1;
   PJRT_Error* error = target->PJRT_Client_Create(args);
   args->create_options = callers;
   args->num_options = count;
@@ -151,7 +157,7 @@ const PJRT_Api* GetPjrtApi(void) {
   if (!api) abort();
   memcpy(api, target, target->struct_size);
   api->PJRT_Client_Create = create_client;
-  api->PJRT_Client_Compile = counted_PJRT_Client_Compile;
+  api->PJRT_Client_Compile = compile;
   api->PJRT_LoadedExecutable_Execute = execute;
   api->PJRT_Error_Message = error_message;
   api->PJRT_Error_GetCode = error_code;

@@ -4,7 +4,8 @@
 // devices is run by each of its ranks, on the devices of all: a rank puts its arguments into memory that all share,
 // waits for those of the others, and keeps the results of its own device. So N ranks compute N times as much, and the
 // collectives in the program are those of XLA:CPU. What a TPU does when a rank does not come, waiting, this does, too,
-// up to a deadline.
+// up to a deadline. torch_tpu compiles each program for the devices of all ranks. One without collectives waits for
+// nobody, and here runs on all devices with the arguments of this rank.
 //
 // The launcher makes the shared file, and names it in SHIM_RANKS; torchrun's variables say which rank this is.
 
@@ -121,6 +122,45 @@ static void note_devices(PJRT_Client* client) {
   }
 }
 
+// ---- which programs have collectives -----------------------------------------------------------
+
+#define MAX_PROGRAMS 65536
+static PJRT_LoadedExecutable* with_collectives[MAX_PROGRAMS];
+static atomic_long programs;
+
+static int has_collectives(PJRT_LoadedExecutable* executable) {
+  for (long i = 0; i < atomic_load(&programs); i++)
+    if (with_collectives[i] == executable) return 1;
+  return 0;
+}
+
+static void note_collectives(const char* code, size_t size, PJRT_LoadedExecutable* executable) {
+  // As StableHLO names them, and as XLA does, in what torch_tpu keeps of a program that another rank has compiled.
+  static const char* const names[] = {
+      "all_reduce", "all_gather", "all_to_all", "reduce_scatter", "collective_",
+      "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-",
+  };
+  for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+    if (!memmem(code, size, names[i], strlen(names[i]))) continue;
+    long place = atomic_fetch_add(&programs, 1);
+    if (place >= MAX_PROGRAMS) die("too many programs");
+    with_collectives[place] = executable;
+    return;
+  }
+}
+
+static PJRT_Error* load_executable(PJRT_Executable_DeserializeAndLoad_Args* args) {
+  PJRT_Error* error = target->PJRT_Executable_DeserializeAndLoad(args);
+  if (!error) note_collectives(args->serialized_executable, args->serialized_executable_size, args->loaded_executable);
+  return error;
+}
+
+static PJRT_Error* destroy_executable(PJRT_LoadedExecutable_Destroy_Args* args) {
+  for (long i = 0; i < atomic_load(&programs); i++)
+    if (with_collectives[i] == args->executable) with_collectives[i] = NULL;
+  return target->PJRT_LoadedExecutable_Destroy(args);
+}
+
 // ---- a launch over several ranks ---------------------------------------------------------------
 
 static void post(PJRT_Buffer* const* buffers, size_t count) {
@@ -162,8 +202,8 @@ static void post(PJRT_Buffer* const* buffers, size_t count) {
 }
 
 // The arguments of another rank, on its device in this process.
-static PJRT_Buffer** received(int other, size_t count) {
-  struct posted* from = &shared->of[other];
+static PJRT_Buffer** received(int other, size_t count, int alone) {
+  struct posted* from = &shared->of[alone ? rank : other];
   // A TPU would hang.
   if (from->count != count) die("the ranks launch different programs");
   PJRT_Buffer** buffers = calloc(count + 1, sizeof *buffers);
@@ -212,23 +252,26 @@ static size_t output_count(PJRT_LoadedExecutable* loaded) {
 
 // Launches a program that runs on the devices `over`, of which one is this rank's.
 static PJRT_Error* execute_together(PJRT_LoadedExecutable_Execute_Args* args, PJRT_Device* const* over, size_t count) {
+  int alone = !has_collectives(args->executable);
   PJRT_Buffer** inputs[MAX_RANKS] = {0};
   PJRT_Buffer** outputs[MAX_RANKS] = {0};
   PJRT_Event* done[MAX_RANKS] = {0};
   size_t results = output_count(args->executable);
   unsigned set = 0;
   for (size_t i = 0; i < count; i++) set |= 1u << rank_of(over[i]);
-  atomic_fetch_add(&shim_exchanges, 1);
   post(args->argument_lists[0], args->num_args);
-  meet(set);
+  if (!alone) {
+    atomic_fetch_add(&shim_exchanges, 1);
+    meet(set);
+  }
   for (size_t i = 0; i < count; i++) {
     int other = rank_of(over[i]);
-    inputs[i] = other == rank ? (PJRT_Buffer**)args->argument_lists[0] : received(other, args->num_args);
+    inputs[i] = other == rank ? (PJRT_Buffer**)args->argument_lists[0] : received(other, args->num_args, alone);
     outputs[i] = calloc(results + 1, sizeof *outputs[i]);
     if (!outputs[i]) abort();
   }
   // Before a rank posts its next arguments.
-  meet(set);
+  if (!alone) meet(set);
   PJRT_LoadedExecutable_Execute_Args all = *args;
   all.argument_lists = (PJRT_Buffer* const* const*)inputs;
   all.output_lists = (PJRT_Buffer** const*)outputs;
@@ -296,6 +339,8 @@ static void show_one_device(PJRT_Api* api) {
   api->PJRT_Client_AddressableDevices = addressable_devices;
   api->PJRT_LoadedExecutable_AddressableDevices = devices_of;
   api->PJRT_Device_IsAddressable = is_addressable;
+  api->PJRT_LoadedExecutable_Destroy = destroy_executable;
+  api->PJRT_Executable_DeserializeAndLoad = load_executable;
   api->PJRT_Device_LocalHardwareId = local_hardware_id;
   api->PJRT_Client_ProcessIndex = process_index;
   api->PJRT_DeviceDescription_ProcessIndex = process_index_of;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -118,34 +119,71 @@ def test_all_begin_with_the_weights_of_the_first() -> None:
     assert of_second == pytest.approx(first, abs=1e-6)
 
 
-def _normed() -> tuple[torch.Tensor, torch.Tensor, int]:
-    model = _distributed(_net(nn.BatchNorm1d(16)))
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    step = xla_adapters.CompiledStep(_training(model, optimizer))
+class _Centered(nn.Module):
+    """Subtracts a running mean, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(rows.mean(0), alpha=0.1)
+            self.count.add_(1)
+        return rows - self.mean
+
+
+def _with_buffers() -> nn.Sequential:
+    return nn.Sequential(_Centered(), *_net(nn.BatchNorm1d(16)))
+
+
+def _buffered() -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = _distributed(_with_buffers())
+    step = xla_adapters.CompiledStep(_training(model, torch.optim.SGD(model.parameters(), 0.1)))
+    losses = [step(_part(batch)).item() for batch in _batches(4)]
+    assert step.replays == 2, step.reasons
+    return losses, _weights(model)
+
+
+def _buffered_by_torch() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """DistributedDataParallel on the CPU, whose buffers are those of the first rank when a step begins."""
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(_with_buffers())
+    train = _training(model, torch.optim.SGD(model.parameters(), 0.1))
+    losses = [train(_part(batch)).item() for batch in _batches(4)]
+    for buffer in model.module.buffers():
+        dist.broadcast(buffer, 0)
+    return losses, _weights(model.module)
+
+
+def test_buffers_are_those_of_the_first_rank_as_with_torch() -> None:
+    found, expected = on_ranks(2, _buffered), on_ranks(2, _buffered_by_torch)
+    for (losses, state), (losses_of_torch, state_of_torch) in zip(found, expected, strict=True):
+        assert losses == pytest.approx(losses_of_torch, abs=1e-5)
+        for name, value in state_of_torch.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5, msg=name)
+
+
+def _assigned(on_one: bool) -> dict[str, torch.Tensor]:
+    model: Any = _net() if on_one else _distributed(_net())
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, 0.1)
     for batch in _batches(3):
-        step(_part(batch))
-    norm: Any = model[1]  # type: ignore[index]
-    return norm.running_mean.cpu(), norm.running_var.cpu(), norm.num_batches_tracked.item()
+        rows = batch if on_one else _part(batch).to("tpu")
+        with contextlib.nullcontext() if on_one else xla_adapters.step():
+            loss = model(rows).square().mean()
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+    return _weights(model)
 
 
-def _normed_by_hand() -> tuple[torch.Tensor, torch.Tensor]:
-    models = [_net(nn.BatchNorm1d(16)) for _ in range(2)]
-    for batch in _batches(3):
-        for model, part in zip(models, batch.chunk(2), strict=True):
-            model(part)
-        for name in ("running_mean", "running_var"):
-            mean = torch.stack([getattr(model[1], name) for model in models]).mean(0)
-            for model in models:
-                getattr(model[1], name).copy_(mean)
-    return models[0][1].running_mean, models[0][1].running_var  # type: ignore[return-value]
-
-
-def test_running_statistics_are_averaged() -> None:
-    expected = run_in_child(_normed_by_hand)
-    for mean, variance, count in on_ranks(2, _normed):
-        torch.testing.assert_close(mean, expected[0], rtol=0, atol=1e-6)
-        torch.testing.assert_close(variance, expected[1], rtol=0, atol=1e-6)
-        assert count == 3
+def test_gradients_that_are_assigned_are_averaged_before_the_update() -> None:
+    expected = run_in_child(functools.partial(_assigned, True))
+    for weights in on_ranks(2, functools.partial(_assigned, False)):
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
 
 
 def _thawed(on_one: bool) -> dict[str, torch.Tensor]:
@@ -213,6 +251,20 @@ def _forgotten() -> str:
 def test_a_model_that_was_not_distributed_is_no_part_of_an_update() -> None:
     for said in on_ranks(2, _forgotten):
         assert said.startswith("SGD is about to update 4 parameters (of the shapes [16, 8], [16], [4, 16])"), said
+
+
+def _undistributed() -> str:
+    xla_adapters.initialize(spmd=True)
+    model = _net().to("tpu")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(RankError) as raised, xla_adapters.step():
+        model(torch.ones(1, 8).to("tpu")).sum().backward()
+        optimizer.step()
+    return str(raised.value)
+
+
+def test_a_loop_without_a_distributed_model_does_not_train() -> None:
+    assert all("give it to xla_adapters.distribute_module" in said for said in on_ranks(2, _undistributed))
 
 
 def _copied() -> tuple[bool, bytes]:
@@ -298,15 +350,19 @@ def _diverging(how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "first", "second"),
     [
-        ("shape", r"RankError: rank 0 launches the step 'step'.*different programs", r"RankError: rank 1 launches"),
-        ("learning rate", r"RankError: rank 0 launches.*numbers -0\.1, and rank 1 .*numbers -0\.2", r"RankError"),
+        (
+            "shape",
+            r"RankError: rank 0 launches.*their operations differ",
+            r"RankError: rank 1 launches",
+        ),
+        ("learning rate", r"RankError: rank 0 launches.*: -0\.1 here and -0\.2 on rank 1", r"RankError"),
         (
             "error",
             r"RankError: rank 1 has failed.*ValueError: an error of mine \(.*test_ranks\.py:\d+\)",
             r"ValueError",
         ),
         ("read", r"RankError: rank 1 has failed.*TensorReadError.*print\(loss\.item\(\)\)", r"TensorReadError"),
-        ("collective", r"RankError: rank 0 launches.*different programs", r"RankError: rank 1 launches"),
+        ("collective", r"RankError: rank 0 launches.*their operations differ", r"RankError: rank 1 launches"),
     ],
 )
 def test_a_rank_that_does_something_else_is_named(how: str, first: str, second: str) -> None:
@@ -364,9 +420,28 @@ def test_what_ranks_cannot_do_is_refused() -> None:
 
 
 @pytest.mark.isolated
-def test_one_process_is_told_how_to_start_several() -> None:
-    with pytest.raises(UnsupportedOptionError, match="xla-adapters launch script"):
-        distribute_module(_net(), partition_fn="dp")
+def test_a_loop_for_ranks_runs_in_one_process() -> None:
+    losses, weights = _on_one()
+    found = _on_a_rank_alone()
+    assert found["losses"] == pytest.approx(losses, abs=1e-5)
+    for name, value in found["weights"].items():
+        torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-5)
+
+
+def _on_a_rank_alone() -> dict[str, Any]:
+    model = _distributed(_net())
+    step = xla_adapters.CompiledStep(_training(model, torch.optim.AdamW(model.parameters(), 0.05)))
+    return {"losses": [step(batch).item() for batch in _batches()], "weights": _weights(model)}
+
+
+def _of_the_host_alone() -> None:
+    dist.init_process_group("gloo")
+    with pytest.raises(ConfigError, match="cpu:gloo,tpu:tpu_dist"):
+        xla_adapters.initialize(spmd=True)
+
+
+def test_a_group_of_the_host_alone_says_what_it_lacks() -> None:
+    on_ranks(2, _of_the_host_alone)
 
 
 def _group_of_the_user() -> tuple[list[float], list[float]]:

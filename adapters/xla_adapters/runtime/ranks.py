@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,8 +19,9 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from xla_adapters.errors import RankError, XLAAdapterError
+from xla_adapters.errors import ConfigError, RankError, XLAAdapterError
 from xla_adapters.utils.location import described
 
 # That of torch.distributed.
@@ -34,9 +36,11 @@ _KINDS = {
     _SUM: "adds up",
     _VALUE: "exchanges",
 }
-# What is done, the program, its numbers, and how long the text is.
-_HEAD = struct.Struct("<B32s16sH")
-_SIZE = 640
+# What is done, the program, its numbers, how many of them there are, and how long the text is.
+_HEAD = struct.Struct("<B32s16sHH")
+_SIZE = 1024
+# The first numbers are told, too, to say which one differs.
+_NUMBERS = 48
 
 
 @dataclass(frozen=True)
@@ -48,25 +52,30 @@ class _Message:
         program: names the program.
         numbers: names the numbers that the program is given.
         text: in words.
+        values: the first numbers.
     """
 
     kind: int
     program: bytes = b""
     numbers: bytes = b""
     text: str = ""
+    values: tuple[float, ...] = ()
 
     def packed(self) -> torch.Tensor:
         """As bytes of a fixed size."""
-        text = self.text.encode()[: _SIZE - _HEAD.size]
-        packed = _HEAD.pack(self.kind, self.program, self.numbers, len(text)) + text
+        values = struct.pack(f"<{len(self.values)}d", *self.values)
+        text = self.text.encode()[: _SIZE - _HEAD.size - len(values)]
+        packed = _HEAD.pack(self.kind, self.program, self.numbers, len(self.values), len(text)) + values + text
         return torch.frombuffer(bytearray(packed.ljust(_SIZE, b"\0")), dtype=torch.uint8)
 
     @classmethod
     def unpacked(cls, packed: torch.Tensor) -> _Message:
         """From its bytes."""
         data = packed.numpy().tobytes()
-        kind, program, numbers, length = _HEAD.unpack_from(data)
-        return cls(kind, program, numbers, data[_HEAD.size : _HEAD.size + length].decode(errors="ignore"))
+        kind, program, numbers, count, length = _HEAD.unpack_from(data)
+        begin = _HEAD.size + 8 * count
+        values = struct.unpack_from(f"<{count}d", data, _HEAD.size)
+        return cls(kind, program, numbers, data[begin : begin + length].decode(errors="ignore"), values)
 
     def agrees(self, other: _Message) -> bool:
         """Whether two ranks do the same."""
@@ -81,6 +90,7 @@ class Ranks:
         rank: of this process, from 0.
         size: number of ranks.
         deadline: how long a rank waits for the others.
+        before_update: called with an optimizer that is about to step.
         for_saving: a group of torch that only a save, perhaps in the background, uses.
     """
 
@@ -91,12 +101,20 @@ class Ranks:
         self._messages = dist.new_group(backend="gloo")
         self._values = dist.new_group(backend="gloo")
         self.for_saving: Any = dist.new_group(backend="gloo")
+        self.before_update: Callable[[torch.optim.Optimizer], None] = _refuse_update
+        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.before_update(optimizer))
+        self._tell_uncaught_errors()
         self._is_over = False
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the rank that writes files and logs."""
-        return self.rank == 0
+    def _tell_uncaught_errors(self) -> None:
+        """Has an error that ends this process told to the others, for loops of one's own."""
+        shown = sys.excepthook
+
+        def tell(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            self.failed(error)
+            shown(kind, error, trace)
+
+        sys.excepthook = tell
 
     # ---- values on the host ----------------------------------------------------------------------
 
@@ -176,9 +194,7 @@ class Ranks:
         """
         named = hashlib.sha256(program.encode()).digest()
         given = hashlib.blake2b(struct.pack(f"<{len(numbers)}d", *numbers), digest_size=16).digest()
-        shown = ", ".join(f"{number:g}" for number in list(dict.fromkeys(numbers))[:6])
-        told = f"{text}, with the numbers {shown}" if numbers else text
-        self._exchange(_Message(_LAUNCH, named, given, told), self.deadline)
+        self._exchange(_Message(_LAUNCH, named, given, text, tuple(numbers[:_NUMBERS])), self.deadline)
 
     def total(self, value: float, text: str) -> float:
         """The sum over the ranks of a number of each step; tells an error of another rank at once.
@@ -247,9 +263,21 @@ class Ranks:
         )
 
 
-def exchange_on_host() -> None:
-    """Lets the default group exchange tensors on the host, too: accelerate makes it for those of the device alone."""
+def exchange_on_host(device_type: str) -> None:
+    """Lets the default group exchange tensors on the host, too: accelerate makes it for those of the device alone.
+
+    Args:
+        device_type: of the device.
+
+    Raises:
+        ConfigError: it is for the host alone.
+    """
     world: Any = dist.group.WORLD
+    if all(device.type != device_type for device in world._device_types):
+        raise ConfigError(
+            f"torch.distributed was initialized before the ranks have met, and not for the device {device_type!r}: "
+            f"leave that to xla_adapters, or call init_process_group('cpu:gloo,{device_type}:tpu_dist')"
+        )
     cpu = torch.device("cpu")
     if cpu not in world._device_types:
         name, gloo = world.group_name, cast(Any, dist.new_group(backend="gloo"))
@@ -269,15 +297,33 @@ def _difference(index: int, mine: _Message, other: int, theirs: _Message) -> str
             "ranks must take the same steps, and as many: give each the same number of batches"
         )
     if mine.program == theirs.program:
+        pairs = [pair for pair in zip(mine.values, theirs.values, strict=True) if pair[0] != pair[1]]
+        shown = ", ".join(f"{here:.12g} here and {there:.12g} on rank {other}" for here, there in pairs[:4])
         return (
-            f"rank {index} launches {mine.text}, and rank {other} {theirs.text}: the numbers must be the same on all "
-            "ranks (a learning rate, say). Compute them from what all ranks know"
+            f"rank {index} launches {mine.text}, and other numbers are given to it than on rank {other}: "
+            f"{shown or 'later ones than are compared here'}. A learning rate, a weight decay and the like must be the "
+            "same on all ranks: compute them from what all ranks know"
         )
-    return (
-        f"rank {index} launches {mine.text}, and rank {other} {theirs.text}: these are different programs, and each "
-        "would wait forever for the other. All ranks must run the same code on batches of the same shape; look for a "
-        "condition on the rank, and pad batches to one length (max_length, or pad_to_multiple_of)"
+    begin = f"rank {index} launches {mine.text}, and rank {other} {theirs.text}: "
+    if mine.text == theirs.text:
+        return begin + (
+            "their operations differ, and each would wait forever for the other. All ranks must run the same code. "
+            "Look for a condition on the rank, for a Python number that differs (the rank itself: make it a tensor on "
+            "the device), and for layers that only some rows use"
+        )
+    return begin + (
+        "these are different programs, and each would wait forever for the other. All ranks must run the same code on "
+        "batches of the same shape: pad them to one length (padding='max_length', or pad_to_multiple_of)"
     )
+
+
+def _refuse_update(optimizer: torch.optim.Optimizer) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter.grad is not None and parameter.device.type != "cpu" for parameter in parameters):
+        raise RankError(
+            f"{type(optimizer).__name__} is about to update a model by the gradients of this rank alone, so that the "
+            "ranks would go apart: give it to xla_adapters.distribute_module(model, partition_fn='dp')"
+        )
 
 
 def _checksum(tensor: torch.Tensor) -> tuple[Any, ...]:

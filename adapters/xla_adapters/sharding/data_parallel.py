@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed import _functional_collectives as collectives
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import RankError, UnsupportedOptionError
+from xla_adapters.open_step import in_step
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.ranks import Ranks
 from xla_adapters.runtime.transfers import uploading
@@ -41,19 +41,33 @@ def mean_over_ranks(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     Args:
         tensors: of the same shapes and dtypes on each rank, in the same order.
     """
-    means: list[torch.Tensor | None] = [None] * len(tensors)
+    return _small_ones_together(_mean, tensors)
+
+
+def of_first_rank(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The values that tensors on the device have on the first rank.
+
+    Gathered, since a broadcast of torch_tpu is another program on the rank that sends.
+    """
+    return _small_ones_together(lambda tensor: gathered_in_step(tensor, False)[0], tensors)
+
+
+def _small_ones_together(
+    compute: Callable[[torch.Tensor], torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    results: list[torch.Tensor | None] = [None] * len(tensors)
     small: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.numel() < _TOGETHER_BELOW:
             small.setdefault(tensor.dtype, []).append(index)
         else:
-            means[index] = _mean(tensor)
+            results[index] = compute(tensor)
     for indices in small.values():
-        joined = _mean(torch.cat([tensors[index].reshape(-1) for index in indices]))
+        joined = compute(torch.cat([tensors[index].reshape(-1) for index in indices]))
         parts = joined.split([tensors[index].numel() for index in indices])
         for index, part in zip(indices, parts, strict=True):
-            means[index] = part.view(tensors[index].shape)
-    return [mean for mean in means if mean is not None]
+            results[index] = part.view(tensors[index].shape)
+    return [result for result in results if result is not None]
 
 
 def reduced_in_step(tensor: torch.Tensor, operation: str) -> torch.Tensor:
@@ -150,8 +164,8 @@ class DataParallel:
     It changes nothing if gradients are averaged once more, so that an accumulation is right, too: the mean of an
     average and of what a rank has added to it. `without_exchange` saves that work.
 
-    Batch norm computes with the statistics of a rank's own rows; its running statistics are averaged with the
-    gradients.
+    Buffers that a step has changed get the values of the first rank, as with torch's DistributedDataParallel. So batch
+    norm computes with the statistics of a rank's own rows, and its running statistics are those of the first rank's.
 
     Args:
         ranks: that train together; None in a process that is none of several.
@@ -167,8 +181,12 @@ class DataParallel:
         self._is_held = False
         # The backward at whose end gradients will be averaged; one that fails does not come to its end.
         self._queued_for = -1
+        # Those whose gradients are averages, until they are updated.
+        self._averaged: set[int] = set()
+        # The buffers before the step.
+        self._noted: dict[tuple[int, str], tuple[int, int]] = {}
         if ranks is not None:
-            register_optimizer_step_pre_hook(self._before_update)
+            ranks.before_update = self._before_update
 
     @classmethod
     def of_process(cls) -> DataParallel:
@@ -200,6 +218,9 @@ class DataParallel:
             self._models[model] = None
             model.register_forward_pre_hook(self._before_forward)
         self._hook(model)
+        self._noted = {}
+        for known in self._models:
+            self._note_buffers(known)
 
     def _take_values_of_first(self, tensors: list[torch.Tensor]) -> None:
         with torch.no_grad():
@@ -228,6 +249,8 @@ class DataParallel:
     def _before_forward(self, model: torch.nn.Module, args: Any) -> None:
         # Parameters that were frozen when the model was prepared.
         self._hook(model)
+        if self._ranks is not None:
+            self._note_buffers(model)
 
     def _hook(self, model: torch.nn.Module) -> None:
         for parameter in () if self._ranks is None else model.parameters():
@@ -249,22 +272,35 @@ class DataParallel:
             return
         touched, self._touched = self._touched, []
         once = {id(parameter): parameter for parameter in touched}
-        values = [parameter.grad for parameter in once.values() if parameter.grad is not None]
-        values += self._running_statistics()
+        self._average([parameter for parameter in once.values() if parameter.grad is not None])
+        buffers = self._changed_buffers()
+        with torch.no_grad():
+            for buffer, value in zip(buffers, of_first_rank(buffers), strict=True):
+                buffer.copy_(value)
+
+    def _average(self, parameters: Sequence[torch.Tensor]) -> None:
+        values = [parameter.grad for parameter in parameters if parameter.grad is not None]
         with torch.no_grad():
             for value, mean in zip(values, mean_over_ranks(values), strict=True):
                 value.copy_(mean)
+        self._averaged.update(map(id, parameters))
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Raises if gradients are not averaged: their parameters are in no model that this object knows."""
-        alone = [
+    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Averages gradients that no backward has (they were assigned, or the update is within the backward).
+
+        Raises:
+            RankError: some are of parameters that this object does not know.
+        """
+        if not in_step():
+            # A replayed step averages in its program, and eager gradients are averaged by their backward.
+            return
+        updated = [
             parameter
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if parameter.grad is not None
-            and get_runtime().device.owns(parameter)
-            and self._hooked.get(id(parameter)) is not parameter
+            if parameter.grad is not None and get_runtime().device.owns(parameter)
         ]
+        alone = [parameter for parameter in updated if self._hooked.get(id(parameter)) is not parameter]
         if alone:
             shapes = ", ".join(str(list(parameter.shape)) for parameter in alone[:3])
             raise RankError(
@@ -272,16 +308,36 @@ class DataParallel:
                 "gradients are those of this rank alone, so that the ranks would go apart. They are in no model that "
                 "the trainer trains: give their module to xla_adapters.distribute_module(module, partition_fn='dp')"
             )
+        self._average([parameter for parameter in updated if id(parameter) not in self._averaged])
+        self._averaged.difference_update(map(id, updated))
 
-    def _running_statistics(self) -> list[torch.Tensor]:
-        norms = [
-            module
+    def _changed_buffers(self) -> list[torch.Tensor]:
+        """The buffers that were changed since they were noted, in the order of the models."""
+        noted, self._noted = self._noted, {}
+        return [
+            buffer
             for model in self._models
             for module in model.modules()
-            if isinstance(module, _BatchNorm) and module.training and module.track_running_stats
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+            and get_runtime().device.owns(buffer)
+            # torch_tpu's batch norm leaves the version of its statistics as it is.
+            and (_is_training_norm(module) or noted.get((id(module), name), _now(buffer)) != _now(buffer))
         ]
-        buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
-        return [buffer for buffer in buffers if buffer is not None and get_runtime().device.owns(buffer)]
+
+    def _note_buffers(self, model: torch.nn.Module) -> None:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    self._noted.setdefault((id(module), name), _now(buffer))
+
+
+def _now(buffer: torch.Tensor) -> tuple[int, int]:
+    return id(buffer), buffer._version
+
+
+def _is_training_norm(module: torch.nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and module.training and module.track_running_stats
 
 
 @functools.cache

@@ -186,7 +186,7 @@ def distribute_module(
     runtime = get_runtime()
     runtime.device.initialize(spmd=True)
     mesh = _own_mesh(device_mesh, runtime.device.count())
-    if runtime.device.ranks is not None:
+    if runtime.device.ranks is not None or not (runtime.has_spmd or runtime.device.launched() > 1):
         return _over_ranks(module, partition_fn, mesh, input_fn or output_fn)
     if partition_fn is None or callable(partition_fn):
         placement = Placement(_partitioned(module, mesh, device_mesh, partition_fn, runtime), runtime)
@@ -213,6 +213,8 @@ def _over_ranks(module: torch.nn.Module, partition_fn: object, mesh: Mesh | None
     config = _config(partition_fn, mesh)  # type: ignore[arg-type]
     check_scheme(config)
     _over[module] = ranks = DataParallel.of_process()
+    if get_runtime().device.ranks is None:
+        return module.to(get_runtime().device.torch_device())
     ranks.prepare(module)
     module.to(get_runtime().device.torch_device())
     ranks.prepare(module)

@@ -113,6 +113,11 @@ class Runtime:
         return self._placeholders is not None
 
     @property
+    def has_spmd(self) -> bool:
+        """Whether `spmd` is there."""
+        return self._spmd is not None
+
+    @property
     def has_shared_buffers(self) -> bool:
         """Whether `shared_buffers` is there."""
         return self._shared_buffers is not None

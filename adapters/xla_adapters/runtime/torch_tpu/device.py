@@ -198,7 +198,7 @@ class TPUDevice:
         if spmd and self._ranks is None and self.launched() > 1:
             if not torch.distributed.is_initialized():
                 torch.distributed.init_process_group(f"cpu:gloo,{TYPE}:tpu_dist")
-            exchange_on_host()
+            exchange_on_host(TYPE)
             self._ranks = Ranks()
             if unknown_version() is None:
                 mend_scans()
