@@ -134,10 +134,10 @@ def _tell_ranks() -> None:
 def tell_accelerate_of_ranks() -> None:
     """Has accelerate know the ranks of TorchTPU as soon as it is asked: when `TrainingArguments` are made.
 
-    For the rest of the process, if a launcher has started it. Scripts ask for the index of the process, and let the
+    For the rest of the process. Scripts ask for the index of the process, and let the
     first one prepare the data (`main_process_first`), before there is a trainer.
     """
-    if not torch_tpu_is_used() or get_runtime().device.launched() < 2:
+    if not torch_tpu_is_used():
         return
     stock = PartialState.__init__
 
@@ -145,8 +145,8 @@ def tell_accelerate_of_ranks() -> None:
     def __init__(self: Any, cpu: bool = False, **kwargs: Any) -> None:
         is_new = not PartialState._shared_state
         stock(self, cpu, **kwargs)
-        if is_new and not cpu:
-            device = get_runtime().device
+        device = get_runtime().device
+        if is_new and not cpu and device.launched() > 1:
             device.initialize(spmd=True)
             self.device = device.torch_device()
             _tell_ranks()

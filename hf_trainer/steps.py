@@ -474,6 +474,10 @@ class Evaluation:
         with self._session.running():
             if is_one_of_several(trainer):
                 return self._base.evaluation_loop(*args, **kwargs)
+            ranks = get_runtime().device.ranks
+            if ranks is not None:
+                # All evaluate, or it is an error.
+                ranks.total(1, f"an evaluation after step {trainer.state.global_step}")
             with (
                 self._preprocessing_in_step(),
                 self._inputs.staying_on_host(True),

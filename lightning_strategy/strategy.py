@@ -457,6 +457,9 @@ class XLAEagerStrategy(StrategyHooks, RankHooks, SingleDeviceXLAStrategy):  # ty
     def on_validation_start(self) -> None:
         """As `Strategy.on_validation_start`; counts batches from 0."""
         self._report.evaluation_begins()
+        if self._ranks is not None:
+            # All validate, or it is an error.
+            self._ranks.ranks.total(1, "a validation")
         self.run.steps.begin_evaluation()
 
     def on_validation_end(self) -> None:

@@ -32,7 +32,7 @@ _NOT_RUN = {
     "docs/guides/check.md": 2,
     "docs/guides/notebooks.md": 1,
     "docs/guides/preflight.md": 2,
-    "docs/guides/ranks.md": 3,
+    "docs/guides/ranks.md": 4,
     "docs/guides/warm_start.md": 3,
     "docs/install.md": 1,
     "docs/reference/cli.md": 3,

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torchmetrics
 import transformers
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from transformers import TrainerCallback
@@ -226,6 +226,20 @@ def test_evaluation_counts_each_row_once() -> None:
         )
 
 
+def _early(folder: str) -> tuple[int, int, bool, bool]:
+    arguments = _arguments()
+    flag = Path(folder) / "prepared"
+    with arguments.main_process_first():
+        finds = flag.exists()
+        flag.touch()
+    return arguments.process_index, arguments.world_size, arguments.should_save, finds
+
+
+def test_training_arguments_know_the_ranks_before_there_is_a_trainer(tmp_path: Path) -> None:
+    found = on_ranks(2, functools.partial(_early, str(tmp_path)))
+    assert found == [(0, 2, True, False), (1, 2, False, True)]
+
+
 class _OnOneRank(TrainerCallback):
     def __init__(self, what: str) -> None:
         self.what = what
@@ -234,6 +248,10 @@ class _OnOneRank(TrainerCallback):
         if state.global_step == 3 and rank() == 1:
             if self.what == "raises":
                 raise ValueError("an error of mine")
+            if self.what == "evaluates":
+                control.should_evaluate = True
+            if self.what == "saves":
+                control.should_save = True
             if self.what == "stops":
                 control.should_training_stop = True
             if self.what == "is terminated":
@@ -255,6 +273,8 @@ def _diverging(what: str) -> str:
     [
         ("raises", r"RankError: rank 1 has failed.*ValueError: an error of mine \(.*\.py:\d+\)", "ValueError"),
         ("stops", r"RankError: rank 0 .*Rank 1 has ended: train\(\), after 3 steps", r"RankError: rank 1 has ended"),
+        ("saves", r"RankError: rank 0 .*Rank 1 .*the save after step 3", r"RankError: rank 1 .*the save after step 3"),
+        ("evaluates", r"RankError: rank 0 .*Rank 1 .*an evaluation after step 3", r"RankError: rank 1 .*an evaluation"),
     ],
 )
 def test_a_rank_that_leaves_the_training_is_named(what: str, first: str, second: str) -> None:
@@ -436,6 +456,24 @@ def test_a_resumed_fit_goes_on_exactly(tmp_path: Path) -> None:
     for before, after in zip(whole, resumed, strict=True):
         assert after["losses"] == before["losses"][5:]
         assert all(torch.equal(value, before["weights"][name]) for name, value in after["weights"].items())
+
+
+class _Undecided(_Module):
+    """Logs a value of each rank's own."""
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("own", torch.tensor(float(self.current_epoch * (1 - 2 * rank()))))
+
+
+def _stopped_early() -> int:
+    stops = EarlyStopping("own", patience=0)
+    saves = ModelCheckpoint(monitor="own", save_top_k=1)
+    return len(_fit(kind=_Undecided, callbacks=(stops, saves), max_epochs=3)["losses"])
+
+
+def test_ranks_decide_together() -> None:
+    """The metric of one rank alone gets better: Lightning stops when one of them would."""
+    assert on_ranks(2, _stopped_early) == [16, 16]
 
 
 class _Raising(pl.Callback):

@@ -33,7 +33,7 @@ _KINDS = {
     _LAUNCH: "launches",
     _ERROR: "has failed",
     _END: "has ended",
-    _SUM: "adds up",
+    _SUM: "begins, or exchanges a number for,",
     _VALUE: "exchanges",
 }
 # What is done, the program, its numbers, how many of them there are, and how long the text is.
@@ -79,8 +79,11 @@ class _Message:
 
     def agrees(self, other: _Message) -> bool:
         """Whether two ranks do the same."""
-        mine, theirs = (self.program, self.numbers), (other.program, other.numbers)
-        return self.kind == other.kind and (self.kind != _LAUNCH or mine == theirs)
+        if self.kind != other.kind or self.kind == _ERROR:
+            return self.kind == other.kind
+        if self.kind == _LAUNCH:
+            return (self.program, self.numbers) == (other.program, other.numbers)
+        return self.text == other.text
 
 
 class Ranks:
@@ -291,7 +294,7 @@ def _difference(index: int, mine: _Message, other: int, theirs: _Message) -> str
     if theirs.kind == _ERROR or mine.kind == _ERROR:
         failed, said = (other, theirs) if theirs.kind == _ERROR else (index, mine)
         return f"rank {failed} has failed, and rank {other if failed == index else index} has not: {said.text}"
-    if mine.kind != theirs.kind:
+    if mine.kind != theirs.kind or mine.kind != _LAUNCH:
         return (
             f"rank {index} {_KINDS[mine.kind]}: {mine.text}. Rank {other} {_KINDS[theirs.kind]}: {theirs.text}. All "
             "ranks must take the same steps, and as many: give each the same number of batches"
