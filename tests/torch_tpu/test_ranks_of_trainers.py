@@ -272,7 +272,11 @@ def _diverging(what: str) -> str:
     ("what", "first", "second"),
     [
         ("raises", r"RankError: rank 1 has failed.*ValueError: an error of mine \(.*\.py:\d+\)", "ValueError"),
-        ("stops", r"RankError: rank 0 .*Rank 1 has ended: train\(\), after 3 steps", r"RankError: rank 1 has ended"),
+        (
+            "stops",
+            r"RankError: rank 0 .*Rank 1 .*the end of the training",
+            r"RankError: rank 1 .*the end of the training",
+        ),
         ("saves", r"RankError: rank 0 .*Rank 1 .*the save after step 3", r"RankError: rank 1 .*the save after step 3"),
         ("evaluates", r"RankError: rank 0 .*Rank 1 .*an evaluation after step 3", r"RankError: rank 1 .*an evaluation"),
     ],
