@@ -24,7 +24,7 @@ demo-lightning: $(STAMP)
 	$(BIN)/python -m examples.lightning_digits
 
 # In two processes of about the same length: most tests are one process that computes on little more than one core.
-APART := $(addprefix tests/,hf_trainer tracing cpu adapters examples lowerings $(if $(SLOW),crash package plugin_platform))
+APART := $(addprefix tests/,hf_trainer tracing cpu adapters examples lowerings $(if $(SLOW),crash))
 PYTEST = $(BIN)/python -m pytest $(if $(SLOW),-m 'slow and not long')
 
 test: $(STAMP)
